@@ -1,0 +1,154 @@
+"""What every command shares: a frozen dataclass read from YAML and dotted overrides, and how errors end a command."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+
+from probemb.errors import UserError, nearest
+
+Config = TypeVar("Config")
+
+
+def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:
+    """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
+
+    Overrides win over the file, the file over the dataclass' defaults.
+
+    Raises:
+        UserError: an unknown key (names the nearest known one), a value of the wrong type, a missing or broken file.
+    """
+    from jsonargparse import ArgumentParser
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    known = known_keys(config_class)
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument(
+        "--config", action="config", help="A YAML file with any of the keys below; options win over it."
+    )
+    parser.add_class_arguments(config_class, as_group=False)
+    _refuse_unknown(prog, argv, known)
+    try:
+        parsed = parser.parse_args(argv)
+        return _build(config_class, parsed)
+    except UserError:
+        raise
+    except (
+        Exception
+    ) as error:  # jsonargparse raises its own ArgumentError and whatever a broken YAML file makes it raise
+        first = re.sub(r"\s+", " ", str(error)).strip().rstrip(".")
+        raise UserError(
+            f"The configuration cannot be read: {first[:400]}.", f"See `{prog} --help` for what it takes."
+        ) from error
+
+
+def known_keys(config_class: type, prefix: str = "") -> list[str]:
+    """Every dotted key of a nested dataclass, groups included."""
+    import typing
+
+    keys = []
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        keys.append(prefix + field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            keys += known_keys(hints[field.name], f"{prefix}{field.name}.")
+    return keys
+
+
+def _refuse_unknown(prog: str, argv: list[str], known: list[str]) -> None:
+    for i, word in enumerate(argv):
+        if not word.startswith("--") or word == "--":
+            continue
+        key, _, value = word[2:].partition("=")
+        if key in ("help", "config"):
+            path = value or (argv[i + 1] if i + 1 < len(argv) else "")
+            if key == "config" and path:
+                _refuse_unknown_in_file(Path(path), known)
+            continue
+        if key not in known:
+            raise UserError(
+                f"There is no option --{key}.{nearest(key, known)}", f"See `{prog} --help` for all of them."
+            )
+
+
+def _refuse_unknown_in_file(path: Path, known: list[str]) -> None:
+    if not path.is_file():
+        raise UserError(f"The configuration file {path} does not exist.", "Check the path given to --config.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is not a YAML file: {' '.join(str(error).split())[:300]}.", "Correct the file."
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no keys.", "Write one `key: value` a line; --help lists the keys.")
+
+    def walk(node: dict, prefix: str) -> None:
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            if key not in known:
+                raise UserError(
+                    f"{path} sets the unknown key {key}.{nearest(key, known)}", "Correct or remove that line."
+                )
+            if isinstance(value, dict) and any(k.startswith(f"{key}.") for k in known):
+                walk(value, f"{key}.")
+
+    walk(content, "")
+
+
+def _build(cls: type[Config], namespace: Any) -> Config:
+    import typing
+
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for field in dataclasses.fields(cls):
+        value = getattr(namespace, field.name)
+        values[field.name] = _build(hints[field.name], value) if dataclasses.is_dataclass(hints[field.name]) else value
+    return cls(**values)
+
+
+def to_dict(config: Any) -> dict:
+    """A dataclass as plain dicts, lists and scalars: what YAML and JSON can hold."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Call `main` and leave with its exit code; a UserError ends in two lines on stderr and exit code 2.
+
+    Set PROBEMB_TRACEBACK=1 to see where an error was raised.
+    """
+    try:
+        code = main() or 0
+    except UserError as error:
+        if os.environ.get("PROBEMB_TRACEBACK"):
+            traceback.print_exc()
+        print(f"error: {error.what}\n       {error.remedy}", file=sys.stderr, flush=True)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 130
+    except BrokenPipeError:  # the reader of our output went away, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)

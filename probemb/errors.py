@@ -1,0 +1,29 @@
+"""Errors for the person who typed the command: what is wrong, and what to do about it."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(Exception):
+    """Something the person who typed the command can put right.
+
+    Args:
+        what: one sentence that says what is wrong.
+        remedy: one sentence that says what to do.
+    """
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(f"{what} {remedy}")
+        self.what = what
+        self.remedy = remedy
+
+    def __reduce__(self):  # two arguments, so that the error survives the trip out of a worker process
+        return type(self), (self.what, self.remedy)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
+    known = list(known)
+    lower = {k.lower(): k for k in known}
+    found = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    return f" Did you mean '{lower[found[0]]}'?" if found else ""

@@ -1,0 +1,35 @@
+"""Fixtures that every folder of tests shares: reference vectors and real data, both optional."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture
+def parity():
+    """parity("01_pcmepp_csd_loss") -> dict of arrays computed by the authors' code; skips where the file is absent."""
+
+    def load(item: str) -> dict[str, np.ndarray]:
+        path = SHARED / "parity" / f"{item}.npz"
+        if not path.is_file():
+            pytest.skip(f"no reference vectors here: {item}")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+
+    return load
+
+
+@pytest.fixture
+def shared_data():
+    """shared_data("flickr8k") -> its folder; skips where the data set is absent."""
+
+    def find(name: str) -> Path:
+        path = SHARED / "data" / name
+        if not path.is_dir():
+            pytest.skip(f"no real data here: {name}")
+        return path
+
+    return find
