@@ -1,0 +1,189 @@
+"""Pairwise distances between diagonal normals: (N, D) and (M, D) to (N, M); smaller is closer.
+
+Letters: N and M items, D dimensions; a ~ N(mu_a, diag var_a), b ~ N(mu_b, diag var_b).
+All results are at least float32, also under autocast (float64 in, float64 out), differentiable, and nothing of
+size N x M x D is ever held: where a distance separates into per-item vectors it is one matrix product; where it
+does not (a sum of variances in a denominator or a logarithm) it is summed over slices of D that are recomputed
+in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from probemb.errors import UserError, nearest
+from probemb.gaussian import Gaussian
+
+SLICE_ELEMENTS = 1 << 22  # elements of one (N, M, d) slice of a sum that does not separate: 16 MiB in float32
+
+
+def _full_precision(fn):
+    """Run `fn(a, b, ...)` outside autocast, on float32 or wider inputs."""
+
+    @wraps(fn)
+    def wrapped(a: Gaussian, b: Gaussian, *args, **kwargs) -> Tensor:
+        if a.mean.dim() != 2 or b.mean.dim() != 2 or a.shape[1] != b.shape[1]:
+            raise ValueError(f"expected (N, D) and (M, D), got {tuple(a.shape)} and {tuple(b.shape)}")
+        with torch.autocast(a.mean.device.type, enabled=False):
+            return fn(a.float(), b.float(), *args, **kwargs)
+
+    return wrapped
+
+
+def squared_euclidean(x_ND: Tensor, y_MD: Tensor, row_N: Tensor | float = 0.0, col_M: Tensor | float = 0.0) -> Tensor:
+    """|x_i - y_j|^2 + row_i + col_j as one matrix product, (N, M)."""
+    row = x_ND.square().sum(1) + row_N
+    col = y_MD.square().sum(1) + col_M
+    return torch.addmm(row[:, None] + col[None, :], x_ND, y_MD.T, alpha=-2)
+
+
+@_full_precision
+def csd(a: Gaussian, b: Gaussian) -> Tensor:
+    """Closed-form sampled distance E|Z_a - Z_b|^2 = |mu_a - mu_b|^2 + sum(var_a + var_b). Source: PCME++ Eq. 1."""
+    return squared_euclidean(a.mean, b.mean, a.uncertainty(), b.uncertainty())
+
+
+@_full_precision
+def wasserstein2(a: Gaussian, b: Gaussian) -> Tensor:
+    """Squared 2-Wasserstein distance |mu_a - mu_b|^2 + |std_a - std_b|^2. Source: PCME++ §2.2."""
+    return squared_euclidean(torch.cat([a.mean, a.std], 1), torch.cat([b.mean, b.std], 1))
+
+
+@_full_precision
+def kl(a: Gaussian, b: Gaussian) -> Tensor:
+    """KL(a || b) in nats. Source: PCME, test-time distances; Probabilistic VSE++."""
+    return _kl(a, b)
+
+
+@_full_precision
+def symmetric_kl(a: Gaussian, b: Gaussian) -> Tensor:
+    """Half of KL(a || b) plus half of KL(b || a): what the papers call "JS", which has no closed form for normals."""
+    return 0.5 * (_kl(a, b) + _kl(b, a).T)
+
+
+@_full_precision
+def min_kl(a: Gaussian, b: Gaussian) -> Tensor:
+    """The smaller one of KL(a || b) and KL(b || a). Source: Probabilistic VSE++, similarity."""
+    return torch.minimum(_kl(a, b), _kl(b, a).T)
+
+
+def _kl(a: Gaussian, b: Gaussian) -> Tensor:
+    # A common origin for both sides leaves the differences as they are and keeps the squares small.
+    origin = b.mean.detach().mean(0)
+    mu_a, mu_b = a.mean - origin, b.mean - origin
+    precision_b = (-b.log_var).exp()
+    left = torch.cat([a.var + mu_a.square(), -2 * mu_a], 1)  # (N, 2D)
+    right = torch.cat([precision_b, mu_b * precision_b], 1)  # (M, 2D)
+    col = (mu_b.square() * precision_b + b.log_var).sum(1) - a.shape[1]
+    return 0.5 * (left @ right.T - a.log_var.sum(1)[:, None] + col[None, :])
+
+
+@_full_precision
+def elk(a: Gaussian, b: Gaussian) -> Tensor:
+    """-log of the expected likelihood kernel, the integral of p_a(x) p_b(x). Source: PCME, test-time distances."""
+
+    def term(mu_a, log_var_a, mu_b, log_var_b):
+        log_sum = torch.logaddexp(log_var_a, log_var_b)
+        return (mu_a - mu_b).square() * (-log_sum).exp() + log_sum
+
+    return 0.5 * _sum_over_slices(term, a, b) + 0.5 * a.shape[1] * math.log(2 * math.pi)
+
+
+@_full_precision
+def bhattacharyya(a: Gaussian, b: Gaussian) -> Tensor:
+    """Bhattacharyya distance, -log of the integral of sqrt(p_a(x) p_b(x)). Source: PCME, test-time distances."""
+
+    def term(mu_a, log_var_a, mu_b, log_var_b):
+        log_sum = torch.logaddexp(log_var_a, log_var_b)
+        return 0.25 * (mu_a - mu_b).square() * (-log_sum).exp() + 0.5 * log_sum
+
+    separable = 0.25 * (a.log_var.sum(1)[:, None] + b.log_var.sum(1)[None, :])
+    return _sum_over_slices(term, a, b) - separable - 0.5 * a.shape[1] * math.log(2)
+
+
+def _sum_over_slices(term: Callable[..., Tensor], a: Gaussian, b: Gaussian) -> Tensor:
+    """Sum over D of term(mu_a, log_var_a, mu_b, log_var_b), a slice of D at a time, recomputed in the backward pass."""
+    (n, d), m = a.shape, len(b)
+    width = max(1, min(d // 2, SLICE_ELEMENTS // max(1, n * m)))  # at most half of D, so never N x M x D
+
+    def one_slice(*columns: Tensor) -> Tensor:
+        mu_a, log_var_a, mu_b, log_var_b = columns
+        return term(mu_a[:, None], log_var_a[:, None], mu_b[None], log_var_b[None]).sum(-1)
+
+    total = a.mean.new_zeros(n, m)
+    for start in range(0, d, width):
+        columns = [t[:, start : start + width] for t in (a.mean, a.log_var, b.mean, b.log_var)]
+        total = total + checkpoint(one_slice, *columns, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+@_full_precision
+def match_probability(
+    a: Gaussian,
+    b: Gaussian,
+    scale: Tensor | float = 1.0,
+    shift: Tensor | float = 0.0,
+    n_samples: int = 8,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """PCME's Monte-Carlo match probability in [0, 1], (N, M); larger is closer. Source: PCME, soft contrastive loss."""
+    return match_probability_of_samples(a.sample(n_samples, generator), b.sample(n_samples, generator), scale, shift)
+
+
+def match_probability_of_samples(
+    z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
+) -> Tensor:
+    """Mean over all J x K sample pairs of sigmoid(2 (shift - scale |z_a - z_b|)), (N, M).
+
+    The factor 2 is the authors' s(x) = e^x / (e^x + e^-x). Holds N x M x K values at a time.
+    """
+    n, j, d = z_a_NJD.shape
+    m, k, _ = z_b_MKD.shape
+    flat_b = z_b_MKD.reshape(m * k, d)
+
+    def one_sample(z_a_ND: Tensor) -> Tensor:
+        squared = squared_euclidean(z_a_ND, flat_b)
+        distance = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
+        return torch.sigmoid(2 * (shift - scale * distance)).view(n, m, k).mean(2)
+
+    total = z_a_NJD.new_zeros(n, m)
+    for i in range(j):
+        total = total + checkpoint(one_sample, z_a_NJD[:, i], use_reentrant=False, preserve_rng_state=False)
+    return total / j
+
+
+@_full_precision
+def _one_minus_match_probability(a: Gaussian, b: Gaussian, **options) -> Tensor:
+    return 1 - match_probability(a, b, **options)
+
+
+# What --distance takes. Smaller is closer for all of them, so the match probability stands as its complement.
+DISTANCES: dict[str, Callable[..., Tensor]] = {
+    "csd": csd,
+    "wasserstein2": wasserstein2,
+    "kl": kl,
+    "symmetric-kl": symmetric_kl,
+    "min-kl": min_kl,
+    "bhattacharyya": bhattacharyya,
+    "elk": elk,
+    "match-probability": _one_minus_match_probability,
+}
+
+
+def get_distance(name: str) -> Callable[..., Tensor]:
+    """The distance of that name.
+
+    Raises:
+        UserError: an unknown name; says the nearest known one.
+    """
+    if name not in DISTANCES:
+        raise UserError(
+            f"There is no distance '{name}'.{nearest(name, DISTANCES)}", f"Choose one of: {', '.join(DISTANCES)}."
+        )
+    return DISTANCES[name]

@@ -1,0 +1,115 @@
+"""Ranks: gather with gradient, and small helpers that work in a single process too."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from probemb.gaussian import Gaussian
+
+
+def rank() -> int:
+    """This process' rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, the one that writes and prints."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks; nothing in a single process."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def init_process_group(timeout_minutes: float = 30) -> None:
+    """Join the group that the launcher describes (torchrun, deepspeed, srun), or form a group of one.
+
+    The store is opened here rather than through env://, with a prefix per restart: after a restart by torchrun
+    the keys of the attempt before are still in the store, and a second init over them hangs or fails.
+    """
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    this_rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, this_rank == 0 and not agent_store, timeout
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' tensors along dimension 0; the gradient of an item is the sum of what all ranks ask of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        out = x.new_empty(world_size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        n = grad.shape[0] // world_size()
+        if dist.get_backend() == "gloo":  # older gloo has no reduce-scatter
+            grad = grad.clone()
+            dist.all_reduce(grad)
+            return grad[rank() * n : (rank() + 1) * n]
+        mine = grad.new_empty(n, *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, grad)
+        return mine
+
+
+def gather(x: Tensor) -> Tensor:
+    """(n, ...) on each of W ranks to (W n, ...) in rank order, with gradient; n must be the same on every rank."""
+    return x if world_size() == 1 else _Gather.apply(x)
+
+
+def gather_pairs(image: Gaussian, text: Gaussian) -> tuple[Gaussian, Gaussian]:
+    """All ranks' images and texts, (n, D) to (W n, D), with gradient, in one collective."""
+    if world_size() == 1:
+        return image, text
+    packed = torch.stack([image.mean, image.log_var, text.mean, text.log_var], 1)  # (n, 4, D)
+    mean_i, log_var_i, mean_t, log_var_t = gather(packed).unbind(1)
+    return Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t)
+
+
+def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str, float]:
+    """The mean of every scalar over the ranks, in one collective; every rank must pass the same names."""
+    packed = torch.tensor([float(v) for v in values.values()], dtype=torch.float64, device=device)
+    if world_size() > 1:
+        dist.all_reduce(packed)
+        packed /= world_size()
+    return dict(zip(values, packed.tolist()))
+
+
+def any_rank(flag: bool, device=None) -> bool:
+    """Whether the flag is set on any rank; all ranks get the same answer."""
+    if world_size() == 1:
+        return flag
+    packed = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return bool(packed.item())

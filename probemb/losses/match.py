@@ -1,0 +1,162 @@
+"""PCME++: cross entropy of match over all pairs, pseudo-positives, and the variational information bottleneck."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from probemb import labels
+from probemb.distances import get_distance, match_probability
+from probemb.gaussian import Gaussian
+from probemb.losses.output import LossOutput
+
+
+def vib_kl(g: Gaussian, zero_above: float | None = None) -> Tensor:
+    """KL(N(mean, var) || N(0, I)) in nats, mean over items and dimensions. Source: PCME++ Eq. 3, L_VIB.
+
+    `zero_above` drops the term once it exceeds that value, as the authors' code does at 10,000; None never does.
+    """
+    g = g.float()
+    value = -0.5 * (1 + g.log_var - g.mean.square() - g.var).mean()
+    return value if zero_above is None else torch.where(value > zero_above, torch.zeros_like(value), value)
+
+
+def pairwise_match_loss(
+    image: Gaussian,
+    text: Gaussian,
+    match: Tensor | None = None,
+    *,
+    scale: Tensor | float,
+    shift: Tensor | float,
+    distance: str = "csd",
+    pseudo_positive: float = 0.0,
+    vib: float = 0.0,
+    all_image: Gaussian | None = None,
+    all_text: Gaussian | None = None,
+    text_match: Tensor | None = None,
+    offset: int = 0,
+) -> LossOutput:
+    """L_match(image to text) + L_match(text to image) + pseudo_positive * L_pp + vib * L_vib. Source: PCME++ Eq. 2, 3.
+
+    L_match is the mean over all pairs of the binary cross entropy of sigmoid(-scale * distance + shift).
+
+    With ranks, pass all ranks' items and the row at which this rank's start: every rank compares its own images with
+    all texts and its own texts with all images; the mean of the results over the ranks is the loss of one process on
+    the whole batch, and the mean of the gradients is its gradient.
+
+    Args:
+        image, text: (B, D) and (C, D); C = B unless `match` is given.
+        match: (B, M) in [0, 1], images in rows, M = C or all ranks' texts; None is the identity.
+        scale, shift: a and b of Eq. 2, numbers or tensors of one element.
+        distance: a name in DISTANCES. For "match-probability" scale and shift act inside the probability.
+        pseudo_positive: weight alpha of the pseudo-positive loss.
+        vib: weight beta of the information bottleneck.
+        all_image, all_text: the gathered batch, (N, D) each, or None.
+        text_match: (C, N) in [0, 1], texts in rows, needed beside `match` when a batch is gathered.
+        offset: index of this rank's first item in the gathered batch.
+
+    Raises:
+        UserError: an unknown distance.
+        ValueError: labels whose shape does not fit the items.
+    """
+    gathered = all_image is not None or all_text is not None
+    if gathered and (all_image is None or all_text is None or (match is None) != (text_match is None)):
+        raise ValueError("a gathered batch needs all_image and all_text, and match and text_match both or neither")
+    with torch.autocast(image.mean.device.type, enabled=False):
+        logits = match_logits(image, all_text if gathered else text, scale, shift, distance)
+        i2t = _direction(logits, match, offset, pseudo_positive)
+        if gathered:
+            reverse = match_logits(text, all_image, scale, shift, distance, reverse=True)
+            t2i = _direction(reverse, text_match, offset, pseudo_positive)
+        else:
+            t2i = _direction(logits.T, None if match is None else match.T, offset, pseudo_positive, i2t)
+        bottleneck = vib_kl(image) + vib_kl(text)
+        terms = {"match": i2t["match"] + t2i["match"], "vib": bottleneck}
+        loss = terms["match"] + vib * bottleneck
+        if pseudo_positive:
+            terms["pseudo_positive"] = i2t["pseudo"] + t2i["pseudo"]
+            loss = loss + pseudo_positive * terms["pseudo_positive"]
+            terms["n_pseudo"] = i2t["n_pseudo"] + t2i["n_pseudo"]
+    return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+
+
+def match_logits(
+    a: Gaussian, b: Gaussian, scale: Tensor | float, shift: Tensor | float, distance: str = "csd", reverse: bool = False
+) -> Tensor:
+    """Logits of every pair's match, shift - scale * distance, (N, M). Source: PCME++ Eq. 2.
+
+    `reverse` says that a holds the texts: distances that are not symmetric stay distances from image to text.
+    """
+    if distance == "match-probability":
+        return torch.logit(match_probability(a, b, scale, shift), eps=1e-6)
+    fn = get_distance(distance)
+    return shift - scale * (fn(b, a).T if reverse else fn(a, b))
+
+
+def _direction(
+    logits_NM: Tensor, match_NM: Tensor | None, offset: int, pseudo_positive: float, other: dict | None = None
+) -> dict[str, Tensor]:
+    """Binary cross entropies of one direction; `other` is the same pairs transposed, with the same mean of softplus."""
+    n, m = logits_NM.shape
+    if match_NM is None:
+        if offset + n > m:
+            raise ValueError(f"{n} items from {offset} on have no identity partners among {m}; pass match")
+        matched = logits_NM.diagonal(offset).sum()  # the identity needs no N x M matrix
+    elif match_NM.shape != logits_NM.shape:
+        raise ValueError(f"match is {tuple(match_NM.shape)}, the pairs are {tuple(logits_NM.shape)}")
+    else:
+        match_NM = match_NM.to(logits_NM.dtype)
+        matched = (match_NM * logits_NM).sum()
+    softplus = other["softplus"] if other else F.softplus(logits_NM).mean()
+    out = {"softplus": softplus, "match": softplus - matched / logits_NM.numel()}
+    if pseudo_positive:
+        if match_NM is None:
+            match_NM = labels.identity(n, m, offset, logits_NM.device, logits_NM.dtype)
+        with torch.no_grad():
+            pseudo, out["n_pseudo"] = labels.pseudo_positives(-logits_NM, match_NM)
+        out["pseudo"] = softplus - (pseudo * logits_NM).mean()
+    return out
+
+
+class PairwiseMatchLoss(nn.Module):
+    """`pairwise_match_loss` with its own learnable scale a and shift b.
+
+    Args:
+        scale, shift: initial a and b (PCME++: 5, 5 on COCO; 1, 1 in pretraining).
+        distance: a name in DISTANCES.
+        pseudo_positive, vib: weights alpha and beta.
+    """
+
+    def __init__(
+        self,
+        scale: float = 5.0,
+        shift: float = 5.0,
+        distance: str = "csd",
+        pseudo_positive: float = 0.1,
+        vib: float = 1e-4,
+    ):
+        super().__init__()
+        get_distance(distance)
+        self.scale = nn.Parameter(torch.full((1,), float(scale)))
+        self.shift = nn.Parameter(torch.full((1,), float(shift)))
+        self.distance = distance
+        self.pseudo_positive = pseudo_positive
+        self.vib = vib
+
+    def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None, **gathered) -> LossOutput:
+        """Gaussians (B, D) and (C, D), match (B, C) in [0, 1] or None for the identity; see `pairwise_match_loss`."""
+        return pairwise_match_loss(
+            image,
+            text,
+            match,
+            scale=self.scale,
+            shift=self.shift,
+            distance=self.distance,
+            pseudo_positive=self.pseudo_positive,
+            vib=self.vib,
+            **gathered,
+        )
+
+    def extra_repr(self) -> str:
+        return f"distance={self.distance}, pseudo_positive={self.pseudo_positive}, vib={self.vib}"

@@ -1,0 +1,16 @@
+"""What every loss returns."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class LossOutput:
+    """Attributes:
+    loss: scalar tensor to minimise.
+    terms: the parts by name, detached scalars, before their weights.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor] = field(default_factory=dict)

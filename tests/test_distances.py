@@ -1,0 +1,193 @@
+"""Every distance against torch.distributions or numeric integration, and against the authors' numbers."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Independent, Normal, kl_divergence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from probemb import Gaussian, UserError, distances
+from probemb.distances import DISTANCES, csd, elk, get_distance, match_probability, match_probability_of_samples
+
+
+def gaussians(n=5, m=7, d=6, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *s: torch.randn(*s, generator=g, dtype=dtype)  # noqa: E731
+    return Gaussian(rand(n, d), rand(n, d)), Gaussian(rand(m, d) + 0.5, rand(m, d) - 0.5)
+
+
+def pairwise(a, b, term):
+    return torch.stack([torch.stack([term(a[i], b[j]) for j in range(len(b))]) for i in range(len(a))])
+
+
+def normal(g):
+    return Independent(Normal(g.mean, g.std), 1)
+
+
+def integral(a, b, f):
+    """Sum over D of log of the integral over x of f(p_a(x), p_b(x)); the densities factorise."""
+    x = torch.linspace(-60, 60, 240_001, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for k in range(a.mean.shape[-1]):
+        p_a = Normal(a.mean[k], a.std[k]).log_prob(x)
+        p_b = Normal(b.mean[k], b.std[k]).log_prob(x)
+        total += torch.trapezoid(f(p_a, p_b), x).log()
+    return total
+
+
+def test_kl_equals_torch_distributions():
+    a, b = gaussians()
+    expected = pairwise(a, b, lambda p, q: kl_divergence(normal(p), normal(q)))
+    backwards = pairwise(a, b, lambda p, q: kl_divergence(normal(q), normal(p)))
+    torch.testing.assert_close(distances.kl(a, b), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(distances.symmetric_kl(a, b), (expected + backwards) / 2, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(distances.min_kl(a, b), torch.minimum(expected, backwards), rtol=1e-10, atol=1e-10)
+
+
+def test_elk_and_bhattacharyya_equal_numeric_integrals():
+    a, b = gaussians(n=2, m=3, d=3)
+    expected = pairwise(a, b, lambda p, q: -integral(p, q, lambda x, y: (x + y).exp()))
+    torch.testing.assert_close(elk(a, b), expected, rtol=1e-7, atol=1e-7)
+    expected = pairwise(a, b, lambda p, q: -integral(p, q, lambda x, y: (0.5 * (x + y)).exp()))
+    torch.testing.assert_close(distances.bhattacharyya(a, b), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_csd_is_the_expected_squared_distance_of_samples():
+    a, b = gaussians(n=3, m=2, d=4)
+    z_a, z_b = normal(a).sample((400_000,)), normal(b).sample((400_000,))  # (S, N, D), (S, M, D)
+    sampled = (z_a[:, :, None] - z_b[:, None]).square().sum(-1).mean(0)
+    torch.testing.assert_close(csd(a, b), sampled, rtol=0.01, atol=0.01)
+
+
+def test_wasserstein_equals_the_distance_of_quantiles():
+    """In one dimension W2^2 is the integral over p of (F_a^-1(p) - F_b^-1(p))^2."""
+    a, b = gaussians(n=3, m=2, d=1)
+    p = (torch.arange(2_000_000, dtype=torch.float64) + 0.5) / 2_000_000
+    expected = pairwise(
+        a, b, lambda x, y: (Normal(x.mean, x.std).icdf(p) - Normal(y.mean, y.std).icdf(p)).square().mean()
+    )
+    torch.testing.assert_close(distances.wasserstein2(a, b), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_match_probability_of_certain_items_is_the_logistic_of_their_distance():
+    a, b = gaussians(n=4, m=3)
+    a, b = Gaussian(a.mean, a.log_var * 0 - 40), Gaussian(b.mean, b.log_var * 0 - 40)
+    expected = torch.sigmoid(2 * (0.7 - 0.3 * torch.cdist(a.mean, b.mean)))
+    torch.testing.assert_close(match_probability(a, b, scale=0.3, shift=0.7), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_match_probability_averages_all_sample_pairs():
+    z_a, z_b = torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(2, 6, 5, dtype=torch.float64)
+    every = torch.cdist(z_a.reshape(12, 5), z_b.reshape(12, 5)).view(3, 4, 2, 6)
+    expected = torch.sigmoid(2 * (1.0 - 0.5 * every)).mean((1, 3))
+    torch.testing.assert_close(match_probability_of_samples(z_a, z_b, 0.5, 1.0), expected)
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_gradients(name):
+    a, b = gaussians(n=2, m=3, d=3)
+    leaves = [t.clone().requires_grad_() for t in (a.mean, a.log_var, b.mean, b.log_var)]
+
+    def value(mu_a, log_var_a, mu_b, log_var_b):
+        torch.manual_seed(0)
+        return DISTANCES[name](Gaussian(mu_a, log_var_a), Gaussian(mu_b, log_var_b))
+
+    assert torch.autograd.gradcheck(value, leaves)
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_precision_under_autocast(name):
+    a, b = gaussians(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.manual_seed(0)
+        inside = DISTANCES[name](a, b)
+        half = DISTANCES[name](a.to(torch.bfloat16), b.to(torch.bfloat16))
+    torch.manual_seed(0)
+    torch.testing.assert_close(inside, DISTANCES[name](a, b), rtol=0, atol=0)
+    assert inside.dtype == half.dtype == torch.float32
+    assert DISTANCES[name](*gaussians()).dtype == torch.float64
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_nothing_of_size_n_m_d_is_allocated(name):
+    n, m, d = 40, 48, 64
+    a, b = gaussians(n, m, d, torch.float32)
+    a = Gaussian(a.mean.requires_grad_(), a.log_var.requires_grad_())
+    with LargestTensor() as seen:
+        DISTANCES[name](a, b).sum().backward()
+    assert 0 < seen.numel <= n * m * d // 2
+
+
+def test_float32_survives_a_common_offset_of_the_means():
+    a, b = gaussians()
+    shifted = [Gaussian((g.mean + 100).float(), (g.log_var - 4).float()) for g in (a, b)]
+    exact = distances.kl(*(Gaussian(g.mean.double(), g.log_var.double()) for g in shifted))
+    torch.testing.assert_close(distances.kl(*shifted).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_shapes_are_checked():
+    a, b = gaussians()
+    with pytest.raises(ValueError, match=r"expected \(N, D\)"):
+        csd(a, Gaussian(b.mean[:, :2], b.log_var[:, :2]))
+    with pytest.raises(ValueError, match="differ in shape"):
+        Gaussian(a.mean, b.log_var)
+
+
+def test_an_unknown_distance_names_the_nearest():
+    with pytest.raises(UserError, match="Did you mean 'wasserstein2'"):
+        get_distance("waserstein")
+
+
+def test_authors_closed_forms(parity):
+    v = parity("04b_gaussian_distances")
+    a, b = (
+        Gaussian(torch.from_numpy(v[f"mu{i}"]), 2 * torch.from_numpy(v[f"log_sigma{i}"])) for i in (1, 2)
+    )  # that code predicts log sigma
+    d = a.shape[1]
+    expected = {
+        "kl_12": distances.kl(a, b),
+        "kl_21": distances.kl(b, a).T,
+        "jeffreys_sum": 2 * distances.symmetric_kl(a, b),
+        "bhattacharyya": distances.bhattacharyya(a, b),
+        "w2_squared": distances.wasserstein2(a, b),
+        "log_expected_likelihood_kernel": -elk(a, b),
+        "expected_sq_l2_CSD": csd(a, b),
+    }
+    for name, value in expected.items():
+        reference = torch.from_numpy(v[f"closed_form__{name}"])
+        torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+    reference = {
+        name: torch.from_numpy(v[f"ref_similarity__{name}"]).double()
+        for name in ("elk", "wasserstein", "bhattacharyya", "js", "reverse_kl")
+    }
+    torch.testing.assert_close(d / 2 * math.log(2 * math.pi) - elk(a, b), reference["elk"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(-distances.wasserstein2(a, b), reference["wasserstein"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(-distances.bhattacharyya(a, b), reference["bhattacharyya"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(-(4 * distances.symmetric_kl(a, b) + 2 * d), reference["js"], rtol=1e-9, atol=1e-9)
+
+
+def test_authors_csd(parity):
+    v = {k: torch.from_numpy(a) for k, a in parity("01_pcmepp_csd_loss").items()}
+    image, text = Gaussian(v["mu_v"], v["logvar_v"]), Gaussian(v["mu_t"], v["logvar_t"])
+    torch.testing.assert_close(csd(image, text), v["csd__distance"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(distances.wasserstein2(image, text), v["wdist__distance"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        csd(image.to(torch.float32), text.to(torch.float32)).double(), v["csd__distance"], rtol=1e-5, atol=1e-5
+    )
+    gallery = Gaussian(v["rect__mu_t"], v["rect__logvar_t"])
+    torch.testing.assert_close(-csd(image, gallery), v["eval_sims_csd"], rtol=1e-9, atol=1e-9)
+    samples = v["mp_samples_v"], v["mp_samples_t"]
+    total = match_probability_of_samples(*samples, v["negative_scale"], v["shift"]) * samples[0].shape[1] ** 2
+    torch.testing.assert_close(total, v["eval_sims_matching_prob_sum"], rtol=1e-9, atol=1e-9)

@@ -1,0 +1,123 @@
+"""Every loss over W ranks equals one process on the concatenated batch, in value and gradient."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from probemb import Gaussian, distributed, labels
+from probemb.distances import DISTANCES
+from probemb.losses import clip_loss, pairwise_match_loss
+from tests.ranks import run_ranks
+
+WORLDS = [2, 3, 4, 5, 8]
+PER_RANK, DIM = 3, 4
+
+
+class Towers(nn.Module):
+    """Two linear towers with the losses' scalars: enough parameters for every path of the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(6, 2 * DIM), nn.Linear(5, 2 * DIM)
+        self.scalars = nn.Parameter(torch.tensor([2.0, 1.5, 3.0]))
+        self.double()
+
+    def forward(self, x_image, x_text):
+        def gaussian(x):
+            mean, log_var = x.chunk(2, 1)
+            return Gaussian(nn.functional.normalize(mean, dim=1), log_var)
+
+        return gaussian(self.image(x_image)), gaussian(self.text(x_text))
+
+
+def data(world):
+    g = torch.Generator().manual_seed(1)
+    n = world * PER_RANK
+    ids = torch.arange(n) // 2  # pairs of captions of one image, across the ranks' borders
+    return torch.randn(n, 6, generator=g).double(), torch.randn(n, 5, generator=g).double(), ids
+
+
+def loss_of(model, image, text, all_image, all_text, ids, all_ids, offset, distance):
+    logit_scale, scale, shift = model.scalars
+    clip = clip_loss(image.mean, text.mean, logit_scale, all_image.mean, all_text.mean, offset).loss
+    options = dict(scale=scale, shift=shift, distance=distance, pseudo_positive=0.2, vib=0.01, offset=offset)
+    gathered = dict(all_image=all_image, all_text=all_text)
+    identity = pairwise_match_loss(image, text, **options, **gathered).loss
+    match = labels.same_image(ids, all_ids)
+    multi = pairwise_match_loss(image, text, match, text_match=match, **options, **gathered).loss
+    return torch.stack([clip, identity, multi])
+
+
+def on_one_rank(rank, world, distance):
+    model = Towers()
+    x_image, x_text, ids = data(world)
+    mine = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
+    image, text = model(x_image[mine], x_text[mine])
+    gathered = distributed.gather_pairs(image, text)
+    losses = loss_of(model, image, text, *gathered, ids[mine], ids, rank * PER_RANK, distance)
+    grads = []
+    for loss in losses:
+        g = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+        flat = torch.cat(
+            [torch.zeros(p.numel()).double() if x is None else x.flatten() for x, p in zip(g, model.parameters())]
+        )
+        torch.distributed.all_reduce(flat)  # data-parallel training averages the gradients
+        grads.append((flat / world).numpy())
+    values = losses.detach().clone()
+    torch.distributed.all_reduce(values)
+    return (values / world).numpy(), np.stack(grads)
+
+
+def on_one_process(world, distance):
+    model = Towers()
+    x_image, x_text, ids = data(world)
+    image, text = model(x_image, x_text)
+    logit_scale, scale, shift = model.scalars
+    options = dict(scale=scale, shift=shift, distance=distance, pseudo_positive=0.2, vib=0.01)
+    losses = [
+        clip_loss(image.mean, text.mean, logit_scale).loss,
+        pairwise_match_loss(image, text, **options).loss,
+        pairwise_match_loss(image, text, labels.same_image(ids, ids), **options).loss,
+    ]
+    grads = []
+    for loss in losses:
+        g = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+        grads.append(
+            torch.cat(
+                [torch.zeros(p.numel()).double() if x is None else x.flatten() for x, p in zip(g, model.parameters())]
+            ).numpy()
+        )
+    return torch.stack(losses).detach().numpy(), np.stack(grads)
+
+
+# All sizes for the paper's distance, an even and an odd one for the others; match-probability draws samples.
+OTHERS = sorted(set(DISTANCES) - {"csd", "match-probability"})
+CASES = [("csd", world) for world in WORLDS] + [(name, world) for name in OTHERS for world in (2, 3)]
+
+
+@pytest.mark.parametrize(("distance", "world"), CASES)
+def test_losses_over_ranks_equal_one_process(distance, world):
+    value, grad = on_one_process(world, distance)
+    for rank_value, rank_grad in run_ranks(world, on_one_rank, distance):
+        np.testing.assert_allclose(rank_value, value, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(rank_grad, grad, rtol=1e-9, atol=1e-12)
+
+
+def helpers_on_one_rank(rank, world):
+    assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (rank, world, rank == 0)
+    distributed.barrier()
+    mean = distributed.mean_over_ranks({"a": float(rank), "b": 2.0})
+    return mean, distributed.any_rank(rank == world - 1), distributed.any_rank(False)
+
+
+def test_helpers():
+    for mean, some, none in run_ranks(3, helpers_on_one_rank):
+        assert mean == {"a": 1.0, "b": 2.0}
+        assert some
+        assert not none
+    assert distributed.mean_over_ranks({"a": 3.0}) == {"a": 3.0}
+    assert distributed.world_size() == 1
+    x = torch.ones(2, 3)
+    assert distributed.gather(x) is x

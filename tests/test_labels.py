@@ -1,0 +1,49 @@
+import torch
+
+from probemb import labels
+
+
+def test_identity_of_a_rank_starts_at_its_offset():
+    whole = labels.identity(6)
+    assert torch.equal(torch.cat([labels.identity(3, 6), labels.identity(3, 6, offset=3)]), whole)
+
+
+def test_captions_of_one_image_all_match_it():
+    match = labels.same_image(torch.tensor([7, 8]), torch.tensor([8, 7, 7]))
+    assert match.tolist() == [[0, 1, 1], [1, 0, 0]]
+
+
+def test_smoothing_and_mixing_equal_their_definition():
+    eye, lam, partner = torch.eye(3), torch.tensor([0.75, 1.0, 0.5]), torch.tensor([1, 2, 0])
+    torch.testing.assert_close(labels.smooth(eye, 0.1), 0.9 * eye + 0.1 * (1 - eye))
+    assert labels.mixed(eye, lam, partner).tolist() == [[0.75, 0.25, 0], [0, 1, 0], [0.5, 0, 0.5]]
+
+
+def test_pseudo_positives_are_the_columns_at_least_as_close_as_the_positive():
+    distance = torch.tensor([[1.0, 0.5, 2.0], [3.0, 2.0, 2.0], [0.0, 9.0, 1.0]])
+    found, n = labels.pseudo_positives(distance, torch.eye(3))
+    assert found.tolist() == [[1, 1, 0], [0, 1, 1], [1, 0, 1]]
+    assert n == 3
+
+
+def test_a_pseudo_positive_takes_the_soft_label_of_its_positive():
+    distance = torch.tensor([[1.0, 0.5], [1.0, 0.5]])
+    found, _ = labels.pseudo_positives(distance, torch.tensor([[0.75, 0.25], [0.25, 0.75]]))
+    assert found.tolist() == [[0.75, 0.75], [0.25, 0.75]]
+
+
+def test_authors_labels(parity):
+    v = {k: torch.from_numpy(a) for k, a in parity("01_pcmepp_csd_loss").items()}
+    partner = torch.arange(8).flip(0)
+    for name, amount in (("matched_soft", 1e-4), ("matched_soft10", 0.1)):
+        mixed = labels.mixed(labels.smooth(torch.eye(8, dtype=torch.float64), amount), v["mix_lambda"], partner)
+        torch.testing.assert_close(mixed, v[name], rtol=1e-6, atol=1e-7)  # the reference mixes in float32
+    for family in ("csd", "wdist"):
+        for case in ("eye", "soft", "multi"):
+            for direction, transpose in (("i2t", False), ("t2i", True)):
+                distance, match = v[f"{family}__distance"], v[f"matched_{case}"]
+                if transpose:
+                    distance, match = distance.T, match.T
+                found, n = labels.pseudo_positives(distance, match)
+                torch.testing.assert_close(found, v[f"{family}__pseudo_matched_{direction}_{case}"], rtol=0, atol=0)
+                assert n == v[f"{family}__n_pseudo_{direction}_{case}"]
