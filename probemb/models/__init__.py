@@ -1,0 +1,22 @@
+"""Models: create, save, load; what prepares their input; which parameters decay."""
+
+from probemb.models.hub import LoadedModel, load_model, push_to_hub, save_model
+from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
+from probemb.models.model import ModelOutput, ProbabilisticCLIP, create_model, no_weight_decay
+from probemb.models.published import import_pcmepp
+
+__all__ = [
+    "Augmentation",
+    "LoadedModel",
+    "ModelOutput",
+    "ProbabilisticCLIP",
+    "Transforms",
+    "create_model",
+    "create_tokenizer",
+    "create_transforms",
+    "import_pcmepp",
+    "load_model",
+    "no_weight_decay",
+    "push_to_hub",
+    "save_model",
+]

@@ -1,0 +1,242 @@
+"""Saving and loading: folders, single files and Hugging Face hub names.
+
+A saved model is a folder with `model.safetensors` and `config.json`. The configuration is also inside the weights file,
+so that each of the two files is replaced as a whole and a model never exists in halves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from probemb.errors import UserError
+from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
+from probemb.models.model import ProbabilisticCLIP
+from probemb.models.pretrained import load_strictly, read_state_dict
+from probemb.models.published import import_pcmepp, is_pcmepp
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything
+FORMAT = {"format": "probemb", "version": 1}
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class LoadedModel(NamedTuple):
+    """A model in evaluation mode and what prepares its input."""
+
+    model: ProbabilisticCLIP
+    tokenizer: Callable[[list[str]], Tensor]
+    transforms: Transforms
+
+
+def save_model(model: ProbabilisticCLIP, folder: str | Path, overwrite: bool = False) -> Path:
+    """Writes `model.safetensors` and `config.json`; each is written aside, synced to disk and renamed.
+
+    Saving again over the same configuration (a later state of the same run) is fine.
+
+    Returns:
+        the folder.
+
+    Raises:
+        UserError: if the folder holds a model of another configuration and `overwrite` is not set, or if it cannot be
+            written.
+    """
+    folder = Path(folder)
+    config = {**FORMAT, **model.config}
+    if not overwrite and (folder / CONFIG).exists() and _read_json(folder / CONFIG) != config:
+        raise UserError(
+            f"{folder} already holds another model.", "Choose another folder, or pass overwrite=True to replace it."
+        )
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    text = json.dumps(config, indent=2) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / WEIGHTS, serialize(state, metadata={"config": json.dumps(config)}))
+        _replace(folder / CONFIG, text.encode())
+    except OSError as error:
+        raise UserError(
+            f"The model cannot be written to {folder} ({error.strerror or error}).",
+            "Choose a folder that you can write to, on a disk with free space.",
+        ) from error
+    return folder
+
+
+def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> LoadedModel:
+    """Loads a model for evaluation: `model, tokenizer, transforms = load_model("runs/x")`.
+
+    Args:
+        path_or_name: a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
+            name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps". The published PCME++ layout is recognised.
+        device: where to put the weights.
+
+    Raises:
+        UserError: if nothing is found (with the places that were tried), or the weights are not this project's or do
+            not fit their configuration.
+    """
+    weights, config = _locate(path_or_name)
+    model = _build(weights, config).to(device).eval()
+    return LoadedModel(model, create_tokenizer(model), create_transforms(model))
+
+
+def push_to_hub(
+    model: ProbabilisticCLIP,
+    repo_id: str,
+    private: bool = False,
+    commit_message: str = "Upload probabilistic CLIP",
+) -> str:
+    """Uploads a model to a Hugging Face repository (created if absent), logged in as `hf auth login` left it.
+
+    Returns:
+        the address of the commit.
+
+    Raises:
+        UserError: if the name is not a repository's, or the upload fails.
+    """
+    from huggingface_hub import HfApi
+
+    if not HUB_NAME.fullmatch(repo_id):
+        raise UserError(f"'{repo_id}' is not a repository name.", "Write it as owner/name.")
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, folder)
+        try:
+            api = HfApi()
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message)
+        except Exception as error:  # the client raises its HTTP library's errors and its own
+            raise UserError(
+                f"The model could not be uploaded to {repo_id} ({type(error).__name__}).",
+                "Check the network, the name, and that `hf auth whoami` knows you.",
+            ) from error
+    return str(commit)
+
+
+def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
+    """The weights file and the configuration file (None if there is none) of a path or a hub name."""
+    path = Path(path_or_name)
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise UserError(
+                f"{path} is not a .safetensors file.", "Give a run folder, a model folder or a .safetensors file."
+            )
+        config = path.with_name(CONFIG)
+        return path, config if config.is_file() else None
+    tried = [path / "model" / WEIGHTS, path / WEIGHTS, path / PICKLED_WEIGHTS]
+    for weights in tried:
+        if weights.is_file():
+            config = weights.with_name(CONFIG)
+            return weights, config if config.is_file() else None
+    if path.is_dir():
+        raise UserError(
+            f"There is no model in {path} (tried {', '.join(map(str, tried))}).",
+            "Give the folder of a run that has saved its model, or a folder with model.safetensors and config.json.",
+        )
+    name = str(path_or_name)
+    if not HUB_NAME.fullmatch(name):
+        raise UserError(
+            f"There is no model at {path}: the path does not exist.",
+            "Give a run folder, a model folder, a .safetensors file, or a hub name (owner/name).",
+        )
+    return _download(name, tried)
+
+
+def _download(name: str, tried: list[Path]) -> tuple[Path, Path]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        config = hf_hub_download(name, CONFIG)
+        try:
+            weights = hf_hub_download(name, WEIGHTS)
+        except EntryNotFoundError:
+            weights = hf_hub_download(name, PICKLED_WEIGHTS)
+    except Exception as error:  # the client raises its HTTP library's errors and its own
+        raise UserError(
+            f"There is no folder {tried[1].parent}, and the hub's {name} could not be read ({type(error).__name__}; "
+            f"tried {', '.join(map(str, tried))}, {CONFIG} and {WEIGHTS} on the hub).",
+            "Check the path or the hub name, and the network.",
+        ) from error
+    return Path(weights), Path(config)
+
+
+def _build(weights: Path, config_path: Path | None) -> ProbabilisticCLIP:
+    embedded = _embedded_config(weights)
+    config = _read_json(config_path) if config_path else embedded
+    if config is None:
+        raise UserError(
+            f"{weights} has no configuration.", f"Put the {CONFIG} that was saved with it into the same folder."
+        )
+    if embedded is not None and embedded != config:
+        raise UserError(
+            f"{config_path} and {weights} do not belong together.",
+            f"Save the model again, or delete {CONFIG} to use the configuration stored in the weights.",
+        )
+    state = read_state_dict(weights)
+    if is_pcmepp(state):
+        return import_pcmepp(state, config, weights)
+    if config.get("format") != FORMAT["format"] or config.get("version") != FORMAT["version"]:
+        raise UserError(
+            f"{config_path or weights} does not describe a model of this project (version {FORMAT['version']}).",
+            "Give a model that save_model wrote, or one in the published PCME++ layout.",
+        )
+    try:
+        model = ProbabilisticCLIP({key: value for key, value in config.items() if key not in FORMAT})
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"{config_path or weights} describes no model that can be built ({type(error).__name__}: {error}).",
+            f"Restore the {CONFIG} that was saved with the weights.",
+        ) from error
+    load_strictly(model, state, weights)
+    return model
+
+
+def _embedded_config(weights: Path) -> dict | None:
+    if weights.suffix != ".safetensors":
+        return None
+    try:
+        with safe_open(weights, framework="pt") as file:
+            text = (file.metadata() or {}).get("config")
+        return None if text is None else json.loads(text)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(
+            f"{weights} is not a readable safetensors file.", "The file may be cut short: copy or save it again."
+        ) from error
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable JSON.", "Restore the file that was saved with the weights.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a model configuration.", "Restore the file that was saved with the weights.")
+    return config
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole: after a crash there is the old one or the new one, on disk."""
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

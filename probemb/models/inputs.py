@@ -1,0 +1,121 @@
+"""What a model reads: images to tensors, texts to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+from PIL import Image
+from torch import Tensor
+
+from probemb.errors import UserError
+
+MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
+MAX_WORD = 128  # characters of one word: byte-pair encoding takes time quadratic in a word's length
+MAX_CACHED_WORDS = 200_000
+
+
+class Transforms(NamedTuple):
+    """PIL image -> (3, H, W) float32, normalised. `train` draws from torch's global random state."""
+
+    train: Callable[[Image.Image], Tensor]
+    evaluate: Callable[[Image.Image], Tensor]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What `Transforms.train` does beside resizing; the defaults are open_clip's.
+
+    Attributes:
+        scale: share of the image that a random crop keeps, from and to.
+        color_jitter: brightness, contrast, saturation, hue; applied with color_jitter_prob.
+        gray_scale_prob: probability of dropping the colours.
+    """
+
+    scale: tuple[float, float] = (0.9, 1.0)
+    color_jitter: tuple[float, float, float, float] | None = None
+    color_jitter_prob: float | None = None
+    gray_scale_prob: float | None = None
+
+
+def create_transforms(model_or_config, augmentation: Augmentation = Augmentation()) -> Transforms:
+    """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else."""
+    preprocess = PreprocessCfg(**_config(model_or_config)["preprocess"])
+    return Transforms(
+        train=image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**asdict(augmentation))),
+        evaluate=image_transform_v2(preprocess, is_train=False),
+    )
+
+
+def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:
+    """The tokenizer that belongs to a model: list of texts -> (B, context_length) int64, padded with zeros.
+
+    Raises:
+        UserError: if the model needs a tokenizer that is not installed, or has too small a vocabulary.
+    """
+    text = _config(model_or_config)["architecture"]["text_cfg"]
+    context_length = text.get("context_length", 77)
+    if text.get("hf_tokenizer_name"):
+        try:
+            return HFTokenizer(
+                text["hf_tokenizer_name"],
+                context_length=context_length,
+                tokenizer_mode=text.get("tokenizer_mode"),
+                **text.get("tokenizer_kwargs", {}),
+            )
+        except (ImportError, OSError, ValueError) as error:
+            raise UserError(
+                f"The tokenizer '{text['hf_tokenizer_name']}' of this model is not available.",
+                "Install the package transformers and check the network.",
+            ) from error
+    return Tokenizer(context_length, text.get("vocab_size", 49408))
+
+
+class Tokenizer:
+    """CLIP's byte-pair encoding, for texts of any origin: start token, words, end token, zeros.
+
+    The tokens are open_clip's. In contrast to open_clip's tokenizer it reads no further than the context is long, cuts
+    words at 128 characters, and bounds its cache, so that time and memory do not depend on what people wrote.
+
+    Raises:
+        UserError: if the vocabulary has more tokens than `vocab_size`.
+    """
+
+    def __init__(self, context_length: int, vocab_size: int = 49408):
+        self._bpe = SimpleTokenizer(context_length=context_length)
+        if self._bpe.vocab_size > vocab_size:
+            raise UserError(
+                f"The model has {vocab_size} token embeddings, but CLIP's vocabulary has {self._bpe.vocab_size}.",
+                "Set text_cfg.vocab_size of the architecture to 49408.",
+            )
+        self.context_length = context_length
+        self._special = dict(self._bpe.cache)
+
+    def __call__(self, texts: list[str] | str) -> Tensor:
+        """(B, context_length) int64; a text that is too long is cut and still ends with the end token."""
+        texts = [texts] if isinstance(texts, str) else texts
+        result = torch.zeros(len(texts), self.context_length, dtype=torch.long)
+        for row, text in zip(result, texts):
+            tokens = [self._bpe.sot_token_id, *self._encode(text), self._bpe.eot_token_id]
+            row[: len(tokens)] = torch.tensor(tokens)
+        return result
+
+    def _encode(self, text: str) -> list[int]:
+        room = self.context_length - 2
+        bpe, tokens = self._bpe, []
+        if len(bpe.cache) > MAX_CACHED_WORDS:
+            bpe.cache = dict(self._special)
+        for match in bpe.pat.finditer(bpe.clean_fn(text[:MAX_CHARACTERS])):
+            if len(tokens) >= room:
+                break
+            word = "".join(bpe.byte_encoder[byte] for byte in match.group()[:MAX_WORD].encode("utf-8", "replace"))
+            tokens.extend(bpe.encoder[piece] for piece in bpe.bpe(word).split(" "))
+        return tokens[:room]
+
+
+def _config(model_or_config) -> dict:
+    return model_or_config if isinstance(model_or_config, dict) else model_or_config.config

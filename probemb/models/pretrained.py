@@ -1,0 +1,128 @@
+"""Weights of a plain CLIP as a starting point: open_clip's tags and local files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import open_clip
+import torch
+from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from probemb.errors import UserError, nearest
+
+PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
+
+
+def load_pretrained(stock: CustomTextCLIP, name: str, source: str, quick_gelu: bool) -> dict:
+    """Fills `stock`, a model of the configuration `name`, from a tag or a file.
+
+    Returns:
+        what the weights ask of the preprocessing (a part of open_clip's PreprocessCfg; empty for files).
+
+    Raises:
+        UserError: for an unknown tag, no network, a file that cannot be read, weights of another model, or a tag whose
+            weights were trained with another activation than the configuration's.
+    """
+    if Path(source).is_file():
+        _fill(stock, read_state_dict(source), source)
+        return {}
+    tag = open_clip.get_pretrained_cfg(name, source)
+    if not tag:
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        raise UserError(
+            f"'{source}' is neither a file nor a weight tag of {name}.{nearest(source, tags)}",
+            f"Give a path to open_clip weights, or one of: {', '.join(tags) or 'no tags for this model'}.",
+        )
+    if bool(tag.get("quick_gelu", False)) != quick_gelu:
+        twin = name.removesuffix("-quickgelu") if quick_gelu else f"{name}-quickgelu"
+        raise UserError(
+            f"The weights '{source}' were trained with another activation than {name} has.",
+            f"Name the model {twin} to use them.",
+        )
+    try:
+        path = open_clip.download_pretrained(tag)
+    except Exception as error:  # whatever the network, the server or the disk raise
+        raise UserError(
+            f"The weights '{source}' of {name} could not be downloaded ({_first_line(error)}).",
+            "Check the network, or download them elsewhere and give the path of the file.",
+        ) from error
+    _fill(stock, read_state_dict(path), source)
+    return {key: list(tag[key]) if isinstance(tag[key], tuple) else tag[key] for key in PREPROCESS_KEYS if tag.get(key)}
+
+
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """Tensors of a .safetensors file or of a pickled one (read without executing anything), on the CPU.
+
+    A "state_dict" entry and a "module." prefix, as open_clip's trainer writes them, are taken off.
+
+    Raises:
+        UserError: for a file that is neither, or holds anything but named tensors.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{path} cannot be read as model weights ({_first_line(error)}).",
+            "Give a .safetensors file, or a .pt file that holds nothing but tensors.",
+        ) from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(
+            f"{path} does not hold a dictionary of tensors.", "Give a file that was saved from a model's state_dict()."
+        )
+    if all(key.startswith("module.") for key in state):
+        state = {key.removeprefix("module."): value for key, value in state.items()}
+    return state
+
+
+def load_strictly(model: torch.nn.Module, state: dict[str, Tensor], source: str | Path) -> None:
+    """`load_state_dict`, all or nothing.
+
+    Raises:
+        UserError: names the first missing, surplus and mis-shaped keys; the model is then unchanged.
+    """
+    own = model.state_dict()
+    complaints = {
+        "missing": [key for key in own if key not in state],
+        "not part of this model": [key for key in state if key not in own],
+        "of another shape": [key for key in own if key in state and own[key].shape != state[key].shape],
+    }
+    found = [
+        f"{len(keys)} tensors are {what}: {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}"
+        for what, keys in complaints.items()
+        if keys
+    ]
+    if found:
+        raise UserError(
+            f"{source} holds the weights of another model ({'; '.join(found)}).",
+            "Name the architecture, head and n_unc_layers that the weights were trained with.",
+        )
+    model.load_state_dict(state)
+
+
+def _fill(stock: CustomTextCLIP, state: dict[str, Tensor], source: str) -> None:
+    if "positional_embedding" in state:  # the older of open_clip's two layouts
+        state = convert_to_custom_text_state_dict(state)
+    if "logit_scale" in state:
+        state["logit_scale"] = state["logit_scale"].reshape(stock.logit_scale.shape)
+    own = stock.state_dict()
+    for key, resize in (
+        ("visual.positional_embedding", resize_pos_embed),
+        ("text.positional_embedding", resize_text_pos_embed),
+    ):
+        if key in state and state[key].ndim == 2 and state[key].shape[1] == own[key].shape[1]:
+            resize(state, stock)
+    load_strictly(stock, state, source)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
