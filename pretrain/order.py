@@ -1,0 +1,230 @@
+"""The order of training samples: a pure function of the shard sizes, a seed and a position.
+
+Nothing here reads a file or keeps state that matters: the same arguments give the same slots on every rank, in every
+worker and after every restart. One epoch is laid out in four steps, each drawn from (seed, epoch):
+
+1. the shards are permuted; the slots (shard, index inside it) of all shards, one after the other, form one long line;
+2. the line is cut to a whole number of global batches; the slots cut off, fewer than one batch, differ each epoch;
+3. what is left is cut into `lanes` equally long pieces; a lane walks through its shards one after the other and feeds
+   the same rows of every global batch, so that a batch draws from as many places of the corpus as there are lanes;
+4. inside a lane, slots are shuffled within windows, which begin anew at each shard and after every `window` slots.
+
+Random numbers are SplitMix64 values of counters (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014) rather than a library's generator, whose streams may change from one version to the next.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from probemb.errors import UserError
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_PASS, _LAYOUT, _WINDOW = 1, 2, 3  # what a random number is for: keeps the draws independent of each other
+
+
+def draw(*keys: int) -> int:
+    """A 64-bit random number that is a pure function of the integers given."""
+    state = _GOLDEN
+    for key in keys:
+        state = ((state ^ (key & _MASK)) + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * _FACTOR_1) & _MASK
+        state = ((state ^ (state >> 27)) * _FACTOR_2) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def permutation(n: int, *keys: int) -> np.ndarray:
+    """A random order of range(n), (n,) int64, that is a pure function of the integers given."""
+    # The counters are distinct and every step below is invertible, so there are no ties for the sort to break.
+    x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(draw(*keys))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FACTOR_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_FACTOR_2)
+    return np.argsort(x ^ (x >> np.uint64(31)))
+
+
+def default_lanes(batch_size: int) -> int:
+    """The largest divisor of the global batch that is at most 64."""
+    return next(lanes for lanes in range(min(batch_size, 64), 0, -1) if batch_size % lanes == 0)
+
+
+class Slots(NamedTuple):
+    """Places in the corpus, three arrays (n,) int64: the shard, the index inside it, and which pass over the corpus."""
+
+    shard: np.ndarray
+    index: np.ndarray
+    visit: np.ndarray
+
+
+class _Layout(NamedTuple):
+    """One epoch's line: range i holds slots [begin_i, begin_i + length_i) of a shard, from place start_i on."""
+
+    shard: np.ndarray
+    begin: np.ndarray
+    visit: np.ndarray
+    start: np.ndarray  # (ranges + 1,), the last entry is the number of slots
+
+
+class Order:
+    """Which sample stands where, for every epoch.
+
+    Args:
+        shard_sizes: samples in each shard.
+        batch_size: the global batch, over all ranks.
+        lanes: a divisor of `batch_size`; lane l feeds rows [l·B/L, (l+1)·B/L) of every global batch.
+        window: number of slots that are shuffled together.
+        seed: any integer.
+        corpus: for a mixture, the number 0, 1, … of the corpus that each shard belongs to.
+        weights: for a mixture, how often an epoch goes through each corpus: 1 uses every sample once, 2 twice, and 0.5
+            half of the samples in one epoch and the other half in the next. A corpus of n samples contributes
+            round(weight · n) slots to every epoch and goes on where the epoch before stopped.
+
+    Attributes:
+        slots_per_epoch: N, before the remainder is dropped.
+        steps: global batches in an epoch, N // B, the same in every epoch.
+        dropped: slots of an epoch that are not used, N − steps · B < B.
+        lane_length: slots of one lane in an epoch.
+        share: rows that a lane feeds in a global batch, B / L.
+
+    Raises:
+        UserError: if the lanes do not divide the batch, or there are fewer slots than one batch.
+    """
+
+    def __init__(
+        self,
+        shard_sizes: Sequence[int],
+        *,
+        batch_size: int,
+        lanes: int | None = None,
+        window: int = 4096,
+        seed: int = 0,
+        corpus: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+    ):
+        for name, value in ("batch size", batch_size), ("window", window), ("number of lanes", lanes):
+            if value is not None and value < 1:
+                raise UserError(f"The {name} is {value}.", "It must be at least 1.")
+        lanes = default_lanes(batch_size) if lanes is None else lanes
+        if batch_size % lanes:
+            fits = [n for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0]
+            raise UserError(
+                f"{lanes} lanes do not divide the global batch of {batch_size}.",
+                f"Take one of these numbers of lanes: {', '.join(map(str, fits))}.",
+            )
+        self.sizes = np.asarray(shard_sizes, dtype=np.int64)
+        self.corpus = np.zeros(len(self.sizes), np.int64) if corpus is None else np.asarray(corpus, dtype=np.int64)
+        corpora = int(self.corpus.max(initial=-1)) + 1
+        self.weights = [1.0] * corpora if weights is None else [float(weight) for weight in weights]
+        if (self.sizes < 0).any() or len(self.corpus) != len(self.sizes) or len(self.weights) < corpora:
+            raise ValueError("sizes must not be negative, each shard needs its corpus, and each corpus a weight")
+        if any(not math.isfinite(weight) or weight < 0 for weight in self.weights):
+            raise UserError(f"The corpora's weights are {self.weights}.", "Each must be a number of at least 0.")
+        self.batch_size, self.lanes, self.window, self.seed = batch_size, lanes, window, seed
+
+        self._members = [np.flatnonzero((self.corpus == c) & (self.sizes > 0)) for c in range(len(self.weights))]
+        self._takes = [
+            math.floor(weight * int(self.sizes[members].sum()) + 0.5)
+            for members, weight in zip(self._members, self.weights, strict=True)
+        ]
+        self.slots_per_epoch = sum(self._takes)
+        self.steps = self.slots_per_epoch // batch_size
+        if self.steps == 0:
+            raise UserError(
+                f"The data has {self.slots_per_epoch} samples, fewer than one global batch of {batch_size}.",
+                "Use a smaller batch or more data.",
+            )
+        self.dropped = self.slots_per_epoch - self.steps * batch_size
+        self.share = batch_size // lanes
+        self.lane_length = self.steps * self.share
+        self._layouts: OrderedDict[int, _Layout] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+
+    def locate(self, samples_seen: int) -> tuple[int, int]:
+        """The epoch, and the step inside it, that follow after `samples_seen` samples.
+
+        Raises:
+            UserError: if that is not a whole number of global batches.
+        """
+        if samples_seen < 0 or samples_seen % self.batch_size:
+            raise UserError(
+                f"Position {samples_seen} is not a whole number of global batches of {self.batch_size}.",
+                "Resume with the global batch that the run was started with.",
+            )
+        return divmod(samples_seen // self.batch_size, self.steps)
+
+    def slots(self, epoch: int, lane: int, start: int, stop: int) -> Slots:
+        """Slots [start, stop) of a lane, 0 <= start <= stop <= lane_length; step s uses [s · share, (s + 1) · share).
+
+        Costs one look-up a slot and at most one permutation a window; holds a few windows, never a whole epoch.
+        """
+        if not 0 <= start <= stop <= self.lane_length or not 0 <= lane < self.lanes:
+            raise IndexError(f"slots [{start}, {stop}) of lane {lane}; {self.lanes} lanes have {self.lane_length} each")
+        layout = self._layout(epoch)
+        lane_start = lane * self.lane_length
+        begin, end = lane_start + start, lane_start + stop
+        places = np.empty(end - begin, np.int64)  # on the epoch's line, after shuffling
+        place = begin
+        while place < end:
+            i = int(np.searchsorted(layout.start, place, side="right")) - 1
+            first = max(int(layout.start[i]), lane_start)  # where the lane enters this shard
+            first += (place - first) // self.window * self.window
+            last = min(int(layout.start[i + 1]), lane_start + self.lane_length, first + self.window)
+            until = min(last, end)
+            shuffled = self._window(epoch, first, last)
+            places[place - begin : until - begin] = first + shuffled[place - first : until - first]
+            place = until
+        i = np.searchsorted(layout.start, places, side="right") - 1
+        return Slots(layout.shard[i], layout.begin[i] + places - layout.start[i], layout.visit[i])
+
+    def rows(self, epoch: int, step: int, start: int, stop: int) -> Slots:
+        """Slots of rows [start, stop) of one global batch, 0 <= start < stop <= batch_size."""
+        pieces = []
+        for lane in range(start // self.share, (stop - 1) // self.share + 1):
+            first = max(start - lane * self.share, 0)
+            last = min(stop - lane * self.share, self.share)
+            pieces.append(self.slots(epoch, lane, step * self.share + first, step * self.share + last))
+        return Slots(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
+
+    def _layout(self, epoch: int) -> _Layout:
+        if epoch not in self._layouts:
+            shards, begins, lengths, visits = [], [], [], []
+            for c, (members, take) in enumerate(zip(self._members, self._takes, strict=True)):
+                if take == 0:
+                    continue
+                # A corpus is an endless line of its own, pass after pass; this epoch takes the next `take` slots.
+                total = int(self.sizes[members].sum())
+                for visit in range(epoch * take // total, (epoch * take + take - 1) // total + 1):
+                    order = members[permutation(len(members), self.seed, _PASS, c, visit)]
+                    stops = np.cumsum(self.sizes[order])
+                    starts = stops - self.sizes[order]
+                    begin = np.clip(epoch * take - visit * total, starts, stops)
+                    end = np.clip(epoch * take + take - visit * total, starts, stops)
+                    used = end > begin
+                    shards.append(order[used])
+                    begins.append((begin - starts)[used])
+                    lengths.append((end - begin)[used])
+                    visits.append(np.full(int(used.sum()), visit, np.int64))
+            shard, begin, length, visit = map(np.concatenate, (shards, begins, lengths, visits))
+            mixed = permutation(len(shard), self.seed, _LAYOUT, epoch)
+            start = np.concatenate([np.zeros(1, np.int64), np.cumsum(length[mixed])])
+            _remember(self._layouts, epoch, _Layout(shard[mixed], begin[mixed], visit[mixed], start), most=2)
+        return self._layouts[epoch]
+
+    def _window(self, epoch: int, first: int, last: int) -> np.ndarray:
+        key = (epoch, first)
+        if key not in self._windows:
+            shuffled = permutation(last - first, self.seed, _WINDOW, epoch, first).astype(np.int32)
+            _remember(self._windows, key, shuffled, most=2 * self.lanes + 8)
+        self._windows.move_to_end(key)
+        return self._windows[key]
+
+
+def _remember(cache: OrderedDict, key, value, most: int) -> None:
+    cache[key] = value
+    while len(cache) > most:
+        cache.popitem(last=False)
