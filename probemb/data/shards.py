@@ -1,8 +1,8 @@
 """Samples in webdataset shards: where they lie in a tar, and what their bytes mean.
 
-Samples are found by walking the tar's headers, so that a reader can seek to any of them. Everything in here treats tars,
-captions and images as hostile: sizes are checked before they are used, and what cannot be used raises `BadShard` or
-`BadSample` with the reason. Which shards a corpus has is in `index.py`, decoding in `images.py`.
+Samples are found by walking the tar's headers, so that a reader can seek to any of them. Everything in here treats
+tars, captions and images as hostile: sizes are checked before they are used, and what cannot be used raises `BadShard`
+or `BadSample` with the reason. Which shards a corpus has is in `index.py`, decoding in `images.py`.
 """
 
 from __future__ import annotations
