@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import yaml
 
@@ -21,14 +21,15 @@ Config = TypeVar("Config")
 def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:
     """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
 
-    Overrides win over the file, the file over the dataclass' defaults.
+    Overrides win over the file, the file over the dataclass' defaults. Keys may be typed with hyphens; a switch
+    without a value is switched on.
 
     Raises:
         UserError: an unknown key (names the nearest known one), a value of the wrong type, a missing or broken file.
     """
     from jsonargparse import ArgumentParser
 
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     known = known_keys(config_class)
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
     parser.add_argument(
@@ -36,6 +37,11 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     )
     parser.add_class_arguments(config_class, as_group=False)
     _refuse_unknown(prog, argv, known)
+    switches = {f"--{key}" for key in known_keys(config_class, only=bool)}
+    argv = [  # `--resume` alone switches on, as people type it
+        f"{word}=true" if word in switches and (i + 1 == len(argv) or argv[i + 1].startswith("--")) else word
+        for i, word in enumerate(argv)
+    ]
     try:
         parsed = parser.parse_args(argv)
         return _build(config_class, parsed)
@@ -50,16 +56,24 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         ) from error
 
 
-def known_keys(config_class: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a nested dataclass, groups included."""
-    import typing
+def _underscored(word: str) -> str:
+    """`--batch-size=8` as `--batch_size=8`: people type either."""
+    if not word.startswith("--"):
+        return word
+    key, equals, value = word.partition("=")
+    return "--" + key[2:].replace("-", "_") + equals + value
 
+
+def known_keys(config_class: type, prefix: str = "", only: type | None = None) -> list[str]:
+    """Every dotted key of a nested dataclass, groups included, or only those of one type."""
     keys = []
-    hints = typing.get_type_hints(config_class)
+    hints = get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
-        keys.append(prefix + field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            keys += known_keys(hints[field.name], f"{prefix}{field.name}.")
+        hint = hints[field.name]
+        if only is None or hint is only:
+            keys.append(prefix + field.name)
+        if dataclasses.is_dataclass(hint):
+            keys += known_keys(hint, f"{prefix}{field.name}.", only)
     return keys
 
 
@@ -105,9 +119,7 @@ def _refuse_unknown_in_file(path: Path, known: list[str]) -> None:
 
 
 def _build(cls: type[Config], namespace: Any) -> Config:
-    import typing
-
-    hints = typing.get_type_hints(cls)
+    hints = get_type_hints(cls)
     values = {}
     for field in dataclasses.fields(cls):
         value = getattr(namespace, field.name)

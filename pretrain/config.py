@@ -1,0 +1,253 @@
+"""What a pretraining run is: one frozen dataclass, read from YAML and dotted options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from probemb.errors import UserError, nearest
+
+PRECISIONS = ("auto", "fp32", "bf16")
+CAPTIONS = ("random", "first")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which towers (see probemb.models.create_model).
+
+    Args:
+        name: an open_clip ViT configuration, or ViT-Tiny-64, ViT-Small-112 of our own.
+        embed_dim: D; empty for the configuration's own (head clip) or 1024 (head gpo).
+        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch.
+        head: clip (class token, end-of-text token) or gpo (pooling over all tokens).
+        pretrained: an open_clip tag or a file of open_clip weights to start from; empty for random weights.
+    """
+
+    name: str = "ViT-B-16"
+    embed_dim: int | None = None
+    n_unc_layers: int = 2
+    head: str = "clip"
+    pretrained: str | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read, and in which order.
+
+    Args:
+        train: folders (or patterns) of webdataset shards with an index.json; several are mixed.
+        weights: how often each of several folders is passed over in an epoch; empty for once each.
+        workers: processes that read and decode, for each rank.
+        lanes: places of the corpus that feed a batch side by side; a divisor of the batch, at most 64 if empty.
+        window: samples of a lane that are shuffled together.
+        captions: which caption of an image is used: random (drawn anew every epoch) or first.
+        failure_share: share of unreadable samples at which the run stops.
+    """
+
+    train: list[str] | str = field(default_factory=list)
+    weights: list[float] | None = None
+    workers: int = 2
+    lanes: int | None = None
+    window: int = 4096
+    captions: str = "random"
+    failure_share: float = 0.05
+
+
+@dataclass(frozen=True)
+class Loss:
+    """clip * L_clip + match * (L_match + pseudo_positive * L_pp + vib * L_vib).
+
+    Args:
+        clip: weight of the CLIP loss.
+        match: weight of the PCME++ loss.
+        distance: csd, wasserstein2, kl, symmetric-kl, min-kl, bhattacharyya, elk or match-probability.
+        scale: initial a of the match probability sigmoid(-a d + b).
+        shift: initial b of it.
+        pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
+        vib: weight beta of the information bottleneck, inside the PCME++ loss.
+    """
+
+    clip: float = 1.0
+    match: float = 1.0
+    distance: str = "csd"
+    scale: float = 1.0
+    shift: float = 1.0
+    pseudo_positive: float = 0.0
+    vib: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, linear warm-up, cosine to zero; all lengths in samples seen.
+
+    Args:
+        lr: peak learning rate.
+        betas: decay of AdamW's two moments.
+        eps: AdamW's epsilon.
+        weight_decay: on matrices only, not on norms, biases and scalars.
+        warmup_samples: length of the linear warm-up.
+        clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
+    """
+
+    lr: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    weight_decay: float = 0.2
+    warmup_samples: int = 10_240_000
+    clip_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How the step is computed; none of it changes what is learned beyond rounding.
+
+    Args:
+        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
+        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 on a GPU.
+        accumulation: parts into which a rank cuts its share of the batch; all of the batch stays the negatives.
+        grad_checkpointing: recompute every block in the backward pass.
+        compile: torch.compile the towers.
+        threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
+    """
+
+    zero_stage: int = 1
+    precision: str = "auto"
+    accumulation: int = 1
+    grad_checkpointing: bool = False
+    compile: bool = False
+    threads: int = 0
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Zero-shot evaluation while training.
+
+    Args:
+        classes: labelled images (class folders, or shards with KEY.cls and classes.txt); empty switches it off.
+        every_samples: samples between two evaluations; 0 evaluates at the end only.
+        templates: single ("a photo of a {}.") or all (CLIP's 80).
+        max_images: use the first so many images; 0 for all.
+        batch_size: images or texts encoded at a time.
+    """
+
+    classes: str | None = None
+    every_samples: int = 0
+    templates: str = "single"
+    max_images: int = 0
+    batch_size: int = 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """A pretraining run.
+
+    Args:
+        out: the run folder.
+        resume: go on from the newest checkpoint in `out` (start anew if there is none).
+        batch_size: global batch, over all ranks and accumulation parts.
+        epochs: passes over the data; may be a fraction.
+        samples: samples to see instead of `epochs`; 0 uses epochs.
+        stop_at_step: stop early at this step, with a checkpoint; the schedule stays the whole run's. 0 never does.
+        seed: of the weights, the order of the data and its augmentation.
+        log_every: steps between two log lines.
+        save_every: steps between two checkpoints; 0 saves at the end only.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        wandb: a Weights & Biases project to log to; empty for none.
+    """
+
+    out: str = "runs/pretrain"
+    resume: bool = False
+    seed: int = 0
+    batch_size: int = 1024
+    epochs: float = 32.0
+    samples: int = 0
+    stop_at_step: int = 0
+    log_every: int = 20
+    save_every: int = 1000
+    keep_checkpoints: int = 3
+    wandb: str | None = None
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    loss: Loss = field(default_factory=Loss)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    engine: Engine = field(default_factory=Engine)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+
+    @property
+    def train_paths(self) -> list[str]:
+        """data.train as a list, also where one path was given alone."""
+        return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuse what cannot run, before anything is read or written.
+
+    Raises:
+        UserError: names the key, and a value that would do.
+    """
+    one_of("engine.precision", config.engine.precision, PRECISIONS)
+    one_of("data.captions", config.data.captions, CAPTIONS)
+    one_of("evaluate.templates", config.evaluate.templates, ("single", "all"))
+    if config.engine.zero_stage not in range(4):
+        raise UserError(f"engine.zero_stage is {config.engine.zero_stage}.", "Choose 0, 1, 2 or 3.")
+    for key, value, least in (
+        ("batch_size", config.batch_size, 1),
+        ("engine.accumulation", config.engine.accumulation, 1),
+        ("log_every", config.log_every, 1),
+        ("keep_checkpoints", config.keep_checkpoints, 1),
+        ("save_every", config.save_every, 0),
+        ("samples", config.samples, 0),
+        ("stop_at_step", config.stop_at_step, 0),
+        ("data.workers", config.data.workers, 0),
+        ("data.window", config.data.window, 1),
+        ("evaluate.batch_size", config.evaluate.batch_size, 1),
+        ("optimizer.warmup_samples", config.optimizer.warmup_samples, 0),
+    ):
+        if value < least:
+            raise UserError(f"{key} is {value}.", f"Set it to {least} or more.")
+    if config.samples == 0 and config.epochs <= 0:
+        raise UserError(f"epochs is {config.epochs}.", "Set epochs or samples to more than zero.")
+    if not config.train_paths:
+        raise UserError(
+            "There is no training data.",
+            "Pass --data.train FOLDER with a folder of webdataset shards, or a configuration that names one.",
+        )
+    if config.data.weights and len(config.data.weights) != len(config.train_paths):
+        raise UserError(
+            f"There are {len(config.train_paths)} training paths and {len(config.data.weights)} weights.",
+            "Give data.weights one number for each path.",
+        )
+    if not (config.loss.clip or config.loss.match):
+        raise UserError("Both losses have weight 0.", "Set loss.clip or loss.match to more than zero.")
+    parts = world_size * config.engine.accumulation
+    if config.batch_size % parts:
+        lower = config.batch_size // parts * parts
+        remedy = f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + parts}, or change the ranks or parts."
+        raise UserError(
+            f"batch_size {config.batch_size} cannot be shared evenly by {world_size} ranks x "
+            f"{config.engine.accumulation} accumulation parts.",
+            remedy,
+        )
+
+
+def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the known ones, naming the nearest."""
+    if value not in known:
+        raise UserError(f"{key} is '{value}'.{nearest(value, known)}", f"Choose one of: {', '.join(known)}.")
+
+
+def changed_keys(before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two resolved configurations."""
+    out = []
+    for name in sorted({*before, *now}):
+        key = f"{prefix}{name}"
+        if key in ignore or key.split(".")[0] in ignore:
+            continue
+        a, b = before.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            out += changed_keys(a, b, ignore, f"{key}.")
+        elif a != b:
+            out.append(key)
+    return out
+
+
+__all__ = ["Config", "Data", "Engine", "Evaluate", "Loss", "Model", "Optimizer", "changed_keys", "check"]

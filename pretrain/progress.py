@@ -1,0 +1,97 @@
+"""What a run tells people while it goes: one line a log step, the same into metrics.jsonl, TensorBoard and wandb."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from probemb.errors import UserError
+
+
+class RunLog:
+    """Writes to a run folder; only rank 0 has one.
+
+    Args:
+        run: the run folder.
+        step: the step that the run goes on from; what an interrupted attempt logged after it is dropped.
+        wandb_project: a Weights & Biases project, or None.
+        config: the resolved configuration, for wandb.
+    """
+
+    def __init__(self, run: Path, step: int, wandb_project: str | None, config: dict):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = run / "metrics.jsonl"
+        _drop_lines_after(self.path, step)
+        self.file = self.path.open("a", encoding="utf-8")
+        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        self.wandb = _start_wandb(wandb_project, run, config)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One line of metrics.jsonl, and a point of every curve."""
+        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self.file.flush()
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(values, step=step)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self.file.close()
+        self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue  # the last line of a killed run may be cut
+    aside = path.with_suffix(".partial")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _start_wandb(project: str | None, run: Path, config: dict):
+    if not project:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            "wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out."
+        ) from error
+    return wandb.init(project=project, name=run.name, dir=str(run), config=config, resume="allow", id=run.name)
+
+
+def train_line(step: int, steps: int, v: dict[str, float]) -> str:
+    """The line that people read; `v` as in metrics.jsonl."""
+    parts = [f"clip {v['clip']:.3f}", f"match {v['match']:.3f}", f"vib {v['vib']:.2f}"]
+    if "pseudo_positive" in v:
+        parts.append(f"pp {v['pseudo_positive']:.3f}")
+    return " | ".join(
+        [
+            f"step {step:>{len(str(steps))}}/{steps}",
+            f"loss {v['loss']:.3f} ({', '.join(parts)})",
+            f"a {v['scale']:.2f} b {v['shift']:.2f}",
+            f"u image {v['u_image']:.3f} text {v['u_text']:.3f}",
+            f"{v['images_per_second']:.0f} images/s, data {100 * v['data_wait']:.0f} %",
+            f"lr {v['lr']:.1e}",
+            f"ETA {duration(v['eta'])}",
+        ]
+    )
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, with days where there are any."""
+    return str(timedelta(seconds=round(seconds)))

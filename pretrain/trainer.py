@@ -1,0 +1,321 @@
+"""The DeepSpeed trainer: one engine, one step, one loop.
+
+Letters: B items of this rank's share of the batch, W ranks, N = W B items of the global batch, D dimensions.
+
+The towers run inside the engine; everything after them, from the Gaussians on, is float32 and outside it. With
+accumulation the batch of negatives stays whole: embeddings are computed part by part without a graph, the loss gives
+their gradients, and every part is then computed again, from the same random state, to carry its gradient on
+(Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.config import Config
+from pretrain.config import Optimizer as OptimizerConfig
+from probemb import Gaussian, UserError, distributed
+from probemb.losses import clip_loss, pairwise_match_loss
+from probemb.models import ProbabilisticCLIP, no_weight_decay
+
+MAX_LOGIT_SCALE = 100.0  # as in CLIP
+
+
+class Towers(nn.Module):
+    """What the engine wraps: the model with flat tensors in and out, which every ZeRO stage can hook."""
+
+    def __init__(self, model: ProbabilisticCLIP, precision: str):
+        super().__init__()
+        self.model = model
+        self.half = precision == "bf16"
+
+    def forward(self, images: Tensor | None = None, tokens: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Means and log-variances of what is given, (B, D) each, and with both also logit_scale, a and b as (3,)."""
+        given = images if images is not None else tokens
+        with torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.half):
+            if images is None or tokens is None:
+                g = self.model.encode_text(tokens) if images is None else self.model.encode_image(images)
+                return g.mean, g.log_var
+            out = self.model(images, tokens)
+        scalars = torch.cat([out.logit_scale, out.scale, out.shift])
+        return out.image.mean, out.image.log_var, out.text.mean, out.text.log_var, scalars
+
+
+class Forward(NamedTuple):
+    """Both modalities' embeddings (B, D), and logit_scale, a, b as (3,)."""
+
+    image: Gaussian
+    text: Gaussian
+    scalars: Tensor
+
+    @classmethod
+    def of(cls, tensors: tuple[Tensor, ...]) -> Forward:
+        """From the flat output of `Towers`."""
+        mean_i, log_var_i, mean_t, log_var_t, scalars = tensors
+        return cls(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), scalars)
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """As `Towers` gives it."""
+        return self.image.mean, self.image.log_var, self.text.mean, self.text.log_var, self.scalars
+
+
+class _Ceiling(torch.autograd.Function):
+    """min(x, limit), whose gradient at the limit can still pull x down, though not push it up."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(x >= limit)
+        return x.clamp(max=limit)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (at_limit,) = ctx.saved_tensors
+        return torch.where(at_limit & (grad < 0), torch.zeros_like(grad), grad), None
+
+
+def learning_rate(config: OptimizerConfig, samples: int, total: int) -> float:
+    """Linear warm-up, then a cosine to zero at `total`; a pure function of the samples seen."""
+    if samples < config.warmup_samples:
+        return config.lr * samples / config.warmup_samples
+    progress = (samples - config.warmup_samples) / max(1, total - config.warmup_samples)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def make_engine(
+    model: ProbabilisticCLIP,
+    config: Config,
+    precision: str,
+    device: torch.device,
+    persistent_elements: int = 100_000,
+):
+    """A DeepSpeed engine around `Towers(model)`; collective. Call `start_deepspeed` before.
+
+    `persistent_elements`: ZeRO-3 leaves parameters up to this size whole on every rank.
+    """
+    import deepspeed
+
+    decay = [p for n, p in model.named_parameters() if not no_weight_decay(n, p)]
+    plain = [p for n, p in model.named_parameters() if no_weight_decay(n, p)]
+    o, e = config.optimizer, config.engine
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": o.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        lr=o.lr,
+        betas=tuple(o.betas),
+        eps=o.eps,
+        fused=device.type == "cuda",
+    )
+    world = distributed.world_size()
+    settings = {
+        "train_batch_size": config.batch_size,
+        "train_micro_batch_size_per_gpu": config.batch_size // world // e.accumulation,
+        "gradient_accumulation_steps": e.accumulation,
+        "gradient_clipping": o.clip_grad_norm,
+        "zero_optimization": {
+            "stage": e.zero_stage,
+            "overlap_comm": device.type == "cuda",
+            "contiguous_gradients": True,
+            "stage3_param_persistence_threshold": persistent_elements,
+            "memory_efficient_linear": False,  # its own backward pass ignores autocast
+        },
+        "communication_data_type": "fp32",
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=Towers(model, precision), optimizer=optimizer, config=settings)
+    if e.compile:
+        engine.compile()
+    return engine
+
+
+def start_deepspeed() -> None:
+    """Join the process group, and keep DeepSpeed from compiling kernels that nothing here uses and from chatting."""
+    distributed.init_process_group()
+    warnings.filterwarnings("ignore", module="deepspeed")
+    with _quiet_stderr():  # on import it asks the linker which libraries it could build against
+        import deepspeed
+        import deepspeed.ops
+
+        # Without a GPU, init would compile a shared-memory communication kernel for a minute; gloo does that work.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+
+
+@contextlib.contextmanager
+def _quiet_stderr():
+    """Nothing reaches the terminal's stderr, not from child processes either; exceptions do."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+class Trainer:
+    """Everything that a step needs.
+
+    Args:
+        engine: of `make_engine`.
+        stream: yields batches with `images` (B, 3, H, W) and `tokens` (B, L) for this rank.
+        steps: length of the whole run.
+        step: steps done before, when resumed.
+    """
+
+    def __init__(self, engine, stream, config: Config, device: torch.device, steps: int, step: int = 0):
+        self.engine, self.stream, self.config, self.device = engine, stream, config, device
+        self.steps, self.step = steps, step
+
+    @property
+    def samples(self) -> int:
+        """Samples seen: the position of the run."""
+        return self.step * self.config.batch_size
+
+    def fit(
+        self,
+        log: Callable[[int, dict[str, float]], None],
+        evaluate: Callable[[], dict[str, float]] | None,
+        save: Callable[[], None],
+    ) -> None:
+        """Train to the last step, or to `stop_at_step`; what is logged, evaluated and saved is the caller's."""
+        config = self.config
+        last = min(self.steps, config.stop_at_step or self.steps)
+        window = Window(self.stream)
+        while self.step < last:
+            batch = next(self.stream)  # ---------------------------------------------------------------- load
+            images = batch.images.to(self.device, non_blocking=True)
+            tokens = batch.tokens.to(self.device, non_blocking=True)
+            lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.steps * config.batch_size)
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = lr
+            window.add(self.train_step(images, tokens))  # ------------------ forward, loss, backward, step
+            self.step += 1
+            if self.step % config.log_every == 0 or self.step == last:  # -------------------------------------- log
+                values = window.close(self.device, config.batch_size, last - self.step)
+                if not math.isfinite(values["loss"]):
+                    raise UserError(
+                        f"The loss is {values['loss']} at step {self.step}.",
+                        "Resume from the newest checkpoint with a lower optimizer.lr or a longer warm-up.",
+                    )
+                log(self.step, {"samples": self.samples, "lr": lr, **values})
+            if evaluate and self._crossed(config.evaluate.every_samples, last):  # ------------------------- evaluate
+                log(self.step, {"samples": self.samples, **evaluate()})
+                window.restart()
+            if self.step == last or (config.save_every and self.step % config.save_every == 0):  # -------------- save
+                save()
+                window.restart()
+
+    def _crossed(self, every: int, last: int) -> bool:
+        """Whether this step crossed a multiple of `every` samples, or was the last one."""
+        before = self.samples - self.config.batch_size
+        return self.step == last or (every > 0 and self.samples // every > before // every)
+
+    def train_step(self, images: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """One optimizer step on this rank's (B, 3, H, W) images and (B, L) tokens; returns detached scalars."""
+        parts = self.config.engine.accumulation
+        if parts == 1:
+            out = Forward.of(self.engine(images, tokens))
+            loss, terms = self.loss(out)
+            self.engine.backward(loss)
+            self.engine.step()
+            return terms
+
+        cached, states = [], []
+        chunks = list(zip(images.chunk(parts), tokens.chunk(parts)))
+        with torch.no_grad():
+            for chunk in chunks:
+                states.append(random_state(self.device))
+                cached.append(self.engine(*chunk))
+        *embeddings, scalars = zip(*cached)
+        leaves = [torch.cat(e).requires_grad_() for e in embeddings] + [scalars[0].clone().requires_grad_()]
+        loss, terms = self.loss(Forward.of(tuple(leaves)))
+        grads = torch.autograd.grad(loss, leaves)
+        slices = zip(*(g.chunk(parts) for g in grads[:-1]))
+        for chunk, state, slice_grads in zip(chunks, states, slices):
+            set_random_state(state, self.device)
+            *embeddings, scalars = self.engine(*chunk)
+            carried = sum((e * g).sum() for e, g in zip(embeddings, slice_grads))
+            # The engine divides by the number of parts: right for the scalars, which every part carries whole.
+            self.engine.backward(parts * carried + (scalars * grads[-1]).sum())
+            self.engine.step()
+        return terms
+
+    def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
+        """CLIP loss + PCME++ loss of this rank's rows against all ranks' columns, and what is logged."""
+        weights = self.config.loss
+        logit_scale, scale, shift = out.scalars.unbind()
+        logit_scale = _Ceiling.apply(logit_scale, MAX_LOGIT_SCALE)
+        all_image, all_text = distributed.gather_pairs(out.image, out.text)
+        offset = distributed.rank() * len(out.image)
+        clip = clip_loss(out.image.mean, out.text.mean, logit_scale, all_image.mean, all_text.mean, offset)
+        match = pairwise_match_loss(
+            out.image,
+            out.text,
+            scale=scale,
+            shift=shift,
+            distance=weights.distance,
+            pseudo_positive=weights.pseudo_positive,
+            vib=weights.vib,
+            all_image=all_image,
+            all_text=all_text,
+            offset=offset,
+        )
+        loss = weights.clip * clip.loss + weights.match * match.loss
+        terms = {"loss": loss, **clip.terms, **match.terms, "logit_scale": logit_scale, "scale": scale, "shift": shift}
+        terms |= {"u_image": out.image.uncertainty().mean(), "u_text": out.text.uncertainty().mean()}
+        return loss, {name: value.detach() for name, value in terms.items()}
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The generators that a forward pass may draw from."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(state: list[Tensor], device: torch.device) -> None:
+    """Back to a state of `random_state`."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+class Window:
+    """Means over the steps between two log lines; scalars stay on the device until then."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, without what happened since."""
+        self.sums: dict[str, Tensor] = {}
+        self.n = 0
+        self.started, self.waited = time.perf_counter(), self.stream.wait_seconds
+
+    def add(self, terms: dict[str, Tensor]) -> None:
+        """One step's detached scalars."""
+        self.sums = {k: self.sums[k] + v for k, v in terms.items()} if self.sums else dict(terms)
+        self.n += 1
+
+    def close(self, device: torch.device, batch_size: int, steps_left: int) -> dict[str, float]:
+        """Means over steps and ranks, and speed: images/s over all ranks, share of time waiting for data, ETA in s."""
+        names = list(self.sums)
+        means = torch.stack([self.sums[k].double().reshape(()) for k in names]) / self.n
+        seconds = time.perf_counter() - self.started
+        waited = (self.stream.wait_seconds - self.waited) / seconds
+        values = distributed.mean_over_ranks(dict(zip(names, means.tolist())) | {"data_wait": waited}, device)
+        values |= {"images_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
+        self.restart()
+        return values

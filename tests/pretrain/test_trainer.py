@@ -1,0 +1,125 @@
+"""Training steps on real DeepSpeed engines equal the same steps in plain torch on the whole batch."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+
+from pretrain import trainer
+from pretrain.config import Config, Engine, Loss, Optimizer
+from probemb import create_model
+from probemb.losses import clip_loss, pairwise_match_loss
+from probemb.models import no_weight_decay
+from tests.ranks import run_ranks
+
+BATCH, STEPS = 8, 3
+CONFIG = Config(
+    batch_size=BATCH,
+    loss=Loss(pseudo_positive=0.1, vib=1e-2),
+    optimizer=Optimizer(lr=1e-2, warmup_samples=2 * BATCH, clip_grad_norm=0.5),
+)
+CPU = torch.device("cpu")
+
+
+def tiny():
+    torch.manual_seed(0)
+    return create_model("ViT-Micro-32")
+
+
+def batches(model):
+    g = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        images = torch.randn(BATCH, 3, model.image_size, model.image_size, generator=g)
+        tokens = torch.randint(1, 1000, (BATCH, model.context_length), generator=g)
+        tokens[:, -1] = 49407  # end of text
+        yield images, tokens
+
+
+def plain_torch():
+    """The same recipe without DeepSpeed, ranks or parts."""
+    model, o = tiny(), CONFIG.optimizer
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if no_weight_decay(n, p) is skip], "weight_decay": decay}
+        for skip, decay in ((False, o.weight_decay), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    losses = []
+    for step, (images, tokens) in enumerate(batches(model), 1):
+        for group in optimizer.param_groups:
+            group["lr"] = trainer.learning_rate(o, step * BATCH, STEPS * BATCH)
+        out = model(images, tokens)
+        w = CONFIG.loss
+        loss = clip_loss(out.image.mean, out.text.mean, out.logit_scale.clamp(max=100)).loss
+        loss = (
+            loss
+            + pairwise_match_loss(
+                out.image, out.text, scale=out.scale, shift=out.shift, pseudo_positive=w.pseudo_positive, vib=w.vib
+            ).loss
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+def on_engine(rank, world, stage, parts, checkpointing):
+    config = replace(CONFIG, engine=Engine(zero_stage=stage, accumulation=parts))
+    trainer.start_deepspeed()
+    model = tiny()
+    model.set_grad_checkpointing(checkpointing)
+    data = list(batches(model))
+    engine = trainer.make_engine(model, config, "fp32", CPU, persistent_elements=0)
+    fit = trainer.Trainer(engine, None, config, CPU, STEPS)
+    losses = []
+    for step, (images, tokens) in enumerate(data, 1):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = trainer.learning_rate(config.optimizer, step * BATCH, STEPS * BATCH)
+        n = BATCH // world
+        terms = fit.train_step(images[rank * n : (rank + 1) * n], tokens[rank * n : (rank + 1) * n])
+        loss = terms["loss"].double()
+        torch.distributed.all_reduce(loss)
+        losses.append(loss.item() / world)
+    whole = safe_get_full_fp32_param if stage else torch.Tensor.detach
+    return losses, {n: whole(p).numpy() for n, p in engine.module.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "parts", "checkpointing"),
+    [
+        (1, 0, 1, False),
+        (2, 0, 2, False),
+        (2, 1, 1, True),
+        (4, 1, 2, False),
+        (2, 2, 2, True),
+        (1, 3, 2, False),
+        (2, 3, 1, False),
+        (2, 3, 2, True),
+    ],
+)
+def test_steps_equal_plain_torch(world, stage, parts, checkpointing):
+    losses, weights = plain_torch()
+    for rank_losses, rank_weights in run_ranks(world, on_engine, stage, parts, checkpointing):
+        np.testing.assert_allclose(rank_losses, losses, rtol=2e-5)
+        for name, value in weights.items():
+            np.testing.assert_allclose(rank_weights[name], value, atol=2e-4, err_msg=name)
+
+
+def test_schedule_warms_up_linearly_and_ends_at_zero():
+    o = Optimizer(lr=2.0, warmup_samples=100)
+    assert trainer.learning_rate(o, 50, 1100) == 1.0
+    assert trainer.learning_rate(o, 100, 1100) == 2.0
+    assert math.isclose(trainer.learning_rate(o, 600, 1100), 1.0)
+    assert trainer.learning_rate(o, 1100, 1100) == 0.0
+
+
+def test_the_ceiling_of_the_logit_scale_lets_it_come_down_again():
+    x = torch.tensor([5.0, 20.0, 20.0], requires_grad=True)
+    y = trainer._Ceiling.apply(x, 10.0)
+    assert y.tolist() == [5, 10, 10]
+    (y * torch.tensor([-1.0, -1.0, 1.0])).sum().backward()
+    assert x.grad.tolist() == [-1, 0, 1]
