@@ -1,0 +1,163 @@
+"""From embeddings to numbers: oracle and honest choices of K, and correlations."""
+
+import numpy as np
+import pytest
+import torch
+
+from probemb.classify import normalise
+from probemb.errors import UserError
+from probemb.gaussian import Gaussian
+from zeroshot.evaluation import (
+    UPPER_BOUND,
+    SelectionData,
+    average_ranks,
+    evaluate_embeddings,
+    pearson,
+    uncertainty_bins,
+)
+from zeroshot.filters import FILTERS, FilterOptions, Selection
+
+
+def world(n_classes=6, n_prompts=9, dim=8, per_class=12, seed=0):
+    """Prompts that get noisier with their uncertainty, differently for each class; images around their class."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    centre = normalise(normal(n_classes, dim))
+    spread = torch.linspace(0.2, 3.0, n_prompts) * torch.linspace(0.3, 2.0, n_classes)[:, None]
+    mean = normalise(centre[:, None] + spread[:, :, None] * normal(n_classes, n_prompts, dim))
+    log_var = spread.log()[:, :, None].expand(n_classes, n_prompts, dim).contiguous()
+    labels = torch.arange(n_classes).repeat_interleave(per_class)
+    images = normalise(centre[labels] + 0.45 * normal(len(labels), dim))
+    return images, labels, [f"{i}" for i in range(len(labels))], Gaussian(mean, log_var)
+
+
+def rows_of(evaluation):
+    return {(row.title, row.note): row for row in evaluation.rows}
+
+
+@pytest.fixture(scope="module")
+def every():
+    return evaluate_embeddings(*world(), list(FILTERS), selection=Selection("folds", 5))
+
+
+def test_every_filter_has_its_row_and_gains_are_over_all(every):
+    assert [row.filter for row in every.rows] == [
+        "single", "all", "topk", "topk", "best-topk", "best-topk", "best-topk", "weighted", "inverse-variance"
+    ]  # fmt: skip
+    base = rows_of(every)["all", "zero-shot"].top1
+    for row in every.rows:
+        assert row.gain == pytest.approx(row.top1 - base)
+        assert 0 <= row.top1 <= row.top5 <= 1
+
+
+def test_the_curve_is_the_naive_evaluation_of_each_k(every):
+    images, labels, _, prompts = world()
+    u = prompts.uncertainty()
+    for k in range(1, 10):
+        vectors = normalise(torch.stack([prompts.mean[c][u[c].argsort()[:k]].mean(0) for c in range(6)]))
+        hits = ((images @ vectors.T).argmax(1) == labels).double().mean()
+        assert every.curve1[k - 1] == pytest.approx(hits.item())
+    assert every.curve1[-1] == pytest.approx(rows_of(every)["all", "zero-shot"].top1)
+
+
+def test_oracles_are_labelled_and_at_least_as_good_as_what_they_choose_from(every):
+    rows = rows_of(every)
+    topk, bound = rows["topk", "oracle"], rows[UPPER_BOUND, "oracle, upper bound"]
+    assert topk.top1 == pytest.approx(every.curve1.max().item())
+    assert topk.top1 >= rows["topk", "honest (folds:5)"].top1
+    assert topk.top1 >= rows["all", "zero-shot"].top1
+    assert bound.top1 >= topk.top1
+
+
+def test_best_topk_is_a_real_classifier_with_each_class_own_k(every):
+    images, labels, _, prompts = world()
+    u = prompts.uncertainty()
+    vectors = normalise(
+        torch.stack([prompts.mean[c][u[c].argsort()[: every.class_k[c]]].mean(0) for c in range(6)])
+    )
+    hits = (images @ vectors.T).argmax(1) == labels
+    assert rows_of(every)["best-topk", "oracle"].top1 == pytest.approx(hits.double().mean().item())
+    assert len(set(every.class_k.tolist())) > 1
+
+
+def test_the_upper_bound_is_the_mean_of_the_best_of_each_class(every):
+    bound = rows_of(every)[UPPER_BOUND, "oracle, upper bound"]
+    assert bound.top1 == pytest.approx((every.class_max * every.counts).sum().item() / every.counts.sum().item())
+
+
+def test_folds_choose_k_without_the_images_they_score():
+    images, labels, names, prompts = world()
+    honest = rows_of(evaluate_embeddings(images, labels, names, prompts, ["best-topk"], selection=Selection("folds", 5)))
+    row = honest["best-topk", "honest (folds:5)"]
+    from probemb.classify import class_accuracy, prefix_vectors, true_ranks
+    from zeroshot.filters import best_class_k, stratified_folds
+
+    prefixes = prefix_vectors(prompts.mean, prompts.uncertainty())
+    ranks, folds = true_ranks(images, prefixes, labels), stratified_folds(labels.tolist(), names, 5)
+    right = 0
+    for fold in range(5):
+        others = folds != fold
+        k = best_class_k(class_accuracy(ranks[others], labels[others], 6))
+        vectors = torch.stack([prefixes[k[c] - 1, c] for c in range(6)])
+        right += int(((images[~others] @ vectors.T).argmax(1) == labels[~others]).sum())
+    assert row.top1 == pytest.approx(right / len(labels))
+
+
+def test_k_chosen_on_other_images_is_scored_on_these():
+    images, labels, names, prompts = world()
+    other_images, other_labels, _, _ = world(seed=0, per_class=30)
+    evaluation = evaluate_embeddings(
+        images, labels, names, prompts, ["topk", "best-topk"],
+        selection=Selection("train"), select_data=SelectionData(other_images, other_labels),
+    )  # fmt: skip
+    rows = rows_of(evaluation)
+    k = int(rows["topk", "honest (train)"].k)
+    assert rows["topk", "honest (train)"].top1 == pytest.approx(evaluation.curve1[k - 1].item())
+    assert ("best-topk", "honest (train)") in rows
+
+
+def test_a_given_k_is_no_oracle():
+    evaluation = evaluate_embeddings(*world(), ["topk"], options=FilterOptions(k=4))
+    assert [(row.k, row.note) for row in evaluation.rows] == [(4, "zero-shot, K given")]
+    assert evaluation.curve1 is None
+    reference = evaluate_embeddings(*world(), ["topk"])
+    assert evaluation.rows[0].top1 == pytest.approx(reference.curve1[3].item())
+
+
+def test_classes_without_images_keep_all_prompts_and_have_no_accuracy():
+    images, labels, names, prompts = world()
+    keep = labels != 2
+    names = [name for name, k in zip(names, keep.tolist()) if k]
+    evaluation = evaluate_embeddings(images[keep], labels[keep], names, prompts, ["best-topk"])
+    assert evaluation.class_k[2] == 9
+    assert evaluation.class_all[2].isnan()
+    assert evaluation.counts[2] == 0
+
+
+def test_one_image_a_class_allows_no_folds():
+    with pytest.raises(UserError, match="no class has more than one image"):
+        evaluate_embeddings(*world(per_class=1), ["best-topk"], selection=Selection("folds", 5))
+
+
+def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
+    generator = torch.Generator().manual_seed(3)
+    u = torch.rand(97, generator=generator).double().round(decimals=1)  # with ties
+    score = (1 - u + 0.3 * torch.randn(97, generator=generator)).double()
+    bins = uncertainty_bins(u, score)
+    assert sum(bins.counts) == 97
+    assert max(bins.counts) - min(bins.counts) <= 1
+    assert bins.uncertainty == sorted(bins.uncertainty)
+    assert bins.pearson == pytest.approx(np.corrcoef(bins.uncertainty, bins.accuracy)[0, 1])
+    stats = pytest.importorskip("scipy.stats")
+    assert bins.spearman == pytest.approx(stats.spearmanr(u, score).statistic)
+    assert average_ranks(torch.tensor([3.0, 1.0, 3.0])).tolist() == [1.5, 0.0, 1.5]
+
+
+def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
+    assert pearson(torch.ones(3), torch.arange(3.0)) is None
+    bins = uncertainty_bins(torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0]))
+    assert sum(bins.counts) == 3
+    assert uncertainty_bins(torch.ones(1), torch.ones(1)) is None

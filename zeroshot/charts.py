@@ -1,0 +1,168 @@
+"""Small charts as SVG text: lines, points and bars, drawn to one style. No plotting library, so a page stays light."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 500, 290
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 44
+INK, SOFT, GRID = "#1f2733", "#5d6875", "#e3e7ec"
+BLUE, ORANGE, GREEN, GREY = "#2a6fb0", "#b8560f", "#2f7d4f", "#8a94a0"
+
+
+def escape(text: object) -> str:
+    """Text for HTML: markup is quoted, and what cannot be printed (controls, half characters, changes of writing
+    direction) is replaced."""
+    return html.escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)))
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line to compare with."""
+
+    y: float
+    label: str
+    colour: str = GREY
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Axes: ranges, and what stands beside them. Values are mapped to pixels by `x` and `y`."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    x_label: str
+    y_label: str
+    x_ticks: Sequence[float] = ()
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return LEFT + (value - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
+
+
+def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from at or below `low` to at or above `high`."""
+    if not high > low:
+        high = low + (abs(low) * 0.1 or 1.0)
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """Short: 12, 0.25, 1.3e-05."""
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        return f"{value:.1e}"
+    return f"{value:.4g}"
+
+
+def _svg(frame: Frame, y_ticks: Sequence[float], parts: list[str], title: str) -> str:
+    lines = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" class="chart">',
+        f'<text x="{LEFT - 40}" y="16" class="axis">{escape(frame.y_label)}</text>',
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" class="axis" text-anchor="middle">'
+        f"{escape(frame.x_label)}</text>",
+    ]
+    for tick in y_ticks:
+        y = frame.y(tick)
+        lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
+        lines.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" class="tick" text-anchor="end">{number(tick)}</text>')
+    for tick in frame.x_ticks:
+        x = frame.x(tick)
+        lines.append(
+            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}" class="tick" text-anchor="middle">{number(tick)}</text>'
+        )
+    base = HEIGHT - BOTTOM
+    lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="{SOFT}"/>')
+    return "".join([*lines, *parts, "</svg>"])
+
+
+def line_chart(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    *,
+    x_label: str,
+    y_label: str,
+    levels: Sequence[Level] = (),
+    mark: int | None = None,
+    mark_label: str = "",
+    points: bool = False,
+    notes: Sequence[str] | None = None,
+) -> str:
+    """One line over x, with levels to compare with.
+
+    Args:
+        mark: index of one point to point out, with `mark_label` beside it.
+        points: draw every point as a dot; notes: what each says under the pointer.
+    """
+    values = [*ys, *(level.y for level in levels)]
+    spread = (max(values) - min(values)) or abs(max(values)) or 1.0
+    low = min(values) - 0.08 * spread
+    y_ticks = nice_ticks(max(0.0, low) if min(values) >= 0 else low, max(values) + 0.08 * spread)
+    inner = [t for t in nice_ticks(min(xs), max(xs), 6) if min(xs) <= t <= max(xs)]
+    if not points and xs[0] not in inner:
+        inner = [xs[0], *(t for t in inner if t - xs[0] > 0.06 * (xs[-1] - xs[0]))]
+    pad = 0.03 * (max(xs) - min(xs)) if points else 0.0
+    frame = Frame((min(xs) - pad, max(xs) + pad), (y_ticks[0], y_ticks[-1]), x_label, y_label, inner)
+    parts = []
+    taken: list[float] = []
+    for level in sorted(levels, key=lambda level: level.y):
+        y = frame.y(level.y)
+        above = y - 5
+        while any(abs(above - other) < 13 for other in taken):
+            above -= 13
+        taken.append(above)
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{level.colour}" '
+            f'stroke-width="1.4" stroke-dasharray="5 4"/>'
+            f'<text x="{WIDTH - RIGHT - 2}" y="{above:.1f}" class="note" text-anchor="end" fill="{level.colour}">'
+            f"{escape(level.label)}</text>"
+        )
+    path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, ys))
+    parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="2.2" stroke-linejoin="round"/>')
+    notes = notes or [f"{x_label} {number(x)}: {number(y)}" for x, y in zip(xs, ys)]
+    radius = 4 if points else 5
+    for x, y, note in zip(xs, ys, notes):
+        fill = BLUE if points else "transparent"
+        parts.append(
+            f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}" fill="{fill}">'
+            f"<title>{escape(note)}</title></circle>"
+        )
+    if mark is not None:
+        x, y = frame.x(xs[mark]), frame.y(ys[mark])
+        end = x > (LEFT + WIDTH - RIGHT) / 2
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{ORANGE}" stroke="#fff" stroke-width="1.5"/>'
+            f'<text x="{x + (-9 if end else 9):.1f}" y="{y - 9:.1f}" class="note" fill="{ORANGE}" '
+            f'text-anchor="{"end" if end else "start"}">{escape(mark_label)}</text>'
+        )
+    return _svg(frame, y_ticks, parts, f"{y_label} against {x_label}")
+
+
+def bar_chart(counts: Sequence[float], *, x_label: str, y_label: str, what: str) -> str:
+    """Bars for x = 1, 2, ..., len(counts); `what` names the things counted, for the note under the pointer."""
+    n = len(counts)
+    y_ticks = [t for t in nice_ticks(0, max([*counts, 1]), 4) if float(t).is_integer()]
+    x_ticks = list(range(1, n + 1)) if n <= 12 else [1, *(t for t in range(10, n + 1, 10 if n <= 100 else n // 8))]
+    frame = Frame((0.4, n + 0.6), (0, y_ticks[-1]), x_label, y_label, x_ticks)
+    width = max(1.0, (frame.x(1) - frame.x(0)) * 0.8)
+    parts = []
+    for k, count in enumerate(counts, 1):
+        if not count:
+            continue
+        y = frame.y(count)
+        parts.append(
+            f'<rect x="{frame.x(k) - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
+            f'height="{HEIGHT - BOTTOM - y:.1f}" fill="{BLUE}"><title>{escape(x_label)} {k}: {number(count)} '
+            f"{escape(what)}</title></rect>"
+        )
+    return _svg(frame, y_ticks, parts, f"{y_label} against {x_label}")

@@ -1,0 +1,189 @@
+"""Which prompts speak for a class: weights over prompts from their uncertainty, and how K is chosen.
+
+A filter is a pure function from uncertainties u (C, P) to weights (C, P) that sum to one over the prompts of a class.
+C classes, P prompts of a class, K prompts kept, N images. Source: PCME++ §3.5, Table 5 and §C.6.
+
+How K is chosen. For a common K all classes keep their K most certain prompts; acc_c(K) is then the accuracy of the
+images of class c, and acc(K) that of all images. `topk` takes the K with the best acc(K), `best-topk` for each class
+the K with the best acc_c(K). Ties go to the largest K: more prompts unless fewer are better. The paper leaves open
+what the rival classes keep while K is chosen for one class; here they keep the same K. So `best-topk` yields two
+numbers: the accuracy of the classifier in which each class has its own K, and the mean over classes of
+max_K acc_c(K), which no single classifier need reach. Chosen on the images that are scored, all of these are oracles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probemb.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class FilterOptions:
+    """What filters can be told.
+
+    Attributes:
+        single: index of the prompt that `single` keeps.
+        k: prompts to keep; an int for `topk`, one per class (C,) for `best-topk`; None keeps all.
+        temperature: of `weighted`, in standard deviations of the class' own uncertainties.
+    """
+
+    single: int = 0
+    k: int | Tensor | None = None
+    temperature: float = 1.0
+
+
+def single(u: Tensor, options: FilterOptions) -> Tensor:
+    """One prompt, the same for every class: "a photo of a {}."."""
+    weights = torch.zeros_like(u)
+    weights[:, options.single] = 1.0
+    return weights
+
+
+def all_prompts(u: Tensor, options: FilterOptions) -> Tensor:
+    """Every prompt, equally."""
+    return torch.full_like(u, 1.0 / u.shape[1])
+
+
+def topk(u: Tensor, options: FilterOptions) -> Tensor:
+    """The K most certain prompts of each class, equally; K is one number, or one for each class."""
+    n_prompts = u.shape[1]
+    k = torch.as_tensor(n_prompts if options.k is None else options.k, device=u.device).reshape(-1, 1)
+    if int(k.min()) < 1 or int(k.max()) > n_prompts:
+        raise UserError(
+            f"K must lie between 1 and the number of prompts, {n_prompts}.", "Give another --k, or more templates."
+        )
+    place = u.argsort(dim=1, stable=True).argsort(dim=1)  # 0 = the most certain prompt
+    return (place < k).to(u.dtype) / k
+
+
+def weighted(u: Tensor, options: FilterOptions) -> Tensor:
+    """Soft weights: softmax of -z / temperature, z the uncertainty standardised within its class.
+
+    Standardising makes the weights independent of the scale of u, which differs between models and classes. A class
+    whose prompts are all equally certain gets equal weights.
+    """
+    spread = u.std(dim=1, keepdim=True, correction=0)
+    z = torch.where(spread > 0, (u - u.mean(dim=1, keepdim=True)) / spread, 0.0)
+    return torch.softmax(-z / options.temperature, dim=1)
+
+
+def inverse_variance(u: Tensor, options: FilterOptions) -> Tensor:
+    """Soft weights 1 / u: the precision weighting of a product of isotropic normals."""
+    weights = 1.0 / u.clamp_min(torch.finfo(u.dtype).tiny)
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+FILTERS: dict[str, Callable[[Tensor, FilterOptions], Tensor]] = {
+    "single": single,
+    "all": all_prompts,
+    "topk": topk,
+    "best-topk": topk,
+    "weighted": weighted,
+    "inverse-variance": inverse_variance,
+}
+CHOSEN_ON_DATA = ("topk", "best-topk")
+
+
+def filter_names(wanted: str) -> list[str]:
+    """The rows of the table for --filter: `single` and `all` to compare with, then the one asked for, or every one.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if wanted == "every":
+        return list(FILTERS)
+    if wanted not in FILTERS:
+        known = [*FILTERS, "every"]
+        raise UserError(f"There is no filter '{wanted}'.{nearest(wanted, known)}", f"Known are: {', '.join(known)}.")
+    return list(dict.fromkeys(["single", "all", wanted]))
+
+
+def best_common_k(ranks: Tensor) -> int:
+    """K with the best top-1 accuracy for all classes; ranks (N, P) under a common K. Ties go to the largest K."""
+    return _last_best((ranks < 1).double().mean(dim=0, keepdim=True)).item()
+
+
+def best_class_k(per_class: Tensor) -> Tensor:
+    """K of each class from acc_c(K) (C, P); ties go to the largest K, and so does a class without images (NaN).
+
+    Returns:
+        (C,) int64 in 1..P.
+    """
+    return _last_best(per_class.nan_to_num(nan=-1.0))
+
+
+def _last_best(score: Tensor) -> Tensor:
+    n_prompts = score.shape[1]
+    # 1e-9 absorbs the rounding of means; images count in steps of 1 / N
+    best = score >= score.max(dim=1, keepdim=True).values - 1e-9
+    return (best * torch.arange(1, n_prompts + 1, device=score.device)).max(dim=1).values
+
+
+@dataclass(frozen=True)
+class Selection:
+    """On which images K is chosen: `oracle`, `train` or `folds:N`."""
+
+    on: str
+    folds: int = 0
+
+    @property
+    def label(self) -> str:
+        """As it stands in tables: "folds:5", "train", "oracle"."""
+        return f"folds:{self.folds}" if self.folds else self.on
+
+
+def parse_selection(text: str) -> Selection:
+    """Read --select-on.
+
+    Raises:
+        UserError: anything but oracle, train and folds:N with N >= 2.
+    """
+    if text in ("oracle", "train"):
+        return Selection(text)
+    word, _, number = text.partition(":")
+    if word == "folds" and (number or "5").isdecimal() and int(number or "5") >= 2:
+        return Selection("folds", int(number or "5"))
+    raise UserError(
+        f"--select-on '{text}' is not a way to choose K.{nearest(text, ['oracle', 'train', 'folds:5'])}",
+        "Say oracle, train (with --select-data PATH) or folds:5.",
+    )
+
+
+def stratified_folds(labels: Sequence[int], names: Sequence[str], n_folds: int) -> Tensor:
+    """Deal the images of each class over folds: a pure function of labels and names, whatever their order.
+
+    Within a class images go by the hash of their name, round robin, and each class starts where the last one
+    stopped, so that folds differ by at most one image in all.
+
+    Returns:
+        (N,) int64 fold of each image.
+
+    Raises:
+        UserError: no class has two images, so no image could be scored with a K chosen on its own class.
+    """
+    labels = [int(label) for label in labels]
+    counts: dict[int, int] = {}
+    for label in labels:
+        counts[label] = counts.get(label, 0) + 1
+    if max(counts.values(), default=0) < 2:
+        raise UserError(
+            f"--select-on folds:{n_folds} is not possible here: no class has more than one image, "
+            "so nothing is left to choose K on.",
+            "Use data with several images a class, or --select-on train with --select-data PATH.",
+        )
+    if len(labels) < n_folds:
+        raise UserError(
+            f"--select-on folds:{n_folds} needs at least {n_folds} images and there are {len(labels)}.",
+            "Ask for fewer folds.",
+        )
+    rank = {name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names}
+    order = sorted(range(len(labels)), key=lambda i: (labels[i], rank[names[i]], names[i]))
+    folds = torch.empty(len(labels), dtype=torch.int64)
+    folds[torch.tensor(order)] = torch.arange(len(labels)) % n_folds
+    return folds

@@ -1,0 +1,390 @@
+"""Zero-shot classification with uncertainty-based prompt filtering.
+
+    python -m zeroshot.imagenet --filter best-topk --model runs/x --data data/imagenet/val
+    python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/zeroshot     # embedded data
+
+Every class gets its 80 prompts; a filter says which of them speak for it. Source: PCME++ §3.5, Table 5 and §C.6.
+A number for which anything was chosen on the images that it scores is labelled "oracle".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.command import parse_config, run_command, to_dict
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from probemb.gaussian import Gaussian
+    from zeroshot.evaluation import Evaluation, SelectionData
+    from zeroshot.filters import FilterOptions, Selection
+    from zeroshot.images import LabelledImages
+    from zeroshot.prompts import Classes
+    from zeroshot.runtime import Placement
+
+PROG = "python -m zeroshot.imagenet"
+DESCRIPTION = (
+    "Zero-shot classification with uncertainty-based prompt filtering. Takes class folders, webdataset shards with "
+    "KEY.cls, or a tar of either; prints a table and writes results.json and report.html."
+)
+DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
+DEFAULT_DATA = "data/imagenet/val"
+OUTPUTS = ("results.json", "report.html")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the command can be told.
+
+    Attributes:
+        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        data: class folders, a folder or pattern of webdataset shards, or one tar.
+        filter: single, all, topk, best-topk, weighted, inverse-variance, or every.
+        classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
+        templates: a file with one prompt template a line, each with {}; by default CLIP's 80.
+        labels: a file of "NAME LABEL" lines, for images without class folders.
+        k: prompts that `topk` keeps; by default the best of the curve, which is an oracle.
+        temperature: of `weighted`, in standard deviations of a class' uncertainties.
+        select_on: where K is chosen besides the oracle: oracle, train (with select_data), or folds:5.
+        select_data: labelled images to choose K on, for --select-on train.
+        out: folder for results.json and report.html; by default zeroshot/ in the run folder.
+        batch_size: images in a batch.
+        text_batch_size: prompts in a batch.
+        workers: processes that decode images; by default as the machine allows.
+        device: auto, cpu, cuda, cuda:1.
+        precision: auto, fp32, bf16, fp16.
+        max_bad: largest share of images that may be unreadable.
+        cache: folder of cached prompt embeddings; none (or --no-cache) turns it off.
+    """
+
+    model: str = DEFAULT_MODEL
+    data: str = DEFAULT_DATA
+    filter: str = "best-topk"
+    classes: str | None = None
+    templates: str | None = None
+    labels: str | None = None
+    k: int | None = None
+    temperature: float = 1.0
+    select_on: str = "oracle"
+    select_data: str | None = None
+    out: str | None = None
+    batch_size: int = 64
+    text_batch_size: int = 256
+    workers: int | None = None
+    device: str = "auto"
+    precision: str = "auto"
+    max_bad: float = 0.05
+    cache: str | None = "~/.cache/probemb/prompts"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An evaluation with what it was made from.
+
+    Attributes:
+        evaluation: the numbers.
+        images: embeddings of the images that could be read, Gaussian (N, D).
+        labels: (N,) their classes; places: (N,) their indices in the data.
+        bad: (name, reason) of the images that were left out.
+        cache: what became of the prompt cache, and a message about it.
+        seconds: spent on "text", "images", "selection images" and "filters".
+    """
+
+    evaluation: Evaluation
+    images: Gaussian
+    labels: torch.Tensor
+    places: list[int]
+    bad: list[tuple[str, str]]
+    cache: tuple[str, str]
+    seconds: dict[str, float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Everything that can be refused is refused before the model is loaded."""
+    from zeroshot.runtime import claim_files, dashes, progress, results_folder
+
+    config = parse_config(Config, PROG, DESCRIPTION, dashes(argv))
+    _check_numbers(config)
+    if config.data == DEFAULT_DATA and not Path(config.data).exists():
+        raise UserError(
+            f"ImageNet is not at {DEFAULT_DATA}, which is where it is looked for without --data.",
+            "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
+            f"`{PROG} --model RUN --data data/scenes/zeroshot`.",
+        )
+    from zeroshot.filters import filter_names, parse_selection, stratified_folds
+    from zeroshot.images import assign_labels, find_images, resolve_classes
+    from zeroshot.prompts import read_templates, single_index
+    from zeroshot.reading import describe_bad
+
+    filters = filter_names(config.filter)
+    selection = parse_selection(config.select_on)
+    _check_selection(config, filters, selection)
+    templates = read_templates(config.templates)
+    if config.k is not None and config.k > len(templates):
+        raise UserError(f"--k {config.k} is more than the {len(templates)} templates.", "Give a smaller --k.")
+    images = find_images(config.data, config.labels)
+    classes, labels = resolve_classes(images, config.classes)
+    if selection.folds:
+        stratified_folds(labels, [place.name for place in images.places], selection.folds)
+    other = None
+    if selection.on == "train":
+        found = find_images(config.select_data)
+        other = (found, assign_labels(found, classes))
+    out = results_folder(config.out, config.model, "zeroshot")
+    claim_files(out, OUTPUTS)
+
+    from probemb.models import load_model
+    from zeroshot.filters import FilterOptions
+    from zeroshot.report import write_report
+    from zeroshot.runtime import place, write_json
+
+    placement = place(config.device, config.precision)
+    model, tokenizer, transforms = load_model(config.model, device=placement.device)
+    model.eval()
+    print(
+        f"{len(images):,} images, {len(classes):,} classes (names: {classes.source}), {len(templates)} prompts a class,"
+        f" on {placement.device} in {placement.precision}",
+        flush=True,
+    )
+    outcome = evaluate(
+        model, tokenizer, transforms.evaluate, images, labels, classes, templates, filters,
+        options=FilterOptions(single_index(templates), config.k, config.temperature), selection=selection,
+        select_images=other, placement=placement, batch_size=config.batch_size,
+        text_batch_size=config.text_batch_size, workers=config.workers, max_bad=config.max_bad, cache=config.cache,
+        show=progress,
+    )  # fmt: skip
+    for message in (outcome.cache[1], describe_bad(outcome.bad)):
+        if message:
+            print(message, flush=True)
+    print_table(outcome, len(classes))
+    results = describe(config, outcome, images, classes, templates, placement)
+    write_json(out / OUTPUTS[0], results)
+    write_report(out / OUTPUTS[1], results, outcome, images, classes, templates)
+    print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
+    return 0
+
+
+def evaluate(
+    model: torch.nn.Module,
+    tokenizer,
+    transform,
+    images: LabelledImages,
+    labels: Sequence[int],
+    classes: Classes,
+    templates: Sequence[str],
+    filters: Sequence[str],
+    *,
+    options: FilterOptions | None = None,
+    selection: Selection | None = None,
+    select_images: tuple[LabelledImages, Sequence[int]] | None = None,
+    placement: Placement | None = None,
+    batch_size: int = 64,
+    text_batch_size: int = 256,
+    workers: int | None = 0,
+    max_bad: float = 0.05,
+    cache: str | Path | None = None,
+    show=None,
+) -> Outcome:
+    """Embed every prompt and every image once, then score all filters.
+
+    Args:
+        transform: PIL image -> (3, H, W); labels: index into `classes` for each of `images`.
+        filters: names in FILTERS, in the order of the rows.
+        select_images: images with labels to choose K on, for selection "train".
+        show: context manager (title, total) -> advance, as `zeroshot.runtime.progress`; None is silent.
+
+    Raises:
+        UserError: too many unreadable images, folds that are not possible, embeddings that are not finite.
+    """
+    from contextlib import contextmanager
+
+    from probemb.classify import prompt_texts
+    from zeroshot.evaluation import SelectionData, evaluate_embeddings
+    from zeroshot.filters import FilterOptions, Selection
+    from zeroshot.prompts import embed_texts
+    from zeroshot.runtime import Placement
+
+    @contextmanager
+    def silent(title: str, total: int):
+        yield None
+
+    show = show or silent
+    options, selection = options or FilterOptions(), selection or Selection("oracle")
+    placement = placement or Placement("cpu", None, "fp32")
+    seconds: dict[str, float] = {}
+    clock = time.monotonic()
+
+    def lap(what: str) -> None:
+        nonlocal clock
+        now = time.monotonic()
+        seconds[what], clock = now - clock, now
+
+    texts = prompt_texts(classes.names, templates)
+    with show("prompts", len(texts)) as advance:
+        embedded = embed_texts(
+            model, tokenizer, texts, cache=cache, batch_size=text_batch_size, device=placement.device,
+            autocast=placement.autocast, progress=advance,
+        )  # fmt: skip
+    prompts = _shaped(embedded.gaussian, len(classes), len(templates))
+    lap("text")
+
+    def embed(found: LabelledImages, marks: Sequence[int], title: str):
+        return _embed_images(model, transform, found, marks, title, placement, batch_size, workers, max_bad, show)
+
+    gaussian, kept_labels, places, bad = embed(images, labels, "images")
+    lap("images")
+    select_data: SelectionData | None = None
+    if select_images is not None:
+        other, other_labels, _, _ = embed(*select_images, "choosing")
+        select_data = SelectionData(other.mean.to(placement.device), other_labels)
+        lap("selection images")
+    evaluation = evaluate_embeddings(
+        gaussian.mean.to(placement.device), kept_labels, [images.places[i].name for i in places],
+        prompts.to(placement.device), filters, options=options, selection=selection, select_data=select_data,
+    )  # fmt: skip
+    lap("filters")
+    return Outcome(evaluation, gaussian, kept_labels, places, bad, (embedded.cache, embedded.message), seconds)
+
+
+def _shaped(gaussian: Gaussian, n_classes: int, n_prompts: int) -> Gaussian:
+    from probemb.gaussian import Gaussian
+
+    shape = (n_classes, n_prompts, gaussian.shape[-1])
+    return Gaussian(gaussian.mean.reshape(shape), gaussian.log_var.reshape(shape))
+
+
+def _embed_images(model, transform, images, labels, title, placement, batch_size, workers, max_bad, show):
+    import torch
+
+    from probemb.classify import encode_images
+    from zeroshot.reading import ImageBatches
+    from zeroshot.runtime import loader_workers
+
+    batches = ImageBatches(
+        images, transform, batch_size, loader_workers(workers, len(images), placement.device), max_bad
+    )
+    with show(title, len(images)) as advance:
+        gaussian = encode_images(
+            model.encode_image, batches, device=placement.device, autocast=placement.autocast, progress=advance
+        )
+    kept = torch.tensor([int(labels[i]) for i in batches.kept], dtype=torch.int64)
+    return gaussian, kept, batches.kept, batches.bad
+
+
+def _check_numbers(config: Config) -> None:
+    for name in ("batch_size", "text_batch_size", "k"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number from 1 on.")
+    if config.workers is not None and config.workers < 0:
+        raise UserError(f"--workers is {config.workers}.", "Give 0 or more.")
+    if not config.temperature > 0:
+        raise UserError(f"--temperature is {config.temperature}.", "Give a number above 0.")
+    if not 0 <= config.max_bad <= 1:
+        raise UserError(f"--max-bad is {config.max_bad}.", "Give a share between 0 and 1.")
+
+
+def _check_selection(config: Config, filters: Sequence[str], selection: Selection) -> None:
+    if (selection.on == "train") != (config.select_data is not None):
+        if config.select_data is not None:
+            raise UserError("--select-data is given, but K is not chosen on it.", "Add --select-on train.")
+        raise UserError("--select-on train needs the images to choose K on.", "Name them with --select-data PATH.")
+    if config.k is not None and "topk" not in filters:
+        raise UserError(f"--k has no effect with --filter {config.filter}.", "Say --filter topk, or leave --k out.")
+    chooses = "best-topk" in filters or ("topk" in filters and config.k is None)
+    if selection.on != "oracle" and not chooses:
+        raise UserError(
+            f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses no K.",
+            "Say --filter topk, best-topk or every, or leave --select-on out.",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- output
+
+
+def print_table(outcome: Outcome, n_classes: int) -> None:
+    """The table on stdout; as wide as it needs to be where there is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    table = Table(title=f"zero-shot accuracy, {len(outcome.labels):,} images, {n_classes:,} classes")
+    table.add_column("filter")
+    for heading in ("K", "top-1 %", "top-5 %", "gain over all"):
+        table.add_column(heading, justify="right")
+    table.add_column("chosen on")
+    for row in outcome.evaluation.rows:
+        style = "dim" if row.note.startswith("oracle") else None
+        gain = "" if row.filter == "all" else f"{100 * row.gain:+.2f}"
+        cells = (row.title, k_text(row.k), f"{100 * row.top1:.2f}", f"{100 * row.top5:.2f}", gain, row.note)
+        table.add_row(*cells, style=style)
+    console.print(table)
+
+
+def k_text(k: float | None) -> str:
+    """ "80" for one K, "mean 34.2" where K varies, "soft" for soft weights."""
+    if k is None:
+        return "soft"
+    return str(int(k)) if float(k).is_integer() else f"mean {k:.1f}"
+
+
+def describe(
+    config: Config,
+    outcome: Outcome,
+    images: LabelledImages,
+    classes: Classes,
+    templates: Sequence[str],
+    placement: Placement,
+) -> dict:
+    """Everything that results.json holds. Accuracies are shares in [0, 1]; K counts prompts."""
+    from dataclasses import asdict
+
+    from zeroshot.evaluation import uncertainty_bins
+
+    e = outcome.evaluation
+    class_u = e.uncertainty.mean(dim=1)
+    class_bins = uncertainty_bins(class_u, e.class_all)
+    image_bins = uncertainty_bins(outcome.images.uncertainty(), e.correct.double())
+    return {
+        "config": to_dict(config),
+        "device": placement.device,
+        "precision": placement.precision,
+        "images": len(outcome.labels),
+        "images_left_out": [{"name": name, "reason": reason} for name, reason in outcome.bad],
+        "classes": len(classes),
+        "class_names_from": classes.source,
+        "templates": list(templates),
+        "prompt_cache": outcome.cache[0],
+        "seconds": outcome.seconds,
+        "rows": [asdict(row) for row in e.rows],
+        "curve": None if e.curve1 is None else {"top1": e.curve1, "top5": e.curve5},
+        "uncertainty": {
+            "classes": asdict(class_bins) if class_bins else None,
+            "images": asdict(image_bins) if image_bins else None,
+        },
+        "per_class": [
+            {
+                "name": name,
+                "key": classes.keys[c] if classes.keys else None,
+                "images": e.counts[c],
+                "uncertainty": class_u[c],
+                "top1_all": e.class_all[c],
+                "best_k": None if e.class_k is None else e.class_k[c],
+                "top1_best_topk": None if e.class_best is None else e.class_best[c],
+                "top1_max_over_k": None if e.class_max is None else e.class_max[c],
+            }
+            for c, name in enumerate(classes.names)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    run_command(main)

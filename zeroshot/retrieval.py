@@ -1,0 +1,324 @@
+"""Image-text retrieval in both directions, ranked by CSD and by the means alone.
+
+    python -m zeroshot.retrieval --model runs/x --data data/flickr8k/val-00000.tar
+    python -m zeroshot.retrieval --model runs/scenes --data data/scenes/val          # embedded data
+
+All captions of an image are its positives. The embedded data say exactly which caption fits which image; there the
+table has a second half with all true positives. Source: PCME++ §4.1 (metrics), §C.5 (ranking).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.command import parse_config, run_command, to_dict
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from probemb.gaussian import Gaussian
+    from zeroshot.reading import Images
+
+PROG = "python -m zeroshot.retrieval"
+DESCRIPTION = "Image-text retrieval on webdataset shards with captions; prints a table and writes retrieval.json."
+OUTPUT = "retrieval.json"
+MAX_PAIRS = 2_000_000_000  # scores held at once, 4 bytes each
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the command can be told.
+
+    Attributes:
+        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        data: a folder or pattern of webdataset shards with captions, or one tar.
+        out: folder for retrieval.json; by default retrieval/ in the run folder.
+        batch_size: images in a batch.
+        text_batch_size: captions in a batch.
+        workers: processes that decode images; by default as the machine allows.
+        device: auto, cpu, cuda, cuda:1.
+        precision: auto, fp32, bf16, fp16.
+        max_bad: largest share of images that may be unreadable.
+    """
+
+    model: str = ""
+    data: str = ""
+    out: str | None = None
+    batch_size: int = 64
+    text_batch_size: int = 256
+    workers: int | None = None
+    device: str = "auto"
+    precision: str = "auto"
+    max_bad: float = 0.05
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Captions beside their images.
+
+    Attributes:
+        images: where the images lie.
+        texts: for each image its captions.
+        scenes: for each image (scene, predicates of its captions), where the data is the embedded world; else None.
+    """
+
+    images: Images
+    texts: list[list[str]]
+    scenes: list[tuple] | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    from zeroshot.reading import describe_bad
+    from zeroshot.runtime import claim_files, dashes, place, progress, results_folder, write_json
+
+    config = parse_config(Config, PROG, DESCRIPTION, dashes(argv))
+    for option, what in (("model", "a run folder, a model folder or a hub name"), ("data", "shards with captions")):
+        if not getattr(config, option):
+            raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
+    for name in ("batch_size", "text_batch_size"):
+        if getattr(config, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}.", "Give a number from 1 on.")
+    captions = find_captions(config.data)
+    out = results_folder(config.out, config.model, "retrieval")
+    claim_files(out, [OUTPUT])
+
+    from probemb.models import load_model
+
+    placement = place(config.device, config.precision)
+    model, tokenizer, transforms = load_model(config.model, device=placement.device)
+    images, texts, owner, kept, bad = embed_pairs(
+        model, tokenizer, transforms.evaluate, captions, placement=placement, batch_size=config.batch_size,
+        text_batch_size=config.text_batch_size, workers=config.workers, max_bad=config.max_bad, show=progress,
+    )  # fmt: skip
+    if bad:
+        print(describe_bad(bad), flush=True)
+    results = score(images.to(placement.device), texts.to(placement.device), owner)
+    if captions.scenes is not None:
+        results += score_exact(images, texts, captions, kept, placement.device)
+    print_table(results, len(images), len(texts))
+    findings = uncertainty_findings(images, texts, owner, captions, kept)
+    for line in describe_findings(findings):
+        print(line)
+    content = {
+        "config": to_dict(config),
+        "images": len(images),
+        "captions": len(texts),
+        "images_left_out": [{"name": name, "reason": reason} for name, reason in bad],
+        "rows": results,
+        "uncertainty": findings,
+    }
+    write_json(out / OUTPUT, content)
+    print(f"\nwritten: {out / OUTPUT}", flush=True)
+    return 0
+
+
+def find_captions(data: str | Path) -> Captions:
+    """List images and captions of webdataset shards.
+
+    Raises:
+        UserError: the path is missing, or holds no captioned image.
+    """
+    from probemb.data.shards import IMAGE_EXTENSIONS, BadSample, BadShard, list_samples, parse_sample, read_sample
+    from zeroshot.reading import Images, Place, find_tars
+
+    tars = find_tars(data)
+    if not tars:
+        what = "holds no webdataset shards" if Path(data).is_dir() else "does not exist"
+        raise UserError(
+            f"The data path {data} {what}.",
+            "Name shards with captions, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
+        )
+    images, texts, metas = Images(places=[], source=str(data)), [], []
+    for tar in tars:
+        prefix = f"{tar.name}:" if len(tars) > 1 else ""
+        try:
+            spans, _ = list_samples(tar)
+        except BadShard as error:
+            raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
+        with open(tar, "rb") as file:
+            for span in spans:
+                image = next(span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts)
+                words = {ext: part for ext, part in span.parts.items() if ext not in IMAGE_EXTENSIONS}
+                try:
+                    parts = read_sample(file.fileno(), span._replace(parts=words))
+                    sample = parse_sample({"jpg": b"-", **parts}, span.key)
+                except BadSample as error:
+                    images.bad.append((prefix + span.key, str(error)))
+                    continue
+                images.places.append(Place(prefix + span.key, str(tar), image.offset, image.size))
+                texts.append(sample.captions)
+                metas.append(sample.meta)
+    if not texts:
+        why = f" ({images.bad[0][0]}: {images.bad[0][1]})" if images.bad else ""
+        raise UserError(
+            f"{data} holds no image with a caption{why}.", "Name shards with KEY.txt or KEY.json beside each image."
+        )
+    return Captions(images, texts, read_scenes(metas, texts))
+
+
+def read_scenes(metas: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
+    """(scene, predicates) of each sample of the embedded world; None if any sample is not of it."""
+    from probemb.data.scenes import predicate_from_json, scene_from_json
+
+    found = []
+    for meta, captions in zip(metas, texts):
+        try:
+            predicates = [predicate_from_json(row) for row in meta["predicates"]]
+            found.append((scene_from_json(meta["scene"]), predicates))
+        except (KeyError, TypeError, ValueError):
+            return None
+        if len(predicates) != len(captions):
+            return None
+    return found
+
+
+def embed_pairs(
+    model, tokenizer, transform, captions: Captions, *, placement, batch_size=64, text_batch_size=256, workers=0,
+    max_bad=0.05, show,
+) -> tuple[Gaussian, Gaussian, torch.Tensor, list[int], list[tuple[str, str]]]:  # fmt: skip
+    """Embed all readable images and their captions.
+
+    Returns:
+        images Gaussian (N, D); texts Gaussian (M, D); owner (M,), the row of each caption's image; the indices of the
+        images that could be read; and (name, reason) of the others.
+    """
+    import torch
+
+    from probemb.classify import encode_images, encode_texts
+    from zeroshot.reading import ImageBatches
+    from zeroshot.runtime import loader_workers
+
+    workers = loader_workers(workers, len(captions.images), placement.device)
+    batches = ImageBatches(captions.images, transform, batch_size, workers, max_bad)
+    where = {"device": placement.device, "autocast": placement.autocast}
+    with show("images", len(captions.images)) as advance:
+        images = encode_images(model.encode_image, batches, progress=advance, **where)
+    kept = batches.kept
+    texts = [text for i in kept for text in captions.texts[i]]
+    owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.texts[i]])
+    if len(kept) * len(texts) > MAX_PAIRS:
+        raise UserError(
+            f"{len(kept):,} images and {len(texts):,} captions are {len(kept) * len(texts):,} pairs, more than fit "
+            "into memory at once.",
+            "Evaluate fewer shards.",
+        )
+    tokens = tokenizer(texts)
+    with show("captions", len(texts)) as advance:
+        embedded = encode_texts(model.encode_text, tokens, batch_size=text_batch_size, progress=advance, **where)
+    return images, embedded, owner, kept, batches.bad
+
+
+def score(images: Gaussian, texts: Gaussian, owner: torch.Tensor, match=None, positives: str = "own captions") -> list:
+    """Recall, R-Precision, mAP@R and RSUM in both directions, by CSD and by the means alone.
+
+    Args:
+        images: (N, D); texts: (M, D); owner: (M,) row of each caption's image.
+        match: (N, M) bool, which captions fit which images; by default only an image's own.
+    """
+    import torch
+
+    from probemb.distances import csd
+    from probemb.metrics import retrieval_metrics, rsum
+
+    if match is None:
+        match = owner.to(images.mean.device) == torch.arange(len(images), device=images.mean.device)[:, None]
+    rows = []
+    for ranking, scores in (("csd", lambda: -csd(images, texts)), ("mean", lambda: images.mean @ texts.mean.T)):
+        similarity = scores()
+        i2t, t2i = retrieval_metrics(similarity, match), retrieval_metrics(similarity.T, match.T)
+        rows.append({"positives": positives, "ranking": ranking, "i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)})
+    return rows
+
+
+def exact_match(captions: Captions, kept: Sequence[int]):
+    """(N, M) bool, which caption is true of which image, for the embedded world."""
+    import torch
+
+    from probemb.data.scenes import match_matrix
+
+    scenes = [captions.scenes[i][0] for i in kept]
+    predicates = [predicate for i in kept for predicate in captions.scenes[i][1]]
+    return torch.from_numpy(match_matrix(scenes, predicates))
+
+
+def score_exact(images: Gaussian, texts: Gaussian, captions: Captions, kept: Sequence[int], device: str) -> list:
+    """`score` with every true pair of the embedded world as a positive."""
+    match = exact_match(captions, kept).to(device)
+    return score(images.to(device), texts.to(device), None, match, "all true captions")
+
+
+def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Captions, kept: Sequence[int]) -> dict:
+    """What uncertainty goes along with: R@1 in ten bins, and in the embedded world the true ambiguity of captions."""
+    from dataclasses import asdict
+
+    import torch
+
+    from probemb.distances import csd
+    from probemb.metrics import ranked_matches
+    from zeroshot.evaluation import average_ranks, pearson, uncertainty_bins
+
+    match = owner == torch.arange(len(images))[:, None]
+    scores = -csd(images, texts)
+    found: dict = {}
+    for name, gaussian, s, m in (("images", images, scores, match), ("captions", texts, scores.T, match.T)):
+        bins = uncertainty_bins(gaussian.uncertainty(), ranked_matches(s, m, 1)[:, 0].double())
+        found[name] = asdict(bins) if bins else None
+    if captions.scenes is not None:
+        from probemb.data.scenes import ambiguity
+
+        truth = [ambiguity(predicate) for i in kept for predicate in captions.scenes[i][1]]
+        truth = torch.tensor(truth, dtype=torch.float64)
+        found["ambiguity_spearman"] = pearson(average_ranks(texts.uncertainty()), average_ranks(truth))
+    return found
+
+
+def describe_findings(findings: dict) -> list[str]:
+    """The correlations as lines of text."""
+
+    def text(value: float | None) -> str:
+        return "undefined" if value is None else f"{value:+.3f}"
+
+    lines = [
+        f"uncertainty of {name} against R@1: Pearson {text(bins['pearson'])} over {len(bins['counts'])} bins, "
+        f"Spearman {text(bins['spearman'])} over single items"
+        for name in ("images", "captions")
+        if (bins := findings[name])
+    ]
+    if "ambiguity_spearman" in findings:
+        lines.append(
+            f"uncertainty of captions against their true ambiguity: Spearman {text(findings['ambiguity_spearman'])}"
+        )
+    return lines
+
+
+def print_table(rows: Sequence[dict], n_images: int, n_texts: int) -> None:
+    """One line for each direction, ranking and kind of positives; percent."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    table = Table(title=f"retrieval, {n_images:,} images and {n_texts:,} captions, percent")
+    for heading in ("positives", "direction", "ranked by"):
+        table.add_column(heading)
+    for heading in ("R@1", "R@5", "R@10", "R-P", "mAP@R", "RSUM"):
+        table.add_column(heading, justify="right")
+    names = {"i2t": "image → text", "t2i": "text → image"}
+    for index, row in enumerate(rows):
+        for key, name in names.items():
+            metrics = row[key]
+            cells = [f"{100 * metrics[m]:.2f}" for m in ("r@1", "r@5", "r@10", "r_precision", "map_at_r")]
+            total = f"{row['rsum']:.1f}" if key == "t2i" else ""
+            last = key == "t2i" and (index + 1 == len(rows) or rows[index + 1]["positives"] != row["positives"])
+            table.add_row(row["positives"], name, row["ranking"], *cells, total, end_section=last)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run_command(main)
