@@ -55,6 +55,23 @@ def read_index(source: str | os.PathLike | Sequence[str | os.PathLike]) -> list[
     return shards
 
 
+def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
+    """Write `folder/index.json`, which is replaced as a whole or not at all. Returns its path. Raises OSError."""
+    path = Path(folder) / INDEX_NAME
+    rows = [{"name": shard.name, "samples": shard.samples, "bytes": shard.bytes} for shard in shards]
+    aside = path.with_name(f".{INDEX_NAME}.{os.getpid()}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            # One shard a line, so that people can read it and tools can compare it.
+            file.write('{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path
+
+
 def _read_source(source: str) -> list[Shard]:
     path = Path(source)
     if not source.strip():

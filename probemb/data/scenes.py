@@ -10,6 +10,8 @@ compared with the true one. `scene_predicates.py` says what words mean, `scene_w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from probemb.data.scene_captions import draw_captions
 from probemb.data.scene_predicates import (
     Caption,
@@ -41,6 +43,8 @@ __all__ = [
     "match_matrix",
     "matches",
     "predicate_from_json",
+    "sample_from_json",
+    "sample_to_json",
     "scene",
     "scene_from_json",
     "single_scene",
@@ -82,6 +86,26 @@ def class_scene(seed: int | str, index: int, kind: str = "colour-shape") -> Scen
     classes = _classes(kind)
     pattern = classes[index % len(classes)]
     return single_scene(seed, index, pattern.shape, pattern.colour)
+
+
+def sample_to_json(scene: Scene, captions: Sequence[Caption]) -> dict:
+    """The KEY.json of an image: captions, each object's index into `class_names()`, the scene, what captions state."""
+    labels = [COLOURS.index(thing.colour) * len(SHAPES) + SHAPES.index(thing.shape) for thing in scene.things]
+    return {
+        "captions": [caption.text for caption in captions],
+        "labels": labels,
+        "scene": scene.to_json(),
+        "predicates": [caption.predicate.to_json() for caption in captions],
+    }
+
+
+def sample_from_json(row: dict) -> tuple[Scene, list[Caption]]:
+    """Scene and captions of a KEY.json, from which `match_matrix` gives the true matches. Raises ValueError."""
+    texts, predicates = row.get("captions"), row.get("predicates")
+    if not isinstance(texts, list) or not isinstance(predicates, list) or len(texts) != len(predicates):
+        raise ValueError("not a sample of the embedded world: captions and predicates do not belong together")
+    captions = [Caption(text, predicate_from_json(predicate)) for text, predicate in zip(texts, predicates)]
+    return scene_from_json(row.get("scene", {})), captions
 
 
 def class_caption(label: int, kind: str = "colour-shape") -> Caption:

@@ -1,0 +1,124 @@
+"""Write the index.json of a folder of webdataset shards.
+
+    python -m tools.index_shards data/cc3m
+
+Walks the headers of every .tar in the folder, counts the samples (keys with an image and a caption or class index),
+and writes `{"shards": [{"name", "samples", "bytes"}]}` beside them, from which training knows every position without
+opening a shard. Nothing is decoded. A tar that cannot be read stops the command before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from probemb.command import run_command
+from probemb.data.index import Shard, write_index
+from probemb.data.shards import BadShard, list_samples
+from probemb.errors import UserError
+
+
+@dataclass(frozen=True)
+class Walked:
+    """One tar: its index row, how many groups of files in it are no samples, or why it cannot be read."""
+
+    shard: Shard
+    skipped: int
+    damage: str | None = None
+
+
+def walk_shard(path: Path) -> Walked:
+    """Count the samples of one tar."""
+    try:
+        samples, skipped = list_samples(path)
+    except BadShard as error:
+        return Walked(Shard(path.name, path, 0, 0), 0, str(error))
+    return Walked(Shard(path.name, path, len(samples), path.stat().st_size), skipped)
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The folder's tars by name. Raises UserError if the folder is missing or holds none."""
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}.", "Name the folder that holds the .tar files.")
+    paths = sorted(path for path in folder.glob("*.tar") if path.is_file() and not path.name.startswith("."))
+    if not paths:
+        raise UserError(f"{folder} holds no .tar files.", "Name the folder in which the .tar files lie themselves.")
+    return paths
+
+
+def walk_folder(folder: Path, workers: int) -> list[Walked]:
+    """All tars of the folder in the order of their names, walked by `workers` processes, with a progress bar."""
+    from rich.console import Console
+    from rich.progress import track
+
+    paths = find_shards(folder)
+    with ProcessPoolExecutor(min(workers, len(paths))) as pool:
+        done = pool.map(walk_shard, paths)
+        return list(track(done, "Walking shards", total=len(paths), console=Console(stderr=True)))
+
+
+def print_table(walked: Sequence[Walked], left_out: int) -> None:
+    """How much there is, as a short table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("shards", "samples", "bytes", "groups that are no sample", "damaged, left out"):
+        table.add_column(name, justify="right")
+    totals = (
+        len(walked),
+        sum(one.shard.samples for one in walked),
+        sum(one.shard.bytes for one in walked),
+        sum(one.skipped for one in walked),
+        left_out,
+    )
+    table.add_row(*(f"{total:,}" for total in totals))
+    Console().print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.index_shards", description="Write the index.json of a folder of webdataset shards."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that holds the .tar files")
+    parser.add_argument("--skip-damaged", action="store_true", help="leave tars that cannot be read out of the index")
+    parser.add_argument(
+        "--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: %(default)s)"
+    )
+    options = parser.parse_args(argv)
+    if options.workers < 1:
+        raise UserError(f"--workers {options.workers} is too small.", "Give at least one process.")
+
+    walked = walk_folder(options.folder, options.workers)
+    whole = [one for one in walked if one.damage is None]
+    damaged = [one for one in walked if one.damage is not None]
+    for one in damaged:
+        print(f"damaged: {one.damage}", file=sys.stderr)
+    if damaged and not options.skip_damaged:
+        raise UserError(
+            f"{len(damaged)} of {len(walked)} shards in {options.folder} cannot be read; no index was written.",
+            "Fetch them again, or leave them out with --skip-damaged.",
+        )
+    if not any(one.shard.samples for one in whole):
+        raise UserError(
+            f"No shard in {options.folder} holds a sample.",
+            "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other.",
+        )
+    try:
+        path = write_index(options.folder, [one.shard for one in whole])
+    except OSError as error:
+        raise UserError(
+            f"The index cannot be written into {options.folder}: {error.strerror}.", "Make the folder writable."
+        ) from None
+    print_table(whole, len(damaged))
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

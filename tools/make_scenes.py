@@ -1,0 +1,228 @@
+"""Write the embedded world as webdataset shards.
+
+    python -m tools.make_scenes data/scenes --train 20000 --val 1000 --classes-images 1000
+
+    OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.json: captions from exact to vague, the scene, what captions state
+    OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object an image, for zero-shot classification
+    OUT/scenes.json                  the arguments; written last, so that a set with it is complete
+
+Each shard folder has its index.json. The same arguments give the same bytes. Everything is written beside OUT and
+renamed into place when it is complete; a complete set made with the same arguments is kept as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from probemb.command import run_command
+from probemb.data.index import Shard, read_index, write_index
+from probemb.errors import UserError
+
+RECORD = "scenes.json"
+JPEG_QUALITY = 90
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be made: images of each part, their side in pixels, the seed, images a shard, captions an image."""
+
+    train: int = 20_000
+    val: int = 1_000
+    classes_images: int = 1_000
+    size: int = 64
+    seed: int = 0
+    shard_size: int = 1_000
+    captions: int = 5
+
+    def parts(self) -> dict[str, int]:
+        """Folder -> number of samples, without empty parts."""
+        parts = {"train": self.train, "val": self.val, "classes": self.classes_images}
+        return {name: count for name, count in parts.items() if count}
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One tar to write: samples first ... first + count - 1 of a part."""
+
+    plan: Plan
+    part: str
+    path: Path
+    first: int
+    count: int
+
+
+def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
+    """Members of sample `index` of a part, by extension; a pure function of its arguments."""
+    from probemb.data import scenes
+
+    seed = f"{plan.seed} {part}"  # parts never share a scene's random state
+    if part == "classes":
+        scene = scenes.class_scene(seed, index)
+        text = {"cls": str(scenes.class_label(scene)).encode()}
+    else:
+        scene = scenes.scene(seed, index)
+        row = scenes.sample_to_json(scene, scene.captions(plan.captions))
+        text = {"json": json.dumps(row, separators=(",", ":")).encode()}
+    encoded = io.BytesIO()
+    scene.render(plan.size).save(encoded, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    return {"jpg": encoded.getvalue(), **text}
+
+
+def write_shard(task: ShardTask) -> Shard:
+    """Write one tar whose bytes depend on nothing but the task."""
+    with tarfile.open(task.path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for index in range(task.first, task.first + task.count):
+            for extension, data in sample_files(task.plan, task.part, index).items():
+                member = tarfile.TarInfo(f"{index:08d}.{extension}")  # mtime, owner and group are 0
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return Shard(task.path.name, task.path, task.count, task.path.stat().st_size)
+
+
+def plan_shards(plan: Plan, folder: Path) -> list[ShardTask]:
+    """All tars of the set, in order."""
+    return [
+        ShardTask(
+            plan,
+            part,
+            folder / part / f"{first // plan.shard_size:05d}.tar",
+            first,
+            min(plan.shard_size, count - first),
+        )
+        for part, count in plan.parts().items()
+        for first in range(0, count, plan.shard_size)
+    ]
+
+
+def write_set(plan: Plan, folder: Path, workers: int) -> None:
+    """Write the whole set into an existing, empty folder, with a progress bar."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from probemb.data.scenes import class_names
+
+    tasks = plan_shards(plan, folder)
+    for part in plan.parts():
+        (folder / part).mkdir()
+    with Progress(console=Console(stderr=True)) as bar:
+        progress = bar.add_task("Drawing scenes", total=sum(plan.parts().values()))
+        written: dict[Path, Shard] = {}
+        for shard in _write_all(tasks, workers):
+            written[shard.path] = shard
+            bar.advance(progress, shard.samples)
+    for part in plan.parts():
+        write_index(folder / part, [written[task.path] for task in tasks if task.part == part])
+    if plan.classes_images:
+        (folder / "classes" / "classes.txt").write_text("\n".join(class_names()) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(json.dumps(describe(plan), indent=2) + "\n", encoding="utf-8")
+
+
+def _write_all(tasks: list[ShardTask], workers: int) -> Iterator[Shard]:
+    if min(workers, len(tasks)) == 1:
+        yield from map(write_shard, tasks)
+        return
+    with ProcessPoolExecutor(min(workers, len(tasks))) as pool:
+        try:
+            for done in as_completed([pool.submit(write_shard, task) for task in tasks]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def describe(plan: Plan) -> dict:
+    """The arguments and a fingerprint of what they lead to, so that a set drawn by another version is recognised."""
+    digest = hashlib.sha256()
+    for part in plan.parts():
+        for index in range(8):
+            for extension, data in sample_files(plan, part, index).items():
+                digest.update(extension.encode() + data)
+    return {"arguments": asdict(plan), "fingerprint": digest.hexdigest()}
+
+
+def is_finished(plan: Plan, folder: Path) -> bool:
+    """Whether the folder is a complete set of the same arguments, every shard with the size that its index states."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if record != describe(plan):
+        return False
+    try:
+        return all(sum(s.samples for s in read_index(folder / part)) == n for part, n in plan.parts().items())
+    except UserError:
+        return False
+
+
+def make(plan: Plan, out: Path, workers: int) -> bool:
+    """Make the set in `out`; False if the same set is there already. Raises UserError if something else is there."""
+    if is_finished(plan, out):
+        return False
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        made = out / RECORD
+        what = "a set of scenes made with other arguments" if made.is_file() else "something else"
+        raise UserError(f"{out} already holds {what}.", "Name a new folder, or remove that one first.")
+    aside = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        aside.chmod(0o755)
+        write_set(plan, aside, workers)
+        aside.rename(out)
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written: {error.strerror or error}.", "Free space or name another folder."
+        ) from error
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    default = Plan()
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.make_scenes", description="Write the embedded world as webdataset shards."
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    helps = {
+        "train": "training images",
+        "val": "validation images",
+        "classes_images": "images for zero-shot classification",
+        "size": "side of an image in pixels",
+        "seed": "number of the world",
+        "shard_size": "samples a shard",
+        "captions": "captions an image",
+    }
+    for name, text in helps.items():
+        value = getattr(default, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"{text} (default: {value})")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
+    options = parser.parse_args(argv)
+    least = {"train": 0, "val": 0, "classes_images": 0, "size": 16, "shard_size": 1, "captions": 1, "workers": 1}
+    for name, value in least.items():
+        if getattr(options, name) < value:
+            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise UserError(f"{option} is too small.", f"Give at least {value}.")
+    if options.size > 1024:
+        raise UserError(f"--size {options.size} is too large.", "Give at most 1024 pixels.")
+    plan = Plan(**{name: getattr(options, name) for name in helps})
+    if not plan.parts():
+        raise UserError("No images were asked for.", "Give --train, --val or --classes-images a number above 0.")
+    fresh = make(plan, options.out, options.workers)
+    counts = ", ".join(f"{count:,} {part}" for part, count in plan.parts().items())
+    print(f"{'wrote' if fresh else 'kept, already complete,'} {options.out}: {counts} images")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
