@@ -491,26 +491,15 @@ def test_workers_ignore_signals_that_are_meant_for_the_trainer(corpus, uninterru
 
 
 SCRIPT = """
-import multiprocessing, sys, time
+import multiprocessing, sys
 from pathlib import Path
 from tests.pretrain.test_stream import make
 from probemb.data.shards import Shard
-shards = [Shard(Path(path).name, Path(path), int(size), 0) for path, size in zip(sys.argv[2::2], sys.argv[3::2])]
+shards = [Shard(Path(path).name, Path(path), int(size), 0) for path, size in zip(sys.argv[1::2], sys.argv[2::2])]
 stream = make(shards, workers=2)
 next(stream)
-print(*[process.pid for process in multiprocessing.active_children()], flush=True)
-time.sleep(float(sys.argv[1]))
+print(*[process.pid for process in multiprocessing.active_children()])
 """
-
-
-def run_script(corpus, seconds: int) -> subprocess.Popen:
-    places = [text for shard in corpus for text in (str(shard.path), str(shard.samples))]
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(seconds), *places],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-        text=True,
-    )
 
 
 def wait_until_gone(pids: list[str], seconds: float) -> bool:
@@ -527,19 +516,40 @@ def is_running(pid: str) -> bool:
         return False
 
 
-def test_nothing_hangs_or_stays_when_the_program_ends(corpus):
-    """With a stream that was never closed: the end of the interpreter, and a kill that leaves no time for anything."""
-    ended, killed = run_script(corpus, 0), run_script(corpus, 60)
-    pids = ended.stdout.readline().split()
-    assert ended.wait(20) == 0
+def test_the_program_ends_with_a_stream_that_was_never_closed(corpus):
+    places = [text for shard in corpus for text in (str(shard.path), str(shard.samples))]
+    command = [sys.executable, "-c", SCRIPT, *places]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    pids = done.stdout.split()
     assert len(pids) == 2
     assert wait_until_gone(pids, 2)
-    pids = killed.stdout.readline().split()
+
+
+def stay(corpus, connection) -> None:
+    """A trainer with workers, and another child that keeps the workers' pipes open when the trainer is killed."""
+    stream = make(corpus, workers=2)
+    next(stream)
+    bystander = os.fork()
+    if bystander == 0:
+        time.sleep(20)
+        os._exit(0)
+    connection.send((bystander, [str(process.pid) for process in multiprocessing.active_children()]))
+    time.sleep(20)
+
+
+def test_workers_do_not_outlive_a_trainer_that_is_killed(corpus):
+    ours, theirs = multiprocessing.Pipe()
+    trainer = multiprocessing.get_context("fork").Process(target=stay, args=(corpus, theirs))
+    trainer.start()
+    bystander, pids = ours.recv()
     assert len(pids) == 2
     assert all(map(is_running, pids))
-    killed.kill()
-    killed.wait()
-    assert wait_until_gone(pids, 5)
+    trainer.kill()
+    trainer.join()
+    gone = wait_until_gone(pids, 5)
+    os.kill(bystander, signal.SIGKILL)
+    assert gone
 
 
 # ---------------------------------------------------------------------------------------------- settings, real data
