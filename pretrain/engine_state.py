@@ -1,0 +1,327 @@
+"""The training state inside a DeepSpeed engine, by parameter name: read whole on rank 0, written in place, any stage.
+
+ZeRO cuts float32 parameters and Adam's moments into one flat tensor per rank and parameter group (stage 3: subgroup).
+What this file knows of it is only where each parameter's piece lies in them:
+
+    stage 0     nothing is cut: every rank has everything
+    stage 1, 2  `optimizer.bit16_groups`, `optimizer.single_partition_of_fp32_groups`, `parameter._hp_mapping`
+    stage 3     `optimizer.fp16_groups`, `optimizer.fp32_partitioned_groups_flat`, `parameter.ds_tensor`
+
+These names, and what they hold, are what DeepSpeed's own checkpoints are made of. The public `safe_get_*` and
+`safe_set_*` functions are built on them too, but they see Adam's state of the first group only before it is linked
+again, need that state to exist, leave the model's own weights as they were, and fail at stage 3 where the number of
+elements is not a multiple of the number of ranks; working around all of that needs more internals than this.
+
+At the end: the random state of this process, which goes with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from probemb import distributed
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + numel) of a flattened parameter; they lie at `offset` in this rank's flat tensors."""
+
+    start: int
+    numel: int
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """A view of this piece in `flat`: the parameters or a moment."""
+        return flat.detach().narrow(0, self.offset, self.numel)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This piece of a whole tensor of the parameter's shape."""
+        return whole.reshape(-1).narrow(0, self.start, self.numel)
+
+
+class EngineState:
+    """Access by name to the weights and the Adam state of an engine.
+
+    Raises:
+        ValueError: the engine trains in a way that this does not cover: not plain Adam(W), a learning rate scheduler
+            (schedules are functions of the samples seen), parameters that are not float32, state that is offloaded.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.stage = engine.zero_optimization_stage()
+        self.optimizer = engine.optimizer if self.stage == 0 else engine.optimizer.optimizer
+        self.parameters = named_parameters(engine)
+        self._check()
+        names = {id(p): name for name, p in self.parameters.items()}
+        # What the optimizer steps instead of a parameter, and this rank's piece of it (None: none of it is here).
+        self.stepped: dict[str, Tensor] = {}
+        self.pieces: dict[str, Piece | None] = {}
+        for flat, members in self._flat_groups():
+            for p, piece in members:
+                self.stepped[names[id(p)]] = flat
+                self.pieces[names[id(p)]] = piece
+
+    def _check(self) -> None:
+        defaults = self.optimizer.defaults
+        adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not defaults["amsgrad"]
+        if not adam:
+            raise ValueError(f"checkpoints cover Adam and AdamW without amsgrad, not {type(self.optimizer).__name__}")
+        if self.engine.lr_scheduler is not None:
+            raise ValueError("checkpoints do not cover learning rate schedulers: compute lr from the samples seen")
+        if self.stage and (getattr(self.engine.optimizer, "cpu_offload", False) or self._offloads()):
+            raise ValueError("checkpoints do not cover offloaded parameters or optimizer state")
+        for name, p in self.parameters.items():
+            if p.dtype != torch.float32:
+                raise ValueError(f"checkpoints cover float32 parameters, and {name} is {p.dtype}")
+
+    def _offloads(self) -> bool:
+        zero = self.engine.optimizer
+        return bool(getattr(zero, "offload_optimizer", False) or getattr(zero, "offload_param", False))
+
+    def _flat_groups(self) -> Iterable[tuple[Tensor, list[tuple[nn.Parameter, Piece | None]]]]:
+        zero = self.engine.optimizer
+        if self.stage == 0:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    yield p, [(p, None)]
+        elif self.stage < 3:
+            for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups):
+                yield flat, [(p, _mapped_piece(p)) for p in group]
+        else:
+            for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat):
+                offset, members = 0, []
+                for p in group:
+                    members.append((p, _partition_piece(p, offset)))
+                    offset += p.partition_numel()
+                yield flat, members
+
+    def moments(self) -> dict[str, Tensor]:
+        """{"exp_avg.NAME", "exp_avg_sq.NAME"}: whole, float32, CPU, on rank 0; empty on the others. Collective.
+
+        Before the first step they are zero.
+        """
+        out = {}
+        for name, stepped in self.stepped.items():
+            held = self.optimizer.state.get(stepped, {})
+            for moment in MOMENTS:
+                source = held[moment] if held else torch.zeros_like(stepped.detach())
+                p = self.parameters[name]
+                if self.stage == 0:
+                    whole = source.cpu().contiguous().clone() if distributed.is_main() else None
+                else:
+                    whole = _whole_on_main(p, self.pieces[name], source, self.engine.device)
+                if whole is not None:
+                    out[f"{moment}.{name}"] = whole
+        return out
+
+    def steps(self) -> dict[str, int]:
+        """Adam's step count of every parameter that is trained."""
+        held = {name: self.optimizer.state.get(stepped, {}) for name, stepped in self.stepped.items()}
+        return {name: int(state["step"]) if state else 0 for name, state in held.items()}
+
+    @torch.no_grad()
+    def load(self, weight: Callable[[str], Tensor], moment: Callable[[str], Tensor], steps: Mapping[str, int]) -> None:
+        """Write weights, buffers, moments and step counts into the engine, in place.
+
+        Not collective: every rank reads. Args:
+            weight: the whole tensor of a parameter or buffer, by name.
+            moment: the whole tensor of "exp_avg.NAME" or "exp_avg_sq.NAME".
+            steps: as `steps()` gives it.
+        """
+        for name, buffer in named_buffers(self.engine).items():
+            buffer.copy_(weight(name))
+        for name, p in self.parameters.items():
+            whole = weight(name)
+            if self.stage == 3:
+                _fill_partition(p, whole)
+            else:
+                p.copy_(whole)
+            if self.stage and self.pieces.get(name):  # the optimizer's own copy (at stage 3 it may be the same memory)
+                piece = self.pieces[name]
+                piece.of(self.stepped[name]).copy_(piece.cut(whole))
+        self._load_adam(moment, steps)
+
+    def _load_adam(self, moment: Callable[[str], Tensor], steps: Mapping[str, int]) -> None:
+        counts: dict[Tensor, int] = {}
+        for name, stepped in self.stepped.items():
+            # ZeRO has one count for a group. Counts differ only if stage 0 left out parameters that had no gradient.
+            counts[stepped] = max(counts.get(stepped, 0), steps[name])
+            state = self._adam_state(stepped)
+            for key in MOMENTS:
+                whole, piece = moment(f"{key}.{name}"), self.pieces[name]
+                if self.stage == 0:
+                    state[key].copy_(whole)
+                elif piece:
+                    piece.of(state[key]).copy_(piece.cut(whole))
+        for stepped, count in counts.items():
+            self.optimizer.state[stepped]["step"].fill_(count)
+
+    def _adam_state(self, stepped: Tensor) -> dict[str, Tensor]:
+        """The state as torch's Adam would create it at its first step. In place if it is there: ZeRO holds views."""
+        state = self.optimizer.state[stepped]
+        if not state:
+            options = self.optimizer.defaults
+            on_device = options.get("fused") or options.get("capturable")
+            state["step"] = torch.zeros((), device=stepped.device if on_device else "cpu")
+            for key in MOMENTS:
+                state[key] = torch.zeros_like(stepped.detach())
+        return state
+
+
+def named_parameters(engine) -> dict[str, nn.Parameter]:
+    """The module's parameters; names are the same whether the module is compiled or not, shared ones come once."""
+    return {_plain(name): p for name, p in engine.module.named_parameters()}
+
+
+def named_buffers(engine) -> dict[str, Tensor]:
+    """The module's buffers that belong to its state."""
+    entries = engine.module.state_dict(keep_vars=True).items()
+    return {_plain(name): t for name, t in entries if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
+
+
+def shapes(engine) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of all parameters and buffers, also of parameters that are cut."""
+    tensors = {**named_parameters(engine), **named_buffers(engine)}
+    return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in tensors.items()}
+
+
+def full_state_dict(engine, prefix: str = "") -> dict[str, Tensor]:
+    """The state dict of `engine.module`, or of the submodule whose names begin with `prefix`; collective.
+
+    Returns:
+        {name without prefix: whole float32 tensor on the CPU} (buffers in their own type) on rank 0, a copy;
+        {} on the others. A shared parameter comes under each of its names.
+    """
+    out: dict[str, Tensor] = {}
+    done: dict[int, Tensor | None] = {}
+    for name, p in engine.module.named_parameters(remove_duplicate=False):
+        name = _plain(name)
+        if not name.startswith(prefix):
+            continue
+        if id(p) not in done:
+            if hasattr(p, "ds_tensor"):
+                done[id(p)] = _whole_on_main(p, _partition_piece(p, 0), p.ds_tensor, engine.device)
+            else:
+                done[id(p)] = p.detach().cpu().contiguous().clone() if distributed.is_main() else None
+        if done[id(p)] is not None:
+            out[name.removeprefix(prefix)] = done[id(p)]
+    if distributed.is_main():
+        for name, buffer in named_buffers(engine).items():
+            if name.startswith(prefix):
+                out[name.removeprefix(prefix)] = buffer.detach().cpu().contiguous().clone()
+    return out
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # torch.compile's wrapper
+
+
+def _mapped_piece(p: nn.Parameter) -> Piece | None:
+    """Stages 1 and 2: the piece may begin and end anywhere in the parameter; None if this rank has no part of it."""
+    if p._hp_mapping is None:
+        return None
+    inside, here = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+    return Piece(inside.start, inside.numel, here.start)
+
+
+def _partition_piece(p: nn.Parameter, offset: int) -> Piece:
+    """Stage 3: each rank has an equal part of every parameter, and the last ones are padded."""
+    size = p.partition_numel()
+    start = min(p.ds_numel, size * dist.get_rank(p.ds_process_group))
+    return Piece(start, min(size, p.ds_numel - start), offset)
+
+
+def _fill_partition(p: nn.Parameter, whole: Tensor) -> None:
+    """Stage 3: this rank's part, and the whole parameter where it is in memory now."""
+    piece = _partition_piece(p, 0)
+    p.ds_tensor.zero_()  # the padding is uninitialised memory
+    piece.of(p.ds_tensor).copy_(piece.cut(whole))
+    if p.ds_status.name == "AVAILABLE":
+        p.data.copy_(whole)
+
+
+def _whole_on_main(p: nn.Parameter, piece: Piece | None, source: Tensor, device: torch.device) -> Tensor | None:
+    """A cut tensor, put together on rank 0's CPU: all ranks' pieces of `source` in their places; collective.
+
+    Every element is on exactly one rank, so summing puts them together; as integers every bit survives (the float sum
+    of -0 and 0 is 0).
+    """
+    shape = getattr(p, "ds_shape", p.shape)
+    whole = torch.zeros(shape.numel(), dtype=torch.int32, device=device)
+    if piece:
+        whole.narrow(0, piece.start, piece.numel).copy_(piece.of(source).view(torch.int32))
+    if distributed.world_size() > 1:
+        dist.reduce(whole, 0)
+    return whole.view(torch.float32).reshape(shape).cpu() if distributed.is_main() else None
+
+
+def random_state() -> dict[str, Tensor]:
+    """This process' generators (torch on the CPU and on its GPU, numpy, python), as tensors."""
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    _, words, next_gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss]),
+        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+        "python": torch.tensor(words),
+        "python_gauss": torch.tensor([] if next_gauss is None else [next_gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def choose_random_state(stored: Mapping[str, Tensor], stored_ranks: int) -> dict[str, Tensor] | int:
+    """This rank's part of {"RANK.GENERATOR": tensor}, tried out; a seed, drawn from rank 0's, where it has none.
+
+    Raises:
+        ValueError: something is missing, or is not the state of a generator.
+    """
+    rank = distributed.rank()
+    try:
+        if rank >= stored_ranks:
+            digest = hashlib.sha256(bytes(stored["0.torch"].tolist()) + rank.to_bytes(8, "little")).digest()
+            return int.from_bytes(digest[:4], "little")
+        state = {name.removeprefix(f"{rank}."): t for name, t in stored.items() if name.startswith(f"{rank}.")}
+        torch.Generator().set_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(state["cuda"])
+        np.random.RandomState().set_state(_numpy_state(state))
+        random.Random().setstate(_python_state(state))
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"no random state for rank {rank}: {error!r}") from None
+    return state
+
+
+def _numpy_state(state: dict[str, Tensor]) -> tuple:
+    *keys, position, has_gauss = state["numpy"].tolist()
+    return "MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()
+
+
+def _python_state(state: dict[str, Tensor]) -> tuple:
+    gauss = state["python_gauss"].tolist()
+    return 3, tuple(state["python"].tolist()), gauss[0] if gauss else None
+
+
+def set_random_state(state: dict[str, Tensor] | int) -> None:
+    """Of `random_state` or `choose_random_state`; a GPU's only where there is one, and was one."""
+    if isinstance(state, int):
+        torch.manual_seed(state)
+        np.random.seed(state)
+        random.seed(state)
+        return
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(_numpy_state(state))
+    random.setstate(_python_state(state))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
