@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
+from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
@@ -53,19 +53,18 @@ def save_model(model: ProbabilisticCLIP, folder: str | Path, overwrite: bool = F
     """
     folder = Path(folder)
     config = {**FORMAT, **model.config}
-    if not overwrite and (folder / CONFIG).exists() and _read_json(folder / CONFIG) != config:
+    if not overwrite and _holds_another(folder, config):
         raise UserError(
             f"{folder} already holds another model.", "Choose another folder, or pass overwrite=True to replace it."
         )
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    text = json.dumps(config, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / WEIGHTS, serialize(state, metadata={"config": json.dumps(config)}))
-        _replace(folder / CONFIG, text.encode())
-    except OSError as error:
+        _replace(folder / WEIGHTS, lambda path: save_file(state, path, {"config": json.dumps(config)}))
+        _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
+    except (OSError, SafetensorError) as error:
         raise UserError(
-            f"The model cannot be written to {folder} ({error.strerror or error}).",
+            f"The model cannot be written to {folder} ({getattr(error, 'strerror', None) or error}).",
             "Choose a folder that you can write to, on a disk with free space.",
         ) from error
     return folder
@@ -190,6 +189,7 @@ def _build(weights: Path, config_path: Path | None) -> ProbabilisticCLIP:
         )
     try:
         model = ProbabilisticCLIP({key: value for key, value in config.items() if key not in FORMAT})
+        create_transforms(model)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
         raise UserError(
             f"{config_path or weights} describes no model that can be built ({type(error).__name__}: {error}).",
@@ -222,21 +222,32 @@ def _read_json(path: Path) -> dict:
     return config
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _holds_another(folder: Path, config: dict) -> bool:
+    """Whether a folder holds any model that is not of this configuration."""
+    if (folder / CONFIG).exists():
+        return _read_json(folder / CONFIG) != config
+    return (folder / WEIGHTS).exists() and _embedded_config(folder / WEIGHTS) != config
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Replaces a file as a whole: after a crash there is the old one or the new one, on disk."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    aside = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
+        write(aside)
+        aside.chmod(0o644)
+        _sync(aside)
+        aside.replace(path)
     except BaseException:
-        os.unlink(aside)
+        aside.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)

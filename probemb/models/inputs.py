@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -45,10 +46,10 @@ class Augmentation:
 def create_transforms(model_or_config, augmentation: Augmentation = Augmentation()) -> Transforms:
     """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else."""
     preprocess = PreprocessCfg(**_config(model_or_config)["preprocess"])
-    return Transforms(
-        train=image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**asdict(augmentation))),
-        evaluate=image_transform_v2(preprocess, is_train=False),
-    )
+    with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
+        warnings.filterwarnings("ignore", message="Unused augmentation")
+        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**asdict(augmentation)))
+    return Transforms(train, image_transform_v2(preprocess, is_train=False))
 
 
 def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:

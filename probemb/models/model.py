@@ -20,7 +20,7 @@ from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import architecture, check_supported
 from probemb.models.pooling import GPOHead
-from probemb.models.pretrained import load_pretrained
+from probemb.models.pretrained import fill_stock, find_pretrained
 from probemb.models.towers import HEADS, ImageTower, TextTower
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
@@ -62,6 +62,7 @@ class ProbabilisticCLIP(nn.Module):
     def __init__(self, config: dict, stock: CustomTextCLIP | None = None):
         super().__init__()
         self._config = deepcopy(config)
+        _check_head(config["head"])
         stock = stock or build_stock(config["architecture"])
         image_unc, text_unc = _uncertainty_branches(config)
         head = (config["head"], config["embed_dim"], config["uncertainty_bias"], config["pooling"])
@@ -74,8 +75,13 @@ class ProbabilisticCLIP(nn.Module):
 
     def forward(self, images: Tensor, tokens: Tensor) -> ModelOutput:
         """(B, 3, H, W) float and (B, L) int64 -> ModelOutput."""
+        # Copies of scale and shift: ZeRO-3 with recomputed blocks loses track of a parameter that is an output.
         return ModelOutput(
-            self.encode_image(images), self.encode_text(tokens), self.logit_scale.exp(), self.scale, self.shift
+            self.encode_image(images),
+            self.encode_text(tokens),
+            self.logit_scale.exp(),
+            self.scale.clone(),
+            self.shift.clone(),
         )
 
     def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None) -> Gaussian:
@@ -89,8 +95,8 @@ class ProbabilisticCLIP(nn.Module):
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None) -> Gaussian:
         """(B, L) int64 -> Gaussian (B, D), as `encode_image`.
 
-        L may be shorter than the context length: the blocks are causal, so cutting a batch behind its longest text
-        changes nothing but the time it takes.
+        L may be shorter than the context length: causal blocks (CLIP's, not CLIPA's) embed a batch that is cut behind
+        its longest text just the same, in less time.
         """
         return Gaussian(*self.text(tokens, token_mask))
 
@@ -164,8 +170,7 @@ def create_model(
     Raises:
         UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
     """
-    if head not in HEADS:
-        raise UserError(f"There is no head '{head}'.{nearest(head, HEADS)}", "Choose 'clip' or 'gpo'.")
+    _check_head(head)
     config = architecture(name, image_size)
     if embed_dim is not None and embed_dim < 1:
         raise UserError(f"embed_dim is {embed_dim}.", "Set it to 1 or more.")
@@ -176,10 +181,15 @@ def create_model(
                 "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
             )
         config["embed_dim"] = embed_dim
-    stock = build_stock(config)
+    _check_n_unc_layers(config, n_unc_layers)
     preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
+    weights = None
     if pretrained:
-        preprocess.update(load_pretrained(stock, name, pretrained, config.get("quick_gelu", False)))
+        weights, wanted = find_pretrained(name, pretrained, config.get("quick_gelu", False))
+        preprocess.update(plain(wanted))
+    stock = build_stock(config)
+    if weights:
+        fill_stock(stock, weights)
     model = ProbabilisticCLIP(
         {
             "name": name,
@@ -219,12 +229,7 @@ def _uncertainty_branches(config: dict) -> tuple[nn.Module, nn.Module]:
     shape = config["architecture"]
     check_supported(shape, config["name"])
     n, vision, text = config["n_unc_layers"], shape["vision_cfg"], shape["text_cfg"]
-    depth = {"image": vision.get("layers", 12), "text": text.get("layers", 12)}
-    if not 0 <= n <= min(depth.values()):
-        raise UserError(
-            f"n_unc_layers is {n}, but the towers have {depth['image']} (image) and {depth['text']} (text) blocks.",
-            f"Set it to a number from 0 to {min(depth.values())}.",
-        )
+    _check_n_unc_layers(shape, n)
     patch = vision.get("patch_size", 16)
     small = {  # open_clip builds the blocks; around them everything is as small as it can be, and is dropped
         **{key: value for key, value in shape.items() if key not in ("custom_text", "embed_dim")},
@@ -239,8 +244,22 @@ def _uncertainty_branches(config: dict) -> tuple[nn.Module, nn.Module]:
         # open_clip scales the text blocks' output matrices by 1/√(number of blocks): here that of the whole tower.
         for block in text_branch.resblocks:
             for linear in (block.attn.out_proj, block.mlp.c_proj):
-                linear.weight.mul_(math.sqrt(n / depth["text"]))
+                linear.weight.mul_(math.sqrt(n / text.get("layers", 12)))
     return image, text_branch
+
+
+def _check_head(head: str) -> None:
+    if head not in HEADS:
+        raise UserError(f"There is no head '{head}'.{nearest(head, HEADS)}", "Choose 'clip' or 'gpo'.")
+
+
+def _check_n_unc_layers(architecture: dict, n: int) -> None:
+    image, text = (architecture[tower].get("layers", 12) for tower in ("vision_cfg", "text_cfg"))
+    if not 0 <= n <= min(image, text):
+        raise UserError(
+            f"n_unc_layers is {n}, but the towers have {image} (image) and {text} (text) blocks.",
+            f"Set it to a number from 0 to {min(image, text)}.",
+        )
 
 
 def plain(value):

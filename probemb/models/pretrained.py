@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 
@@ -17,19 +18,18 @@ from probemb.errors import UserError, nearest
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
 
 
-def load_pretrained(stock: CustomTextCLIP, name: str, source: str, quick_gelu: bool) -> dict:
-    """Fills `stock`, a model of the configuration `name`, from a tag or a file.
+def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dict]:
+    """The weights file of a tag (downloaded if it is not in the cache) or of a path, for the configuration `name`.
 
     Returns:
-        what the weights ask of the preprocessing (a part of open_clip's PreprocessCfg; empty for files).
+        the file, and what the weights ask of the preprocessing (a part of open_clip's PreprocessCfg; empty for paths).
 
     Raises:
-        UserError: for an unknown tag, no network, a file that cannot be read, weights of another model, or a tag whose
-            weights were trained with another activation than the configuration's.
+        UserError: for an unknown tag, no network, or a tag whose weights were trained with another activation than the
+            configuration's.
     """
     if Path(source).is_file():
-        _fill(stock, read_state_dict(source), source)
-        return {}
+        return Path(source), {}
     tag = open_clip.get_pretrained_cfg(name, source)
     if not tag:
         tags = open_clip.list_pretrained_tags_by_model(name)
@@ -50,8 +50,22 @@ def load_pretrained(stock: CustomTextCLIP, name: str, source: str, quick_gelu: b
             f"The weights '{source}' of {name} could not be downloaded ({_first_line(error)}).",
             "Check the network, or download them elsewhere and give the path of the file.",
         ) from error
-    _fill(stock, read_state_dict(path), source)
-    return {key: list(tag[key]) if isinstance(tag[key], tuple) else tag[key] for key in PREPROCESS_KEYS if tag.get(key)}
+    return Path(path), {key: tag[key] for key in PREPROCESS_KEYS if tag.get(key)}
+
+
+def fill_stock(stock: CustomTextCLIP, path: Path) -> None:
+    """Loads a file of open_clip weights, in either of open_clip's layouts; position embeddings are resized to fit.
+
+    Raises:
+        UserError: for a file that cannot be read, or the weights of another model.
+    """
+    state = read_state_dict(path)
+    if "positional_embedding" in state:  # the layout without a text tower of its own
+        state = convert_to_custom_text_state_dict(state)
+    if "logit_scale" in state:
+        state["logit_scale"] = state["logit_scale"].reshape(stock.logit_scale.shape)
+    _resize_positions(state, stock)
+    load_strictly(stock, state, path)
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
@@ -109,19 +123,13 @@ def load_strictly(model: torch.nn.Module, state: dict[str, Tensor], source: str 
     model.load_state_dict(state)
 
 
-def _fill(stock: CustomTextCLIP, state: dict[str, Tensor], source: str) -> None:
-    if "positional_embedding" in state:  # the older of open_clip's two layouts
-        state = convert_to_custom_text_state_dict(state)
-    if "logit_scale" in state:
-        state["logit_scale"] = state["logit_scale"].reshape(stock.logit_scale.shape)
-    own = stock.state_dict()
-    for key, resize in (
-        ("visual.positional_embedding", resize_pos_embed),
-        ("text.positional_embedding", resize_text_pos_embed),
-    ):
-        if key in state and state[key].ndim == 2 and state[key].shape[1] == own[key].shape[1]:
-            resize(state, stock)
-    load_strictly(stock, state, source)
+def _resize_positions(state: dict[str, Tensor], stock: CustomTextCLIP) -> None:
+    """Position embeddings for another image size or context length; what cannot be resized is left to be refused."""
+    image, text = (state.get(f"{tower}.positional_embedding") for tower in ("visual", "text"))
+    if image is not None and image.ndim == 2 and math.isqrt(max(len(image) - 1, 0)) ** 2 == len(image) - 1 > 0:
+        resize_pos_embed(state, stock)
+    if text is not None and text.ndim == 2 and text.shape[1] == stock.text.width:
+        resize_text_pos_embed(state, stock)
 
 
 def _first_line(error: Exception) -> str:

@@ -124,7 +124,7 @@ def _branches(
     def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         for block in blocks:
             if transformer.grad_checkpointing:
-                x = checkpoint(block, x, None, None, attn_mask, use_reentrant=False)
+                x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
             else:
                 x = block(x, attn_mask=attn_mask)
         return x

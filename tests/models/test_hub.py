@@ -1,0 +1,294 @@
+"""Saving, loading, and everything that can be wrong with a path, a file or a hub name."""
+
+import hashlib
+import json
+import os
+import stat
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from probemb.errors import UserError
+from probemb.models import create_model, import_pcmepp, load_model, push_to_hub, save_model
+
+NAME = "ViT-Micro-32"
+
+
+def model_with(seed=0, **options):
+    torch.manual_seed(seed)
+    model = create_model(NAME, **options)
+    with torch.no_grad():
+        model.scale.fill_(3.25)
+    return model
+
+
+def published(n_unc_layers=1):
+    """A state dict and a configuration in the authors' layout, with random weights."""
+    torch.manual_seed(0)
+    model = create_model(NAME, n_unc_layers=n_unc_layers, uncertainty_bias=False)
+    state = {}
+    for key, value in model.state_dict().items():
+        name = {"scale": "negative_scale", "visual.log_var_head.weight": "visual.uncertainty_proj"}.get(key, key)
+        name = {"text.log_var_head.weight": "uncertainty_text_projection"}.get(name, name).removeprefix("text.")
+        value = value.T if key.endswith("log_var_head.weight") else value
+        state[name] = value.reshape(()).clone() if name == "logit_scale" else value.contiguous().clone()
+    vision = {"layers": 2, "unc_layers": n_unc_layers, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32}
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2, "unc_layers": n_unc_layers}
+    return model, state, {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+
+
+def same_outputs(a, b):
+    images, tokens = torch.randn(3, 3, 32, 32), torch.randint(1, 49408, (3, 16))
+    with torch.no_grad():
+        first, second = a.eval()(images, tokens), b.eval()(images, tokens)
+    pairs = [(first.image.mean, second.image.mean), (first.image.log_var, second.image.log_var)]
+    pairs += [(first.text.mean, second.text.mean), (first.text.log_var, second.text.log_var)]
+    pairs += [(first.logit_scale, second.logit_scale), (first.scale, second.scale), (first.shift, second.shift)]
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_unc_layers": 2, "uncertainty_bias": False},
+        {"n_unc_layers": 0, "image_size": 48, "embed_dim": 8},
+        {"head": "gpo", "embed_dim": 24},
+    ],
+)
+def test_round_trip_is_exact(tmp_path, options):
+    model = model_with(**options)
+    assert save_model(model, tmp_path / "x") == tmp_path / "x"
+    loaded, tokenizer, transforms = load_model(tmp_path / "x")
+    assert not loaded.training
+    assert loaded.config == model.config == json.loads(json.dumps(model.config))
+    state = loaded.state_dict()
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert tokenizer(["a cat"]).shape == (1, model.context_length)
+    assert transforms.evaluate.transforms[0].size == model.image_size
+
+
+def test_every_way_to_name_a_saved_model(tmp_path):
+    model = model_with()
+    save_model(model, tmp_path / "run" / "model")
+    places = [tmp_path / "run", tmp_path / "run" / "model", tmp_path / "run" / "model" / "model.safetensors"]
+    for place in places:
+        assert same_outputs(load_model(place).model, model)
+        assert same_outputs(load_model(str(place)).model, model)
+    (tmp_path / "run" / "model" / "config.json").unlink()
+    assert same_outputs(load_model(tmp_path / "run").model, model)  # the weights carry their configuration
+
+
+def test_saving_again_replaces_files_as_a_whole(tmp_path):
+    save_model(model_with(seed=0), tmp_path)
+    later = model_with(seed=1)
+    save_model(later, tmp_path)
+    assert same_outputs(load_model(tmp_path).model, later)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o644
+
+
+def test_another_model_is_not_overwritten_silently(tmp_path):
+    first, second = model_with(), model_with(n_unc_layers=2)
+    save_model(first, tmp_path)
+    with pytest.raises(UserError, match="already holds another model"):
+        save_model(second, tmp_path)
+    assert same_outputs(load_model(tmp_path).model, first)
+    save_model(second, tmp_path, overwrite=True)
+    assert same_outputs(load_model(tmp_path).model, second)
+
+
+def test_foreign_weights_are_not_overwritten_silently(tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="already holds another model"):
+        save_model(model_with(), tmp_path)
+    assert list(load_file(tmp_path / "model.safetensors")) == ["x"]
+
+
+def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
+    model = model_with()
+    save_model(model, tmp_path)
+
+    def full_disk(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(UserError, match="No space left"):
+        save_model(model_with(seed=1), tmp_path)
+    assert same_outputs(load_model(tmp_path).model, model)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        save_model(model_with(), tmp_path / "file" / "x")
+
+
+def test_paths_without_a_model(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_model(tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(UserError, match=r"model/model.safetensors.*pytorch_model.bin"):
+        load_model(tmp_path)
+    (tmp_path / "weights.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"not a \.safetensors file"):
+        load_model(tmp_path / "weights.pt")
+
+
+def test_a_checkpoint_of_another_model(tmp_path):
+    save_model(model_with(), tmp_path / "x")
+    save_model(model_with(n_unc_layers=2), tmp_path / "y")
+    (tmp_path / "y" / "config.json").replace(tmp_path / "x" / "config.json")
+    with pytest.raises(UserError, match="do not belong together"):
+        load_model(tmp_path / "x")
+    state = load_file(tmp_path / "x" / "model.safetensors")
+    save_file(state, tmp_path / "x" / "model.safetensors")  # without the embedded configuration
+    with pytest.raises(UserError, match=r"another model .*visual.uncertainty_transformer.resblocks.1.ln_1.weight"):
+        load_model(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.update(format="else"),
+        lambda config: config.update(version=2),
+        lambda config: config.pop("architecture"),
+        lambda config: config["architecture"].pop("text_cfg"),
+        lambda config: config["architecture"]["vision_cfg"].update(width="wide"),
+        lambda config: config["architecture"]["vision_cfg"].update(unheard_of=1),
+        lambda config: config["architecture"]["vision_cfg"].update(timm_model_name="resnet50"),
+        lambda config: config.update(head="gap"),
+        lambda config: config.update(n_unc_layers="one"),
+        lambda config: config.update(embed_dim=17),
+        lambda config: config.update(preprocess={"unheard_of": 1}),
+    ],
+)
+def test_wrong_configurations(tmp_path, change):
+    save_model(model_with(), tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError):
+        load_model(tmp_path)
+
+
+def test_damaged_files(tmp_path):
+    save_model(model_with(), tmp_path)
+    for text in ("{", "[1]", "\udcff"):
+        (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+        with pytest.raises(UserError, match=r"config\.json is not"):
+            load_model(tmp_path)
+    (tmp_path / "config.json").unlink()
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (b"", whole[:1000], whole[:-10]):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(UserError, match="not a readable safetensors file"):
+            load_model(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="has no configuration"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("n_unc_layers", [1, 2])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):
+    model, state, config = published(n_unc_layers)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path).model
+    assert same_outputs(loaded, model)
+    assert loaded.config["n_unc_layers"] == n_unc_layers
+    save_model(loaded, tmp_path / "ours")
+    assert same_outputs(load_model(tmp_path / "ours").model, model)
+
+
+def test_published_configuration_may_leave_sizes_out():
+    _, state, config = published()
+    heads = {"vision_cfg": {"head_width": 16}, "text_cfg": {"heads": 2, "pooler_type": "mean_pooler"}}
+    assert same_outputs(import_pcmepp(state, heads), import_pcmepp(state, config))
+
+
+def test_published_weights_that_are_incomplete():
+    _, state, config = published()
+    without = {key: value for key, value in state.items() if key != "visual.ln_post.weight"}
+    with pytest.raises(UserError, match=r"missing: visual\.ln_post\.weight"):
+        import_pcmepp(without, config)
+    without = {key: value for key, value in state.items() if key != "visual.conv1.weight"}
+    with pytest.raises(UserError, match="not a complete PCME"):
+        import_pcmepp(without, config)
+    with pytest.raises(UserError, match="another shape"):
+        import_pcmepp(state, {**config, "text_cfg": {"context_length": 20}})
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server on this machine that answers as the hub does, for files put into the returned dictionary."""
+    from huggingface_hub import constants
+
+    files = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            data = files.get(self.path)
+            self.send_response(404 if data is None else 200)
+            if data is None:
+                self.send_header("X-Error-Code", "EntryNotFound" if files else "RepoNotFound")
+                data = b""
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.end_headers()
+            return data
+
+        def do_GET(self):
+            self.wfile.write(self.do_HEAD())
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    yield files
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_hub_name_of_published_weights(tmp_path, hub, weights):
+    model, state, config = published()
+    save = save_file if weights.endswith("safetensors") else torch.save
+    save(state, tmp_path / weights)
+    hub["/someone/PCMEPP/resolve/main/config.json"] = json.dumps(config).encode()
+    hub[f"/someone/PCMEPP/resolve/main/{weights}"] = (tmp_path / weights).read_bytes()
+    assert same_outputs(load_model("someone/PCMEPP").model, model)
+
+
+def test_hub_name_that_does_not_exist(hub):
+    with pytest.raises(UserError, match=r"someone/else could not be read .*tried someone/else/model"):
+        load_model("someone/else")
+
+
+def test_hub_name_without_a_network(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="Check the path or the hub name, and the network"):
+        load_model("someone/else")
+    with pytest.raises(UserError, match="could not be uploaded"):
+        push_to_hub(model_with(), "someone/else")
+    with pytest.raises(UserError, match="not a repository name"):
+        push_to_hub(model_with(), "../else")

@@ -1,0 +1,93 @@
+"""Preprocessing and tokens that belong to a model."""
+
+import pickle
+import time
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from torch.testing import assert_close
+
+from probemb.errors import UserError
+from probemb.models import Augmentation, create_model, create_tokenizer, create_transforms
+
+
+@pytest.fixture(scope="module")
+def model():
+    return create_model("ViT-Micro-32")
+
+
+def test_evaluation_transform_is_open_clips(model):
+    image = Image.effect_noise((70, 50), 80).convert("RGB")
+    cfg = open_clip.transform.PreprocessCfg(size=32)
+    expected = open_clip.transform.image_transform_v2(cfg, is_train=False)(image)
+    tensor = create_transforms(model).evaluate(image)
+    assert tensor.dtype == torch.float32
+    assert tensor.shape == (3, 32, 32)
+    assert torch.equal(tensor, expected)
+    assert torch.equal(create_transforms(model.config).evaluate(image), expected)
+
+
+def test_training_transform_crops_at_random_and_travels_to_workers(model):
+    image = Image.effect_noise((70, 50), 80).convert("L")
+    train = pickle.loads(pickle.dumps(create_transforms(model).train))
+    torch.manual_seed(0)
+    first, second = train(image), train(image)
+    torch.manual_seed(0)
+    assert torch.equal(first, train(image))
+    assert not torch.equal(first, second)
+    assert first.shape == (3, 32, 32)
+
+
+def test_augmentation_is_passed_on(model):
+    image = Image.new("RGB", (40, 40), (200, 30, 30))
+    grey = create_transforms(model, Augmentation(gray_scale_prob=1.0)).train(image)
+    mean, std = (torch.tensor(model.config["preprocess"][key]) for key in ("mean", "std"))
+    colours = grey[:, 0, 0] * std + mean
+    assert_close(colours, colours[:1].expand(3), rtol=0, atol=1e-5)
+    colourful = create_transforms(model).train(image)[:, 0, 0] * std + mean
+    assert colourful[0] > colourful[1] + 0.5
+
+
+def test_tokens_are_open_clips(model):
+    texts = [
+        "a photo of a cat",
+        "",
+        "Ünïcödé — 你好 🐈",
+        "it's 1,234.5 DON'T!!! (really)",
+        "&lt;b&gt; html &amp; entities",
+        "word " * 200,
+        "\x00\ud800 control",
+        "<end_of_text> inside",
+    ]
+    for context_length in (16, 77):
+        config = model.config
+        config["architecture"]["text_cfg"]["context_length"] = context_length
+        ours, theirs = create_tokenizer(config), open_clip.SimpleTokenizer(context_length=context_length)
+        assert ours(texts).dtype == torch.int64
+        assert torch.equal(ours(texts[:6]), theirs(texts[:6]))
+        assert torch.equal(ours([texts[7]]), theirs([texts[7]]))
+        assert ours([texts[6]]).shape == (1, context_length)
+    assert torch.equal(create_tokenizer(model)("one text"), create_tokenizer(model)(["one text"]))
+
+
+def test_tokenizer_is_not_held_up_by_hostile_text(model):
+    tokenizer = create_tokenizer(model)
+    start = time.perf_counter()
+    tokens = tokenizer(["x" * 1_000_000, "ab" * 500_000, "a b " * 500_000])
+    assert time.perf_counter() - start < 5
+    assert tokens.shape == (3, 16)
+    assert (tokens[:, -1] == 49407).sum() >= 1
+
+
+def test_tokenizer_travels_to_workers(model):
+    tokenizer = create_tokenizer(model)
+    assert torch.equal(pickle.loads(pickle.dumps(tokenizer))(["two dogs"]), tokenizer(["two dogs"]))
+
+
+def test_vocabulary_that_is_too_small(model):
+    config = model.config
+    config["architecture"]["text_cfg"]["vocab_size"] = 1000
+    with pytest.raises(UserError, match="1000 token embeddings"):
+        create_tokenizer(config)

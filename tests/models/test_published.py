@@ -1,0 +1,178 @@
+"""The authors' model code: outputs for given weights, in both head layouts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from open_clip.transform import PreprocessCfg
+from torch.testing import assert_close
+
+from probemb.models import ProbabilisticCLIP, import_pcmepp
+from probemb.models.model import plain
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+def tensors(arrays, prefix):
+    return {key.removeprefix(prefix): torch.as_tensor(value) for key, value in arrays.items() if key.startswith(prefix)}
+
+
+def check(actual, expected, dtype):
+    assert_close(actual.detach(), torch.as_tensor(expected).to(dtype), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("tag", ["unc1", "unc2", "quickgelu"])
+def test_hub_layout(parity, tag, dtype):
+    arrays = parity(f"06a_hf_pcmepp_{tag}")
+    config = json.loads(str(arrays["config_json"]))
+    model = import_pcmepp(tensors(arrays, "sd__"), config).to(dtype).eval()
+    assert model.config["n_unc_layers"] == config["vision_cfg"]["unc_layers"]
+    out = model(torch.as_tensor(arrays["images"]).to(dtype), torch.as_tensor(arrays["tokens"]))
+    name = "f64__" if dtype == torch.float64 else "f32__"
+    check(out.image.mean, arrays[f"{name}image_features"], dtype)
+    check(out.image.log_var, arrays[f"{name}image_stds"], dtype)
+    check(out.text.mean, arrays[f"{name}text_features"], dtype)
+    check(out.text.log_var, arrays[f"{name}text_stds"], dtype)
+    check(out.logit_scale, arrays[f"{name}logit_scale"].reshape(1), dtype)
+    check(out.shift, arrays[f"{name}shift"], dtype)
+    check(out.scale, arrays[f"{name}negative_scale"], dtype)
+
+
+@pytest.mark.slow
+def test_hub_layout_at_full_size(parity):
+    arrays = parity("06b_hf_pcmepp_fullsize_seeded")
+    seed = int(arrays["seed"])
+    state = seeded_weights(arrays, seed)
+    model = import_pcmepp(state, json.loads(str(arrays["config_json"]))).eval()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 170_756_611
+    image = np.random.RandomState(seed + 1).standard_normal((1, 3, 224, 224)).astype(np.float32)
+    with torch.no_grad():
+        out = model(torch.as_tensor(image), torch.as_tensor(arrays["tokens"]))
+    check(out.image.mean, arrays["f32__image_features"], torch.float32)
+    check(out.text.mean, arrays["f32__text_features"], torch.float32)
+    check(out.image.log_var, arrays["f32__image_stds"], torch.float32)
+    check(out.text.log_var, arrays["f32__text_stds"], torch.float32)
+    check(out.logit_scale, arrays["f32__logit_scale"].reshape(1), torch.float32)
+
+
+def seeded_weights(arrays, seed):
+    """The weights of parity item 06b, drawn again from its seed, in the order of their names."""
+    random = np.random.RandomState(seed)
+    state = {}
+    for key, shape, checksum in zip(arrays["keys"], arrays["shapes"], arrays["weight_checksum"]):
+        key = str(key)
+        x = random.standard_normal(json.loads(str(shape))).astype(np.float32)
+        if key in ("logit_scale", "shift", "negative_scale"):
+            x = 0.1 * x + np.float32({"logit_scale": 2.6593}.get(key, 5))
+        elif ".ln_" in f".{key}" and key.endswith(".weight"):
+            x = 1 + np.float32(0.1) * x
+        else:
+            x = x * np.float32(0.1 if key.endswith("bias") else 0.02)
+        x = np.asarray(x, dtype=np.float32)
+        assert np.abs(x.astype(np.float64)).sum() == pytest.approx(float(checksum), rel=1e-4), key
+        state[key] = torch.as_tensor(x)
+    return state
+
+
+def coco_model(arrays):
+    """The authors' COCO encoders (two state dicts, head "gpo") in this project's layout."""
+    size = json.loads(str(arrays["config_json"]))
+    state = {"logit_scale": torch.zeros(1), "scale": torch.full((1,), 5.0), "shift": torch.full((1,), 5.0)}
+    heads = {"image_encoder": "visual.mean_head", "image_std_encoder": "visual.log_var_head"}
+    heads |= {"linear": "text.mean_head.linear", "gpool": "text.mean_head.pool"}
+    heads |= {"std_linear": "text.log_var_head.linear", "std_gpool": "text.log_var_head.pool"}
+    for tower, prefix in (("visual", "img_sd__"), ("text", "txt_sd__")):
+        for key, value in tensors(arrays, prefix).items():
+            part, _, rest = key.partition(".")
+            if part == "backbone":
+                name = f"{tower}.{rest}".replace("transformer.prob_resblocks", "uncertainty_transformer.resblocks")
+            else:
+                name = f"{heads[part]}.{rest}".replace(".fc.", ".linear.").replace(".gpool.", ".pool.")
+            state[name] = value
+    vision = {"width": size["w"], "head_width": size["w"] // size["h"], "layers": size["L"], "patch_size": size["p"]}
+    text = {"width": size["tw"], "heads": size["th"], "layers": size["tL"], "context_length": size["ctx"]}
+    config = {
+        "name": "coco",
+        "head": "gpo",
+        "embed_dim": size["E"],
+        "n_unc_layers": size["u"],
+        "uncertainty_bias": True,
+        "pooling": {"code_dim": 8, "hidden_dim": 8},
+        "architecture": {
+            "embed_dim": size["E"],
+            "quick_gelu": True,
+            "vision_cfg": {**vision, "image_size": size["r"]},
+            "text_cfg": {**text, "vocab_size": size["V"]},
+        },
+        "preprocess": plain(vars(PreprocessCfg(size=size["r"]))),
+    }
+    assert size["u"] == size["tu"]
+    model = ProbabilisticCLIP(config)
+    model.load_state_dict(state)
+    return model
+
+
+def coco_batch(arrays, dtype):
+    tokens, lengths = torch.as_tensor(arrays["tokens"]), torch.as_tensor(arrays["lengths"])
+    mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+    return torch.as_tensor(arrays["images"]).to(dtype), tokens, mask
+
+
+@DTYPES
+def test_coco_layout(parity, dtype):
+    arrays = parity("06e_pcmepp_coco_encoders")
+    model = coco_model(arrays).to(dtype).eval()
+    images, tokens, mask = coco_batch(arrays, dtype)
+    image, text = model.encode_image(images), model.encode_text(tokens, mask)
+    name = "f64__" if dtype == torch.float64 else "f32__"
+    check(image.mean, arrays[f"{name}image_mean"], dtype)
+    check(image.log_var, arrays[f"{name}image_std"], dtype)
+    check(text.mean, arrays[f"{name}text_mean"], dtype)
+    check(text.log_var, arrays[f"{name}text_std"], dtype)
+
+
+@DTYPES
+def test_coco_layout_loss_and_gradients(parity, dtype):
+    from probemb.losses import PairwiseMatchLoss
+
+    arrays = parity("06e_pcmepp_coco_encoders")
+    model = coco_model(arrays).to(dtype).eval()
+    images, tokens, mask = coco_batch(arrays, dtype)
+    criterion = PairwiseMatchLoss(scale=5.0, shift=5.0, distance="csd", pseudo_positive=0.1, vib=1e-4).to(dtype)
+    loss = criterion(model.encode_image(images), model.encode_text(tokens, mask)).loss
+    loss.backward()
+    name = "f64__" if dtype == torch.float64 else "f32__"
+    check(loss, arrays[f"{name}loss_shift5_scale5_vib1e-4_alpha0.1"], dtype)
+    for theirs, ours in {
+        "img.backbone.conv1.weight": model.visual.conv1.weight,
+        "img.image_std_encoder.fc.weight": model.visual.log_var_head.linear.weight,
+        "txt.backbone.token_embedding.weight": model.text.token_embedding.weight,
+        "txt.std_linear.weight": model.text.log_var_head.linear.weight,
+        "img.image_encoder.gpool.linear.weight": model.visual.mean_head.pool.linear.weight,
+    }.items():
+        expected = torch.as_tensor(arrays[f"f64__grad__{theirs}"])
+        tolerance = 1e-9 if dtype == torch.float64 and expected.dtype == torch.float64 else 1e-5
+        scale = expected.abs().max()  # against the largest entry: single entries may cancel to nothing
+        assert_close(ours.grad / scale, (expected / scale).to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+def test_coco_layout_with_size_augmentation(parity, dtype):
+    arrays = parity("06e_pcmepp_coco_encoders")
+    model = coco_model(arrays).to(dtype)
+    images, _, _ = coco_batch(arrays, dtype)
+    random = np.random.RandomState(int(arrays["train_sizeaug_numpy_seed"]))
+    n_tokens = len(model.visual.positional_embedding)
+    mask = torch.ones(len(images), n_tokens, dtype=torch.bool)
+    for row in mask:  # the authors' order of draws
+        p = random.rand()
+        if p > 0.2:
+            row[:] = torch.as_tensor(random.rand(n_tokens) > 0.2 * p)
+    name = "f64__train_sizeaug_" if dtype == torch.float64 else "f32__train_sizeaug_"
+    assert mask.sum(1).tolist() == arrays[f"{name}lengths"].tolist()
+    image = model.encode_image(images, token_mask=mask)
+    check(image.mean, arrays[f"{name}image_mean"], dtype)
+    check(image.log_var, arrays[f"{name}image_std"], dtype)
