@@ -37,7 +37,7 @@ def test_prefix_vectors_equal_the_mean_of_the_k_most_certain_prompts_one_k_at_a_
     prefixes = classify.prefix_vectors(mean, u, class_chunk=3)
     for k in range(1, u.shape[1] + 1):
         for c in range(u.shape[0]):
-            most_certain = sorted(range(u.shape[1]), key=lambda p: float(u[c, p]))[:k]  # noqa: B023
+            most_certain = sorted(range(u.shape[1]), key=lambda p: float(u[c, p]))[:k]
             naive = torch.stack([mean[c, p] for p in most_certain]).mean(0)
             torch.testing.assert_close(prefixes[k - 1, c], naive / naive.norm(), atol=1e-6, rtol=0)
 

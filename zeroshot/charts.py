@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 500, 290
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 44
+LABELS = 104  # pixels to the right of the plot for the names of levels
 INK, SOFT, GRID = "#1f2733", "#5d6875", "#e3e7ec"
 BLUE, ORANGE, GREEN, GREY = "#2a6fb0", "#b8560f", "#2f7d4f", "#8a94a0"
 
@@ -37,10 +38,11 @@ class Frame:
     x_label: str
     y_label: str
     x_ticks: Sequence[float] = ()
+    right: float = WIDTH - RIGHT  # pixel of the right end
 
     def x(self, value: float) -> float:
         low, high = self.x_range
-        return LEFT + (value - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (value - low) / ((high - low) or 1) * (self.right - LEFT)
 
     def y(self, value: float) -> float:
         low, high = self.y_range
@@ -69,12 +71,12 @@ def _svg(frame: Frame, y_ticks: Sequence[float], parts: list[str], title: str) -
     lines = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" class="chart">',
         f'<text x="{LEFT - 40}" y="16" class="axis">{escape(frame.y_label)}</text>',
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" class="axis" text-anchor="middle">'
+        f'<text x="{(LEFT + frame.right) / 2}" y="{HEIGHT - 8}" class="axis" text-anchor="middle">'
         f"{escape(frame.x_label)}</text>",
     ]
     for tick in y_ticks:
         y = frame.y(tick)
-        lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
+        lines.append(f'<line x1="{LEFT}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
         lines.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" class="tick" text-anchor="end">{number(tick)}</text>')
     for tick in frame.x_ticks:
         x = frame.x(tick)
@@ -82,7 +84,7 @@ def _svg(frame: Frame, y_ticks: Sequence[float], parts: list[str], title: str) -
             f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}" class="tick" text-anchor="middle">{number(tick)}</text>'
         )
     base = HEIGHT - BOTTOM
-    lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="{SOFT}"/>')
+    lines.append(f'<line x1="{LEFT}" x2="{frame.right}" y1="{base}" y2="{base}" stroke="{SOFT}"/>')
     return "".join([*lines, *parts, "</svg>"])
 
 
@@ -112,19 +114,17 @@ def line_chart(
     if not points and xs[0] not in inner:
         inner = [xs[0], *(t for t in inner if t - xs[0] > 0.06 * (xs[-1] - xs[0]))]
     pad = 0.03 * (max(xs) - min(xs)) if points else 0.0
-    frame = Frame((min(xs) - pad, max(xs) + pad), (y_ticks[0], y_ticks[-1]), x_label, y_label, inner)
+    right = WIDTH - (LABELS if levels else RIGHT)
+    frame = Frame((min(xs) - pad, max(xs) + pad), (y_ticks[0], y_ticks[-1]), x_label, y_label, inner, right)
     parts = []
-    taken: list[float] = []
-    for level in sorted(levels, key=lambda level: level.y):
+    label_y = float("inf")
+    for level in sorted(levels, key=lambda level: level.y):  # from the bottom up: pixels count downwards
         y = frame.y(level.y)
-        above = y - 5
-        while any(abs(above - other) < 13 for other in taken):
-            above -= 13
-        taken.append(above)
+        label_y = min(y + 4, label_y - 15)
         parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{level.colour}" '
+            f'<line x1="{LEFT}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{level.colour}" '
             f'stroke-width="1.4" stroke-dasharray="5 4"/>'
-            f'<text x="{WIDTH - RIGHT - 2}" y="{above:.1f}" class="note" text-anchor="end" fill="{level.colour}">'
+            f'<text x="{frame.right + 6}" y="{label_y:.1f}" class="note" fill="{level.colour}">'
             f"{escape(level.label)}</text>"
         )
     path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, ys))
@@ -139,7 +139,7 @@ def line_chart(
         )
     if mark is not None:
         x, y = frame.x(xs[mark]), frame.y(ys[mark])
-        end = x > (LEFT + WIDTH - RIGHT) / 2
+        end = x > (LEFT + right) / 2
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{ORANGE}" stroke="#fff" stroke-width="1.5"/>'
             f'<text x="{x + (-9 if end else 9):.1f}" y="{y - 9:.1f}" class="note" fill="{ORANGE}" '

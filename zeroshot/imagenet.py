@@ -1,7 +1,7 @@
 """Zero-shot classification with uncertainty-based prompt filtering.
 
     python -m zeroshot.imagenet --filter best-topk --model runs/x --data data/imagenet/val
-    python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/zeroshot     # embedded data
+    python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # embedded data
 
 Every class gets its 80 prompts; a filter says which of them speak for it. Source: PCME++ §3.5, Table 5 and §C.6.
 A number for which anything was chosen on the images that it scores is labelled "oracle".
@@ -60,7 +60,7 @@ class Config:
         device: auto, cpu, cuda, cuda:1.
         precision: auto, fp32, bf16, fp16.
         max_bad: largest share of images that may be unreadable.
-        cache: folder of cached prompt embeddings; none (or --no-cache) turns it off.
+        cache: folder of cached prompt embeddings; --no-cache (null in a file) turns it off.
     """
 
     model: str = DEFAULT_MODEL
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             f"ImageNet is not at {DEFAULT_DATA}, which is where it is looked for without --data.",
             "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
-            f"`{PROG} --model RUN --data data/scenes/zeroshot`.",
+            f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
     from zeroshot.filters import filter_names, parse_selection, stratified_folds
     from zeroshot.images import assign_labels, find_images, resolve_classes

@@ -69,7 +69,10 @@ border:3px solid #c9d0d8;display:block}
 .prompts li span{overflow-wrap:anywhere}.prompts li code{font:inherit;font-size:.84rem;color:#5d6875;text-align:right}
 .meter{height:7px;border-radius:4px;background:#eceff3;overflow:hidden}.meter i{display:block;height:100%}
 details{margin-top:6px}summary{cursor:pointer;color:#2a6fb0;font-size:.88rem}
-@media(max-width:560px){main{padding:18px 12px 40px}section{padding:16px 14px}h1{font-size:1.4rem}
+.narrow{display:none}
+@media(max-width:560px){.narrow{display:block;width:fit-content;border-radius:8px;padding:0 7px;font-weight:400}table{font-size:.86rem}td:last-child,th:last-child{display:none}
+td,th{padding:7px 5px}td:first-child{white-space:normal}
+main{padding:18px 12px 40px}section{padding:16px 14px}h1{font-size:1.4rem}
 .thumbs img{height:68px}}
 """
 
@@ -149,7 +152,8 @@ def _table(e: Evaluation, n_bad: int) -> str:
     from zeroshot.imagenet import k_text
 
     body = "".join(
-        f"<tr><td>{escape(row.title)}</td><td>{k_text(row.k)}</td><td>{percent(row.top1)}</td>"
+        f'<tr><td>{escape(row.title)}<span class="badge narrow {_kind(row.note)}">{escape(row.note)}</span></td>'
+        f"<td>{k_text(row.k)}</td><td>{percent(row.top1)}</td>"
         f"<td>{percent(row.top5)}</td><td>{'' if row.filter == 'all' else _gain(row.gain)}</td>"
         f'<td><span class="badge {_kind(row.note)}">{escape(row.note)}</span></td></tr>'
         for row in e.rows
@@ -197,7 +201,7 @@ def _histogram(e: Evaluation) -> str:
     counts = [int((chosen == k).sum()) for k in range(1, n_prompts + 1)]
     chart = bar_chart(counts, x_label="K, prompts kept", y_label="classes", what="classes")
     left_out = int(hopeless.sum())
-    omitted = f" {left_out:,} classes that are never right, whatever K, are left out." if left_out else ""
+    omitted = f" Left out: {left_out:,} never right, whatever K." if left_out else ""
     every, half = counts[-1] if counts else 0, sum(counts[: n_prompts // 2])
     return (
         '<section><h2>K chosen for each class</h2><div class="pair"><div class="scroll">'
@@ -289,7 +293,7 @@ def _card(c: int, outcome: Outcome, images: LabelledImages, classes: Classes, te
         return (
             f"<li><span>{escape(templates[p].replace('{}', classes.names[c]))}</span>"
             f'<div class="meter"><i style="width:{share:.0f}%;background:{colour}"></i></div>'
-            f"<code>{number(u[p])}</code></li>"
+            f"<code>{u[p]:#.4g}</code></li>"
         )
 
     keep = [prompt(p, "#4b9a6b") for p in order[:kept]]

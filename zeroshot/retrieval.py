@@ -63,7 +63,7 @@ class Captions:
     Attributes:
         images: where the images lie.
         texts: for each image its captions.
-        scenes: for each image (scene, predicates of its captions), where the data is the embedded world; else None.
+        scenes: for each image (scene, captions with what they state), where the data is the embedded world; else None.
     """
 
     images: Images
@@ -162,18 +162,20 @@ def find_captions(data: str | Path) -> Captions:
 
 
 def read_scenes(metas: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
-    """(scene, predicates) of each sample of the embedded world; None if any sample is not of it."""
-    from probemb.data.scenes import predicate_from_json, scene_from_json
+    """(scene, captions) of each sample of the embedded world; None if any sample is not of it."""
+    from probemb.data.scenes import sample_from_json
 
     found = []
     for meta, captions in zip(metas, texts):
+        if "scene" not in meta:
+            return None
         try:
-            predicates = [predicate_from_json(row) for row in meta["predicates"]]
-            found.append((scene_from_json(meta["scene"]), predicates))
-        except (KeyError, TypeError, ValueError):
+            scene, told = sample_from_json(meta)
+        except (TypeError, ValueError, AttributeError):
             return None
-        if len(predicates) != len(captions):
+        if [caption.text for caption in told] != list(captions):
             return None
+        found.append((scene, told))
     return found
 
 
@@ -242,8 +244,8 @@ def exact_match(captions: Captions, kept: Sequence[int]):
     from probemb.data.scenes import match_matrix
 
     scenes = [captions.scenes[i][0] for i in kept]
-    predicates = [predicate for i in kept for predicate in captions.scenes[i][1]]
-    return torch.from_numpy(match_matrix(scenes, predicates))
+    told = [caption for i in kept for caption in captions.scenes[i][1]]
+    return torch.from_numpy(match_matrix(scenes, told))
 
 
 def score_exact(images: Gaussian, texts: Gaussian, captions: Captions, kept: Sequence[int], device: str) -> list:
@@ -271,7 +273,7 @@ def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Cap
     if captions.scenes is not None:
         from probemb.data.scenes import ambiguity
 
-        truth = [ambiguity(predicate) for i in kept for predicate in captions.scenes[i][1]]
+        truth = [ambiguity(caption) for i in kept for caption in captions.scenes[i][1]]
         truth = torch.tensor(truth, dtype=torch.float64)
         found["ambiguity_spearman"] = pearson(average_ranks(texts.uncertainty()), average_ranks(truth))
     return found

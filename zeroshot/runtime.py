@@ -24,10 +24,10 @@ LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 
 def dashes(argv: Sequence[str] | None) -> list[str]:
-    """Options may be written with dashes (`--batch-size`); `--no-cache` stands for `--cache none`."""
+    """Options may be written with dashes (`--batch-size`); `--no-cache` stands for `--cache null`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "--no-cache" in words:
-        words = [word for word in words if word != "--no-cache"] + ["--cache", "none"]
+        words = [word for word in words if word != "--no-cache"] + ["--cache", "null"]
     out = []
     for word in words:
         option, equals, value = word.partition("=")

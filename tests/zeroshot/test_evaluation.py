@@ -75,9 +75,7 @@ def test_oracles_are_labelled_and_at_least_as_good_as_what_they_choose_from(ever
 def test_best_topk_is_a_real_classifier_with_each_class_own_k(every):
     images, labels, _, prompts = world()
     u = prompts.uncertainty()
-    vectors = normalise(
-        torch.stack([prompts.mean[c][u[c].argsort()[: every.class_k[c]]].mean(0) for c in range(6)])
-    )
+    vectors = normalise(torch.stack([prompts.mean[c][u[c].argsort()[: every.class_k[c]]].mean(0) for c in range(6)]))
     hits = (images @ vectors.T).argmax(1) == labels
     assert rows_of(every)["best-topk", "oracle"].top1 == pytest.approx(hits.double().mean().item())
     assert len(set(every.class_k.tolist())) > 1
@@ -90,7 +88,9 @@ def test_the_upper_bound_is_the_mean_of_the_best_of_each_class(every):
 
 def test_folds_choose_k_without_the_images_they_score():
     images, labels, names, prompts = world()
-    honest = rows_of(evaluate_embeddings(images, labels, names, prompts, ["best-topk"], selection=Selection("folds", 5)))
+    honest = rows_of(
+        evaluate_embeddings(images, labels, names, prompts, ["best-topk"], selection=Selection("folds", 5))
+    )
     row = honest["best-topk", "honest (folds:5)"]
     from probemb.classify import class_accuracy, prefix_vectors, true_ranks
     from zeroshot.filters import best_class_k, stratified_folds

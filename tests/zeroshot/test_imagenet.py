@@ -1,0 +1,190 @@
+"""The command, from arguments to table, JSON and page."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from probemb.errors import UserError
+from tests.zeroshot.conftest import N_CLASSES, PER_CLASS, write_tar
+from zeroshot.imagenet import main
+
+
+@pytest.fixture(scope="module")
+def every(run_folder, shards, tmp_path_factory):
+    out = tmp_path_factory.mktemp("every")
+    arguments = ["--filter", "every", "--model", str(run_folder), "--data", str(shards), "--out", str(out)]
+    assert main([*arguments, "--select-on", "folds:2", "--cache", str(out / "cache")]) == 0
+    return out
+
+
+def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
+    results = json.loads((every / "results.json").read_text(), parse_constant=pytest.fail)
+    assert [row["note"] for row in results["rows"]] == [
+        "zero-shot", "zero-shot", "oracle", "honest (folds:2)", "oracle", "oracle, upper bound", "honest (folds:2)",
+        "zero-shot", "zero-shot",
+    ]  # fmt: skip
+    assert results["images"] == N_CLASSES * PER_CLASS
+    assert len(results["templates"]) == len(results["curve"]["top1"]) == 80
+    assert [row["name"] for row in results["per_class"]] == names
+    assert sum(row["images"] for row in results["per_class"]) == results["images"]
+    every_correct = sum(row["top1_all"] * row["images"] for row in results["per_class"]) / results["images"]
+    assert every_correct == pytest.approx(results["rows"][1]["top1"])
+    assert results["config"]["select_on"] == "folds:2"
+    assert set(results["seconds"]) == {"text", "images", "filters"}
+
+
+class Page(HTMLParser):
+    """Collects what a page would load from elsewhere, and whether its elements are closed in order."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.elsewhere, self.images, self.charts = [], [], 0, 0
+
+    def handle_starttag(self, tag, attributes):
+        self.images += tag == "img"
+        self.charts += tag == "svg"
+        assert tag != "script"
+        for name, value in attributes:
+            assert not name.startswith("on")
+            if name in ("src", "href") and not value.startswith("data:image/jpeg;base64,"):
+                self.elsewhere.append(value)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(every):
+    page = Page()
+    page.feed((every / "report.html").read_text())
+    page.close()
+    assert page.open == []
+    assert page.elsewhere == []
+    assert page.charts == 5  # two curves, the histogram, classes and images by uncertainty
+    assert page.images == N_CLASSES * PER_CLASS  # eight classes, shown with all their four images
+
+
+def test_a_second_run_reads_the_cache_and_replaces_its_own_files(every, run_folder, shards, capsys):
+    before = json.loads((every / "results.json").read_text())
+    arguments = ["--filter", "every", "--model", str(run_folder), "--data", str(shards), "--out", str(every)]
+    main([*arguments, "--select-on=folds:2", "--cache", str(every / "cache")])
+    after = json.loads((every / "results.json").read_text())
+    assert (before.pop("prompt_cache"), after.pop("prompt_cache")) == ("computed", "read")
+    del before["seconds"], after["seconds"]
+    assert after == before
+    assert "best-topk, rivals at the same K" in capsys.readouterr().out
+
+
+def test_each_filter_alone_compares_with_single_and_all(run_folder, shards, tmp_path):
+    for name, expected in {"weighted": 1, "topk": 1, "best-topk": 2}.items():
+        main(
+            ["--filter", name, "--model", str(run_folder), "--data", str(shards), "--out", str(tmp_path), "--no-cache"]
+        )
+        rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+        assert [row["filter"] for row in rows] == ["single", "all", *[name] * expected]
+
+
+def test_k_can_be_chosen_on_other_images(run_folder, shards, tmp_path):
+    main([
+        "--filter", "best-topk", "--model", str(run_folder), "--data", str(shards / "00000.tar"), "--no-cache",
+        "--select-on", "train", "--select-data", str(shards / "00001.tar"), "--out", str(tmp_path),
+    ])  # fmt: skip
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert rows[-1]["note"] == "honest (train)"
+
+
+def test_own_templates_and_hostile_names_are_shown_as_text(run_folder, shards, tmp_path, names):
+    (tmp_path / "t.txt").write_text("<b>{}</b>\nthe \u202e{}\n")
+    evil = ["<script>alert(1)</script>", *names[1:]]
+    (tmp_path / "c.json").write_text(json.dumps(evil))
+    main([
+        "--filter", "every", "--model", str(run_folder), "--data", str(shards), "--no-cache",
+        "--templates", str(tmp_path / "t.txt"), "--classes", str(tmp_path / "c.json"), "--out", str(tmp_path / "out"),
+    ])  # fmt: skip
+    text = (tmp_path / "out" / "report.html").read_text()
+    Page().feed(text)
+    assert "<script" not in text
+    assert "<b><" not in text
+    assert "\u202e" not in text
+
+
+def bad_inputs(shards, run_folder, tmp):
+    good = {"--model": str(run_folder), "--data": str(shards)}
+    (tmp / "two.txt").write_text("cat\ndog\n")
+    (tmp / "theirs").mkdir()
+    (tmp / "theirs" / "results.json").write_text('{"mine": 1}')
+    (tmp / "file").write_text("")
+    return {
+        "Did you mean 'best-topk'": {**good, "--filter": "best-topkk"},
+        "Did you mean 'filter'|Did you mean 'filters'|no option --filtr": {**good, "--filtr": "all"},
+        "only 2 class names": {**good, "--classes": str(tmp / "two.txt")},
+        "does not exist": {**good, "--data": str(tmp / "nothing")},
+        "ImageNet is not at": {"--model": str(run_folder)},
+        "not a way to choose K": {**good, "--select-on": "test"},
+        "needs the images to choose K on": {**good, "--select-on": "train"},
+        "but K is not chosen on it": {**good, "--select-data": str(shards)},
+        "chooses no K": {**good, "--filter": "all", "--select-on": "folds:5"},
+        "--k has no effect": {**good, "--filter": "best-topk", "--k": "3"},
+        "--k 81 is more than the 80": {**good, "--filter": "topk", "--k": "81"},
+        "--k is 0": {**good, "--filter": "topk", "--k": "0"},
+        "--batch-size is 0": {**good, "--batch-size": "0"},
+        "--temperature is -1": {**good, "--temperature": "-1"},
+        "--max-bad is 2": {**good, "--max-bad": "2"},
+        "There is no device": {**good, "--device": "gpu"},
+        "There is no precision": {**good, "--precision": "fp8"},
+        "was not written by this command": {**good, "--out": str(tmp / "theirs")},
+        "is a file": {**good, "--out": str(tmp / "file")},
+        "There is no model at": {**good, "--model": str(tmp / "no-run")},
+    }
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_bad_input_is_refused_before_anything_is_written(case, shards, run_folder, tmp_path):
+    message, options = list(bad_inputs(shards, run_folder, tmp_path).items())[case]
+    out = tmp_path / "out"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message):
+        main([word for pair in {"--out": str(out), "--no-cache": "", **options}.items() for word in pair if word])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_too_many_corrupt_images_write_nothing(run_folder, pictures, names, tmp_path):
+    members = [(f"{i}.{ext}", data) for i in range(10) for ext, data in (("jpg", b"no"), ("cls", b"0"))]
+    write_tar(tmp_path / "bad.tar", members)
+    (tmp_path / "classes.txt").write_text("\n".join(names))
+    with pytest.raises(UserError, match="of 10 images"):
+        main(
+            [
+                "--model",
+                str(run_folder),
+                "--data",
+                str(tmp_path / "bad.tar"),
+                "--out",
+                str(tmp_path / "o"),
+                "--no-cache",
+            ]
+        )
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_command_ends_in_two_lines_and_code_2(tmp_path):
+    command = [sys.executable, "-m", "zeroshot.imagenet", "--filter", "bst-topk", "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[0] == "error: There is no filter 'bst-topk'. Did you mean 'best-topk'?"
+    assert len(lines) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_small_imagenet_sample_has_no_folds(shared_data, run_folder, tmp_path):
+    data = shared_data("imagenet_sample_1000")
+    with pytest.raises(UserError, match="no class has more than one image"):
+        main(["--model", str(run_folder), "--data", str(data), "--out", str(tmp_path), "--select-on", "folds:5"])
