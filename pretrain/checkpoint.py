@@ -210,9 +210,11 @@ def prune_checkpoints(run_dir: Path | str, keep: int) -> None:
     for path in _finished(Path(run_dir)):
         if kept == keep:
             gone = path.with_name(f".{path.name}.deleted")  # a half-deleted one must not look like a checkpoint
-            shutil.rmtree(gone, ignore_errors=True)
-            path.rename(gone)
-            shutil.rmtree(gone)
+            try:
+                path.rename(gone)
+                shutil.rmtree(gone)
+            except OSError as error:  # no reason to stop training
+                logger.warning("The old checkpoint %s could not be deleted: %s.", path, error)
             continue
         try:
             _read_content(path)
@@ -237,7 +239,7 @@ def _write(target: Path, tensors: dict[str, dict[str, Tensor]], content: dict[st
     partial, old = _partial(target), target.with_name(f".{target.name}.old")
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(".step-*"):  # of writes and deletions that were killed
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     files = {}
     for name, entries in tensors.items():
