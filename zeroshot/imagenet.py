@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from probemb.command import parse_config, run_command, to_dict
 from probemb.errors import UserError
+from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, ImagenetConfig
 
 if TYPE_CHECKING:
     import torch
@@ -33,54 +34,7 @@ DESCRIPTION = (
     "Zero-shot classification with uncertainty-based prompt filtering. Takes class folders, webdataset shards with "
     "KEY.cls, or a tar of either; prints a table and writes results.json and report.html."
 )
-DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
-DEFAULT_DATA = "data/imagenet/val"
 OUTPUTS = ("results.json", "report.html")
-
-
-@dataclass(frozen=True)
-class Config:
-    """What the command can be told.
-
-    Attributes:
-        model: a run folder, a model folder, a .safetensors file, or a published hub name.
-        data: class folders, a folder or pattern of webdataset shards, or one tar.
-        filter: single, all, topk, best-topk, weighted, inverse-variance, or every.
-        classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
-        templates: a file with one prompt template a line, each with {}; by default CLIP's 80.
-        labels: a file of "NAME LABEL" lines, for images without class folders.
-        k: prompts that `topk` keeps; by default the best of the curve, which is an oracle.
-        temperature: of `weighted`, in standard deviations of a class' uncertainties.
-        select_on: where K is chosen besides the oracle: oracle, train (with select_data), or folds:5.
-        select_data: labelled images to choose K on, for --select-on train.
-        out: folder for results.json and report.html; by default zeroshot/ in the run folder.
-        batch_size: images in a batch.
-        text_batch_size: prompts in a batch.
-        workers: processes that decode images; by default as the machine allows.
-        device: auto, cpu, cuda, cuda:1.
-        precision: auto, fp32, bf16, fp16.
-        max_bad: largest share of images that may be unreadable.
-        cache: folder of cached prompt embeddings; --no-cache (null in a file) turns it off.
-    """
-
-    model: str = DEFAULT_MODEL
-    data: str = DEFAULT_DATA
-    filter: str = "best-topk"
-    classes: str | None = None
-    templates: str | None = None
-    labels: str | None = None
-    k: int | None = None
-    temperature: float = 1.0
-    select_on: str = "oracle"
-    select_data: str | None = None
-    out: str | None = None
-    batch_size: int = 64
-    text_batch_size: int = 256
-    workers: int | None = None
-    device: str = "auto"
-    precision: str = "auto"
-    max_bad: float = 0.05
-    cache: str | None = "~/.cache/probemb/prompts"
 
 
 @dataclass(frozen=True)
@@ -109,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Everything that can be refused is refused before the model is loaded."""
     from zeroshot.runtime import claim_files, dashes, progress, results_folder
 
-    config = parse_config(Config, PROG, DESCRIPTION, dashes(argv))
+    config = parse_config(ImagenetConfig, PROG, DESCRIPTION, dashes(argv))
     _check_numbers(config)
     if config.data == DEFAULT_DATA and not Path(config.data).exists():
         raise UserError(
@@ -145,8 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from zeroshot.runtime import place, write_json
 
     placement = place(config.device, config.precision)
-    model, tokenizer, transforms = load_model(config.model, device=placement.device)
-    model.eval()
+    try:
+        model, tokenizer, transforms = load_model(config.model, device=placement.device)
+    except UserError as error:
+        if config.model != DEFAULT_MODEL:
+            raise
+        raise UserError(
+            f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
+            "Pass --model RUN, after `python -m pretrain.run --config pretrain/configs/scenes.yaml` for instance.",
+        ) from error
     print(
         f"{len(images):,} images, {len(classes):,} classes (names: {classes.source}), {len(templates)} prompts a class,"
         f" on {placement.device} in {placement.precision}",
@@ -277,7 +238,7 @@ def _embed_images(model, transform, images, labels, title, placement, batch_size
     return gaussian, kept, batches.kept, batches.bad
 
 
-def _check_numbers(config: Config) -> None:
+def _check_numbers(config: ImagenetConfig) -> None:
     for name in ("batch_size", "text_batch_size", "k"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -290,7 +251,7 @@ def _check_numbers(config: Config) -> None:
         raise UserError(f"--max-bad is {config.max_bad}.", "Give a share between 0 and 1.")
 
 
-def _check_selection(config: Config, filters: Sequence[str], selection: Selection) -> None:
+def _check_selection(config: ImagenetConfig, filters: Sequence[str], selection: Selection) -> None:
     if (selection.on == "train") != (config.select_data is not None):
         if config.select_data is not None:
             raise UserError("--select-data is given, but K is not chosen on it.", "Add --select-on train.")
@@ -337,7 +298,7 @@ def k_text(k: float | None) -> str:
 
 
 def describe(
-    config: Config,
+    config: ImagenetConfig,
     outcome: Outcome,
     images: LabelledImages,
     classes: Classes,

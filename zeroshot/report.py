@@ -70,7 +70,9 @@ border:3px solid #c9d0d8;display:block}
 .meter{height:7px;border-radius:4px;background:#eceff3;overflow:hidden}.meter i{display:block;height:100%}
 details{margin-top:6px}summary{cursor:pointer;color:#2a6fb0;font-size:.88rem}
 .narrow{display:none}
-@media(max-width:560px){.narrow{display:block;width:fit-content;border-radius:8px;padding:0 7px;font-weight:400}table{font-size:.86rem}td:last-child,th:last-child{display:none}
+@media(max-width:560px){
+.narrow{display:block;width:fit-content;border-radius:8px;padding:0 7px;font-weight:400}
+table{font-size:.86rem}td:last-child,th:last-child{display:none}
 td,th{padding:7px 5px}td:first-child{white-space:normal}
 main{padding:18px 12px 40px}section{padding:16px 14px}h1{font-size:1.4rem}
 .thumbs img{height:68px}}
@@ -242,8 +244,8 @@ def _bins(uncertainty: dict) -> str:
         return ""
     return (
         "<section><h2>Uncertainty against accuracy</h2><p>Bins of equal count, from certain to uncertain; accuracy "
-        f'with all prompts. A useful uncertainty falls to the right.</p><div class="pair">{"".join(charts)}</div>'
-        "</section>"
+        "with all prompts. Where uncertainty is informative, accuracy falls to the right.</p>"
+        f'<div class="pair">{"".join(charts)}</div></section>'
     )
 
 

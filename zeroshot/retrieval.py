@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from probemb.command import parse_config, run_command, to_dict
 from probemb.errors import UserError
+from zeroshot.config import RetrievalConfig
 
 if TYPE_CHECKING:
     import torch
@@ -27,33 +28,6 @@ PROG = "python -m zeroshot.retrieval"
 DESCRIPTION = "Image-text retrieval on webdataset shards with captions; prints a table and writes retrieval.json."
 OUTPUT = "retrieval.json"
 MAX_PAIRS = 2_000_000_000  # scores held at once, 4 bytes each
-
-
-@dataclass(frozen=True)
-class Config:
-    """What the command can be told.
-
-    Attributes:
-        model: a run folder, a model folder, a .safetensors file, or a published hub name.
-        data: a folder or pattern of webdataset shards with captions, or one tar.
-        out: folder for retrieval.json; by default retrieval/ in the run folder.
-        batch_size: images in a batch.
-        text_batch_size: captions in a batch.
-        workers: processes that decode images; by default as the machine allows.
-        device: auto, cpu, cuda, cuda:1.
-        precision: auto, fp32, bf16, fp16.
-        max_bad: largest share of images that may be unreadable.
-    """
-
-    model: str = ""
-    data: str = ""
-    out: str | None = None
-    batch_size: int = 64
-    text_batch_size: int = 256
-    workers: int | None = None
-    device: str = "auto"
-    precision: str = "auto"
-    max_bad: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -76,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from zeroshot.reading import describe_bad
     from zeroshot.runtime import claim_files, dashes, place, progress, results_folder, write_json
 
-    config = parse_config(Config, PROG, DESCRIPTION, dashes(argv))
+    config = parse_config(RetrievalConfig, PROG, DESCRIPTION, dashes(argv))
     for option, what in (("model", "a run folder, a model folder or a hub name"), ("data", "shards with captions")):
         if not getattr(config, option):
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")

@@ -184,6 +184,19 @@ def test_the_command_ends_in_two_lines_and_code_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_help_loads_nothing_heavy():
+    program = (
+        "import sys, zeroshot.imagenet, zeroshot.retrieval\n"
+        "for main in (zeroshot.imagenet.main, zeroshot.retrieval.main):\n"
+        "    try: main(['--help'])\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'open_clip', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--select_on" in done.stdout
+
+
 def test_the_small_imagenet_sample_has_no_folds(shared_data, run_folder, tmp_path):
     data = shared_data("imagenet_sample_1000")
     with pytest.raises(UserError, match="no class has more than one image"):

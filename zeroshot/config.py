@@ -1,0 +1,82 @@
+"""What the commands of this stage can be told.
+
+A module of its own, without imports: --help resolves the annotations of the module that a configuration stands in,
+and would load torch for the sake of other annotations there.
+"""
+
+from dataclasses import dataclass
+
+DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
+DEFAULT_DATA = "data/imagenet/val"
+
+
+@dataclass(frozen=True)
+class ImagenetConfig:
+    """`python -m zeroshot.imagenet`.
+
+    Attributes:
+        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        data: class folders, a folder or pattern of webdataset shards, or one tar.
+        filter: single, all, topk, best-topk, weighted, inverse-variance, or every.
+        classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
+        templates: a file with one prompt template a line, each with {}; by default CLIP's 80.
+        labels: a file of "NAME LABEL" lines, for images without class folders.
+        k: prompts that `topk` keeps; by default the best of the curve, which is an oracle.
+        temperature: of `weighted`, in standard deviations of a class' uncertainties.
+        select_on: where K is chosen besides the oracle: oracle, train (with select_data), or folds:5.
+        select_data: labelled images to choose K on, for --select-on train.
+        out: folder for results.json and report.html; by default zeroshot/ in the run folder.
+        batch_size: images in a batch.
+        text_batch_size: prompts in a batch.
+        workers: processes that decode images; by default as the machine allows.
+        device: auto, cpu, cuda, cuda:1.
+        precision: auto, fp32, bf16, fp16.
+        max_bad: largest share of images that may be unreadable.
+        cache: folder of cached prompt embeddings; --no-cache (null in a file) turns it off.
+    """
+
+    model: str = DEFAULT_MODEL
+    data: str = DEFAULT_DATA
+    filter: str = "best-topk"
+    classes: str | None = None
+    templates: str | None = None
+    labels: str | None = None
+    k: int | None = None
+    temperature: float = 1.0
+    select_on: str = "oracle"
+    select_data: str | None = None
+    out: str | None = None
+    batch_size: int = 64
+    text_batch_size: int = 256
+    workers: int | None = None
+    device: str = "auto"
+    precision: str = "auto"
+    max_bad: float = 0.05
+    cache: str | None = "~/.cache/probemb/prompts"
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """`python -m zeroshot.retrieval`.
+
+    Attributes:
+        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        data: a folder or pattern of webdataset shards with captions, or one tar.
+        out: folder for retrieval.json; by default retrieval/ in the run folder.
+        batch_size: images in a batch.
+        text_batch_size: captions in a batch.
+        workers: processes that decode images; by default as the machine allows.
+        device: auto, cpu, cuda, cuda:1.
+        precision: auto, fp32, bf16, fp16.
+        max_bad: largest share of images that may be unreadable.
+    """
+
+    model: str = ""
+    data: str = ""
+    out: str | None = None
+    batch_size: int = 64
+    text_batch_size: int = 256
+    workers: int | None = None
+    device: str = "auto"
+    precision: str = "auto"
+    max_bad: float = 0.05
