@@ -92,6 +92,12 @@ def train_line(step: int, steps: int, v: dict[str, float]) -> str:
     )
 
 
+def evaluation_line(step: int, steps: int, v: dict[str, float]) -> str:
+    """The line that people read after an evaluation."""
+    top1, top5 = 100 * v["zeroshot_top1"], 100 * v["zeroshot_top5"]
+    return f"step {step:>{len(str(steps))}}/{steps} | zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
+
+
 def duration(seconds: float) -> str:
     """h:mm:ss, with days where there are any."""
     return str(timedelta(seconds=round(seconds)))

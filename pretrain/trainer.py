@@ -137,17 +137,24 @@ def make_engine(
     return engine
 
 
-def start_deepspeed() -> None:
-    """Join the process group, and keep DeepSpeed from compiling kernels that nothing here uses and from chatting."""
-    distributed.init_process_group()
+def import_deepspeed():
+    """DeepSpeed without its chatter: on import it asks the linker which libraries it could build against."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     warnings.filterwarnings("ignore", module="deepspeed")
-    with _quiet_stderr():  # on import it asks the linker which libraries it could build against
+    with _quiet_stderr():
         import deepspeed
         import deepspeed.ops
 
         # Without a GPU, init would compile a shared-memory communication kernel for a minute; gloo does that work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+def start_deepspeed() -> None:
+    """Join the process group that the launcher describes, or form a group of one."""
+    deepspeed = import_deepspeed()
+    distributed.init_process_group()
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 
@@ -188,7 +195,7 @@ class Trainer:
         self,
         log: Callable[[int, dict[str, float]], None],
         evaluate: Callable[[], dict[str, float]] | None,
-        save: Callable[[], None],
+        save: Callable[[int, int], None],
     ) -> None:
         """Train to the last step, or to `stop_at_step`; what is logged, evaluated and saved is the caller's."""
         config = self.config
@@ -215,7 +222,7 @@ class Trainer:
                 log(self.step, {"samples": self.samples, **evaluate()})
                 window.restart()
             if self.step == last or (config.save_every and self.step % config.save_every == 0):  # -------------- save
-                save()
+                save(self.step, self.samples)
                 window.restart()
 
     def _crossed(self, every: int, last: int) -> bool:

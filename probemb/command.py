@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,6 +156,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         if os.environ.get("PROBEMB_TRACEBACK"):
             traceback.print_exc()
+        if rank := int(os.environ.get("RANK", "0")):
+            time.sleep(3)  # usually all ranks fail alike: rank 0 says it, and the launcher ends the others meanwhile
+            print(f"rank {rank}: ", end="", file=sys.stderr)
         print(f"error: {error.what}\n       {error.remedy}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:

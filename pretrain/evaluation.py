@@ -1,0 +1,83 @@
+"""Zero-shot accuracy while training: every rank takes its share of the images and of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pretrain.config import Evaluate
+from probemb import Gaussian, classify, distributed
+from probemb.data.labelled import ImageBatches, find_images, resolve_classes
+
+
+class Evaluator:
+    """Top-1 and top-5 accuracy of the engine's model on labelled images.
+
+    Args:
+        config: which images and templates.
+        transform: PIL image -> (3, H, W).
+        tokenizer: list of n texts -> (n, L).
+        device, rank, world_size: of this process.
+
+    Raises:
+        UserError: the images are missing, or their classes do not fit.
+    """
+
+    def __init__(
+        self,
+        config: Evaluate,
+        transform: Callable,
+        tokenizer: Callable,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        self.device, self.batch_size = device, config.batch_size
+        self.rank, self.world_size = rank, world_size
+        images = find_images(config.classes)
+        classes, labels = resolve_classes(images, None)
+        templates = [classify.SINGLE_TEMPLATE] if config.templates == "single" else classify.imagenet_templates()
+        self.shape = (len(classes.names), len(templates))
+        self.tokens = tokenizer(classify.prompt_texts(classes.names, templates))  # (C P, L)
+        # Spread evenly over the data: the images of a folder or shard often stand in the order of their classes.
+        n = min(len(images), config.max_images or len(images))
+        chosen = [i * len(images) // n for i in range(n)][rank::world_size]
+        mine = replace(images, places=[images.places[i] for i in chosen], marks=[images.marks[i] for i in chosen])
+        self.labels = torch.tensor([labels[i] for i in chosen])
+        self.batches = ImageBatches(mine, transform, self.batch_size, workers=0)
+        self.n_batches = -(-n // (world_size * self.batch_size))
+
+    @torch.no_grad()
+    def __call__(self, engine) -> dict[str, float]:
+        """{"zeroshot_top1", "zeroshot_top5"} in [0, 1], the same on every rank; collective."""
+        engine.eval()
+        # All ranks call the engine equally often, as ZeRO-3 needs: every call gathers its parameters from all of them.
+        prompts = Gaussian(*self._encode_share(self.tokens, lambda part: engine(None, part)))
+        image = self._encode(lambda batch: engine(batch, None), iter(self.batches), self.n_batches)
+        engine.train()
+        vectors = classify.class_vectors(prompts.mean.view(*self.shape, -1), torch.ones(self.shape))
+        labels = self.labels[self.batches.kept]
+        ranks = classify.true_ranks(image, vectors, labels)
+        counts = {"n": float(len(labels)), "top1": float((ranks < 1).sum()), "top5": float((ranks < 5).sum())}
+        mean = distributed.mean_over_ranks(counts, self.device)
+        return {f"zeroshot_{k}": mean[k] / mean["n"] for k in ("top1", "top5")}
+
+    def _encode(self, call: Callable, batches: Iterator[Tensor], n_calls: int) -> Tensor:
+        means, last = [], None
+        for batch in batches:
+            last = batch.to(self.device, non_blocking=True)
+            means.append(call(last)[0].cpu())
+        for _ in range(n_calls - len(means)):  # batches that this rank has fewer than the others
+            call(last)
+        return torch.cat(means)
+
+    def _encode_share(self, tokens: Tensor, call: Callable) -> tuple[Tensor, Tensor]:
+        """Means and log-variances of all texts, each rank having encoded an equally long share."""
+        share = -(-len(tokens) // self.world_size)
+        index = torch.arange(self.rank * share, (self.rank + 1) * share).clamp(max=len(tokens) - 1)
+        parts = [call(tokens[i].to(self.device)) for i in index.split(self.batch_size)]
+        mean, log_var = (distributed.gather(torch.cat(p))[: len(tokens)].cpu() for p in zip(*parts))
+        return mean, log_var

@@ -1,0 +1,212 @@
+"""The pretraining command as people type it: a run, its resumption, and everything that can be wrong with a command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from probemb import load_model
+from tools.make_scenes import Plan, make
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = {
+    "model.name": "ViT-Micro-32",
+    "batch-size": 16,
+    "samples": 96,
+    "log-every": 2,
+    "save-every": 2,
+    "data.workers": 0,
+    "optimizer.warmup_samples": 32,
+}
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory):
+    """A small embedded world: train, val, classes."""
+    out = tmp_path_factory.mktemp("scenes") / "world"
+    make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
+    return out
+
+
+def command(options: dict, *words: str) -> list[str]:
+    return [sys.executable, "-m", "pretrain.run", *(f"--{k}={v}" for k, v in {**OPTIONS, **options}.items()), *words]
+
+
+def start(options: dict, *words: str, ranks: int = 0, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    argv = command(options, *words)
+    if ranks:
+        argv = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            "--master-port=0",
+            *argv[1:],
+        ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
+    """Interrupted and resumed equals uninterrupted, bit for bit; what a person and a program read is there."""
+    options = {"data.train": scenes / "train", "evaluate.classes": scenes / "classes", "evaluate.every_samples": 48}
+    whole = start({**options, "out": tmp_path / "whole"}, ranks=2)
+    assert whole.returncode == 0, whole.stderr
+    half = start({**options, "out": tmp_path / "half", "stop-at-step": 4}, ranks=2)
+    assert half.returncode == 0, half.stderr
+    rest = start({**options, "out": tmp_path / "half"}, "--resume", ranks=2)
+    assert rest.returncode == 0, rest.stderr
+    assert "resumed at step 4" in rest.stdout
+
+    assert "step 6/6" in whole.stdout
+    for word in ("ViT-Micro-32", "loss", "clip", "match", "images/s", "data", "lr", "ETA", "zero-shot top-1"):
+        assert word in whole.stdout
+    run = tmp_path / "whole"
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6"]
+    assert any((run / "tensorboard").iterdir())
+    trained = [m for m in metrics(run) if "loss" in m]
+    assert [m["step"] for m in trained] == [2, 4, 6]
+    assert trained[-1]["samples"] == 96
+    keys = {"clip", "match", "scale", "shift", "u_image", "u_text", "images_per_second", "data_wait", "lr", "eta"}
+    assert keys <= set(trained[0])
+    losses = {m["step"]: m["loss"] for m in metrics(tmp_path / "half") if "loss" in m}
+    assert losses == {m["step"]: m["loss"] for m in trained}
+
+    model, resumed = load_model(run).model, load_model(tmp_path / "half").model
+    for (name, a), b in zip(model.state_dict().items(), resumed.state_dict().values()):
+        assert torch.equal(a, b), name
+    again = start({**options, "out": run}, "--resume")
+    assert again.returncode == 0
+    assert "is finished: 6 of 6 steps" in again.stdout
+
+
+def test_one_process_without_a_launcher_all_features(scenes, tmp_path):
+    """ZeRO-3, accumulation, checkpointing, the gpo head, pseudo-positives, workers, in one process."""
+    done = start(
+        {
+            "data.train": f'["{scenes}/train", "{scenes}/val"]',
+            "data.weights": "[1, 2]",
+            "data.workers": 2,
+            "out": tmp_path / "run",
+            "samples": 32,
+            "model.head": "gpo",
+            "model.embed_dim": 16,
+            "model.n_unc_layers": 2,
+            "engine.zero_stage": 3,
+            "engine.accumulation": 2,
+            "engine.grad_checkpointing": "true",
+            "loss.pseudo_positive": 0.1,
+            "loss.distance": "wasserstein2",
+            "evaluate.classes": scenes / "classes",
+            "evaluate.max_images": 10,
+            "evaluate.templates": "all",
+        }
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pp " in done.stdout
+    assert load_model(tmp_path / "run").model.embed_dim == 16
+
+
+def test_ctrl_c_ends_a_run_without_a_traceback(scenes, tmp_path):
+    argv = command({"data.train": scenes / "train", "out": tmp_path / "run", "samples": 10**7, "log-every": 1})
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "step" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+
+
+def shards_without_index(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(b"")
+    return folder
+
+
+def empty_index(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "index.json").write_text('{"shards": []}')
+    return folder
+
+
+BAD = {
+    "missing data": ({"data.train": "absent"}, "absent", "make_scenes"),
+    "no data": ({}, "no training data", "--data.train"),
+    "no index": ({"data.train": shards_without_index}, "no index.json", "python -m tools.index_shards"),
+    "empty index": ({"data.train": empty_index}, "no shard", "Name a folder"),
+    "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean 'ViT-B-", ""),
+    "unknown head": ({"model.head": "clap"}, "no head 'clap'. Did you mean 'clip'", ""),
+    "unknown distance": ({"loss.distance": "cds"}, "no distance 'cds'. Did you mean 'csd'", "wasserstein2"),
+    "unknown key": ({"optimizer.lrr": 1}, "no option --optimizer.lrr. Did you mean 'optimizer.lr'", "--help"),
+    "unknown precision": ({"engine.precision": "bf61"}, "Did you mean 'bf16'", "fp32"),
+    "uneven batch": ({"engine.accumulation": 3}, "batch_size 16 cannot be shared evenly", "Set batch_size to 15 or 18"),
+    "lanes": ({"data.lanes": 5}, "lanes", ""),
+    "zero stage": ({"engine.zero_stage": 4}, "zero_stage is 4", "0, 1, 2 or 3"),
+    "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
+    "weights": ({"data.weights": "[1, 2]"}, "2 weights", "one number"),
+    "wrong type": ({"batch-size": "many"}, "batch_size", "--help"),
+    "missing classes": ({"evaluate.classes": "absent"}, "absent", ""),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_in_two_lines_with_nothing_written(case, scenes, tmp_path):
+    options, what, remedy = BAD[case]
+    if case not in ("no data",):
+        options = {"data.train": scenes / "train"} | options
+    options = {k: v(tmp_path / "given") if callable(v) else v for k, v in options.items()}
+    out = tmp_path / "run"
+    done = start({"out": out, **options}, cwd=tmp_path)
+    refused(done, what, remedy)
+    assert not out.exists()
+
+
+def refused(done: subprocess.CompletedProcess, what: str, remedy: str) -> None:
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 2, done.stderr
+    assert what in lines[0]
+    assert remedy in lines[1]
+
+
+def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, tmp_path):
+    out = tmp_path / "run"
+    options = {"data.train": scenes / "train", "out": out, "samples": 32}
+    assert start(options).returncode == 0
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    refused(start(options), "already holds a run", "--resume")
+    refused(start({**options, "samples": 64, "batch-size": 8}, "--resume"), "batch_size", "--out")
+    refused(start({**options, "samples": 64, "model.n_unc_layers": 1}, "--resume"), "model.n_unc_layers", "config.yaml")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    refused(start({**options, "out": tmp_path / "other"}), "holds something else", "--out")
+    assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def test_damaged_data_stops_the_run_and_names_the_shards(scenes, tmp_path):
+    """Images overwritten with noise; the tar and its index stay whole."""
+    import shutil
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(scenes / "train", folder)
+    shard = sorted(folder.glob("*.tar"))[0]
+    raw = bytearray(shard.read_bytes())
+    place = 0
+    while (place := raw.find(b"\xff\xd8\xff", place)) >= 0:
+        raw[place : place + 3] = b"bad"
+    shard.write_bytes(raw)
+    done = start({"data.train": folder, "out": tmp_path / "run", "samples": 640})
+    assert done.returncode == 2, done.stderr
+    assert shard.name in done.stderr
+    assert "Traceback" not in done.stderr
