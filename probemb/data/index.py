@@ -10,8 +10,9 @@ import fnmatch
 import itertools
 import json
 import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from probemb.errors import UserError
 
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 256 << 20
-MAX_PATTERN_FILES = 1_000_000
+MAX_PATTERN_FILES = 100_000
 _EMBEDDED = "make the embedded data with `python -m tools.make_scenes data/scenes`"
 
 
@@ -85,15 +86,7 @@ def _read_source(source: str) -> list[Shard]:
 
 def _read_pattern(pattern: str) -> list[Shard]:
     """The part of one or more indexed folders whose shards a path with braces and wildcards names."""
-    from braceexpand import UnbalancedBracesError, braceexpand
-
-    try:
-        names = list(itertools.islice(braceexpand(pattern), MAX_PATTERN_FILES + 1))
-    except UnbalancedBracesError:
-        raise UserError(
-            f"The braces of the data path {pattern} do not pair up.",
-            "Write a range as in data/cc3m/{00000..00331}.tar.",
-        ) from None
+    names = list(itertools.islice(_expand_braces(pattern), MAX_PATTERN_FILES + 1))
     if len(names) > MAX_PATTERN_FILES:
         raise UserError(
             f"The data path {pattern} stands for more than {MAX_PATTERN_FILES:,} files.", "Narrow the range."
@@ -101,22 +94,19 @@ def _read_pattern(pattern: str) -> list[Shard]:
     indexes: dict[Path, dict[str, Shard]] = {}
     chosen: dict[Path, Shard] = {}
     for name in map(Path, names):
-        folder = name.parent
+        folder, wild = name.parent, any(mark in name.name for mark in "*?[")
+        if not (folder.is_dir() if wild else name.exists()):
+            raise UserError(f"The data path {name} does not exist.", f"Check the spelling, or {_EMBEDDED}.")
         if folder not in indexes:
-            if not folder.is_dir() or (not _has_wildcard(name.name) and not name.exists()):
-                raise UserError(
-                    f"The data path {name} does not exist.",
-                    f"Check the spelling, or {_EMBEDDED}.",
-                )
             indexes[folder] = {shard.name: shard for shard in _read_index_file(folder)}
         index = indexes[folder]
-        if _has_wildcard(name.name) and name.name not in index:
-            found = [shard for shard in index.values() if fnmatch.fnmatchcase(shard.name, name.name)]
+        if name.name in index:
+            found = [index[name.name]]
         else:
-            found = [index[name.name]] if name.name in index else []
+            found = [shard for shard in index.values() if wild and fnmatch.fnmatchcase(shard.name, name.name)]
         if not found:
             raise UserError(
-                f"No shard of {folder / 'index.json'} fits {name.name}.",
+                f"No shard of {folder / INDEX_NAME} fits {name.name}.",
                 f"Correct the pattern, or bring the index up to date with `{_index_command(folder)}`.",
             )
         chosen.update((shard.path, shard) for shard in found)
@@ -125,8 +115,25 @@ def _read_pattern(pattern: str) -> list[Shard]:
     return list(chosen.values())
 
 
-def _has_wildcard(name: str) -> bool:
-    return any(mark in name for mark in "*?[")
+def _expand_braces(pattern: str) -> Iterator[str]:
+    """{00000..00331} and {a,b} as in a shell, one at a time, so that an absurd range costs nothing."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        if "{" in pattern or "}" in pattern:
+            raise UserError(
+                f"The braces of the data path {pattern} do not pair up.",
+                "Write a range as in data/cc3m/{00000..00331}.tar.",
+            )
+        yield pattern
+        return
+    numbers = re.fullmatch(r"([0-9]{1,12})\.\.([0-9]{1,12})", braces[1])
+    if numbers:
+        width = len(numbers[1]) if numbers[1].startswith("0") else 1
+        options = (f"{number:0{width}d}" for number in range(int(numbers[1]), int(numbers[2]) + 1))
+    else:
+        options = iter(braces[1].split(","))
+    for option in options:
+        yield from _expand_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
 
 
 def _index_command(folder: Path) -> str:
@@ -157,7 +164,7 @@ def _read_index_file(folder: Path) -> list[Shard]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not an index of shards.", rebuild) from None
     for shard in shards:
-        if not shard.name or Path(shard.name).name != shard.name or "\0" in shard.name:
+        if shard.name in ("", "..") or Path(shard.name).name != shard.name or "\0" in shard.name:
             raise UserError(f"{path} names a file outside its own folder: {shard.name!r}.", rebuild)
     if len({shard.name for shard in shards}) < len(shards):
         raise UserError(f"{path} names a shard twice.", rebuild)

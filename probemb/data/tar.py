@@ -154,9 +154,9 @@ def _pax_records(payload: bytes, label: str) -> dict[str, str]:
     while position < len(payload):
         digits, blank, _ = payload[position : position + 20].partition(b" ")
         length = int(digits) if blank and digits.isdigit() else 0
-        record = payload[position + len(digits) + 1 : position + length - 1]
-        name, equals, value = record.partition(b"=")
-        if not equals or position + length > len(payload) or payload[position + length - 1] != 0x0A:
+        record = payload[position : position + length]
+        name, equals, value = record[len(digits) + 1 : -1].partition(b"=")
+        if len(record) != length or record[-1:] != b"\n" or not equals:  # a length of 0 must not end in a loop
             raise BadShard(f"{label}: malformed pax header")
         records[_text(name)] = _text(value)
         position += length
