@@ -70,7 +70,7 @@ class Damaged(UserError):
 def save_checkpoint(engine, run_dir: Path | str, step: int, state: dict[str, Any]) -> Path:
     """Write `run_dir`/checkpoints/step-`step`; collective, between two optimizer steps.
 
-    A kill at any moment leaves the checkpoints before untouched. One of the same step is replaced.
+    A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
 
     Args:
         state: what the caller wants back from `load_checkpoint`; anything JSON can hold, the same on all ranks.
@@ -251,7 +251,7 @@ def _write(target: Path, tensors: dict[str, dict[str, Tensor]], content: dict[st
     (partial / STATE).write_text(text, encoding="utf-8")
     _flush(partial / STATE)
     _flush(partial)
-    if target.exists():
+    if target.exists():  # between these two renames, this one step has no checkpoint under its name
         target.rename(old)
     partial.rename(target)
     _flush(target.parent)

@@ -113,13 +113,14 @@ class EngineState:
         out = {}
         for name, stepped in self.stepped.items():
             held = self.optimizer.state.get(stepped, {})
+            p = self.parameters[name]
             for moment in MOMENTS:
-                source = held[moment] if held else torch.zeros_like(stepped.detach())
-                p = self.parameters[name]
-                if self.stage == 0:
-                    whole = source.cpu().contiguous().clone() if distributed.is_main() else None
+                if not held:
+                    whole = torch.zeros(getattr(p, "ds_shape", p.shape)) if distributed.is_main() else None
+                elif self.stage == 0:
+                    whole = held[moment].cpu().contiguous().clone() if distributed.is_main() else None
                 else:
-                    whole = _whole_on_main(p, self.pieces[name], source, self.engine.device)
+                    whole = _whole_on_main(p, self.pieces[name], held[moment], self.engine.device)
                 if whole is not None:
                     out[f"{moment}.{name}"] = whole
         return out
