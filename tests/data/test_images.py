@@ -1,0 +1,125 @@
+"""Decoding: what colours come out of every mode, and that hostile images are refused."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from probemb.data.shards import BadSample, decode_image
+
+
+def pixel(data):
+    image = decode_image(data)
+    assert image.mode == "RGB"
+    return image.getpixel((2, 2))
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_formats(encode, format):
+    data = encode(format, colour=(200, 40, 60), size=(16, 12))
+    assert decode_image(data).size == (16, 12)
+    np.testing.assert_allclose(pixel(data), (200, 40, 60), atol=4)
+
+
+def test_modes_become_rgb(encode):
+    assert pixel(encode("PNG", "L", colour=77)) == (77, 77, 77)
+    assert pixel(encode("PNG", "1", colour=1)) == (255, 255, 255)
+    palette = Image.new("RGB", (8, 6), (10, 200, 30)).quantize(4)
+    assert pixel(encode("PNG", image=palette)) == (10, 200, 30)
+    np.testing.assert_allclose(pixel(encode("JPEG", "CMYK", colour=(0, 255, 255, 0))), (255, 0, 0), atol=6)
+
+
+def test_sixteen_bit_grey_is_scaled_and_not_clipped(encode):
+    grey = Image.fromarray(np.full((6, 8), 0x8040, dtype=np.uint16))
+    assert pixel(encode("PNG", image=grey)) == (0x80, 0x80, 0x80)
+
+
+def test_transparency_is_laid_over_white(encode):
+    assert pixel(encode("PNG", "RGBA", colour=(0, 0, 0, 0))) == (255, 255, 255)
+    assert pixel(encode("PNG", "RGBA", colour=(10, 20, 30, 255))) == (10, 20, 30)
+    assert pixel(encode("PNG", "LA", colour=(0, 0))) == (255, 255, 255)
+    half = pixel(encode("WEBP", "RGBA", colour=(0, 0, 0, 128), lossless=True))
+    np.testing.assert_allclose(half, (127, 127, 127), atol=1)
+    palette = Image.new("P", (8, 6), 0)
+    palette.putpalette([9, 9, 9, 250, 0, 0])
+    assert pixel(encode("PNG", image=palette, transparency=0)) == (255, 255, 255)
+    assert pixel(encode("PNG", "RGB", colour=(1, 2, 3), transparency=(1, 2, 3))) == (255, 255, 255)
+
+
+def test_the_orientation_tag_is_not_applied(encode):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode_image(encode("JPEG", size=(16, 8), exif=exif)).size == (16, 8)
+
+
+def test_draft_decodes_large_jpegs_smaller(encode):
+    data = encode("JPEG", size=(640, 480))
+    assert decode_image(data, draft=100).size == (160, 120)
+    assert decode_image(data, draft=500).size == (640, 480)
+    assert decode_image(encode("PNG", size=(640, 480)), draft=100).size == (640, 480)
+
+
+def test_truncated_images_are_refused(encode):
+    noise = Image.fromarray(np.random.RandomState(0).randint(0, 255, (64, 64, 3), dtype=np.uint8))
+    for format in ("JPEG", "PNG", "WEBP"):
+        data = encode(format, image=noise)
+        for share in (0.0, 0.1, 0.5, 0.9):
+            with pytest.raises(BadSample):
+                decode_image(data[: int(len(data) * share)])
+
+
+def test_a_pixel_bomb_is_refused_before_it_is_decoded():
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    for width, height in [(8001, 8000), (60_000, 60_000), (2**31 - 1, 1)]:
+        header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+        with pytest.raises(BadSample, match="pixels"):
+            decode_image(data)
+
+
+def test_the_bound_can_be_set(encode):
+    data = encode("PNG", size=(10, 10))
+    assert decode_image(data, max_pixels=100).size == (10, 10)
+    with pytest.raises(BadSample, match="10 x 10"):
+        decode_image(data, max_pixels=99)
+
+
+@pytest.mark.parametrize("format", ["BMP", "GIF", "TIFF", "PPM", "ICO"])
+def test_other_decoders_are_never_tried(encode, format):
+    with pytest.raises(BadSample):
+        decode_image(encode(format, size=(16, 16)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 1000, b"<html>not an image</html>", b"%!PS-Adobe-3.0 EPSF-3.0\n"])
+def test_what_is_no_image(data):
+    with pytest.raises(BadSample):
+        decode_image(data)
+
+
+def test_flipped_bytes_end_in_an_image_or_a_refusal(encode):
+    noise = Image.fromarray(np.random.RandomState(1).randint(0, 255, (32, 32, 3), dtype=np.uint8))
+    draw = np.random.RandomState(2)
+    refused = 0
+    for format in ("JPEG", "PNG", "WEBP"):
+        data = np.frombuffer(encode(format, image=noise), dtype=np.uint8)
+        for _ in range(100):
+            changed = data.copy()
+            changed[draw.randint(0, len(data), 4)] = draw.randint(0, 256, 4)
+            try:
+                image = decode_image(changed.tobytes(), max_pixels=1_000_000)
+                assert image.mode == "RGB"
+            except BadSample:
+                refused += 1
+    assert refused > 50
+
+
+def test_the_image_outlives_its_bytes(encode):
+    image = decode_image(bytearray(encode("PNG", colour=(1, 2, 3))))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    assert decode_image(file.getvalue()).getpixel((0, 0)) == (1, 2, 3)

@@ -1,0 +1,167 @@
+"""The command that writes the embedded world: what it writes, twice the same, and what it leaves alone."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+
+from probemb.data.scenes import class_label, class_names, class_scene, match_matrix, matches, sample_from_json, scene
+from probemb.data.shards import decode_image, iterate_samples, read_index
+from probemb.errors import UserError
+from tools.make_scenes import Plan, main, make
+
+PLAN = Plan(train=25, val=8, classes_images=70, size=32, shard_size=10)
+ARGUMENTS = ["--train", "25", "--val", "8", "--classes-images", "70", "--size", "32", "--shard-size", "10"]
+
+
+def digests(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("made") / "deep" / "scenes"
+    assert make(PLAN, out, workers=2)
+    return out
+
+
+def test_the_files(made):
+    assert [(s.name, s.samples) for s in read_index(made / "train")] == [
+        ("00000.tar", 10),
+        ("00001.tar", 10),
+        ("00002.tar", 5),
+    ]
+    assert sum(shard.samples for shard in read_index(made / "classes")) == 70
+    assert (made / "classes" / "classes.txt").read_text().splitlines() == class_names()
+    assert [path.name for path in made.parent.iterdir()] == ["scenes"]  # nothing is left beside it
+
+
+def test_samples_carry_the_truth(made):
+    samples = list(iterate_samples([shard.path for shard in read_index(made / "train")]))
+    assert [sample.key for sample in samples] == [f"{i:08d}" for i in range(25)]
+    scenes, captions = [], []
+    for index, sample in enumerate(samples):
+        found, stated = sample_from_json(sample.meta)
+        assert found == scene("0 train", index)
+        assert [caption.text for caption in stated] == sample.captions
+        assert len(stated) == 5
+        drawn = np.asarray(found.render(32)).astype(int)
+        stored = np.asarray(decode_image(sample.image)).astype(int)
+        assert np.abs(drawn - stored).mean() < 8  # JPEG
+        scenes.append(found)
+        captions += stated
+    matrix = match_matrix(scenes, captions)
+    assert all(matrix[i // 5, i] for i in range(len(captions)))
+    assert matrix.tolist() == [[matches(caption, one) for caption in captions] for one in scenes]
+
+
+def test_parts_do_not_share_scenes(made):
+    parts = {
+        part: {json.dumps(s.meta["scene"]) for s in iterate_samples([x.path for x in read_index(made / part)])}
+        for part in ("train", "val")
+    }
+    assert len(parts["train"]) == 25
+    assert not parts["train"] & parts["val"]
+
+
+def test_classes_carry_their_label(made):
+    samples = list(iterate_samples([shard.path for shard in read_index(made / "classes")]))
+    assert [sample.label for sample in samples] == [i % 64 for i in range(70)]
+    assert all(class_label(class_scene("0 classes", i)) == sample.label for i, sample in enumerate(samples))
+    with tarfile.open(made / "classes" / "00000.tar") as tar:
+        assert tar.getnames()[:2] == ["00000000.jpg", "00000000.cls"]
+
+
+def test_the_same_arguments_give_the_same_bytes(made, tmp_path):
+    assert make(PLAN, tmp_path / "again", workers=1)
+    assert digests(tmp_path / "again") == digests(made)
+
+
+def test_another_seed_gives_other_images(made, tmp_path):
+    plan = dataclasses.replace(PLAN, seed=1, val=0)
+    make(plan, tmp_path / "other", workers=1)
+    mine, theirs = digests(tmp_path / "other"), digests(made)
+    assert "val/index.json" not in mine
+    assert all(mine[name] != theirs[name] for name in mine if name.endswith(".tar"))
+
+
+def test_a_finished_set_is_kept_and_said_to_be(made, capsys):
+    before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
+    assert main([str(made), *ARGUMENTS]) == 0
+    assert "already complete" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
+
+
+@pytest.mark.parametrize("spoil", ["arguments", "foreign", "unfinished", "cut"])
+def test_anything_else_is_refused_and_left_alone(tmp_path, spoil):
+    out = tmp_path / "out"
+    small = Plan(train=4, val=0, classes_images=0, size=16, shard_size=4)
+    if spoil == "foreign":
+        out.mkdir()
+        (out / "thesis.txt").write_text("mine")
+    else:
+        make(small, out, workers=1)
+    if spoil == "unfinished":
+        (out / "scenes.json").unlink()
+    if spoil == "cut":
+        (out / "train" / "00000.tar").write_bytes(b"cut")
+    before = digests(out)
+    with pytest.raises(UserError, match="already holds"):
+        make(dataclasses.replace(small, seed=5) if spoil == "arguments" else small, out, workers=1)
+    assert digests(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_set_that_cannot_be_finished_never_appears(tmp_path):
+    # The shell's limit on the size of a file ends the writing in the middle of a shard, as a full disk does.
+    command = 'ulimit -f 40; exec "$0" -m tools.make_scenes "$1" --train 100 --workers 1'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable, str(tmp_path / "out")], capture_output=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert b"cannot be written" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_used(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert make(Plan(train=2, val=0, classes_images=0, size=16), out, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--train", "-1"], "too small"),
+        (["--size", "4"], "too small"),
+        (["--size", "5000"], "too large"),
+        (["--workers", "0"], "too small"),
+        (["--shard-size", "0"], "too small"),
+        (["--train", "0", "--val", "0", "--classes-images", "0"], "No images"),
+    ],
+)
+def test_numbers_that_make_no_sense(tmp_path, arguments, what):
+    with pytest.raises(UserError, match=what):
+        main([str(tmp_path / "out"), *arguments])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be written"):
+        main([str(tmp_path / "file" / "out"), "--train", "1"])
+
+
+def test_the_command_ends_in_two_lines_and_code_2(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    command = [sys.executable, "-m", "tools.make_scenes", str(tmp_path), "--train", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[0].startswith("error: ")
+    assert len(ended.stderr.splitlines()) == 2
