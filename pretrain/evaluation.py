@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pretrain.config import Evaluate
 from probemb import Gaussian, classify, distributed
-from probemb.data.labelled import ImageBatches, find_images, resolve_classes
+from probemb.data.labelled import find_images, resolve_classes
+from probemb.data.reading import ImageBatches
 
 
 class Evaluator:

@@ -23,24 +23,23 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
 
     Overrides win over the file, the file over the dataclass' defaults. Keys may be typed with hyphens; a switch
-    without a value is switched on.
+    without a value is switched on, and `--no-KEY` switches off or empties.
 
     Raises:
         UserError: an unknown key (names the nearest known one), a value of the wrong type, a missing or broken file.
     """
     from jsonargparse import ArgumentParser
 
-    argv = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
-    known = known_keys(config_class)
+    known, switches = known_keys(config_class), known_keys(config_class, only=bool)
+    argv = [_as_declared(word, known, switches) for word in (sys.argv[1:] if argv is None else argv)]
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
     parser.add_argument(
         "--config", action="config", help="A YAML file with any of the keys below; options win over it."
     )
     parser.add_class_arguments(config_class, as_group=False)
     _refuse_unknown(prog, argv, known)
-    switches = {f"--{key}" for key in known_keys(config_class, only=bool)}
-    argv = [  # `--resume` alone switches on, as people type it
-        f"{word}=true" if word in switches and (i + 1 == len(argv) or argv[i + 1].startswith("--")) else word
+    argv = [  # `--resume` alone switches on
+        f"{word}=true" if word[2:] in switches and (i + 1 == len(argv) or argv[i + 1].startswith("--")) else word
         for i, word in enumerate(argv)
     ]
     try:
@@ -57,12 +56,15 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         ) from error
 
 
-def _underscored(word: str) -> str:
-    """`--batch-size=8` as `--batch_size=8`: people type either."""
+def _as_declared(word: str, known: list[str], switches: list[str]) -> str:
+    """`--batch-size=8` as `--batch_size=8`, and `--no-KEY` as `--KEY=false` or `--KEY=null`."""
     if not word.startswith("--"):
         return word
-    key, equals, value = word.partition("=")
-    return "--" + key[2:].replace("-", "_") + equals + value
+    key, equals, value = word[2:].partition("=")
+    key = key.replace("-", "_")
+    if key not in known and key.startswith("no_") and key[3:] in known and not equals:
+        return f"--{key[3:]}={'false' if key[3:] in switches else 'null'}"
+    return "--" + key + equals + value
 
 
 def known_keys(config_class: type, prefix: str = "", only: type | None = None) -> list[str]:

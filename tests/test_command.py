@@ -32,6 +32,7 @@ class Whole:
 
     name: str = "x"
     deep_switch: bool = False
+    note: str | None = "n"
     part: Part = field(default_factory=Part)
 
 
@@ -51,10 +52,12 @@ def test_hyphens_and_bare_switches():
     assert parse("--deep-switch").deep_switch
     assert parse("--deep_switch", "--name", "z") == Whole("z", True)
     assert not parse("--deep-switch", "false").deep_switch
+    assert not parse("--deep-switch", "--no-deep-switch").deep_switch
+    assert parse("--no-note").note is None
 
 
 def test_the_resolved_configuration_reads_back(tmp_path):
-    config = Whole("ü", True, Part(1e-5, (5, 6)))
+    config = Whole("ü", True, "m", Part(1e-5, (5, 6)))
     file = tmp_path / "c.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert parse("--config", str(file)) == config

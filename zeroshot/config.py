@@ -14,7 +14,7 @@ DEFAULT_DATA = "data/imagenet/val"
 class ImagenetConfig:
     """`python -m zeroshot.imagenet`.
 
-    Attributes:
+    Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
         data: class folders, a folder or pattern of webdataset shards, or one tar.
         filter: single, all, topk, best-topk, weighted, inverse-variance, or every.
@@ -59,7 +59,7 @@ class ImagenetConfig:
 class RetrievalConfig:
     """`python -m zeroshot.retrieval`.
 
-    Attributes:
+    Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
         data: a folder or pattern of webdataset shards with captions, or one tar.
         out: folder for retrieval.json; by default retrieval/ in the run folder.

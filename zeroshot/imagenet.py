@@ -22,11 +22,11 @@ from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, ImagenetConfig
 if TYPE_CHECKING:
     import torch
 
+    from probemb.data.classes import Classes
+    from probemb.data.labelled import LabelledImages
     from probemb.gaussian import Gaussian
     from zeroshot.evaluation import Evaluation, SelectionData
     from zeroshot.filters import FilterOptions, Selection
-    from zeroshot.images import LabelledImages
-    from zeroshot.prompts import Classes
     from zeroshot.runtime import Placement
 
 PROG = "python -m zeroshot.imagenet"
@@ -61,9 +61,9 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Everything that can be refused is refused before the model is loaded."""
-    from zeroshot.runtime import claim_files, dashes, progress, results_folder
+    from zeroshot.runtime import claim_files, progress, results_folder
 
-    config = parse_config(ImagenetConfig, PROG, DESCRIPTION, dashes(argv))
+    config = parse_config(ImagenetConfig, PROG, DESCRIPTION, argv)
     _check_numbers(config)
     if config.data == DEFAULT_DATA and not Path(config.data).exists():
         raise UserError(
@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
+    from probemb.data.labelled import assign_labels, find_images, resolve_classes
+    from probemb.data.reading import describe_bad
     from zeroshot.filters import filter_names, parse_selection, stratified_folds
-    from zeroshot.images import assign_labels, find_images, resolve_classes
     from zeroshot.prompts import read_templates, single_index
-    from zeroshot.reading import describe_bad
 
     filters = filter_names(config.filter)
     selection = parse_selection(config.select_on)
@@ -224,7 +224,7 @@ def _embed_images(model, transform, images, labels, title, placement, batch_size
     import torch
 
     from probemb.classify import encode_images
-    from zeroshot.reading import ImageBatches
+    from probemb.data.reading import ImageBatches
     from zeroshot.runtime import loader_workers
 
     batches = ImageBatches(

@@ -17,10 +17,10 @@ from zeroshot.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, n
 from zeroshot.runtime import GENERATOR, write_file
 
 if TYPE_CHECKING:
+    from probemb.data.classes import Classes
+    from probemb.data.labelled import LabelledImages
     from zeroshot.evaluation import Evaluation
     from zeroshot.imagenet import Outcome
-    from zeroshot.images import LabelledImages
-    from zeroshot.prompts import Classes
 
 THUMBNAIL = 104  # pixels of the longer side
 IMAGES_A_CLASS = 6

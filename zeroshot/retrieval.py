@@ -21,8 +21,8 @@ from zeroshot.config import RetrievalConfig
 if TYPE_CHECKING:
     import torch
 
+    from probemb.data.reading import Images
     from probemb.gaussian import Gaussian
-    from zeroshot.reading import Images
 
 PROG = "python -m zeroshot.retrieval"
 DESCRIPTION = "Image-text retrieval on webdataset shards with captions; prints a table and writes retrieval.json."
@@ -47,10 +47,10 @@ class Captions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    from zeroshot.reading import describe_bad
-    from zeroshot.runtime import claim_files, dashes, place, progress, results_folder, write_json
+    from probemb.data.reading import describe_bad
+    from zeroshot.runtime import claim_files, place, progress, results_folder, write_json
 
-    config = parse_config(RetrievalConfig, PROG, DESCRIPTION, dashes(argv))
+    config = parse_config(RetrievalConfig, PROG, DESCRIPTION, argv)
     for option, what in (("model", "a run folder, a model folder or a hub name"), ("data", "shards with captions")):
         if not getattr(config, option):
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
@@ -97,8 +97,8 @@ def find_captions(data: str | Path) -> Captions:
     Raises:
         UserError: the path is missing, or holds no captioned image.
     """
+    from probemb.data.reading import Images, Place, find_tars
     from probemb.data.shards import IMAGE_EXTENSIONS, BadSample, BadShard, list_samples, parse_sample, read_sample
-    from zeroshot.reading import Images, Place, find_tars
 
     tars = find_tars(data)
     if not tars:
@@ -166,7 +166,7 @@ def embed_pairs(
     import torch
 
     from probemb.classify import encode_images, encode_texts
-    from zeroshot.reading import ImageBatches
+    from probemb.data.reading import ImageBatches
     from zeroshot.runtime import loader_workers
 
     workers = loader_workers(workers, len(captions.images), placement.device)

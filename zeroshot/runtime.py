@@ -23,18 +23,6 @@ GENERATOR = "probemb zeroshot"  # marks our own files, so that nobody else's are
 LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 
-def dashes(argv: Sequence[str] | None) -> list[str]:
-    """Options may be written with dashes (`--batch-size`); `--no-cache` stands for `--cache null`."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--no-cache" in words:
-        words = [word for word in words if word != "--no-cache"] + ["--cache", "null"]
-    out = []
-    for word in words:
-        option, equals, value = word.partition("=")
-        out.append(option.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word)
-    return out
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where and in which precision the model runs."""

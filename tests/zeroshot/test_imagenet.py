@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from probemb.errors import UserError
-from tests.zeroshot.conftest import N_CLASSES, PER_CLASS, write_tar
+from tests.world import N_CLASSES, PER_CLASS, write_tar
 from zeroshot.imagenet import main
 
 

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from probemb.data.classes import read_classes
 from probemb.errors import UserError
 from probemb.models import load_model
-from zeroshot.prompts import embed_texts, read_classes, read_templates, single_index
+from zeroshot.prompts import embed_texts, read_templates, single_index
 
 TEXTS = ["a photo of a cat.", "a photo of a dog.", "a bad photo of the red bicycle."]
 

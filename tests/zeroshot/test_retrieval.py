@@ -9,7 +9,7 @@ from probemb.classify import normalise
 from probemb.data.scenes import matches
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from tests.zeroshot.conftest import jpeg, write_tar
+from tests.world import jpeg, write_tar
 from zeroshot.retrieval import exact_match, find_captions, main, score
 
 

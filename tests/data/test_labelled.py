@@ -6,12 +6,12 @@ import json
 import pytest
 from PIL import Image
 
+from probemb.data.classes import imagenet_classes
+from probemb.data.labelled import find_images, resolve_classes
+from probemb.data.reading import ImageBatches, describe_bad
 from probemb.data.tar import BadSample
 from probemb.errors import UserError
-from tests.zeroshot.conftest import N_CLASSES, write_tar
-from zeroshot.images import find_images, resolve_classes
-from zeroshot.prompts import imagenet_classes
-from zeroshot.reading import ImageBatches, describe_bad
+from tests.world import N_CLASSES, write_tar
 
 
 @pytest.fixture(scope="module")

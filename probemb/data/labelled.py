@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from probemb.data.classes import Classes, imagenet_classes, read_classes
+from probemb.data.reading import Images, Place, find_tars
 from probemb.data.shards import IMAGE_EXTENSIONS, BadSample, BadShard, group_members, parse_sample, walk_tar
 from probemb.errors import UserError, nearest
-from zeroshot.prompts import Classes, imagenet_classes, read_classes
-from zeroshot.reading import Images, Place, find_tars
 
 WNID = re.compile(r"n\d{8}")
 CLASS_FILES = ("classes.json", "classes.txt")
