@@ -45,7 +45,7 @@ def start(options: dict, *words: str, ranks: int = 0, cwd: Path = ROOT) -> subpr
             "-m",
             "torch.distributed.run",
             f"--nproc-per-node={ranks}",
-            "--master-port=0",
+            "--standalone",
             *argv[1:],
         ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
