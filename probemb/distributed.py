@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 
 
@@ -52,6 +53,10 @@ def init_process_group(timeout_minutes: float = 30) -> None:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     this_rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world > 1 and int(os.environ["MASTER_PORT"]) == 0:  # every rank would wait for the others at no address
+        raise UserError(
+            "The launcher gave the ranks port 0 to meet at.", "Use torchrun --standalone, or name a free port."
+        )
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, this_rank == 0 and not agent_store, timeout

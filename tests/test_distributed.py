@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from probemb import Gaussian, distributed, labels
+from probemb import Gaussian, UserError, distributed, labels
 from probemb.distances import DISTANCES
 from probemb.losses import clip_loss, pairwise_match_loss
 from tests.ranks import run_ranks
@@ -121,3 +121,10 @@ def test_helpers():
     assert distributed.world_size() == 1
     x = torch.ones(2, 3)
     assert distributed.gather(x) is x
+
+
+def test_port_zero_is_refused_rather_than_waited_at(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="port 0"):
+        distributed.init_process_group()
