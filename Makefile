@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# The demo's two processes need a GPU each, or none.
+GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 
-.PHONY: help install test lint format clean
+.PHONY: help install demo test lint format clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,6 +17,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+demo: install    ## the whole path on embedded data in minutes; run again to go on with it
+	$(BIN)/python -m tools.make_scenes demo/scenes
+	OMP_NUM_THREADS=1 $(if $(filter 0 1,$(GPUS)),CUDA_VISIBLE_DEVICES=) $(BIN)/torchrun --standalone \
+		--nproc-per-node 2 -m pretrain.run --config pretrain/configs/scenes.yaml --out demo/run --resume \
+		--data.train demo/scenes/train --evaluate.classes demo/scenes/classes
+	$(BIN)/python -m zeroshot.imagenet --model demo/run --data demo/scenes/classes --filter every --select-on folds:5
 
 test: install    ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

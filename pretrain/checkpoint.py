@@ -39,6 +39,7 @@ from pretrain.engine_state import (
 )
 from probemb import distributed
 from probemb.errors import UserError
+from probemb.files import flush
 
 __all__ = [
     "full_state_dict",
@@ -245,25 +246,17 @@ def _write(target: Path, tensors: dict[str, dict[str, Tensor]], content: dict[st
     for name, entries in tensors.items():
         save_file(entries, partial / name)
         files[name] = {"bytes": (partial / name).stat().st_size, "sha256": _sha256(partial / name)}
-        _flush(partial / name)
+        flush(partial / name)
     content = json.loads(json.dumps({**content, "files": files}))  # as it will be read, which is what the sum is of
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=1)
     (partial / STATE).write_text(text, encoding="utf-8")
-    _flush(partial / STATE)
-    _flush(partial)
+    flush(partial / STATE)
+    flush(partial)
     if target.exists():  # between these two renames, this one step has no checkpoint under its name
         target.rename(old)
     partial.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(path: Path) -> str:

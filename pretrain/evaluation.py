@@ -56,7 +56,8 @@ class Evaluator:
         """{"zeroshot_top1", "zeroshot_top5"} in [0, 1], the same on every rank; collective."""
         engine.eval()
         # All ranks call the engine equally often, as ZeRO-3 needs: every call gathers its parameters from all of them.
-        prompts = Gaussian(*self._encode_share(self.tokens, lambda part: engine(None, part)))
+        tokens = engine.module.model.cut_padding(self.tokens)
+        prompts = Gaussian(*self._encode_share(tokens, lambda part: engine(None, part)))
         image = self._encode(lambda batch: engine(batch, None), iter(self.batches), self.n_batches)
         engine.train()
         vectors = classify.class_vectors(prompts.mean.view(*self.shape, -1), torch.ones(self.shape))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
 
 from probemb.errors import UserError
+from probemb.files import replace_text
 
 
 class RunLog:
@@ -57,9 +57,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (json.JSONDecodeError, KeyError, TypeError):
             continue  # the last line of a killed run may be cut
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(kept), encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, "".join(kept))
 
 
 def _start_wandb(project: str | None, run: Path, config: dict):

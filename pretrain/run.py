@@ -142,6 +142,11 @@ def pick_device(config: Config):
     torch.set_num_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // local_world))
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    if local_world > torch.cuda.device_count():
+        raise UserError(
+            f"The launcher starts {local_world} processes on a machine with {torch.cuda.device_count()} GPUs.",
+            "Start at most one process per GPU (--nproc-per-node), or hide the GPUs with CUDA_VISIBLE_DEVICES= .",
+        )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -48,15 +48,17 @@ def encode_texts(
     batch_size: int = 256,
     device: str | torch.device = "cpu",
     autocast: torch.dtype | None = None,
+    cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     progress: Progress | None = None,
 ) -> Gaussian:
     """Encode tokens (T, L), padded with zeros, in batches.
 
-    A text that occurs several times is encoded once. Texts of like length share a batch, which is cut behind the
-    longest of them: that changes nothing for causal text towers, and saves most of the time for short prompts.
+    A text that occurs several times is encoded once. Texts of like length share a batch, so that cutting its padding
+    saves most of the time for short prompts.
 
     Args:
         encode: the model's `encode_text`.
+        cut: the model's `cut_padding`.
         autocast: run the model under autocast in this type; None keeps its own precision.
 
     Returns:
@@ -66,7 +68,7 @@ def encode_texts(
     position = torch.arange(1, tokens.shape[1] + 1)
     length = (position * (distinct != 0)).amax(dim=1)  # up to the end token, which is not zero
     order = length.argsort(stable=True)
-    batches = (distinct[part, : max(1, int(length[part].max()))] for part in order.split(batch_size))
+    batches = (cut(distinct[part]) for part in order.split(batch_size))
     found = encode_images(encode, batches, device=device, autocast=autocast, progress=progress, total=len(tokens))
     return found[order.argsort()[place]]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from probemb.data.classes import read_text
 from probemb.errors import UserError
+from probemb.files import replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +94,9 @@ def embed_texts(
 
     def compute() -> Gaussian:
         return encode_texts(
-            model.encode_text, tokens, batch_size=batch_size, device=device, autocast=autocast, progress=progress
-        )
+            model.encode_text, tokens, batch_size=batch_size, device=device, autocast=autocast,
+            cut=model.cut_padding, progress=progress,
+        )  # fmt: skip
 
     if cache is None:
         return PromptEmbeddings(compute(), "off")
@@ -168,15 +168,6 @@ def _read_cache(file: Path, identity: str, tokens: Tensor) -> Gaussian:
 def _write_cache(file: Path, identity: str, tokens: Tensor, gaussian: Gaussian) -> None:
     from safetensors.torch import save_file
 
-    file.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": CACHE_FORMAT, "identity": identity, "checksum": _checksum(gaussian)}
-    tensors = {"tokens": tokens.int().contiguous(), "mean": gaussian.mean, "log_var": gaussian.log_var}
-    handle, aside = tempfile.mkstemp(dir=file.parent, suffix=".part")
-    os.close(handle)
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, aside, metadata=metadata)
-        os.chmod(aside, 0o644)
-        os.replace(aside, file)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    tensors = {"tokens": tokens.int(), "mean": gaussian.mean, "log_var": gaussian.log_var}
+    replace_file(file, lambda aside: save_file({name: t.contiguous() for name, t in tensors.items()}, aside, metadata))

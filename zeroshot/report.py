@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.data.shards import BadSample
+from probemb.files import replace_text
 from zeroshot.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, number
-from zeroshot.runtime import GENERATOR, write_file
+from zeroshot.runtime import GENERATOR
 
 if TYPE_CHECKING:
     from probemb.data.classes import Classes
@@ -88,7 +89,7 @@ def write_report(
     templates: Sequence[str],
 ) -> None:
     """Write the page; `results` is what results.json holds."""
-    write_file(file, page(results, outcome, images, classes, templates))
+    replace_text(file, page(results, outcome, images, classes, templates))
 
 
 def page(results: dict, outcome: Outcome, images: LabelledImages, classes: Classes, templates: Sequence[str]) -> str:

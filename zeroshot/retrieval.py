@@ -185,7 +185,9 @@ def embed_pairs(
         )
     tokens = tokenizer(texts)
     with show("captions", len(texts)) as advance:
-        embedded = encode_texts(model.encode_text, tokens, batch_size=text_batch_size, progress=advance, **where)
+        embedded = encode_texts(
+            model.encode_text, tokens, batch_size=text_batch_size, cut=model.cut_padding, progress=advance, **where
+        )
     return images, embedded, owner, kept, batches.bad
 
 

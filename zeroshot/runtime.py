@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probemb.errors import UserError, nearest
+from probemb.files import replace_text
 
 if TYPE_CHECKING:
     import torch
@@ -134,24 +134,10 @@ def claim_files(folder: Path, names: Sequence[str]) -> None:
             raise UserError(f"{file} exists and was not written by this command.", "Name another folder with --out.")
 
 
-def write_file(file: Path, text: str) -> None:
-    """Write aside, then rename: a reader never sees half a file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as opened:
-            opened.write(text)
-        os.chmod(aside, 0o644)
-        os.replace(aside, file)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
-
-
 def write_json(file: Path, content: dict) -> None:
     """JSON without NaN: what is not a finite number becomes null. The first key says who wrote it."""
     plain = {"generator": GENERATOR, **finite(content)}
-    write_file(file, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    replace_text(file, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def finite(value: Any) -> Any:

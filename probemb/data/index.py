@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from probemb.errors import UserError
+from probemb.files import replace_text
 
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 256 << 20
@@ -60,16 +61,8 @@ def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
     """Write `folder/index.json`, which is replaced as a whole or not at all. Returns its path. Raises OSError."""
     path = Path(folder) / INDEX_NAME
     rows = [{"name": shard.name, "samples": shard.samples, "bytes": shard.bytes} for shard in shards]
-    aside = path.with_name(f".{INDEX_NAME}.{os.getpid()}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            # One shard a line, so that people can read it and tools can compare it.
-            file.write('{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    # One shard a line, so that people can read it and tools can compare it.
+    replace_text(path, '{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
     return path
 
 

@@ -27,7 +27,7 @@ _RGB = {
 _PAPER = (226, 208, 176)
 _PAPER_LINES = (176, 176, 190)
 _INK = (40, 36, 44)
-# Shares of the image's side. At 64 pixels and patches of 8 a small transformer learns shapes markedly slower from
+# Shares of the image's side. At 64 pixels a small transformer learns shapes markedly slower from
 # objects that are smaller than this.
 _RADIUS = {"small": (0.13, 0.145), "large": (0.195, 0.215), "huge": (0.34, 0.40)}
 _CENTRES = ((0.27, 0.27), (0.73, 0.27), (0.27, 0.73), (0.73, 0.73), (0.5, 0.5))

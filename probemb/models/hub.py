@@ -7,7 +7,6 @@ so that each of the two files is replaced as a whole and a model never exists in
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
+from probemb.files import replace_file
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.model import ProbabilisticCLIP
 from probemb.models.pretrained import load_strictly, read_state_dict
@@ -60,8 +60,10 @@ def save_model(model: ProbabilisticCLIP, folder: str | Path, overwrite: bool = F
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / WEIGHTS, lambda path: save_file(state, path, {"config": json.dumps(config)}))
-        _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
+        replace_file(folder / WEIGHTS, lambda path: save_file(state, path, {"config": json.dumps(config)}))
+        replace_file(
+            folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        )
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"The model cannot be written to {folder} ({getattr(error, 'strerror', None) or error}).",
@@ -227,27 +229,3 @@ def _holds_another(folder: Path, config: dict) -> bool:
     if (folder / CONFIG).exists():
         return _read_json(folder / CONFIG) != config
     return (folder / WEIGHTS).exists() and _embedded_config(folder / WEIGHTS) != config
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Replaces a file as a whole: after a crash there is the old one or the new one, on disk."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    aside = Path(name)
-    try:
-        write(aside)
-        aside.chmod(0o644)
-        _sync(aside)
-        aside.replace(path)
-    except BaseException:
-        aside.unlink()
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -95,10 +95,21 @@ class ProbabilisticCLIP(nn.Module):
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None) -> Gaussian:
         """(B, L) int64 -> Gaussian (B, D), as `encode_image`.
 
-        L may be shorter than the context length: causal blocks (CLIP's, not CLIPA's) embed a batch that is cut behind
-        its longest text just the same, in less time.
+        L may be shorter than the context length, see `cut_padding`.
         """
         return Gaussian(*self.text(tokens, token_mask))
+
+    def cut_padding(self, tokens: Tensor) -> Tensor:
+        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
+
+        Leaves models alone whose texts see their padding (blocks that are not causal, as CLIPA's).
+        """
+        text = self.text
+        if text.attn_mask is None or text.pool_type not in ("argmax", "eos"):
+            return tokens
+        position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        longest = int((position * (tokens != text.pad_id)).max())  # the end token is no padding
+        return tokens[:, : max(1, longest)]
 
     @property
     def config(self) -> dict:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretrain.run
 from probemb import load_model
+from probemb.command import run_command
 from tools.make_scenes import Plan, make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,22 +162,26 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_ends_in_two_lines_with_nothing_written(case, scenes, tmp_path):
+def test_bad_input_ends_in_two_lines_with_nothing_written(case, scenes, tmp_path, monkeypatch, capsys):
+    """In this process, as all of it is refused before anything starts; the next test starts the command itself."""
     options, what, remedy = BAD[case]
-    if case not in ("no data",):
+    if case != "no data":
         options = {"data.train": scenes / "train"} | options
     options = {k: v(tmp_path / "given") if callable(v) else v for k, v in options.items()}
     out = tmp_path / "run"
-    done = start({"out": out, **options}, cwd=tmp_path)
-    refused(done, what, remedy)
+    monkeypatch.setattr(sys, "argv", command({"out": out, **options})[2:])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_command(pretrain.run.main)
+    refused(ended.value.code, capsys.readouterr().err, what, remedy)
     assert not out.exists()
 
 
-def refused(done: subprocess.CompletedProcess, what: str, remedy: str) -> None:
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.strip().splitlines()
+def refused(code: int, stderr: str, what: str, remedy: str) -> None:
+    assert code == 2, stderr
+    lines = stderr.strip().splitlines()
     assert lines[0].startswith("error: ")
-    assert len(lines) == 2, done.stderr
+    assert len(lines) == 2, stderr
     assert what in lines[0]
     assert remedy in lines[1]
 
@@ -185,13 +191,21 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
     options = {"data.train": scenes / "train", "out": out, "samples": 32}
     assert start(options).returncode == 0
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    refused(start(options), "already holds a run", "--resume")
-    refused(start({**options, "samples": 64, "batch-size": 8}, "--resume"), "batch_size", "--out")
-    refused(start({**options, "samples": 64, "model.n_unc_layers": 1}, "--resume"), "model.n_unc_layers", "config.yaml")
+    refused(*ending(start(options)), "already holds a run", "--resume")
+    refused(*ending(start({**options, "samples": 64, "batch-size": 8}, "--resume")), "batch_size", "--out")
+    refused(
+        *ending(start({**options, "samples": 64, "model.n_unc_layers": 1}, "--resume")),
+        "model.n_unc_layers",
+        "config.yaml",
+    )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
-    refused(start({**options, "out": tmp_path / "other"}), "holds something else", "--out")
+    refused(*ending(start({**options, "out": tmp_path / "other"})), "holds something else", "--out")
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def ending(done: subprocess.CompletedProcess) -> tuple[int, str]:
+    return done.returncode, done.stderr
 
 
 def test_damaged_data_stops_the_run_and_names_the_shards(scenes, tmp_path):

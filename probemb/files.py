@@ -1,0 +1,43 @@
+"""Files that are replaced as a whole: after a crash there is the old one or the new one, never a half."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, flush it to disk, and rename it; makes missing folders.
+
+    Raises:
+        OSError: from writing. What `write` raises passes through; `path` is then as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    aside = Path(name)
+    try:
+        write(aside)
+        aside.chmod(0o644)
+        flush(aside)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    flush(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """`replace_file` with a text; lone surrogates become question marks."""
+    replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8", errors="replace"))
+
+
+def flush(path: Path) -> None:
+    """Force a file, or the names in a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

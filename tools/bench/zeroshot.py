@@ -1,0 +1,80 @@
+"""Zero-shot evaluation with every filter and all K, against the `all` filter alone; both from images and class names.
+
+    python -m tools.bench.zeroshot                                # random weights, embedded images, 64 classes
+    python -m tools.bench.zeroshot --model RUN --data data/imagenet/val
+
+Nothing is cached: each repeat embeds every prompt and every image again, as a first evaluation does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from probemb.command import run_command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.zeroshot", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model", help="a run, a folder or a published name; ViT-Tiny-64 with random weights if left out"
+    )
+    parser.add_argument("--data", help="labelled images; 1,000 embedded ones if left out")
+    parser.add_argument("--classes", help="a class-name file; the one beside the data if left out")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(options, Path(scratch))
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> None:
+    """Load everything once, then time both variants in turn."""
+    from probemb.data.labelled import find_images, resolve_classes
+    from tools.bench.timing import report, time_in_turn
+    from zeroshot.filters import FILTERS
+    from zeroshot.imagenet import evaluate
+    from zeroshot.prompts import read_templates
+    from zeroshot.runtime import place
+
+    placement = place("auto", "auto")
+    model, tokenizer, transforms = load(options.model, placement.device)
+    images = find_images(options.data or embedded_images(scratch))
+    classes, labels = resolve_classes(images, options.classes)
+    templates = read_templates(None)
+
+    def variant(filters: list[str]):
+        return lambda: evaluate(
+            model, tokenizer, transforms.evaluate, images, labels, classes, templates, filters, placement=placement
+        )
+
+    variants = {"all": variant(["all"]), "every filter, every K": variant(list(FILTERS))}
+    seconds = time_in_turn(variants, options.repeats)
+    parts = {
+        name: {f"{part} s": f"{spent:.2f}" for part, spent in run().seconds.items()} for name, run in variants.items()
+    }
+    title = f"zero-shot, {len(images):,} images, {len(classes):,} classes x {len(templates)} prompts"
+    report(title, seconds, "all", "at most 1.2 times the `all` filter alone", parts)
+
+
+def load(name: str | None, device: str):
+    """The model to time; its speed does not depend on its weights."""
+    from probemb.models import create_model, create_tokenizer, create_transforms, load_model
+
+    if name:
+        return load_model(name, device=device)
+    model = create_model("ViT-Tiny-64").to(device).eval()
+    return model, create_tokenizer(model), create_transforms(model)
+
+
+def embedded_images(scratch: Path) -> str:
+    """1,000 labelled images of the embedded world, as shards."""
+    from tools.make_scenes import Plan, make
+
+    make(Plan(train=0, val=0), scratch / "scenes", workers=1)
+    return str(scratch / "scenes" / "classes")
+
+
+if __name__ == "__main__":
+    run_command(main)
