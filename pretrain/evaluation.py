@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Evaluate
-from probemb import Gaussian, classify, distributed
+from probemb import Gaussian, UserError, classify, distributed
 from probemb.data.labelled import find_images, resolve_classes
 from probemb.data.reading import ImageBatches
 
@@ -45,6 +45,11 @@ class Evaluator:
         self.tokens = tokenizer(classify.prompt_texts(classes.names, templates))  # (C P, L)
         # Spread evenly over the data: the images of a folder or shard often stand in the order of their classes.
         n = min(len(images), config.max_images or len(images))
+        if n < world_size:
+            raise UserError(
+                f"There are {n} evaluation images for {world_size} ranks.",
+                "Raise evaluate.max_images, name more images, or leave evaluate.classes out.",
+            )
         chosen = [i * len(images) // n for i in range(n)][rank::world_size]
         mine = replace(images, places=[images.places[i] for i in chosen], marks=[images.marks[i] for i in chosen])
         self.labels = torch.tensor([labels[i] for i in chosen])
