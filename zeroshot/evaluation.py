@@ -51,6 +51,13 @@ class Row:
     gain: float
     note: str
 
+    @property
+    def k_text(self) -> str:
+        """ "80" for one K, "mean 34.2" where K varies, "soft" for soft weights."""
+        if self.k is None:
+            return "soft"
+        return str(int(self.k)) if float(self.k).is_integer() else f"mean {self.k:.1f}"
+
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from probemb.data.classes import Classes
     from probemb.data.labelled import LabelledImages
     from zeroshot.evaluation import Evaluation
-    from zeroshot.imagenet import Outcome
+    from zeroshot.outcome import Outcome
 
 THUMBNAIL = 104  # pixels of the longer side
 IMAGES_A_CLASS = 6
@@ -152,11 +152,9 @@ def _tiles(e: Evaluation, n_classes: int) -> str:
 
 
 def _table(e: Evaluation, n_bad: int) -> str:
-    from zeroshot.imagenet import k_text
-
     body = "".join(
         f'<tr><td>{escape(row.title)}<span class="badge narrow {_kind(row.note)}">{escape(row.note)}</span></td>'
-        f"<td>{k_text(row.k)}</td><td>{percent(row.top1)}</td>"
+        f"<td>{row.k_text}</td><td>{percent(row.top1)}</td>"
         f"<td>{percent(row.top5)}</td><td>{'' if row.filter == 'all' else _gain(row.gain)}</td>"
         f'<td><span class="badge {_kind(row.note)}">{escape(row.note)}</span></td></tr>'
         for row in e.rows

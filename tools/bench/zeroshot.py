@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> None:
     from probemb.data.labelled import find_images, resolve_classes
     from tools.bench.timing import report, time_in_turn
     from zeroshot.filters import FILTERS
-    from zeroshot.imagenet import evaluate
+    from zeroshot.outcome import evaluate
     from zeroshot.prompts import read_templates
     from zeroshot.runtime import place
 
