@@ -186,7 +186,7 @@ def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int 
                 label = labels[n : n + image_step]
                 scores = (images[n : n + image_step] @ block.reshape(-1, dim).T).view(len(label), len(block), n_classes)
                 own = scores.take_along_dim(label.view(-1, 1, 1), dim=2)  # (n, k, 1)
-                above = (scores > own).sum(dim=2, dtype=torch.int32)
+                above = (~(scores <= own)).sum(dim=2, dtype=torch.int32)  # NaN is above everything: never right
                 tied = scores == own
                 if int(tied.sum(dtype=torch.int32)) > tied.shape[0] * tied.shape[1]:
                     tied &= before < label.view(-1, 1, 1)

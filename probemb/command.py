@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import re
@@ -17,6 +18,10 @@ import yaml
 from probemb.errors import UserError, nearest
 
 Config = TypeVar("Config")
+_TYPES = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "tuple": "a list",
+    "list": "a list",
+}  # fmt: skip
 
 
 def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:
@@ -37,7 +42,11 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         "--config", action="config", help="A YAML file with any of the keys below; options win over it."
     )
     parser.add_class_arguments(config_class, as_group=False)
-    _refuse_unknown(prog, argv, known)
+    groups = [key for key in known if any(other.startswith(f"{key}.") for other in known)]
+    for action in parser._actions:  # a group takes its keys one by one; a path after --model would be a file of keys
+        if action.dest in groups:
+            action.help = argparse.SUPPRESS
+    _refuse_unknown(prog, argv, known, groups)
     argv = [  # `--resume` alone switches on
         f"{word}=true" if word[2:] in switches and (i + 1 == len(argv) or argv[i + 1].startswith("--")) else word
         for i, word in enumerate(argv)
@@ -50,10 +59,12 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     except (
         Exception
     ) as error:  # jsonargparse raises its own ArgumentError and whatever a broken YAML file makes it raise
-        first = re.sub(r"\s+", " ", str(error)).strip().rstrip(".")
-        raise UserError(
-            f"The configuration cannot be read: {first[:400]}.", f"See `{prog} --help` for what it takes."
-        ) from error
+        text = re.sub(r"\s+", " ", str(error)).strip().rstrip(".")
+        wrong = re.match(r'Parser key "([\w.]+)":.*?<class \'(\w+)\'>.* (?:Got|Given) value: (.*)', text)
+        what = f"The configuration cannot be read: {text[:400]}."
+        if wrong:
+            what = f"{wrong[1]} is '{wrong[3][:100]}', which is not {_TYPES.get(wrong[2], wrong[2])}."
+        raise UserError(what, f"See `{prog} --help` for what it takes.") from error
 
 
 def _as_declared(word: str, known: list[str], switches: list[str]) -> str:
@@ -80,19 +91,20 @@ def known_keys(config_class: type, prefix: str = "", only: type | None = None) -
     return keys
 
 
-def _refuse_unknown(prog: str, argv: list[str], known: list[str]) -> None:
+def _refuse_unknown(prog: str, argv: list[str], known: list[str], groups: list[str]) -> None:
     for i, word in enumerate(argv):
         if not word.startswith("--") or word == "--":
             continue
         key, _, value = word[2:].partition("=")
-        if key in ("help", "config"):
+        if key in ("help", "config", "print_config"):
             path = value or (argv[i + 1] if i + 1 < len(argv) else "")
             if key == "config" and path:
                 _refuse_unknown_in_file(Path(path), known)
             continue
-        if key not in known:
+        if key not in known or key in groups:
+            options = [f"--{name}" for name in known if name not in groups]
             raise UserError(
-                f"There is no option --{key}.{nearest(key, known)}", f"See `{prog} --help` for all of them."
+                f"There is no option --{key}.{nearest(f'--{key}', options)}", f"See `{prog} --help` for all of them."
             )
 
 
@@ -146,6 +158,13 @@ def to_dict(config: Any) -> dict:
 def to_yaml(config: Any) -> str:
     """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse for commands with a handful of options, whose errors are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[:1].upper()}{message[1:]}.", f"See `{self.prog} --help` for what it takes.")
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

@@ -145,3 +145,10 @@ def test_zero_shot_accuracy_of_a_perfect_and_of_a_constant_model():
     assert classify.zero_shot_accuracy(names, labels, prompts) == {"top1": 1.0, "top5": 1.0}
     constant = names[:1].repeat(8, 1)
     assert classify.zero_shot_accuracy(constant, labels, prompts)["top1"] == 1 / 8
+
+
+def test_an_embedding_that_is_not_finite_is_never_right():
+    images = torch.tensor([[1.0, 0.0], [float("nan"), 0.0]])
+    vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    assert classify.true_ranks(images, vectors, torch.tensor([0, 0])).tolist()[0] == 0
+    assert classify.true_ranks(images, vectors, torch.tensor([0, 0])).tolist()[1] >= 2

@@ -66,8 +66,9 @@ def test_the_resolved_configuration_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--part.rte", "1"], "no option --part.rte. Did you mean 'part.rate'?"),
-        (["--part.rate", "fast"], "part.rate"),
+        (["--part.rte", "1"], "no option --part.rte. Did you mean '--part.rate'?"),
+        (["--part.rate", "fast"], "part.rate is 'fast', which is not a number."),
+        (["--part", "x"], "no option --part."),
         (["--config", "absent.yaml"], "absent.yaml does not exist"),
         (["stray"], "stray"),
     ],

@@ -12,7 +12,6 @@ renamed into place when it is complete; a complete set made with the same argume
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -24,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from probemb.command import run_command
+from probemb.command import Parser, run_command
 from probemb.data.index import Shard, read_index, write_index
 from probemb.errors import UserError
 
@@ -190,9 +189,7 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     default = Plan()
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.make_scenes", description="Write the embedded world as webdataset shards."
-    )
+    parser = Parser(prog="python -m tools.make_scenes", description="Write the embedded world as webdataset shards.")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     helps = {
         "train": "training images",

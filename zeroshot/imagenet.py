@@ -34,10 +34,10 @@ OUTPUTS = ("results.json", "report.html")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Everything that can be refused is refused before the model is loaded."""
-    from zeroshot.runtime import claim_files, progress, results_folder
+    from zeroshot.runtime import check_numbers, claim_files, progress, results_folder
 
     config = parse_config(ImagenetConfig, PROG, DESCRIPTION, argv)
-    _check_numbers(config)
+    check_numbers(config)
     if config.data == DEFAULT_DATA and not Path(config.data).exists():
         raise UserError(
             f"ImageNet is not at {DEFAULT_DATA}, which is where it is looked for without --data.",
@@ -103,19 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_report(out / OUTPUTS[1], results, outcome, images, classes, templates)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
     return 0
-
-
-def _check_numbers(config: ImagenetConfig) -> None:
-    for name in ("batch_size", "text_batch_size", "k"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number from 1 on.")
-    if config.workers is not None and config.workers < 0:
-        raise UserError(f"--workers is {config.workers}.", "Give 0 or more.")
-    if not config.temperature > 0:
-        raise UserError(f"--temperature is {config.temperature}.", "Give a number above 0.")
-    if not 0 <= config.max_bad <= 1:
-        raise UserError(f"--max-bad is {config.max_bad}.", "Give a share between 0 and 1.")
 
 
 def _check_selection(config: ImagenetConfig, filters: Sequence[str], selection: Selection) -> None:

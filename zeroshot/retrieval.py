@@ -48,15 +48,13 @@ class Captions:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     from probemb.data.reading import describe_bad
-    from zeroshot.runtime import claim_files, place, progress, results_folder, write_json
+    from zeroshot.runtime import check_numbers, claim_files, place, progress, results_folder, write_json
 
     config = parse_config(RetrievalConfig, PROG, DESCRIPTION, argv)
     for option, what in (("model", "a run folder, a model folder or a hub name"), ("data", "shards with captions")):
         if not getattr(config, option):
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
-    for name in ("batch_size", "text_batch_size"):
-        if getattr(config, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}.", "Give a number from 1 on.")
+    check_numbers(config)
     captions = find_captions(config.data)
     out = results_folder(config.out, config.model, "retrieval")
     claim_files(out, [OUTPUT])

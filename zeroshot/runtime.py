@@ -19,6 +19,8 @@ from probemb.files import replace_text
 if TYPE_CHECKING:
     import torch
 
+    from zeroshot.config import ImagenetConfig, RetrievalConfig
+
 GENERATOR = "probemb zeroshot"  # marks our own files, so that nobody else's are replaced
 LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
@@ -46,8 +48,15 @@ def place(device: str, precision: str) -> Placement:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise UserError(f"There is no device '{device}'.", "Say --device cpu, cuda or cuda:1.") from error
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--device {device} is not supported.", "Say --device cpu, cuda or cuda:1.")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device} was asked for, but torch sees no GPU here.", "Say --device cpu.")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"--device {device} was asked for, but there are {torch.cuda.device_count()} GPUs, counted from 0.",
+            "Name one of them.",
+        )
     known = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     if precision == "auto":
         precision = "bf16" if kind == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
@@ -56,6 +65,24 @@ def place(device: str, precision: str) -> Placement:
             f"There is no precision '{precision}'.{nearest(precision, known)}", "Say --precision auto, fp32 or bf16."
         )
     return Placement(device, known[precision], precision)
+
+
+def check_numbers(config: ImagenetConfig | RetrievalConfig) -> None:
+    """Refuse numbers out of range, before anything is read.
+
+    Raises:
+        UserError: names the option.
+    """
+    for name in ("batch_size", "text_batch_size", "k"):
+        value = getattr(config, name, None)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number from 1 on.")
+    if config.workers is not None and config.workers < 0:
+        raise UserError(f"--workers is {config.workers}.", "Give 0 or more.")
+    if not getattr(config, "temperature", 1.0) > 0:
+        raise UserError(f"--temperature is {config.temperature}.", "Give a number above 0.")
+    if not 0 <= config.max_bad <= 1:
+        raise UserError(f"--max-bad is {config.max_bad}.", "Give a share between 0 and 1.")
 
 
 def loader_workers(wanted: int | None, n_images: int, device: str) -> int:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
+MAX_ASPECT = 100  # resizing the short side to a model's size makes the long one so many times as long
 
 
 def decode_image(data: bytes, draft: int | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -32,6 +33,8 @@ def decode_image(data: bytes, draft: int | None = None, max_pixels: int = MAX_PI
             width, height = image.size
             if width * height > max_pixels:
                 raise BadSample(f"the image has {width} x {height} pixels, more than {max_pixels:,}")
+            if max(width, height) > MAX_ASPECT * min(width, height):
+                raise BadSample(f"the image has {width} x {height} pixels, a side {MAX_ASPECT} times the other or more")
             if draft is not None:
                 image.draft(None, (draft, draft))
             image.load()

@@ -50,7 +50,7 @@ def find_images(data: str | Path, labels: str | Path | None = None) -> LabelledI
     if not tars and not path.is_dir():
         raise UserError(
             f"The data path {data} does not exist.",
-            f"Pass --data a folder of class folders, of webdataset shards, or a tar, {MAKE_SCENES}.",
+            f"Name a folder of class folders, of webdataset shards, or a tar, {MAKE_SCENES}.",
         )
     found = _from_tars(tars, given) if tars else _from_folders(path, given)
     found.source = str(data)

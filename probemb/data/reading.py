@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from glob import glob
@@ -54,11 +55,14 @@ class Images:
         """Decode one image to RGB. Raises BadSample."""
         place = self.places[index]
         try:
-            fd = os.open(place.file, os.O_RDONLY)
+            fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would be waited for
         except OSError as error:
             raise BadSample(f"cannot be opened ({error.strerror})") from None
         try:
-            size = os.fstat(fd).st_size if place.size < 0 else place.size
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadSample("is not a regular file")
+            size = status.st_size if place.size < 0 else place.size
             if size > MAX_IMAGE_BYTES:
                 raise BadSample(f"has {size:,} bytes")
             return decode_image(os.pread(fd, size, place.offset))
@@ -100,9 +104,13 @@ class _Decoded:
 
     def __getitem__(self, index: int):
         try:
-            return index, self.transform(self.images.open(index)), ""
+            image = self.images.open(index)
         except BadSample as error:
             return index, None, str(error)
+        try:
+            return index, self.transform(image), ""
+        except Exception as error:  # one image must not end an evaluation
+            return index, None, f"cannot be transformed ({type(error).__name__})"
 
 
 def _collate(rows: list):
@@ -117,11 +125,20 @@ class ImageBatches:
     """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` say which those were.
 
     Raises:
-        UserError: while iterating, as soon as more than `max_bad` of all images cannot be used.
+        UserError: while iterating, as soon as more than `max_bad` of all images cannot be used; says which `option`
+            allows more.
     """
 
-    def __init__(self, images: Images, transform: Callable, batch_size: int, workers: int = 0, max_bad: float = 0.05):
-        self.images, self.transform = images, transform
+    def __init__(
+        self,
+        images: Images,
+        transform: Callable,
+        batch_size: int,
+        workers: int = 0,
+        max_bad: float = 0.05,
+        option: str = "--max-bad",
+    ):
+        self.images, self.transform, self.option = images, transform, option
         self.batch_size, self.workers, self.max_bad = batch_size, workers, max_bad
         self.kept: list[int] = []
         self.bad = list(images.bad)
@@ -153,7 +170,7 @@ class ImageBatches:
             shown = "; ".join(f"{name}: {why}" for name, why in self.bad[:3])
             raise UserError(
                 f"{len(self.bad)} of {total} images of {self.images.source} cannot be used ({shown}).",
-                f"Repair the data, or allow more than {self.max_bad:.0%} with --max-bad.",
+                f"Repair the data, or allow more than {self.max_bad:.0%} with {self.option}.",
             )
 
 

@@ -123,3 +123,9 @@ def test_the_image_outlives_its_bytes(encode):
     file = io.BytesIO()
     image.save(file, "PNG")
     assert decode_image(file.getvalue()).getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_a_thread_of_an_image_is_refused(encode):
+    with pytest.raises(BadSample, match="101 x 1 pixels"):
+        decode_image(encode("PNG", size=(101, 1)))
+    assert decode_image(encode("PNG", size=(100, 1))).size == (100, 1)

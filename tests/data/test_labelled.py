@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from PIL import Image
@@ -166,3 +167,23 @@ def test_an_image_whose_file_is_gone_is_a_bad_sample(folders, tmp_path):
     images.places[0] = images.places[0]._replace(file=str(tmp_path / "gone"))
     with pytest.raises(BadSample, match="cannot be opened"):
         images.open(0)
+
+
+def test_a_pipe_called_like_an_image_is_a_bad_sample(folders, tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    images = find_images(folders)
+    images.places[0] = images.places[0]._replace(file=str(tmp_path / "pipe.jpg"))
+    with pytest.raises(BadSample, match="not a regular file"):
+        images.open(0)
+
+
+def test_an_image_that_a_transform_fails_on_is_left_out(with_bad):
+    def transform(image):
+        if image.getpixel((0, 0)) == first:
+            raise MemoryError
+        return to_tensor(image)
+
+    first = with_bad.open(0).getpixel((0, 0))
+    batches = ImageBatches(with_bad, transform, batch_size=5, max_bad=1)
+    list(batches)
+    assert ("000", "cannot be transformed (MemoryError)") in batches.bad

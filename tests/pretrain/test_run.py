@@ -149,7 +149,7 @@ BAD = {
     "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean 'ViT-B-", ""),
     "unknown head": ({"model.head": "clap"}, "no head 'clap'. Did you mean 'clip'", ""),
     "unknown distance": ({"loss.distance": "cds"}, "no distance 'cds'. Did you mean 'csd'", "wasserstein2"),
-    "unknown key": ({"optimizer.lrr": 1}, "no option --optimizer.lrr. Did you mean 'optimizer.lr'", "--help"),
+    "unknown key": ({"optimizer.lrr": 1}, "no option --optimizer.lrr. Did you mean '--optimizer.lr'", "--help"),
     "unknown precision": ({"engine.precision": "bf61"}, "Did you mean 'bf16'", "fp32"),
     "uneven batch": ({"engine.accumulation": 3}, "batch_size 16 cannot be shared evenly", "Set batch_size to 15 or 18"),
     "lanes": ({"data.lanes": 5}, "lanes", ""),

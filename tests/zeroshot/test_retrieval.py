@@ -93,3 +93,19 @@ def test_bad_input(options, message, shards, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=message):
         main([word for pair in options.items() for word in pair])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "what"),
+    [
+        ("--max-bad", "2", "--max-bad is 2.0"),
+        ("--workers", "-3", "--workers is -3"),
+        ("--batch-size", "0", "--batch-size is 0"),
+        ("--device", "meta", "--device meta is not supported"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(run_folder, captioned, tmp_path, option, value, what):
+    argv = ["--model", str(run_folder), "--data", str(captioned), "--out", str(tmp_path / "out"), option, value]
+    with pytest.raises(UserError, match=what):
+        main(argv)
+    assert not (tmp_path / "out").exists()

@@ -5,13 +5,11 @@ python -m tools.bench.loss --batch 1024 --dim 512
 
 from __future__ import annotations
 
-import argparse
-
-from probemb.command import run_command
+from probemb.command import Parser, run_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.loss", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m tools.bench.loss", description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)

@@ -5,13 +5,11 @@ python -m tools.bench.step --model ViT-B-32 --batch 16
 
 from __future__ import annotations
 
-import argparse
-
-from probemb.command import run_command
+from probemb.command import Parser, run_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.step", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m tools.bench.step", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=7)

@@ -12,11 +12,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from probemb.command import run_command
+from probemb.command import Parser, run_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.zeroshot", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m tools.bench.zeroshot", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", help="a run, a folder or a published name; ViT-Tiny-64 with random weights if left out"
     )
