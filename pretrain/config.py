@@ -8,6 +8,7 @@ from probemb.errors import UserError, nearest
 
 PRECISIONS = ("auto", "fp32", "bf16")
 CAPTIONS = ("random", "first")
+ON_NONFINITE = ("stop", "skip")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Engine:
         grad_checkpointing: recompute every block in the backward pass.
         compile: torch.compile the towers.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
+        timeout: minutes that a rank waits for the others before it takes the job down.
     """
 
     zero_stage: int = 1
@@ -115,6 +117,7 @@ class Engine:
     grad_checkpointing: bool = False
     compile: bool = False
     threads: int = 0
+    timeout: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class Config:
     Args:
         out: the run folder.
         resume: go on from the newest checkpoint in `out` (start anew if there is none).
+        allow_changes: resume although the recipe or the data has changed.
         batch_size: global batch, over all ranks and accumulation parts.
         epochs: passes over the data; may be a fraction.
         samples: samples to see instead of `epochs`; 0 uses epochs.
@@ -151,11 +155,15 @@ class Config:
         log_every: steps between two log lines.
         save_every: steps between two checkpoints; 0 saves at the end only.
         keep_checkpoints: how many of the newest checkpoints stay.
+        keep_every: checkpoints of every so many steps stay too; 0 keeps none of them.
+        on_nonfinite: when the loss or gradient is NaN or Inf on any rank: stop, or skip the step on all ranks.
+        log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
         wandb: a Weights & Biases project to log to; empty for none.
     """
 
     out: str = "runs/pretrain"
     resume: bool = False
+    allow_changes: bool = False
     seed: int = 0
     batch_size: int = 1024
     epochs: float = 32.0
@@ -164,6 +172,9 @@ class Config:
     log_every: int = 20
     save_every: int = 1000
     keep_checkpoints: int = 3
+    keep_every: int = 0
+    on_nonfinite: str = "stop"
+    log_samples: bool = False
     wandb: str | None = None
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -186,6 +197,7 @@ def check(config: Config, world_size: int) -> None:
     """
     one_of("engine.precision", config.engine.precision, PRECISIONS)
     one_of("data.captions", config.data.captions, CAPTIONS)
+    one_of("on_nonfinite", config.on_nonfinite, ON_NONFINITE)
     one_of("evaluate.templates", config.evaluate.templates, ("single", "all"))
     if config.engine.zero_stage not in range(4):
         raise UserError(f"engine.zero_stage is {config.engine.zero_stage}.", "Choose 0, 1, 2 or 3.")
@@ -195,6 +207,7 @@ def check(config: Config, world_size: int) -> None:
         ("log_every", config.log_every, 1),
         ("keep_checkpoints", config.keep_checkpoints, 1),
         ("save_every", config.save_every, 0),
+        ("keep_every", config.keep_every, 0),
         ("samples", config.samples, 0),
         ("stop_at_step", config.stop_at_step, 0),
         ("data.workers", config.data.workers, 0),
@@ -204,6 +217,13 @@ def check(config: Config, world_size: int) -> None:
     ):
         if value < least:
             raise UserError(f"{key} is {value}.", f"Set it to {least} or more.")
+    if not config.engine.timeout > 0:
+        raise UserError(f"engine.timeout is {config.engine.timeout}.", "Set it to some minutes.")
+    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
+        raise UserError(
+            f"keep_every {config.keep_every} is not a multiple of save_every {config.save_every}.",
+            "Only a step that is saved can be kept: choose a multiple.",
+        )
     if config.samples == 0 and config.epochs <= 0:
         raise UserError(f"epochs is {config.epochs}.", "Set epochs or samples to more than zero.")
     if not config.train_paths:
@@ -235,8 +255,10 @@ def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
         raise UserError(f"{key} is '{value}'.{nearest(value, known)}", f"Choose one of: {', '.join(known)}.")
 
 
-def changed_keys(before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two resolved configurations."""
+def changes(
+    before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: str = ""
+) -> list[tuple[str, object, object]]:
+    """(dotted key, value before, value now) of what differs between two resolved configurations."""
     out = []
     for name in sorted({*before, *now}):
         key = f"{prefix}{name}"
@@ -244,10 +266,10 @@ def changed_keys(before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: 
             continue
         a, b = before.get(name), now.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            out += changed_keys(a, b, ignore, f"{key}.")
+            out += changes(a, b, ignore, f"{key}.")
         elif a != b:
-            out.append(key)
+            out.append((key, a, b))
     return out
 
 
-__all__ = ["Config", "Data", "Engine", "Evaluate", "Loss", "Model", "Optimizer", "changed_keys", "check"]
+__all__ = ["Config", "Data", "Engine", "Evaluate", "Loss", "Model", "Optimizer", "changes", "check"]

@@ -6,6 +6,7 @@ What this file knows of it is only where each parameter's piece lies in them:
     stage 0     nothing is cut: every rank has everything
     stage 1, 2  `optimizer.bit16_groups`, `optimizer.single_partition_of_fp32_groups`, `parameter._hp_mapping`
     stage 3     `optimizer.fp16_groups`, `optimizer.fp32_partitioned_groups_flat`, `parameter.ds_tensor`
+    1, 2, 3     `optimizer.averaged_gradients`, between the last backward pass of a step and the step
 
 These names, and what they hold, are what DeepSpeed's own checkpoints are made of. The public `safe_get_*` and
 `safe_set_*` functions are built on them too, but they see Adam's state of the first group only before it is linked
@@ -177,6 +178,40 @@ class EngineState:
             for key in MOMENTS:
                 state[key] = torch.zeros_like(stepped.detach())
         return state
+
+
+def gradient_norm(engine) -> Tensor:
+    """(), of the averaged gradients that this rank holds, between the last backward pass of a step and the step."""
+    norms = [torch.linalg.vector_norm(g) for g in _gradients(engine)]
+    return torch.linalg.vector_norm(torch.stack(norms).double()) if norms else torch.zeros((), device=engine.device)
+
+
+@torch.no_grad()
+def discard_step(engine) -> None:
+    """In place of `engine.step()`: drop the gradients; weights, moments and their counts stay. Collective.
+
+    ZeRO itself refuses a step whose gradient norm is not finite, and clears up all that belongs to it: it gets one.
+    Stage 0 has no such way, but steps no parameter that has no gradient.
+
+    Raises:
+        RuntimeError: this version of DeepSpeed took the step nevertheless.
+    """
+    if engine.zero_optimization_stage() == 0:
+        engine.zero_grad()
+        engine.step()
+        return
+    for gradient in _gradients(engine):
+        gradient.fill_(float("inf"))
+    engine.step()
+    if not engine.optimizer.overflow:
+        raise RuntimeError("this version of DeepSpeed steps with infinite gradients: steps cannot be skipped with it")
+
+
+def _gradients(engine) -> list[Tensor]:
+    if engine.zero_optimization_stage() == 0:
+        return [p.grad for p in engine.module.parameters() if p.grad is not None]
+    groups = engine.optimizer.averaged_gradients.values()
+    return [g for group in groups for g in ([group] if isinstance(group, Tensor) else group or ()) if g is not None]
 
 
 def named_parameters(engine) -> dict[str, nn.Parameter]:

@@ -1,58 +1,119 @@
-"""The run folder: config.yaml, metrics.jsonl, tensorboard/, checkpoints/step-N/ and model/."""
+"""The run folder: config.yaml, metrics.jsonl, tensorboard/, checkpoints/step-N/, model/, and samples/ if asked for."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from pretrain.checkpoint import full_state_dict, latest_checkpoint, prune_checkpoints, save_checkpoint
-from pretrain.config import Config, changed_keys
-from pretrain.progress import RunLog, evaluation_line, train_line
+from pretrain.background import BackgroundWriter
+from pretrain.checkpoint import Snapshot, take_snapshot
+from pretrain.checkpoint_files import find_checkpoint as newest_checkpoint
+from pretrain.checkpoint_files import free_bytes, prune
+from pretrain.config import Config, changes
+from pretrain.nonfinite import culprits
+from pretrain.progress import RunLog, SampleLog, evaluation_line, train_line
+from pretrain.run_lock import NAME as LOCK
+from pretrain.run_lock import refuse_locked
 from probemb.command import to_dict, to_yaml
 from probemb.errors import UserError
+from probemb.files import replace_text
 from probemb.models import ProbabilisticCLIP, save_model
 
-FREE_TO_CHANGE = ("out", "resume", "stop_at_step", "log_every", "save_every", "keep_checkpoints", "wandb", "evaluate")
+FREE_TO_CHANGE = (
+    "out",
+    "resume",
+    "allow_changes",
+    "stop_at_step",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "keep_every",
+    "on_nonfinite",
+    "log_samples",
+    "wandb",
+    "evaluate",
+)
+BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
 
 
-def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint to go on from, or None for a new run.
+def find_checkpoint(config: Config, tell: Callable[[str], object] | None = None) -> Path | None:
+    """The checkpoint to go on from, or None for a new run; writes nothing.
+
+    With `resume`, every file of it has been compared with its sum, and `tell` hears which newer ones are not whole.
 
     Raises:
-        UserError: the folder holds something that a new run would overwrite.
+        UserError: the folder holds something that a new run would overwrite, or another job writes it.
     """
     run = Path(config.out)
-    earlier = latest_checkpoint(run)
+    refuse_locked(run)
     if config.resume:
-        return earlier
-    if earlier or (run / "config.yaml").exists():
+        return newest_checkpoint(run, verify=True, tell=tell)
+    if newest_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
         raise UserError(f"{run} already holds a run.", "Add --resume to go on with it, or choose another --out.")
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+    if run.exists() and (not run.is_dir() or any(p.name != LOCK for p in run.iterdir())):
         raise UserError(f"{run} already holds something else.", "Choose another --out.")
     return None
 
 
-def refuse_another_run(config: Config, state: dict, data_identity: dict, earlier: Path) -> None:
-    """Resuming goes on with the same data order, model and recipe.
+def refuse_full_disk(config: Config, model: ProbabilisticCLIP) -> None:
+    """Before anything is written: is there room for one more checkpoint and one more model?
 
     Raises:
-        UserError: names what changed.
+        UserError: names both sizes.
     """
-    changed = changed_keys(state["data"], data_identity)
-    if changed:
+    n = sum(p.numel() for p in model.parameters())
+    needed, free = n * (BYTES_OF_CHECKPOINT + BYTES_OF_MODEL), free_bytes(Path(config.out))
+    if free < needed:
         raise UserError(
-            f"The data is not what {earlier} was trained on: {', '.join(changed)} changed.",
-            "Resume with the same shards, batch_size, lanes, window and seed, or start a new run with another --out.",
+            f"The disk of {config.out} has {_size(free)} free, and one checkpoint and one model of {n:,} parameters "
+            f"need {_size(needed)}.",
+            "Make room, or choose an --out on another disk.",
         )
-    changed = changed_keys(state["config"], to_dict(config), ignore=(*FREE_TO_CHANGE, "engine", "data"))
-    if changed:
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+
+
+def refuse_another_run(config: Config, state: dict, data_identity: dict, earlier: Path) -> list[str]:
+    """Resuming goes on with the same data order, model and recipe, unless `allow_changes` says otherwise.
+
+    Returns:
+        what has changed, "KEY: BEFORE -> NOW" each.
+
+    Raises:
+        UserError: names all of that, without `allow_changes`.
+    """
+    before, now = state["config"], to_dict(config)
+    changed = changes(before, now, ignore=(*FREE_TO_CHANGE, "engine", "data"))
+    known = {key for key, _, _ in changed}
+    for key, old, new in changes(state["data"], data_identity):
+        if key == "corpus":  # two sums say little: name the paths too
+            paths = [" ".join(_listed(one["data"]["train"])) for one in (before, now)]
+            old, new = (f"{a} ({b})" for a, b in zip(paths, (old, new)))
+        if key not in known:
+            changed.append((f"data.{key}", old, new))
+    told = [f"{key}: {old} -> {new}" for key, old, new in changed]
+    if told and not config.allow_changes:
         raise UserError(
-            f"{earlier} belongs to a run with other settings: {', '.join(changed)} changed.",
-            "Resume with the settings in the run folder's config.yaml (--config), or start a new run.",
+            f"The run is not the one that {earlier} belongs to: {'; '.join(told)}.",
+            "Resume with the settings in the run folder's config.yaml (--config) and the same data, "
+            "pass --allow-changes, or start a new run with another --out.",
         )
+    return told
+
+
+def _listed(paths: list | str) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(map(str, paths))
 
 
 class RunFolder:
     """What a run writes; every rank holds one, as saving is collective, and rank 0 writes.
+
+    Checkpoints and the model are written in a thread, while training goes on. A step waits for the copy in rank 0's
+    memory, and for the write before if that is still going on.
 
     Args:
         config: the resolved configuration.
@@ -62,14 +123,37 @@ class RunFolder:
         step: the step that it goes on from.
     """
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, data_identity: dict, rank: int, steps: int, step: int):
+    def __init__(
+        self,
+        config: Config,
+        model: ProbabilisticCLIP,
+        data_identity: dict,
+        rank: int,
+        world_size: int,
+        steps: int,
+        step: int,
+    ):
         self.path, self.config, self.steps, self.is_main = Path(config.out), config, steps, rank == 0
         self.model_config, self.data_identity = model.config, data_identity
-        self.log = None
+        self.writer = BackgroundWriter()
+        self.log = self.samples = None
         if self.is_main:
+            # The thread gets it ready-made: building a model draws random numbers, which training must not notice.
+            self.model = _empty_model(model.config)
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            replace_text(self.path / "config.yaml", to_yaml(config))
             self.log = RunLog(self.path, step, config.wandb, to_dict(config))
+        if config.log_samples:
+            self.samples = SampleLog(self.path, step, rank, world_size)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written, on this rank."""
+        return self.writer.failed
+
+    def check(self) -> None:
+        """Raise on all ranks what has `failed` on any; collective."""
+        self.writer.check()
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """One line for people and one for programs."""
@@ -78,31 +162,84 @@ class RunFolder:
             line = evaluation_line if "zeroshot_top1" in values else train_line
             print(line(step, self.steps, values), flush=True)
 
-    def save(self, engine, step: int, samples: int) -> None:
-        """A checkpoint to resume from, and the weights alone in model/; collective."""
+    def seen(self, step: int, keys: list[str]) -> None:
+        """The samples that this rank has trained on in a step."""
+        if self.samples:
+            self.samples.write(step, keys)
+
+    def nonfinite(self, step: int, reports: list[dict]) -> str:
+        """Every rank's report of a step with NaN or Inf; returns the name of the file that holds them."""
+        path = self.path / "nonfinite.jsonl"
+        if self.is_main:
+            # As text: JSON has no NaN.
+            rows = [{**r, "terms": {name: str(value) for name, value in r["terms"].items()}} for r in reports]
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "ranks": rows}) + "\n")
+            if self.config.on_nonfinite == "skip":
+                first = culprits(reports)[0]
+                keys = ", ".join(first["keys"][:3])
+                print(
+                    f"step {step}/{self.steps} | skipped on all ranks: the {first['stage']} is NaN or Inf on rank "
+                    f"{first['rank']} ({keys}{', …' if len(first['keys']) > 3 else ''}); see {path}",
+                    flush=True,
+                )
+        return str(path)
+
+    def save(self, engine, step: int, samples: int, skipped: int = 0) -> None:
+        """Begin to write a checkpoint to resume from, and the weights alone in model/; collective.
+
+        Raises:
+            UserError: the one before could not be written; on all ranks.
+        """
+        began = time.perf_counter()
+        self.finish()
         state = {
             "samples": samples,
+            "skipped": skipped,
             "config": to_dict(self.config),
             "data": self.data_identity,
             "model": self.model_config,
         }
-        where = save_checkpoint(engine, self.path, step, state)
-        prune_checkpoints(self.path, self.config.keep_checkpoints)
-        weights = full_state_dict(engine, prefix="model.")
-        if self.is_main:
-            save_model(_model_with(self.model_config, weights), self.path / "model", overwrite=True)
-            print(f"step {step}/{self.steps} | saved {where} and {self.path / 'model'}", flush=True)
+        snapshot = take_snapshot(engine, step, state)
+        if snapshot:
+            stopped = time.perf_counter() - began
+            self.writer.start(lambda: self._write(snapshot, step, stopped))
+
+    def _write(self, snapshot: Snapshot, step: int, stopped: float) -> None:
+        """In the thread."""
+        began = time.perf_counter()
+        where = snapshot.write(self.path)
+        prune(self.path, self.config.keep_checkpoints, self.config.keep_every)
+        prefix = "model."
+        weights = {n.removeprefix(prefix): t for n, t in snapshot.whole.items() if n.startswith(prefix)}
+        self.model.load_state_dict(weights, assign=True)
+        save_model(self.model, self.path / "model", overwrite=True)
+        print(
+            f"step {step}/{self.steps} | saved {where} and {self.path / 'model'} "
+            f"(training stood {stopped:.1f} s, written in {time.perf_counter() - began:.1f} s)",
+            flush=True,
+        )
+
+    def finish(self) -> None:
+        """Wait until everything is written; collective.
+
+        Raises:
+            UserError: it could not be; on all ranks.
+        """
+        self.writer.wait()
+        self.writer.check()
 
     def close(self) -> None:
-        """Flush everything."""
-        if self.log:
-            self.log.close()
+        """Flush everything; not collective."""
+        self.writer.wait()
+        for log in (self.log, self.samples):
+            if log:
+                log.close()
 
 
-def _model_with(model_config: dict, weights: dict) -> ProbabilisticCLIP:
+def _empty_model(model_config: dict) -> ProbabilisticCLIP:
+    """Without memory for its weights."""
     import torch
 
-    with torch.random.fork_rng():  # building draws random weights; training must not notice
-        model = ProbabilisticCLIP(model_config)
-    model.load_state_dict(weights)
-    return model
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return ProbabilisticCLIP(model_config)

@@ -5,6 +5,7 @@
 
 Add `--resume` to go on from the newest checkpoint in --out. The run folder holds config.yaml (resolved),
 metrics.jsonl, tensorboard/, checkpoints/step-N/ and model/, which `probemb.load_model` reads.
+SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85: start it again with `--resume`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pretrain.config import Config, check
+from pretrain.preemption import REQUEUE, Preemption
 from probemb.command import parse_config, run_command
 from probemb.errors import UserError
 
 
-def main() -> None:
-    """Read the configuration, put the parts together, train."""
+def main() -> int:
+    """Read the configuration, put the parts together, train; returns the exit code."""
     config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++ on webdataset shards with DeepSpeed.")
+    with Preemption() as preemption:
+        return train(config, preemption)
+
+
+def train(config: Config, preemption: Preemption) -> int:
+    """The run that the configuration describes; 0 when it is done, REQUEUE when it was asked to stop."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check(config, world_size)
 
@@ -35,12 +43,17 @@ def main() -> None:
     import torch
 
     from pretrain import trainer
+    from pretrain.agreement import agree, same_everywhere
     from pretrain.checkpoint import load_checkpoint, read_state
-    from pretrain.folder import RunFolder, find_checkpoint, refuse_another_run
+    from pretrain.folder import RunFolder, find_checkpoint, refuse_another_run, refuse_full_disk
     from probemb.models import create_tokenizer, create_transforms
 
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, flush=True)
+
     # Everything that can be wrong with the command is found before the ranks meet and before anything is written.
-    earlier = find_checkpoint(config)
+    earlier = find_checkpoint(config, tell=lambda line: say(f"resume  {line}"))
     device = pick_device(config)
     precision = config.engine.precision
     if precision == "auto":
@@ -48,21 +61,26 @@ def main() -> None:
     seed_everything(config.seed)
     model = make_model(config)
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
-    state = read_state(earlier) if earlier else None
-    step = state["step"] if state else 0
-    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, step, device.type == "cuda")
-    steps = config.samples // config.batch_size if config.samples else int(config.epochs * stream.order.steps)
-    if steps < 1:
+    state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
+    # Samples seen are the position; with another batch than before, the last batch that is begun is begun again.
+    step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
+    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
+    whole = config.samples // config.batch_size if config.samples else int(config.epochs * stream.order.steps)
+    if whole < 1:
         raise UserError(
             f"The run would have no step: an epoch has {stream.order.steps}, each of {config.batch_size} samples.",
             "Lower batch_size, or raise epochs or samples.",
         )
-    if state:
-        refuse_another_run(config, state, stream.identity, earlier)
+    steps = step + max(0, whole - samples // config.batch_size)
+    if earlier and (changed := refuse_another_run(config, state, stream.identity, earlier)):
+        say(
+            f"resume  changed {'; '.join(changed)}; the data goes on after {samples:,} samples seen, "
+            "in the order that it has now"
+        )
     if step >= steps:
-        if rank == 0:
-            print(f"{config.out} is finished: {step} of {steps} steps are done.")
-        return
+        say(f"{config.out} is finished: {step} of {steps} steps are done.")
+        return 0
+    refuse_full_disk(config, model)
     evaluator = None
     if config.evaluate.classes:
         from pretrain.evaluation import Evaluator
@@ -70,26 +88,58 @@ def main() -> None:
         evaluator = Evaluator(config.evaluate, transforms.evaluate, tokenizer, device, rank, world_size)
 
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
-    trainer.start_deepspeed()
+    trainer.start_deepspeed(config.engine.timeout)
+    same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
+    lock = None
+    if rank == 0:
+        lock, failure = take_lock(config)
+    agree(failure if rank == 0 else None)
     engine = trainer.make_engine(model.to(device), config, precision, device)
     if earlier:
-        load_checkpoint(engine, earlier)
-    folder = RunFolder(config, model, stream.identity, rank, steps, step)
-    if rank == 0:
-        print(headline(config, engine, stream, device, precision, steps, step, earlier), flush=True)
+        load_checkpoint(engine, earlier, verified=True)
+    folder = RunFolder(config, model, stream.identity, rank, world_size, steps, step)
+    say(headline(config, engine, stream, device, precision, steps, step, earlier))
+    fit = trainer.Trainer(
+        engine,
+        stream,
+        config,
+        device,
+        steps,
+        step,
+        samples,
+        skipped=state.get("skipped", 0),
+        recorder=folder,
+        stop=preemption.asked,
+    )
     try:
-        trainer.Trainer(engine, stream, config, device, steps, step).fit(
-            log=folder.report,
-            evaluate=(lambda: evaluator(engine)) if evaluator else None,
-            save=lambda at, samples: folder.save(engine, at, samples),
-        )
+        stopped = fit.fit((lambda: evaluator(engine)) if evaluator else None)
+        folder.finish()
     finally:
         stream.close()
         folder.close()
     if rank == 0 and stream.failures:
         worst = sorted(stream.failures.items(), key=lambda item: -item[1].count)[:5]
         print("unreadable samples: " + "; ".join(f"{name}: {f.count} ({f.reason})" for name, f in worst), flush=True)
+    if stopped:
+        say(
+            f"step {fit.step}/{steps} | stopped by {preemption.name or 'a signal to another rank'}; go on with --resume"
+        )
     torch.distributed.destroy_process_group()
+    if lock:
+        lock.release()
+    return REQUEUE if stopped else 0
+
+
+def take_lock(config: Config):
+    """(RunLock, None), or (None, UserError)."""
+    from pretrain.run_lock import RunLock
+
+    try:
+        return RunLock(Path(config.out)), None
+    except UserError as error:
+        return None, error
+    except OSError as error:
+        return None, UserError(f"{config.out} cannot be written ({error.strerror}).", "Choose another --out.")
 
 
 def make_model(config: Config):
@@ -110,8 +160,8 @@ def make_model(config: Config):
     )
 
 
-def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, step: int, pin_memory: bool):
-    """This rank's batches from `step` on."""
+def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):
+    """This rank's batches after `samples` of all ranks."""
     from pretrain.stream import Corpus, Stream
     from probemb.data.shards import read_index
 
@@ -127,7 +177,7 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         rank=rank,
         world_size=world_size,
         workers=config.data.workers,
-        start_samples=step * config.batch_size,
+        start_samples=samples,
         caption=config.data.captions,
         failure_share=config.data.failure_share,
         pin_memory=pin_memory,

@@ -15,21 +15,25 @@ import logging
 import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pretrain.agreement import all_of, any_of
 from pretrain.config import Config
 from pretrain.config import Optimizer as OptimizerConfig
-from probemb import Gaussian, UserError, distributed
+from pretrain.engine_state import discard_step, gradient_norm
+from pretrain.nonfinite import Evidence, as_error
+from pretrain.progress import Window
+from probemb import Gaussian, distributed
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import ProbabilisticCLIP, no_weight_decay
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
+MAX_SKIPPED = 100  # steps in a row; then the weights, not the samples, are at fault
 
 
 class Towers(nn.Module):
@@ -151,10 +155,13 @@ def import_deepspeed():
     return deepspeed
 
 
-def start_deepspeed() -> None:
-    """Join the process group that the launcher describes, or form a group of one."""
+def start_deepspeed(timeout_minutes: float = 30) -> None:
+    """Join the process group that the launcher describes, or form a group of one.
+
+    A rank that waits longer than `timeout_minutes` for the others fails.
+    """
     deepspeed = import_deepspeed()
-    distributed.init_process_group()
+    distributed.init_process_group(timeout_minutes)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 
@@ -172,58 +179,90 @@ def _quiet_stderr():
         os.close(kept)
 
 
+class Recorder(Protocol):
+    """What becomes of a step's results: see `folder.RunFolder`."""
+
+    failed: bool  # whether something could not be written, on this rank
+
+    def check(self) -> None: ...
+    def report(self, step: int, values: dict[str, float]) -> None: ...
+    def seen(self, step: int, keys: list[str]) -> None: ...
+    def nonfinite(self, step: int, reports: list[dict]) -> str: ...
+    def save(self, engine, step: int, samples: int, skipped: int) -> None: ...
+
+
 class Trainer:
     """Everything that a step needs.
 
     Args:
         engine: of `make_engine`.
-        stream: yields batches with `images` (B, 3, H, W) and `tokens` (B, L) for this rank.
+        stream: yields batches with `images` (B, 3, H, W), `tokens` (B, L) and `keys` for this rank.
         steps: length of the whole run.
         step: steps done before, when resumed.
+        samples: samples seen before; None if all steps had this batch size.
+        skipped: steps skipped before.
+        recorder: writes what is to be kept; None writes nothing.
+        stop: whether this process was asked to end; looked at once a step.
     """
 
-    def __init__(self, engine, stream, config: Config, device: torch.device, steps: int, step: int = 0):
-        self.engine, self.stream, self.config, self.device = engine, stream, config, device
-        self.steps, self.step = steps, step
-
-    @property
-    def samples(self) -> int:
-        """Samples seen: the position of the run."""
-        return self.step * self.config.batch_size
-
-    def fit(
+    def __init__(
         self,
-        log: Callable[[int, dict[str, float]], None],
-        evaluate: Callable[[], dict[str, float]] | None,
-        save: Callable[[int, int], None],
-    ) -> None:
-        """Train to the last step, or to `stop_at_step`; what is logged, evaluated and saved is the caller's."""
-        config = self.config
+        engine,
+        stream,
+        config: Config,
+        device: torch.device,
+        steps: int,
+        step: int = 0,
+        samples: int | None = None,
+        skipped: int = 0,
+        recorder: Recorder | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ):
+        self.engine, self.stream, self.config, self.device = engine, stream, config, device
+        self.steps, self.step, self.skipped = steps, step, skipped
+        self.samples = step * config.batch_size if samples is None else samples  # the position of the run
+        self.total = self.samples + (steps - step) * config.batch_size
+        self.recorder, self.stop = recorder, stop
+        self.stopping = False  # agreed by all ranks
+        self._skipped_in_a_row = 0
+
+    def fit(self, evaluate: Callable[[], dict[str, float]] | None = None) -> bool:
+        """Train to the last step, or to `stop_at_step`, or until `stop` says so; saves at the end.
+
+        Returns:
+            whether `stop` ended it; the same on all ranks.
+
+        Raises:
+            UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
+        """
+        config, recorder = self.config, self.recorder
         last = min(self.steps, config.stop_at_step or self.steps)
-        window = Window(self.stream)
-        while self.step < last:
+        window, saved = Window(self.stream), self.step
+        (self.stopping,) = any_of([self.stop()], self.device)  # the signal may have come while starting
+        while self.step < last and not self.stopping:
             batch = next(self.stream)  # ---------------------------------------------------------------- load
             images = batch.images.to(self.device, non_blocking=True)
             tokens = self._cut(batch.tokens).to(self.device, non_blocking=True)
-            lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.steps * config.batch_size)
+            lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.total)
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = lr
-            window.add(self.train_step(images, tokens))  # ------------------ forward, loss, backward, step
+            window.add(self.train_step(images, tokens, batch.keys))  # ------- forward, loss, backward, agree, step
             self.step += 1
+            self.samples += config.batch_size
+            recorder.seen(self.step, batch.keys)
             if self.step % config.log_every == 0 or self.step == last:  # -------------------------------------- log
                 values = window.close(self.device, config.batch_size, last - self.step)
-                if not math.isfinite(values["loss"]):
-                    raise UserError(
-                        f"The loss is {values['loss']} at step {self.step}.",
-                        "Resume from the newest checkpoint with a lower optimizer.lr or a longer warm-up.",
-                    )
-                log(self.step, {"samples": self.samples, "lr": lr, **values})
+                recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
             if evaluate and self._crossed(config.evaluate.every_samples, last):  # ------------------------- evaluate
-                log(self.step, {"samples": self.samples, **evaluate()})
+                recorder.report(self.step, {"samples": self.samples, **evaluate()})
                 window.restart()
             if self.step == last or (config.save_every and self.step % config.save_every == 0):  # -------------- save
-                save(self.step, self.samples)
+                recorder.save(self.engine, self.step, self.samples, self.skipped)
                 window.restart()
+                saved = self.step
+        if self.step > saved:
+            recorder.save(self.engine, self.step, self.samples, self.skipped)
+        return self.stopping
 
     def _cut(self, tokens: Tensor) -> Tensor:
         """Without padding that nothing reads; compiled towers keep one shape."""
@@ -234,15 +273,21 @@ class Trainer:
         before = self.samples - self.config.batch_size
         return self.step == last or (every > 0 and self.samples // every > before // every)
 
-    def train_step(self, images: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """One optimizer step on this rank's (B, 3, H, W) images and (B, L) tokens; returns detached scalars."""
+    def train_step(self, images: Tensor, tokens: Tensor, keys: list[str] | None = None) -> dict[str, Tensor] | None:
+        """One optimizer step on this rank's (B, 3, H, W) images and (B, L) tokens, named by `keys`.
+
+        Returns:
+            detached scalars, or None if all ranks skipped the step.
+        """
         parts = self.config.engine.accumulation
         if parts == 1:
-            out = Forward.of(self.engine(images, tokens))
-            loss, terms = self.loss(out)
+            flat = self.engine(images, tokens)
+            for embedding in flat[:4]:
+                embedding.retain_grad()  # to trace a NaN to its sample
+            loss, terms = self.loss(Forward.of(flat))
             self.engine.backward(loss)
-            self.engine.step()
-            return terms
+            embeddings, grads = flat[:4], [e.grad for e in flat[:4]]
+            return self._finish_step(Evidence(loss, terms, embeddings, grads, gradient_norm(self.engine)), keys)
 
         cached, states = [], []
         chunks = list(zip(images.chunk(parts), tokens.chunk(parts)))
@@ -255,14 +300,34 @@ class Trainer:
         loss, terms = self.loss(Forward.of(tuple(leaves)))
         grads = torch.autograd.grad(loss, leaves)
         slices = zip(*(g.chunk(parts) for g in grads[:-1]))
-        for chunk, state, slice_grads in zip(chunks, states, slices):
+        for part, (chunk, state, slice_grads) in enumerate(zip(chunks, states, slices), 1):
             set_random_state(state, self.device)
             *embeddings, scalars = self.engine(*chunk)
             carried = sum((e * g).sum() for e, g in zip(embeddings, slice_grads))
             # The engine divides by the number of parts: right for the scalars, which every part carries whole.
             self.engine.backward(parts * carried + (scalars * grads[-1]).sum())
+            if part < parts:
+                self.engine.step()  # only counts the part
+        return self._finish_step(Evidence(loss, terms, leaves[:4], list(grads[:4]), gradient_norm(self.engine)), keys)
+
+    def _finish_step(self, evidence: Evidence, keys: list[str] | None) -> dict[str, Tensor] | None:
+        """Step, if all ranks can: everything that ranks must agree on in a step is in this one collective."""
+        failed = self.recorder.failed if self.recorder else False
+        nonfinite, self.stopping, failed = any_of([evidence.nonfinite(), self.stop(), failed], self.device)
+        if failed:
+            self.recorder.check()
+        if not nonfinite:
             self.engine.step()
-        return terms
+            self._skipped_in_a_row = 0
+            return evidence.terms
+        reports = all_of(evidence.report(distributed.rank(), keys or []))
+        where = self.recorder.nonfinite(self.step + 1, reports) if self.recorder else "the log"
+        self._skipped_in_a_row += 1
+        if self.config.on_nonfinite == "stop" or self._skipped_in_a_row > MAX_SKIPPED:
+            raise as_error(self.step + 1, reports, where)
+        self.skipped += 1
+        discard_step(self.engine)
+        return None
 
     def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
         """CLIP loss + PCME++ loss of this rank's rows against all ranks' columns, and what is logged."""
@@ -300,33 +365,3 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
-
-
-class Window:
-    """Means over the steps between two log lines; scalars stay on the device until then."""
-
-    def __init__(self, stream):
-        self.stream = stream
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin anew, without what happened since."""
-        self.sums: dict[str, Tensor] = {}
-        self.n = 0
-        self.started, self.waited = time.perf_counter(), self.stream.wait_seconds
-
-    def add(self, terms: dict[str, Tensor]) -> None:
-        """One step's detached scalars."""
-        self.sums = {k: self.sums[k] + v for k, v in terms.items()} if self.sums else dict(terms)
-        self.n += 1
-
-    def close(self, device: torch.device, batch_size: int, steps_left: int) -> dict[str, float]:
-        """Means over steps and ranks, and speed: images/s over all ranks, share of time waiting for data, ETA in s."""
-        names = list(self.sums)
-        means = torch.stack([self.sums[k].double().reshape(()) for k in names]) / self.n
-        seconds = time.perf_counter() - self.started
-        waited = (self.stream.wait_seconds - self.waited) / seconds
-        values = distributed.mean_over_ranks(dict(zip(names, means.tolist())) | {"data_wait": waited}, device)
-        values |= {"images_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
-        self.restart()
-        return values

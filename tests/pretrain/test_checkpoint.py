@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pretrain import checkpoint
+from pretrain import checkpoint, checkpoint_files
 from pretrain.engine_state import EngineState
 from pretrain.trainer import start_deepspeed
 from probemb.errors import UserError
@@ -254,7 +254,7 @@ def kill_during_writes(rank, world, folder):
     """Save step 3, then try step 6 in children that are killed at each of the points where a write reaches the disk."""
     engine = make_engine(0, 1)
     checkpoint.save_checkpoint(engine, folder, 3, {})
-    flush, newest, leftovers = checkpoint._flush, [], []
+    flush, newest, leftovers = checkpoint_files.flush, [], []
     for fatal in range(1, 7):
         child = os.fork()
         if child == 0:
@@ -266,7 +266,7 @@ def kill_during_writes(rank, world, folder):
                 if len(flushed) == fatal:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            checkpoint._flush = dying_flush
+            checkpoint_files.flush = dying_flush
             checkpoint.save_checkpoint(engine, folder, 6, {})
             os._exit(0)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -344,7 +344,7 @@ def spoil(good, folder):
     (folder / "not-json" / "state.json").write_text(text[:-20])
     content = json.loads(text)  # a well-formed file by someone who can compute sums, without what is needed
     del content["sha256"], content["groups"]
-    content["sha256"] = checkpoint._sha256_of(content)
+    content["sha256"] = checkpoint_files.sha256_of(content)
     (folder / "one-more" / "state.json").write_text(json.dumps(content))
 
 
@@ -379,7 +379,9 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path,
     (folder / ".step-200.partial").mkdir()
     (folder / "step-x").mkdir()
     assert checkpoint.latest_checkpoint(tmp_path) == folder / "step-100"
-    assert not caplog.records
+    assert [record.message for record in caplog.records] == [
+        "The checkpoint of step 200 was never finished: its write was interrupted."
+    ]
 
     os.truncate(folder / "step-100" / "weights.safetensors", 10)
     assert checkpoint.latest_checkpoint(tmp_path) == folder / "step-10"

@@ -1,0 +1,246 @@
+"""Checkpoints on disk: how they are written, found, checked and thinned out. One process, no engine; see checkpoint.py.
+
+Files are written straight from the tensors' memory, and hashed on the way: no second copy in memory, no reading back,
+and both release Python's lock, so that a training step goes on beside a write in a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemb.errors import UserError
+from probemb.files import flush
+
+FORMAT, VERSION = "probemb training checkpoint", 1
+WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+BLOCK = 1 << 22  # bytes hashed and written at a time
+USE_ANOTHER = "Resume from another checkpoint: remove this one, or move it away."
+DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8"}
+DTYPES |= {torch.bool: "BOOL", torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.int8: "I8"}
+
+logger = logging.getLogger(__name__)
+
+
+class Damaged(UserError):
+    """A checkpoint that is not whole."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(f"The checkpoint {path} is damaged: {reason}.", USE_ANOTHER)
+
+    def __reduce__(self):
+        return UserError, (self.what, self.remedy)
+
+
+def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], content: dict[str, Any]) -> None:
+    """Write aside, flush to disk, rename.
+
+    Args:
+        target: …/checkpoints/step-N; one that is there already is replaced.
+        tensors: CPU tensors by name, by name of the file.
+        content: of state.json, without what is known of the files.
+
+    Raises:
+        OSError: as it comes; what was written aside is removed, and earlier checkpoints are as they were.
+    """
+    partial, old = _partial(target), target.with_name(f".{target.name}.old")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(".step-*"):  # of writes and deletions that were killed
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        partial.mkdir()
+        files = {}
+        for name, entries in tensors.items():
+            files[name] = write_tensors(partial / name, entries)
+            flush(partial / name)
+        content = json.loads(json.dumps({**content, "files": files}))  # as it will be read, which the sum is of
+        text = json.dumps({**content, "sha256": sha256_of(content)}, indent=1)
+        (partial / STATE).write_text(text, encoding="utf-8")
+        flush(partial / STATE)
+        flush(partial)
+        if target.exists():  # between these two renames, this one step has no checkpoint under its name
+            target.rename(old)
+        partial.rename(target)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    flush(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | str]:
+    """A safetensors file of CPU tensors; returns its size and sum, {"bytes", "sha256"}."""
+    # Large types first, as the format's own library has it: every tensor is then aligned.
+    entries = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header, offset = {}, 0
+    for name, t in entries:
+        size = t.numel() * t.element_size()
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    digest, written = hashlib.sha256(), 0
+    with open(path, "wb", buffering=0) as file:
+        for data in (len(head).to_bytes(8, "little") + head, *(_bytes_of(t) for _, t in entries)):
+            view = memoryview(data)
+            while view:
+                done = file.write(view[:BLOCK])  # a nearly full disk takes a part; the next call raises
+                digest.update(view[:done])
+                written += done
+                view = view[done:]
+    return {"bytes": written, "sha256": digest.hexdigest()}
+
+
+def _bytes_of(t: Tensor):
+    return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy() if t.numel() else b""
+
+
+def find_checkpoint(
+    run_dir: Path | str, verify: bool = False, tell: Callable[[str], object] | None = None
+) -> Path | None:
+    """The newest complete checkpoint of a run, or None if none was ever finished; not collective.
+
+    Args:
+        verify: compare every file with its sum as well; reads them all. Otherwise only sizes and state.json are
+            looked at.
+        tell: gets a sentence for every newer one that is passed over, and for a write that was never finished.
+
+    Raises:
+        UserError: there are checkpoints, and none of them is whole; or one has another version.
+    """
+    run_dir = Path(run_dir)
+    tell = tell or logger.warning
+    found = _finished(run_dir)
+    for left in (run_dir / "checkpoints").glob(".step-*.partial"):
+        step = left.name.removeprefix(".step-").removesuffix(".partial")
+        if step.isdigit() and all(_step(path) < int(step) for path in found):
+            tell(f"The checkpoint of step {step} was never finished: its write was interrupted.")
+    for path in found:
+        try:
+            content = read_content(path)
+            if verify:
+                verify_files(path, content)
+            return path
+        except Damaged as error:
+            tell(f"{error.what} It is passed over.")
+    if found:
+        raise UserError(f"No checkpoint in {run_dir / 'checkpoints'} is whole.", "Restore one, or begin a new run.")
+    return None
+
+
+def prune(run_dir: Path | str, keep: int, keep_every: int = 0) -> None:
+    """Delete all whole checkpoints but the newest `keep` and those whose step is a multiple of `keep_every` (0: none).
+
+    One that cannot be deleted is logged: no reason to stop training.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
+    kept = 0
+    for path in _finished(Path(run_dir)):
+        if kept >= keep and not (keep_every and _step(path) % keep_every == 0):
+            gone = path.with_name(f".{path.name}.deleted")  # a half-deleted one must not look like a checkpoint
+            try:
+                path.rename(gone)
+                shutil.rmtree(gone)
+            except OSError as error:
+                logger.warning("The old checkpoint %s could not be deleted: %s.", path, error)
+            continue
+        try:
+            read_content(path)
+            kept += 1
+        except UserError:
+            continue  # not deleted: someone may want to look at it
+
+
+def _finished(run_dir: Path) -> list[Path]:
+    """All step-N, newest first."""
+    folder = run_dir / "checkpoints"
+    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()]
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """state.json, after a look at whether it is itself and the files have their sizes.
+
+    Raises:
+        Damaged: it is not, or they have not.
+        UserError: written by another version.
+    """
+    try:
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Damaged(path, f"it has no {STATE}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(path, f"{STATE} cannot be read ({type(error).__name__})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise Damaged(path, f"{STATE} is not that of a {FORMAT}")
+    if content.get("version") != VERSION:
+        raise UserError(
+            f"The checkpoint {path} has format {content.get('version')!r}, and this program reads {VERSION}.",
+            "Resume with the version of probemb that wrote it.",
+        )
+    if content.pop("sha256", None) != sha256_of(content):
+        raise Damaged(path, f"{STATE} has been changed since it was written")
+    for name in (WEIGHTS, OPTIMIZER, RANDOM):
+        try:
+            size, expected = (path / name).stat().st_size, content["files"][name]["bytes"]
+        except (OSError, KeyError, TypeError):
+            raise Damaged(path, f"{name} is missing") from None
+        if size != expected:
+            raise Damaged(path, f"{name} has {size} bytes instead of {expected}")
+    return content
+
+
+def verify_files(path: Path, content: dict[str, Any]) -> None:
+    """Compare every file with its sum.
+
+    Raises:
+        Damaged: one is not what was written, or cannot be read.
+    """
+    for name in (WEIGHTS, OPTIMIZER, RANDOM):
+        try:
+            sum_now = _sha256(path / name)
+        except OSError as error:
+            raise Damaged(path, f"{name} cannot be read ({error.strerror})") from None
+        if sum_now != content["files"][name]["sha256"]:
+            raise Damaged(path, f"the contents of {name} are not what was written")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_of(content: dict[str, Any]) -> str:
+    """The sum of what state.json holds, without the sum itself."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder that may not be there yet."""
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize

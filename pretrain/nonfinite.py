@@ -1,0 +1,94 @@
+"""NaN and Inf: noticed before the optimizer steps, traced to the samples, told to all ranks.
+
+Whether anything is wrong is one flag on the device. Only when it is set on some rank do the ranks look closer: a value
+spreads from one sample to the loss of every rank through the gathered embeddings, so that the first place where it
+shows is looked for, in the order in which a step computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probemb.errors import UserError
+
+SHOWN = 8  # sample keys in a message
+STAGES = ("embedding", "loss", "gradient of the embedding", "gradient")
+
+
+@dataclass
+class Evidence:
+    """What a step has computed before the optimizer steps.
+
+    loss            (), this rank's
+    terms           its parts, for the report
+    embeddings      (B, D) each: means and log-variances
+    gradients       (B, D) each, the gradients of these; None where there are none
+    gradient_norm   (), of this rank's share of the averaged gradients
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    embeddings: list[Tensor]
+    gradients: list[Tensor | None]
+    gradient_norm: Tensor
+
+    def nonfinite(self) -> Tensor:
+        """() bool on the device: whether the loss or the gradient is NaN or Inf here."""
+        return ~(self.loss.detach().isfinite() & self.gradient_norm.isfinite())
+
+    def report(self, rank: int, keys: list[str]) -> dict:
+        """What is wrong on this rank: the first stage that is, the keys of the samples that show it, the terms.
+
+        Args:
+            keys: of the B samples.
+        """
+        everything = list(range(len(self.embeddings[0])))
+        bad = (
+            _bad_rows(self.embeddings),
+            [] if self.loss.detach().isfinite() else everything,
+            _bad_rows([g for g in self.gradients if g is not None]),
+            [] if self.gradient_norm.isfinite() else everything,
+        )
+        stage, rows = next(((stage, rows) for stage, rows in zip(STAGES, bad) if rows), ("", []))
+        return {
+            "rank": rank,
+            "stage": stage,
+            "keys": [keys[row] for row in rows] if keys else [],
+            "terms": {name: float(value) for name, value in self.terms.items()},
+        }
+
+
+def _bad_rows(tensors: list[Tensor]) -> list[int]:
+    if not tensors:
+        return []
+    bad = torch.stack([~t.detach().isfinite().all(dim=1) for t in tensors]).any(dim=0)
+    return bad.nonzero().flatten().tolist()
+
+
+def culprits(reports: list[dict]) -> list[dict]:
+    """The reports of the ranks where it shows first."""
+    stages = [report["stage"] for report in reports]
+    first = next(stage for stage in STAGES if stage in stages)
+    return [report for report in reports if report["stage"] == first]
+
+
+def as_error(step: int, reports: list[dict], where: str) -> UserError:
+    """One sentence for people, from every rank's report; the same on all ranks.
+
+    Args:
+        where: the file that has all of it.
+    """
+    found = culprits(reports)
+    keys = [key for report in found for key in report["keys"]]
+    ranks = ", ".join(str(report["rank"]) for report in found)
+    terms = ", ".join(f"{name} {value:.4g}" for name, value in found[0]["terms"].items())
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return UserError(
+        f"At step {step} the {found[0]['stage']} is NaN or Inf on rank {ranks} ({terms}), "
+        f"for the samples {', '.join(keys[:SHOWN]) or '(unknown)'}{more}; nothing was stepped.",
+        f"All of it is in {where}; look at these samples, or lower optimizer.lr, and go on with --resume, "
+        "or pass --on-nonfinite skip.",
+    )

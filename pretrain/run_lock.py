@@ -1,0 +1,90 @@
+"""One job a run folder: a lock that rank 0 holds for the life of the run, and that ends with its process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from probemb.errors import UserError
+
+NAME = ".lock"
+PATIENCE = 2.0  # seconds: a process that was just killed, or one that only looks, lets go within that
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # such a file system, like Lustre without -o flock
+
+
+class RunLock:
+    """The lock of a run folder; the file in it names the host and process that hold it.
+
+    It is flock's: it also holds between machines where the file system carries it over (NFS does, Lustre with
+    `-o flock`); where there are no locks, that is said and the run goes on.
+
+    Args:
+        run: the run folder; made if it is missing.
+
+    Raises:
+        UserError: another job holds it.
+    """
+
+    def __init__(self, run: Path):
+        run.mkdir(parents=True, exist_ok=True)
+        self._file = open(run / NAME, "a+", encoding="utf-8")  # noqa: SIM115  held open for the life of the run
+        if not _take(self._file, fcntl.LOCK_EX, run):
+            holder = _holder(self._file)
+            self._file.close()
+            raise _in_use(run, holder)
+        self._file.truncate(0)
+        self._file.write(f"{socket.gethostname()} {os.getpid()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let the next job in."""
+        self._file.close()
+
+
+def refuse_locked(run: Path) -> None:
+    """Refuse a folder that another job writes; writes nothing, any process may look.
+
+    Raises:
+        UserError: names the host and process.
+    """
+    try:
+        file = open(run / NAME, encoding="utf-8")  # noqa: SIM115
+    except OSError:
+        return
+    with file:
+        if not _take(file, fcntl.LOCK_SH, run):
+            raise _in_use(run, _holder(file))
+
+
+def _take(file, kind: int, run: Path) -> bool:
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(f"warning: the file system of {run} has no locks; take care that one job writes it", file=sys.stderr)
+            return True
+
+
+def _holder(file) -> str:
+    file.seek(0)
+    words = file.read(300).split()
+    return f"process {words[1]} on {words[0]}" if len(words) == 2 else "another process"
+
+
+def _in_use(run: Path, holder: str) -> UserError:
+    return UserError(
+        f"{run} is in use: {holder} is writing it.", "Wait until that job has ended, or choose another --out."
+    )
