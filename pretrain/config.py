@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from probemb.errors import UserError, nearest
@@ -16,7 +17,7 @@ class Model:
     """Which towers (see probemb.models.create_model).
 
     Args:
-        name: an open_clip ViT configuration, or ViT-Tiny-64, ViT-Small-112 of our own.
+        name: an open_clip ViT configuration, or ViT-Micro-32, ViT-Tiny-64, ViT-Small-112 of our own.
         embed_dim: D; empty for the configuration's own (head clip) or 1024 (head gpo).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch.
         head: clip (class token, end-of-text token) or gpo (pooling over all tokens).
@@ -128,8 +129,9 @@ class Evaluate:
         classes: labelled images (class folders, or shards with KEY.cls and classes.txt); empty switches it off.
         every_samples: samples between two evaluations; 0 evaluates at the end only.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
-        max_images: use the first so many images; 0 for all.
+        max_images: use so many images, spread evenly over the data; 0 for all.
         batch_size: images or texts encoded at a time.
+        max_bad: largest share of images that may be unreadable.
     """
 
     classes: str | None = None
@@ -137,6 +139,7 @@ class Evaluate:
     templates: str = "single"
     max_images: int = 0
     batch_size: int = 256
+    max_bad: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -213,10 +216,30 @@ def check(config: Config, world_size: int) -> None:
         ("data.workers", config.data.workers, 0),
         ("data.window", config.data.window, 1),
         ("evaluate.batch_size", config.evaluate.batch_size, 1),
+        ("evaluate.every_samples", config.evaluate.every_samples, 0),
+        ("evaluate.max_images", config.evaluate.max_images, 0),
+        ("engine.threads", config.engine.threads, 0),
         ("optimizer.warmup_samples", config.optimizer.warmup_samples, 0),
     ):
         if value < least:
             raise UserError(f"{key} is {value}.", f"Set it to {least} or more.")
+    for key, value, low, high in (
+        ("optimizer.lr", config.optimizer.lr, 0, math.inf),
+        ("optimizer.eps", config.optimizer.eps, 0, 1),
+        ("optimizer.weight_decay", config.optimizer.weight_decay, 0, math.inf),
+        ("optimizer.clip_grad_norm", config.optimizer.clip_grad_norm, 0, math.inf),
+        ("loss.clip", config.loss.clip, 0, math.inf),
+        ("loss.match", config.loss.match, 0, math.inf),
+        ("loss.pseudo_positive", config.loss.pseudo_positive, 0, math.inf),
+        ("loss.vib", config.loss.vib, 0, math.inf),
+        ("data.failure_share", config.data.failure_share, 0, 1),
+        ("evaluate.max_bad", config.evaluate.max_bad, 0, 1),
+        ("seed", config.seed, 0, 2**63 - 1),
+        *((f"optimizer.betas[{i}]", beta, 0, 1 - 1e-9) for i, beta in enumerate(config.optimizer.betas)),
+    ):
+        if not low <= value <= high or value == math.inf:
+            span = f"from {low} to {high}" if high != math.inf else f"from {low} on"
+            raise UserError(f"{key} is {value}.", f"Set it to a number {span}.")
     if not config.engine.timeout > 0:
         raise UserError(f"engine.timeout is {config.engine.timeout}.", "Set it to some minutes.")
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):

@@ -53,7 +53,9 @@ class Evaluator:
         chosen = [i * len(images) // n for i in range(n)][rank::world_size]
         mine = replace(images, places=[images.places[i] for i in chosen], marks=[images.marks[i] for i in chosen])
         self.labels = torch.tensor([labels[i] for i in chosen])
-        self.batches = ImageBatches(mine, transform, self.batch_size, workers=0)
+        self.batches = ImageBatches(
+            mine, transform, self.batch_size, max_bad=config.max_bad, option="--evaluate.max-bad"
+        )
         self.n_batches = -(-n // (world_size * self.batch_size))
 
     @torch.no_grad()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+
+import yaml
 
 from pretrain.background import BackgroundWriter
 from pretrain.checkpoint import Snapshot, take_snapshot
@@ -49,12 +52,31 @@ def find_checkpoint(config: Config, tell: Callable[[str], object] | None = None)
     run = Path(config.out)
     refuse_locked(run)
     if config.resume:
-        return newest_checkpoint(run, verify=True, tell=tell)
+        newest = newest_checkpoint(run, verify=True, tell=tell)
+        if newest is None and not _may_begin(run):
+            raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
+        return newest
     if newest_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
         raise UserError(f"{run} already holds a run.", "Add --resume to go on with it, or choose another --out.")
     if run.exists() and (not run.is_dir() or any(p.name != LOCK for p in run.iterdir())):
         raise UserError(f"{run} already holds something else.", "Choose another --out.")
     return None
+
+
+def _may_begin(run: Path) -> bool:
+    """Whether a run without a checkpoint may begin here: nothing there, or a run of ours that came to nothing."""
+    if not run.exists():
+        return True
+    if not run.is_dir():
+        return False
+    names = {path.name for path in run.iterdir()} - {LOCK}
+    if not names:
+        return True
+    try:
+        written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(written, dict) and set(written) == {field.name for field in fields(Config)}
 
 
 def refuse_full_disk(config: Config, model: ProbabilisticCLIP) -> None:

@@ -136,7 +136,13 @@ def _start_wandb(project: str | None, run: Path, config: dict):
         raise UserError(
             "wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out."
         ) from error
-    return wandb.init(project=project, name=run.name, dir=str(run), config=config, resume="allow", id=run.name)
+    try:
+        return wandb.init(project=project, name=run.name, dir=str(run), config=config, resume="allow", id=run.name)
+    except wandb.Error as error:
+        raise UserError(
+            f"Weights & Biases does not start ({' '.join(str(error).split())[:200]}).",
+            "Run `wandb login`, or leave --wandb out.",
+        ) from error
 
 
 def train_line(step: int, steps: int, v: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
@@ -43,7 +44,7 @@ def train(config: Config, preemption: Preemption) -> int:
     import torch
 
     from pretrain import trainer
-    from pretrain.agreement import agree, same_everywhere
+    from pretrain.agreement import agree, all_of, same_everywhere
     from pretrain.checkpoint import load_checkpoint, read_state
     from pretrain.folder import RunFolder, find_checkpoint, refuse_another_run, refuse_full_disk
     from probemb.models import create_tokenizer, create_transforms
@@ -117,9 +118,8 @@ def train(config: Config, preemption: Preemption) -> int:
     finally:
         stream.close()
         folder.close()
-    if rank == 0 and stream.failures:
-        worst = sorted(stream.failures.items(), key=lambda item: -item[1].count)[:5]
-        print("unreadable samples: " + "; ".join(f"{name}: {f.count} ({f.reason})" for name, f in worst), flush=True)
+    for line in describe_failures(all_of(stream.failures)):
+        say(line)
     if stopped:
         say(
             f"step {fit.step}/{steps} | stopped by {preemption.name or 'a signal to another rank'}; go on with --resume"
@@ -128,6 +128,19 @@ def train(config: Config, preemption: Preemption) -> int:
     if lock:
         lock.release()
     return REQUEUE if stopped else 0
+
+
+def describe_failures(of_ranks: list[dict]) -> list[str]:
+    """Lines on the samples that could not be read, from every rank's {shard: Failure}, the worst shards first."""
+    counts, reasons = Counter(), {}
+    for failures in of_ranks:
+        for name, failure in failures.items():
+            counts[name] += failure.count
+            reasons.setdefault(name, failure.reason)
+    if not counts:
+        return []
+    worst = "; ".join(f"{name}: {count} ({reasons[name]})" for name, count in counts.most_common(5))
+    return [f"unreadable samples, replaced by others: {counts.total():,} in {len(counts)} shards; {worst}"]
 
 
 def take_lock(config: Config):
@@ -166,8 +179,18 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
     from probemb.data.shards import read_index
 
     weights = config.data.weights or [1.0] * len(config.train_paths)
+    corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]
+    known: set = set()
+    for path, corpus in zip(config.train_paths, corpora):
+        for shard in corpus.shards:
+            if shard.path in known:
+                raise UserError(
+                    f"The shard {shard.path} of {path} is in another training path too.",
+                    "Name every shard once, and say with data.weights what is to be seen more often.",
+                )
+            known.add(shard.path)
     return Stream(
-        [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)],
+        corpora,
         batch_size=config.batch_size,
         transform=transform,
         tokenizer=tokenizer,
@@ -189,7 +212,8 @@ def pick_device(config: Config):
     import torch
 
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // local_world))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.engine.threads or max(1, cores // local_world))
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_world > torch.cuda.device_count():

@@ -253,13 +253,13 @@ class Trainer:
             if self.step % config.log_every == 0 or self.step == last:  # -------------------------------------- log
                 values = window.close(self.device, config.batch_size, last - self.step)
                 recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
-            if evaluate and self._crossed(config.evaluate.every_samples, last):  # ------------------------- evaluate
-                recorder.report(self.step, {"samples": self.samples, **evaluate()})
-                window.restart()
             if self.step == last or (config.save_every and self.step % config.save_every == 0):  # -------------- save
                 recorder.save(self.engine, self.step, self.samples, self.skipped)
                 window.restart()
                 saved = self.step
+            if evaluate and self._crossed(config.evaluate.every_samples, last):  # ------------------------- evaluate
+                recorder.report(self.step, {"samples": self.samples, **evaluate()})
+                window.restart()
         if self.step > saved:
             recorder.save(self.engine, self.step, self.samples, self.skipped)
         return self.stopping

@@ -141,6 +141,13 @@ def empty_index(folder: Path) -> Path:
     return folder
 
 
+def twice(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(bytes(1024))
+    (folder / "index.json").write_text('{"shards": [{"name": "a.tar", "samples": 32, "bytes": 1024}]}')
+    return f'["{folder}", "{folder}"]'
+
+
 BAD = {
     "missing data": ({"data.train": "absent"}, "absent", "make_scenes"),
     "no data": ({}, "no training data", "--data.train"),
@@ -157,19 +164,27 @@ BAD = {
     "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
     "weights": ({"data.weights": "[1, 2]"}, "2 weights", "one number"),
     "wrong type": ({"batch-size": "many"}, "batch_size", "--help"),
+    "negative rate": ({"optimizer.lr": -1}, "optimizer.lr is -1.0", "from 0 on"),
+    "share": ({"data.failure_share": 2}, "data.failure_share is 2.0", "from 0 to 1"),
+    "large seed": ({"seed": 10**30}, "seed is 1000", "from 0 to"),
+    "negative images": ({"evaluate.max_images": -5}, "evaluate.max_images is -5", "0 or more"),
+    "one folder twice": ({"data.train": twice}, "in another training path too", "data.weights"),
     "missing classes": ({"evaluate.classes": "absent"}, "absent", ""),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_in_two_lines_with_nothing_written(case, scenes, tmp_path, monkeypatch, capsys):
-    """In this process, as all of it is refused before anything starts; the next test starts the command itself."""
+    """In this process, as all of it is refused before anything starts; the next test starts the command itself.
+
+    With one thread: what other tests fork from this process hangs once OpenMP has had several here.
+    """
     options, what, remedy = BAD[case]
     if case != "no data":
         options = {"data.train": scenes / "train"} | options
     options = {k: v(tmp_path / "given") if callable(v) else v for k, v in options.items()}
     out = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", command({"out": out, **options})[2:])
+    monkeypatch.setattr(sys, "argv", command({"out": out, "engine.threads": 1, **options})[2:])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run_command(pretrain.run.main)
@@ -201,6 +216,9 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
     refused(*ending(start({**options, "out": tmp_path / "other"})), "holds something else", "--out")
+    (tmp_path / "other" / "config.yaml").write_text("chapter: 1\n")
+    refused(*ending(start({**options, "out": tmp_path / "other"}, "--resume")), "something else than a run", "--out")
+    assert sorted(p.name for p in (tmp_path / "other").iterdir()) == ["config.yaml", "thesis.tex"]
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
