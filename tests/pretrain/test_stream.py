@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,17 @@ from probemb.errors import UserError
 
 SIZES = (11, 7, 9, 13, 5)  # 45 samples: 5 steps of 8 in an epoch, 5 are dropped
 BATCH, LANES = 8, 4
+
+
+def image_bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header states this size."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def write_shard(path: Path, size: int, bad: dict[int, str] | None = None, seed: int = 0) -> Shard:
@@ -39,6 +52,8 @@ def write_shard(path: Path, size: int, bad: dict[int, str] | None = None, seed: 
                 image = image[: len(image) // 2]
             elif kind == "zero bytes":
                 image = b""
+            elif kind == "bomb":  # 1,200 bytes that ask for 3.6 gigapixels
+                image = image_bomb(60_000, 60_000)
             elif kind == "caption":
                 caption = b"\n  \n"
             elif kind == "encoding":
@@ -185,6 +200,49 @@ def test_resuming_reads_at_most_one_shard_per_lane(tmp_path, monkeypatch):
     assert count
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_bytes_read_before_the_first_batch_after_a_restart(tmp_path, workers):
+    """What the kernel counts as read by this process and the workers: never more than a shard for each lane."""
+    shards = write_corpus(tmp_path / "data", sizes=(40,) * 24)
+    largest = max(shard.bytes for shard in shards)
+    for step in 3, 61, 131, 200:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=_count_bytes, args=(shards, step, workers, theirs))
+        process.start()
+        count = ours.recv()
+        process.join()
+        assert 0 < count <= 4 * largest
+
+
+def _count_bytes(shards, step, workers, connection) -> None:
+    """Send the bytes of shards that are read for the first batch after `step`, in all processes."""
+    count, pread = multiprocessing.Value("q", 0), os.pread
+
+    def counting(fd, size, offset):
+        data = pread(fd, size, offset)
+        with count.get_lock():
+            count.value += len(data)
+        return data
+
+    os.pread = counting
+    # One batch ahead, so that what is read is for the first one alone; shards hold 40 samples, a lane reads 1 a step.
+    with make(shards, batch_size=4, lanes=4, workers=workers, prefetch=1, start_samples=step * 4, steps=1) as stream:
+        next(stream)
+        connection.send(count.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_mixtures_do_not_depend_on_ranks_and_workers(tmp_path, world_size, workers):
+    mixture = [
+        Corpus(write_corpus(tmp_path / "a", sizes=(9, 5)), weight=2),
+        Corpus(write_corpus(tmp_path / "b", sizes=(6, 7)), 0.5),
+    ]
+    expected = read(mixture, steps=9)
+    settings = {"world_size": world_size, "workers": workers}
+    assert_ranks_make_up([read(mixture, steps=9, rank=rank, **settings) for rank in range(world_size)], expected)
+
+
 def test_seed_epoch_and_caption_choice(corpus, uninterrupted):
     other = read(corpus, steps=1, seed=6)
     assert other[0].keys != uninterrupted[0].keys
@@ -291,6 +349,7 @@ def damaged(tmp_path_factory, uninterrupted) -> tuple[list[Shard], dict[tuple[in
         slots[4][2]: "image",
         slots[2][4]: "name",
         slots[7][0]: "encoding",
+        slots[4][5]: "bomb",
     }
     return write_corpus(tmp_path_factory.mktemp("damaged"), bad), bad
 
@@ -379,6 +438,48 @@ def test_whole_shards_that_cannot_be_used(tmp_path):
         assert_same(
             read(shards, steps=16 - step, start_samples=step * 8, failure_share=1, workers=step % 3), expected[step:]
         )
+
+
+def test_every_kind_of_damage_is_counted_with_its_reason(tmp_path):
+    kinds = {"image": "cannot be decoded", "zero bytes": "no image", "bomb": "64,000,000 pixels"}
+    kinds |= {"caption": "no caption", "encoding": "not UTF-8"}
+    bad = {(shard, 3): kind for shard, kind in enumerate(kinds)}
+    shards = write_corpus(tmp_path / "data", bad, sizes=(8,) * 5)
+    with make(shards, steps=5, failure_share=1, workers=2) as stream:
+        batches = list(stream)
+    assert {batch.images.shape for batch in batches} == {(8, 3, 12, 12)}
+    assert torch.isfinite(torch.stack([batch.images for batch in batches])).all()
+    assert [stream.failures[f"{shard:05d}.tar"].count for shard in range(5)] == [1] * 5
+    for shard, reason in enumerate(kinds.values()):
+        assert stream.failures[f"{shard:05d}.tar"].reason.startswith("0003: ")
+        assert reason in stream.failures[f"{shard:05d}.tar"].reason
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["vanishes", "is cut", "is emptied"])
+def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
+    """More shards than may be open at once, so that this one is opened anew after it is lost."""
+    shards = write_corpus(tmp_path / "data", sizes=(10,) * 30)
+    with make(shards, steps=74, failure_share=1, workers=workers, prefetch=1) as stream:
+        before = take(stream, 10)
+        for shard in shards:
+            if shard.name != "00004.tar":
+                continue
+            if how == "vanishes":
+                shard.path.unlink()
+            else:
+                os.truncate(shard.path, 1024 if how == "is cut" else 0)
+        after = list(stream)
+    assert len(before + after) == 74
+    assert {batch.images.shape for batch in after} == {(8, 3, 12, 12)}
+    assert set(stream.failures) == {"00004.tar"}
+    seen = sum(int((batch.slots[:, 0] == 4).sum()) for batch in after)
+    failed = stream.failures["00004.tar"].count
+    assert failed == sum(int(batch.replaced.sum()) for batch in after)
+    assert 0 < failed <= seen
+    assert {"vanishes": "No such file", "is cut": "cut off", "is emptied": "empty"}[how] in stream.failures[
+        "00004.tar"
+    ].reason or "has become shorter" in stream.failures["00004.tar"].reason
 
 
 @pytest.mark.parametrize("workers", [0, 2])
