@@ -43,6 +43,8 @@ class Data:
         window: samples of a lane that are shuffled together.
         captions: which caption of an image is used: random (drawn anew every epoch) or first.
         failure_share: share of unreadable samples at which the run stops.
+        cache: folder on a local disk where shards from the web stay; empty for a temporary one.
+        cache_gib: largest size of it; all lanes of the machine have a shard or two in it.
     """
 
     train: list[str] | str = field(default_factory=list)
@@ -52,6 +54,8 @@ class Data:
     window: int = 4096
     captions: str = "random"
     failure_share: float = 0.05
+    cache: str | None = None
+    cache_gib: float = 100.0
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,16 @@ class Order:
             pieces.append(self.slots(epoch, lane, step * self.share + first, step * self.share + last))
         return Slots(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
 
+    def shards_ahead(self, epoch: int, lane: int, slot: int) -> tuple[int, int]:
+        """The shard that a lane is in at a slot of it, and the next one that it comes to, perhaps in another epoch."""
+        layout, end = self._layout(epoch), (lane + 1) * self.lane_length
+        i = int(np.searchsorted(layout.start, lane * self.lane_length + slot, side="right")) - 1
+        if layout.start[i + 1] < end:
+            return int(layout.shard[i]), int(layout.shard[i + 1])
+        following = self._layout(epoch + 1)
+        first = int(np.searchsorted(following.start, lane * self.lane_length, side="right")) - 1
+        return int(layout.shard[i]), int(following.shard[first])
+
     def _layout(self, epoch: int) -> _Layout:
         if epoch not in self._layouts:
             shards, begins, lengths, visits = [], [], [], []

@@ -203,6 +203,8 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         start_samples=samples,
         caption=config.data.captions,
         failure_share=config.data.failure_share,
+        cache=config.data.cache,
+        cache_gib=config.data.cache_gib,
         pin_memory=pin_memory,
     )
 

@@ -10,25 +10,30 @@ size that divides the lanes and for any number of workers, and the position is o
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from PIL import Image
 
 from pretrain.order import Order
-from pretrain.stream_reader import check_address
 from pretrain.stream_samples import Report, Rows, SampleMaker, isolated_randomness
 from pretrain.stream_workers import Team, shared_tensors
+from probemb.data.cache import GIB, Scratch, ShardCache
 from probemb.data.shards import Shard
+from probemb.data.sources import PATIENT, Fetch, Remote
 from probemb.errors import UserError, nearest
 
 CAPTIONS = ("random", "first")
 _WORST = 5  # shards that an error names
+_MOST_WARNINGS = 20  # shards whose first failure is told at once
+_log = logging.getLogger(__name__)
 
 
 class Corpus(NamedTuple):
@@ -89,6 +94,10 @@ class Stream:
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
         draft: decode a large JPEG at a half, a quarter or an eighth while both sides keep so many pixels: faster, but
             not the same to the last bit.
+        cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
+            temporary one that ends with the stream.
+        cache_gib: the largest size of either; it holds a shard for each lane of this machine, and the next one.
+        fetch: how patiently remote shards are fetched.
 
     Attributes:
         order: the `Order`: steps in an epoch, what is dropped.
@@ -123,6 +132,9 @@ class Stream:
         prefetch: int = 2,
         pin_memory: bool = False,
         draft: int | None = None,
+        cache: str | None = None,
+        cache_gib: float = 100.0,
+        fetch: Fetch = PATIENT,
     ):
         if caption not in CAPTIONS:
             raise UserError(
@@ -135,8 +147,6 @@ class Stream:
             )
         corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
         self.shards = [shard for corpus in corpora for shard in corpus.shards]
-        for shard in self.shards:
-            check_address(str(shard.path))
         self.order = Order(
             [shard.samples for shard in self.shards],
             batch_size=batch_size,
@@ -165,6 +175,19 @@ class Stream:
         self._start, self._end = start_samples, None if steps is None else start_samples + steps * batch_size
         self._caption, self._draft, self._pin = caption, draft, pin_memory
 
+        self._scratch, shard_cache = None, None
+        remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
+        if remote:
+            self._scratch = None if cache else Scratch()
+            folder = Path(cache) if cache else self._scratch.folder
+            shard_cache = ShardCache(folder, int(cache_gib * GIB), fetch)
+            largest = max(remote, key=lambda shard: shard.bytes)
+            if largest.bytes > shard_cache.limit:
+                raise UserError(
+                    f"{largest.path} has {largest.bytes / GIB:.2f} GiB, more than the cache of {cache_gib:g} GiB.",
+                    "Raise data.cache_gib to several times that, as each lane reads a shard of its own.",
+                )
+
         parts = max(1, min(workers, self.rows))
         cuts = [self.rows * i // parts for i in range(parts + 1)]
         first_row = rank * self.rows
@@ -179,6 +202,7 @@ class Stream:
                 tokenizer=tokenizer,
                 caption=caption,
                 draft=draft,
+                cache=shard_cache,
             )
             for start, stop in self._parts
         ]
@@ -229,6 +253,8 @@ class Stream:
             self._team.close()
         for maker in self._makers:
             maker.close()
+        if self._scratch is not None:
+            self._scratch.close()
         self._ring = []
 
     def __enter__(self) -> "Stream":
@@ -273,7 +299,10 @@ class Stream:
     def _count(self, reports: list[Report]) -> None:
         self._read += self.rows
         for number, reason in (failure for report in reports for failure in report.failures):
-            failure = self.failures.setdefault(self.shards[number].name, Failure(0, reason))
+            name = self.shards[number].name
+            if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
+                _log.warning("data: %s: %s", name, reason)  # now, and not only when the run is over
+            failure = self.failures.setdefault(name, Failure(0, reason))
             failure.count, failure.reason = failure.count + 1, reason
             self._failed += 1
         if self._read >= self._judged_from and self._failed > self._allowed_share * self._read:

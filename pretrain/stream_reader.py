@@ -1,51 +1,38 @@
 """Where the bytes of a training sample come from: one reader for each open shard, and a bounded number of open shards.
 
 A reader knows where every sample of its shard lies after one walk over the tar headers, and then reads single samples.
-Another source (a pipe, an object store) becomes a subclass of `ShardReader` and an entry of `READERS`.
+A remote shard is fetched whole into a cache before, if possible in the background while the one before it is used.
 """
 
 import errno
-import re
-from abc import ABC, abstractmethod
+import queue
+import threading
+import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from probemb.data.shards import BadSample, BadShard, Member, SampleSpan, list_samples, read_sample
+from probemb.data.cache import CacheFull, ShardCache
+from probemb.data.shards import BadSample, BadShard, Member, SampleSpan, Shard, list_samples, read_sample
+from probemb.data.sources import Remote
 from probemb.errors import UserError
 
+_FRESH_SECONDS = 60.0  # how long the result of a fetch in the background counts
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-class ShardReader(ABC):
-    """An open shard. Samples are counted as `tools.index_shards` counts them."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """How many samples the shard really holds."""
-
-    @abstractmethod
-    def read(self, index: int) -> tuple[str, dict[str, bytes]]:
-        """Key of a sample, and its bytes by extension. Raises BadSample."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what the reader holds open."""
-
-
-class LocalShard(ShardReader):
-    """A tar in the file system, read at the places that its headers name.
+class TarReader:
+    """An open shard: a tar read at the places that its headers name. Samples are counted as `tools.index_shards` does.
 
     The places are kept in arrays: as Python objects they would take about a kilobyte a sample, times the samples of
     all shards that are open at the same time.
     """
 
-    def __init__(self, path: str):
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115  stays open, see close()
-        except OSError as error:
-            raise _unreadable(path, error) from None
+    def __init__(self, file: BinaryIO, path: str):
+        self._file = file
         try:
             samples, _ = list_samples(self._file)
         except OSError as error:
@@ -63,9 +50,11 @@ class LocalShard(ShardReader):
         self._places = np.array(places, np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
+        """How many samples the shard really holds."""
         return len(self._keys)
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
+        """Key of a sample, and its bytes by extension. Raises BadSample."""
         key, extensions = self._keys[index], self._extensions[index]
         places = self._places[self._first[index] : self._first[index + 1]].tolist()
         parts = {ext: Member(ext, offset, size) for ext, (offset, size) in zip(extensions, places, strict=True)}
@@ -75,62 +64,70 @@ class LocalShard(ShardReader):
             raise _unreadable(key, error) from None
 
     def close(self) -> None:
+        """Give back what the reader holds open."""
         self._file.close()
-
-
-READERS: dict[str, type[ShardReader]] = {"": LocalShard}  # by the scheme of the address; none is a path
-
-
-def scheme_of(address: str) -> str:
-    """ "https" of "https://host/a.tar", "pipe" of "pipe:cat a.tar", "" of a path."""
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", address)  # a drive letter is one character
-    return found[1].lower() if found and not Path(address).exists() else ""
-
-
-def check_address(address: str) -> None:
-    """Raises UserError for an address that no reader knows."""
-    scheme = scheme_of(address)
-    if scheme not in READERS:
-        raise UserError(
-            f"Shards cannot be read from {address}: '{scheme}:' is not a known source.",
-            "Copy the shards to a local or mounted folder and name that.",
-        )
 
 
 class OpenShards:
     """The shards that are open now, at most `limit`, the longest unused one closed first.
 
     A shard that cannot be opened is remembered as such, so that its thousands of samples fail at no cost.
+    `spare` of them are kept open only while there is room for others in the cache.
     """
 
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._open: OrderedDict[str, ShardReader | BadSample] = OrderedDict()
+    def __init__(self, limit: int, spare: int = 0, cache: ShardCache | None = None):
+        self._limit, self._spare, self._cache = limit, spare, cache
+        self._open: OrderedDict[Path | Remote, TarReader | BadSample] = OrderedDict()
+        self._ahead = FetchAhead(cache) if cache else None
 
-    def get(self, address: str) -> ShardReader:
+    def get(self, shard: Shard) -> TarReader:
         """The reader of a shard. Raises BadSample if the shard cannot be used."""
-        reader = self._open.get(address)
+        reader = self._open.get(shard.path)
         if reader is None:
             while len(self._open) >= self._limit:
                 _close(self._open.popitem(last=False)[1])
             try:
-                reader = READERS[scheme_of(address)](address)
+                reader = TarReader(self._open_file(shard), str(shard.path))
             except BadSample as error:
                 reader = error
-            self._open[address] = reader
-        self._open.move_to_end(address)
+            self._open[shard.path] = reader
+        self._open.move_to_end(shard.path)
         if isinstance(reader, BadSample):
             raise BadShard(str(reader))
         return reader
 
+    def prepare(self, shards: Iterable[Shard]) -> None:
+        """Fetch the remote ones among these that are not open, in this order and in the background."""
+        if self._ahead:
+            for shard in shards:
+                if isinstance(shard.path, Remote) and shard.path not in self._open:
+                    self._ahead.request(shard)
+
+    def _open_file(self, shard: Shard) -> BinaryIO:
+        if isinstance(shard.path, Path):
+            try:
+                return open(shard.path, "rb", buffering=0)
+            except OSError as error:
+                raise _unreadable(str(shard.path), error) from None
+        self._ahead.wait(shard)
+        while True:
+            try:
+                return self._cache.open(shard.path, shard.bytes)
+            except CacheFull:
+                if len(self._open) < self._limit - self._spare:
+                    raise
+                _close(self._open.popitem(last=False)[1])
+
     def close(self) -> None:
         """Close them all."""
+        if self._ahead:
+            self._ahead.close()
         while self._open:
             _close(self._open.popitem()[1])
 
 
-def _close(reader: ShardReader | BadSample) -> None:
-    if isinstance(reader, ShardReader):
+def _close(reader: TarReader | BadSample) -> None:
+    if isinstance(reader, TarReader):
         reader.close()
 
 
@@ -140,3 +137,65 @@ def _unreadable(what: str, error: OSError) -> BadSample:
             f"{what} cannot be read: {error.strerror}.", "Raise the limit (ulimit -n), or use fewer lanes or workers."
         )
     return BadShard(f"{what}: cannot be read ({error.strerror})")
+
+
+class _Request:
+    """A fetch in the background: when it ended, and why it failed."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+        self.at = 0.0
+        self.failure: str | None = None
+
+
+class FetchAhead:
+    """Threads that bring shards into the cache before they are needed; started with the first request.
+
+    They are daemons, so that a long fetch does not hold up the end of the program: what it leaves is a file without a
+    lock, and the cache takes it for what it is.
+    """
+
+    def __init__(self, cache: ShardCache, threads: int = 4):
+        self._cache, self._threads = cache, threads
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._requests: dict[Remote, _Request] = {}
+        self._running = 0
+
+    def request(self, shard: Shard) -> None:
+        """Fetch it when its turn comes; a request that is known already, or has just failed, is not repeated."""
+        known = self._requests.get(shard.path)
+        if known and (not known.ended.is_set() or time.monotonic() - known.at < _FRESH_SECONDS):
+            return
+        self._requests[shard.path] = request = _Request()
+        self._queue.put((shard, request))
+        if self._running < self._threads:
+            self._running += 1
+            threading.Thread(target=self._work, daemon=True, name=f"fetch-{self._running}").start()
+
+    def wait(self, shard: Shard) -> None:
+        """Until a request for this shard has ended. Raises BadShard if it has just failed."""
+        request = self._requests.pop(shard.path, None)
+        if request is None:
+            return
+        request.ended.wait()
+        if request.failure and time.monotonic() - request.at < _FRESH_SECONDS:
+            raise BadShard(request.failure)
+
+    def close(self) -> None:
+        """Start no other fetch."""
+        for _ in range(self._running):
+            self._queue.put(None)
+        self._running = 0
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            shard, request = item
+            try:
+                self._cache.open(shard.path, shard.bytes, wait=False).close()
+            except BadShard as error:
+                request.failure = str(error)
+            except (UserError, OSError):  # no room: whoever needs the shard tries again, and says so
+                pass
+            finally:
+                request.at = time.monotonic()
+                request.ended.set()

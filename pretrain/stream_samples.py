@@ -16,6 +16,7 @@ from PIL import Image
 
 from pretrain.order import Order, draw
 from pretrain.stream_reader import OpenShards
+from probemb.data.cache import ShardCache
 from probemb.data.shards import BadSample, Shard, decode_image, parse_sample
 from probemb.errors import UserError
 
@@ -78,6 +79,7 @@ class SampleMaker:
         tokenizer: list of n strings -> (n, L) int64.
         caption: "random" or "first" of a sample's captions.
         draft: see `probemb.data.shards.decode_image`.
+        cache: where remote shards are put; None if there are none.
     """
 
     def __init__(
@@ -91,11 +93,13 @@ class SampleMaker:
         tokenizer: Callable[[list[str]], torch.Tensor],
         caption: str = "random",
         draft: int | None = None,
+        cache: ShardCache | None = None,
     ):
         self.order, self.shards, self.start, self.stop = order, shards, start, stop
         self.transform, self.tokenizer, self.caption, self.draft = transform, tokenizer, caption, draft
-        lanes = (stop - 1) // order.share - start // order.share + 1
-        self._open = OpenShards(limit=lanes + 16)
+        self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
+        self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache)
+        self._remote = cache is not None
         self._epoch = -1
         self._good = np.full((stop - start, 2), -1, np.int64)  # step and row of each row's stand-in, once known
 
@@ -130,6 +134,8 @@ class SampleMaker:
         if epoch != self._epoch:
             self._epoch = epoch
             self._good.fill(-1)
+        if self._remote:
+            self._prepare(epoch, step)
         report = Report([], [])
         slots = self.order.rows(epoch, step, self.start, self.stop)
         rows.slots.copy_(torch.from_numpy(np.stack([slots.shard, slots.index], axis=1)))
@@ -157,9 +163,14 @@ class SampleMaker:
         """Close the shards."""
         self._open.close()
 
+    def _prepare(self, epoch: int, step: int) -> None:
+        """Have the shards of all lanes fetched, and then those that the lanes will come to next."""
+        ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in self._lanes]
+        self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
+
     def _example(self, shard: int, index: int, visit: int) -> _Example:
         name = self.shards[shard].name
-        reader = self._open.get(str(self.shards[shard].path))
+        reader = self._open.get(self.shards[shard])
         if index >= len(reader):
             raise BadSample(f"sample {index}: the shard holds only {len(reader)} samples")
         key, parts = reader.read(index)

@@ -188,7 +188,9 @@ def iterate_samples(sources: Iterable[str | os.PathLike | Shard] | str | os.Path
     if isinstance(sources, (str, os.PathLike, Shard)):
         sources = [sources]
     for source in sources:
-        path = Path(source.path if isinstance(source, Shard) else source)
+        path = source.path if isinstance(source, Shard) else Path(source)
+        if not isinstance(path, Path):
+            raise BadShard(f"{path}: only shards that are files here can be read in order")
         with open(path, "rb") as file:
             for span in list_samples(file)[0]:
                 try:

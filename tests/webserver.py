@@ -1,0 +1,107 @@
+"""A real web server on the loopback that misbehaves as it is told to."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Site(ThreadingHTTPServer):
+    """Serves a folder. `troubles` of a file name are used up one a request: an HTTP code, or a word.
+
+    "cut" (half of it, then the connection ends), "stall" (half of it, then silence), "silence", "trickle", "garbage".
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, ranges: bool = True):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.ranges = folder, ranges
+        self.troubles: dict[str, list] = {}
+        self.requests: list[tuple[str, str | None]] = []  # name, Range header
+        self.sent = 0
+        self.ended = threading.Event()
+        self.lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        site, name, asked = self.server, self.path.rpartition("/")[2].partition("?")[0], self.headers.get("Range")
+        with site.lock:
+            site.requests.append((name, asked))
+            queue = site.troubles.get(name, [])
+            trouble = queue.pop(0) if queue else None
+        if isinstance(trouble, int):
+            self.send_response(trouble)
+            if trouble in (301, 302):
+                self.send_header("Location", "file:///etc/hostname")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if trouble == "silence":
+            site.ended.wait(30)
+            return
+        try:
+            data = (site.folder / name).read_bytes()
+        except OSError:
+            self.send_error(404)
+            return
+        start = 0
+        if asked and site.ranges:
+            start = int(re.fullmatch(r"bytes=(\d+)-", asked)[1])
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        if site.ranges:
+            self.send_header("ETag", f'"{len(data)}-{name}"')
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        body = data[start:]
+        if trouble == "garbage":
+            body = bytes(len(body))
+        if trouble in ("cut", "stall"):
+            body = body[: len(body) // 2]
+        if trouble == "trickle":
+            for byte in body:
+                if site.ended.is_set():
+                    return
+                self._send(bytes([byte]))
+                time.sleep(0.02)
+        self._send(body)
+        if trouble == "stall":
+            site.ended.wait(30)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self.wfile.write(data)
+            self.wfile.flush()
+            with self.server.lock:
+                self.server.sent += len(data)
+        except OSError:  # the client has had enough
+            self.server.ended.wait(0.01)
+
+
+@contextmanager
+def serve(folder: Path, ranges: bool = True):
+    """A running Site."""
+    site = Site(folder, ranges)
+    thread = threading.Thread(target=site.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield site
+    finally:
+        site.ended.set()
+        site.shutdown()
+        site.server_close()
+        thread.join()
