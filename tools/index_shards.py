@@ -5,6 +5,11 @@
 Walks the headers of every .tar in the folder, counts the samples (keys with an image and a caption or class index),
 and writes `{"shards": [{"name", "samples", "bytes"}]}` beside them, from which training knows every position without
 opening a shard. Nothing is decoded. A tar that cannot be read stops the command before anything is written.
+
+    python -m tools.index_shards --verify data/cc3m --report damage.json
+
+Reads and decodes everything as training does, and prints what is damaged: exit code 0 if nothing is, else 1. The index
+is compared with the shards and stays as it is; with --write-index it is written anew from the shards that can be read.
 """
 
 from __future__ import annotations
@@ -90,34 +95,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: %(default)s)"
     )
+    parser.add_argument("--verify", action="store_true", help="decode everything and say what is damaged")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="with --verify: write all damage as JSON")
+    parser.add_argument("--labelled", action="store_true", help="with --verify: KEY.cls is enough, without a caption")
+    parser.add_argument("--write-index", action="store_true", help="with --verify: write index.json, too")
     options = parser.parse_args(argv)
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} is too small.", "Give at least one process.")
+    if options.verify:
+        return verify(options)
+    for name in "report", "labelled", "write_index":
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')} belongs to --verify.", "Add --verify.")
 
-    walked = walk_folder(options.folder, options.workers)
+    make_index(options.folder, options.workers, options.skip_damaged)
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Decode everything; 1 if something is damaged, else 0."""
+    from tools.verify_shards import print_damage, read_rows, verify_folder, write_report
+
+    paths = find_shards(options.folder)
+    rows = None if options.write_index else read_rows(options.folder)
+    results = verify_folder(paths, rows, options.workers, options.labelled)
+    print_damage(results)
+    if options.report:
+        write_report(options.report, options.folder, results)
+        print(f"wrote {options.report}")
+    if options.write_index:
+        make_index(options.folder, options.workers, skip_damaged=True)
+    elif rows is None:
+        print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
+    return int(any(one.damage or one.bad for one in results))
+
+
+def make_index(folder: Path, workers: int, skip_damaged: bool) -> None:
+    """Walk the shards, write the index, say how much there is. Raises UserError."""
+    walked = walk_folder(folder, workers)
     whole = [one for one in walked if one.damage is None]
     damaged = [one for one in walked if one.damage is not None]
     for one in damaged:
         print(f"damaged: {one.damage}", file=sys.stderr)
-    if damaged and not options.skip_damaged:
+    if damaged and not skip_damaged:
         raise UserError(
-            f"{len(damaged)} of {len(walked)} shards in {options.folder} cannot be read; no index was written.",
+            f"{len(damaged)} of {len(walked)} shards in {folder} cannot be read; no index was written.",
             "Fetch them again, or leave them out with --skip-damaged.",
         )
     if not any(one.shard.samples for one in whole):
         raise UserError(
-            f"No shard in {options.folder} holds a sample.",
+            f"No shard in {folder} holds a sample.",
             "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other.",
         )
     try:
-        path = write_index(options.folder, [one.shard for one in whole])
+        path = write_index(folder, [one.shard for one in whole])
     except OSError as error:
         raise UserError(
-            f"The index cannot be written into {options.folder}: {error.strerror}.", "Make the folder writable."
+            f"The index cannot be written into {folder}: {error.strerror}.", "Make the folder writable."
         ) from None
     print_table(whole, len(damaged))
     print(f"wrote {path}")
-    return 0
 
 
 if __name__ == "__main__":

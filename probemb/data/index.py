@@ -84,9 +84,9 @@ def _read_source(given: str | os.PathLike, how: Fetch) -> list[Shard]:
     if not source.strip():
         raise UserError("The data path is empty.", "Name a folder of webdataset shards.")
     if path.is_dir():
-        return _check_files(_read_index_file(path), path)
+        return _check_files(read_index_file(path), path)
     if path.is_file() and path.name == INDEX_NAME:
-        return _check_files(_read_index_file(path.parent), path.parent)
+        return _check_files(read_index_file(path.parent), path.parent)
     return _read_pattern(source)
 
 
@@ -100,7 +100,7 @@ def _read_pattern(pattern: str) -> list[Shard]:
         if not (folder.is_dir() if wild else name.exists()):
             raise UserError(f"The data path {name} does not exist.", f"Check the spelling, or {_EMBEDDED}.")
         if folder not in indexes:
-            indexes[folder] = {shard.name: shard for shard in _read_index_file(folder)}
+            indexes[folder] = {shard.name: shard for shard in read_index_file(folder)}
         index = indexes[folder]
         found = _choose(index, name.name, str(folder / INDEX_NAME), f"`{_index_command(folder)}`")
         chosen.update((shard.path, shard) for shard in found)
@@ -210,7 +210,7 @@ def _index_command(folder: Path) -> str:
     return f"python -m tools.index_shards {shlex.quote(str(folder))}"
 
 
-def _read_index_file(folder: Path) -> list[Shard]:
+def read_index_file(folder: Path) -> list[Shard]:
     """All shards with at least one sample that `folder/index.json` lists; the files themselves are not looked at."""
     path = folder / INDEX_NAME
     rebuild = f"Write it anew with `{_index_command(folder)}`."

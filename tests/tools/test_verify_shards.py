@@ -1,0 +1,119 @@
+"""--verify finds beforehand what training would stumble over, and the same of it."""
+
+import json
+
+import pytest
+
+from probemb.data.scenes import class_scene
+from probemb.data.shards import read_index
+from probemb.errors import UserError
+from tests.pretrain.test_stream import make, write_corpus, write_shard
+from tests.world import jpeg, write_tar
+from tools.index_shards import main
+
+KINDS = {
+    (0, 1): "image",
+    (0, 4): "caption",
+    (1, 2): "encoding",
+    (1, 3): "zero bytes",
+    (2, 0): "bomb",
+    (3, 5): "name",
+}
+
+
+@pytest.fixture
+def sound(tmp_path):
+    write_corpus(tmp_path / "data", sizes=(8,) * 8)
+    main([str(tmp_path / "data"), "--workers", "1"])
+    return tmp_path / "data"
+
+
+def verify(folder, tmp_path, *words) -> tuple[int, dict]:
+    code = main(["--verify", str(folder), "--workers", "2", "--report", str(tmp_path / "report.json"), *words])
+    return code, json.loads((tmp_path / "report.json").read_text())
+
+
+def damage(folder) -> None:
+    """Every kind, in shards that the index describes as sound."""
+    bad = [{i: kind for (s, i), kind in KINDS.items() if s == shard} for shard in range(4)]
+    for shard in range(4):
+        write_shard(folder / f"{shard:05d}.tar", 8, bad[shard])
+    (folder / "00004.tar").write_bytes((folder / "00004.tar").read_bytes()[:5000])
+    (folder / "00005.tar").write_bytes(b"")
+    write_shard(folder / "00006.tar", 5)
+
+
+def test_sound_shards(sound, tmp_path, capsys):
+    code, report = verify(sound, tmp_path)
+    assert code == 0
+    assert report == {"folder": str(sound), "shards": 8, "samples": 64, "lost": 0, "damaged": []}
+    assert "8 shards, 64 samples: 0 shards damaged, 0 samples lost" in capsys.readouterr().out
+
+
+def test_it_finds_what_training_finds(sound, tmp_path, capsys):
+    shards = read_index(sound)
+    damage(sound)
+    index = (sound / "index.json").read_text()
+    code, report = verify(sound, tmp_path)
+    assert code == 1
+    assert (sound / "index.json").read_text() == index
+    with make(shards, steps=8, failure_share=1) as stream:  # one epoch, nothing is dropped
+        list(stream)
+    found = {row["name"]: row["lost"] for row in report["damaged"]}
+    assert found == {name: failure.count for name, failure in stream.failures.items()}
+    assert report["lost"] == sum(found.values()) == 6 + 8 + 8 + 3
+    by_name = {row["name"]: row for row in report["damaged"]}
+    assert {(int(name[:5]), bad["index"]) for name, row in by_name.items() for bad in row["bad_samples"]} == set(KINDS)
+    for name, failure in stream.failures.items():
+        reasons = [bad["reason"] for bad in by_name[name]["bad_samples"]] + by_name[name]["damage"]
+        if int(name[:5]) != 6:  # said in other words
+            assert any(reason in failure.reason for reason in reasons), (failure.reason, reasons)
+    assert "holds 5 samples, but its index says 8" in by_name["00006.tar"]["damage"]
+    shown = capsys.readouterr().out
+    assert "7 shards damaged, 25 samples lost" in shown
+    assert "cut off" in shown
+    assert "\x1b[31m" not in shown
+
+
+def test_shards_that_are_missing_or_new(sound, tmp_path):
+    (sound / "00002.tar").unlink()
+    write_shard(sound / "new.tar", 3)
+    code, report = verify(sound, tmp_path)
+    assert code == 1
+    assert [(row["name"], row["damage"], row["lost"]) for row in report["damaged"]] == [
+        ("00002.tar", ["is not there"], 8)
+    ]
+
+
+def test_the_index_is_written_only_when_asked(sound, tmp_path):
+    damage(sound)
+    code, _ = verify(sound, tmp_path, "--write-index")
+    assert code == 1
+    assert {shard.name: shard.samples for shard in read_index(sound)} == {
+        **{f"{i:05d}.tar": 8 for i in (0, 1, 2, 3, 7)},
+        "00006.tar": 5,
+    }
+    (sound / "index.json").unlink()
+    verify(sound, tmp_path)
+    assert not (sound / "index.json").exists()
+
+
+def test_options_that_do_not_belong_together(sound, tmp_path):
+    with pytest.raises(UserError, match="--report belongs to --verify"):
+        main([str(sound), "--report", "x.json"])
+    with pytest.raises(UserError, match="cannot be written"):
+        main(["--verify", str(sound), "--report", str(sound)])
+
+
+def test_labelled_images_need_no_caption(tmp_path, capsys):
+    image = jpeg(class_scene("test", 0))
+    write_tar(
+        tmp_path / "a.tar", [(f"{i}.{ext}", data) for i in range(3) for ext, data in (("jpg", image), ("cls", b"1"))]
+    )
+    assert main(["--verify", str(tmp_path), "--labelled", "--workers", "1"]) == 0
+    assert main(["--verify", str(tmp_path), "--workers", "1"]) == 1
+    assert "3 samples lost" in capsys.readouterr().out
+
+
+def test_real_photographs(shared_data):
+    assert main(["--verify", str(shared_data("flickr8k")), "--workers", "2"]) == 0

@@ -1,0 +1,166 @@
+"""What is damaged in a folder of shards, found by doing to every sample what training does: the work of --verify."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from probemb.data.shards import BadSample, BadShard, decode_image, list_samples, parse_sample, read_sample
+from probemb.errors import UserError
+
+MOST_NAMED = 1000  # damaged samples of one shard that are named; all are counted
+_SHOWN = 20
+
+
+@dataclass
+class Verified:
+    """One shard: `indexed` samples its index says, `samples` it holds, what is wrong with it and with which samples.
+
+    `skipped` counts groups of files that are no sample, as a KEY.jpg without a caption; training never sees them.
+    """
+
+    name: str
+    indexed: int | None
+    samples: int = 0
+    skipped: int = 0
+    damage: list[str] = field(default_factory=list)
+    bad: int = 0
+    bad_samples: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        """Samples that training would have to replace."""
+        expected = self.samples if self.indexed is None else self.indexed
+        return max(0, expected - self.samples) + self.bad
+
+
+def verify_shard(path: Path, row: tuple[int, int] | None, need_caption: bool = True) -> Verified:
+    """Read, parse and decode every sample of a tar; `row` has the samples and bytes that its index says."""
+    result = Verified(path.name, row[0] if row else None)
+    try:
+        if row and path.stat().st_size != row[1]:
+            result.damage.append(f"has {path.stat().st_size:,} bytes, but its index says {row[1]:,}")
+        with open(path, "rb") as file:
+            spans, result.skipped = list_samples(file)
+            result.samples = len(spans)
+            if row and len(spans) != row[0]:
+                result.damage.append(f"holds {len(spans):,} samples, but its index says {row[0]:,}")
+            for number, span in enumerate(spans):
+                reason = _wrong_with(file.fileno(), span, need_caption)
+                if reason is None:
+                    continue
+                result.bad += 1
+                if len(result.bad_samples) < MOST_NAMED:
+                    result.bad_samples.append({"index": number, "key": _plain(span.key), "reason": reason})
+    except BadShard as error:
+        result.damage.append(_plain(str(error)).removeprefix(f"{path}: "))
+    except OSError as error:
+        result.damage.append(f"cannot be read ({error.strerror})")
+    return result
+
+
+def _wrong_with(fd: int, span, need_caption: bool) -> str | None:
+    try:
+        decode_image(parse_sample(read_sample(fd, span), span.key, need_caption).image)
+    except BadSample as error:
+        return _plain(str(error))
+    return None
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def verify_folder(paths: Sequence[Path], index: dict[str, tuple[int, int]] | None, workers: int, labelled: bool):
+    """All shards, sorted by name, verified by `workers` processes; with a progress bar and the time that is left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    index = index or {}
+    columns = (
+        TextColumn("Verifying shards"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[found]} damaged samples"),
+        TimeRemainingColumn(),
+    )
+    results = [
+        Verified(name, samples, damage=["is not there"])
+        for name, (samples, _) in index.items()
+        if name not in {path.name for path in paths}
+    ]
+    with Progress(*columns, console=Console(stderr=True)) as bar, ProcessPoolExecutor(min(workers, len(paths))) as pool:
+        task = bar.add_task("", total=len(paths), found=0)
+        jobs = [pool.submit(verify_shard, path, index.get(path.name), not labelled) for path in paths]
+        try:
+            for job in as_completed(jobs):
+                results.append(job.result())
+                bar.update(task, advance=1, found=sum(one.bad for one in results))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return sorted(results, key=lambda one: one.name)
+
+
+def print_damage(results: Sequence[Verified]) -> None:
+    """The damaged shards, those that lose most first, with what is wrong."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    damaged = sorted((one for one in results if one.damage or one.bad), key=lambda one: -one.lost)
+    table = Table()
+    for name, justify in ("shard", "left"), ("samples", "right"), ("lost", "right"), ("what is wrong", "left"):
+        table.add_column(name, justify=justify, overflow="fold")
+    for one in damaged[:_SHOWN]:
+        expected = one.samples if one.indexed is None else one.indexed
+        table.add_row(escape(_plain(one.name)), f"{expected:,}", f"{one.lost:,}", escape("\n".join(_reasons(one))))
+    console = Console()
+    if damaged:
+        console.print(table)
+    if len(damaged) > _SHOWN:
+        console.print(f"… and {len(damaged) - _SHOWN:,} more damaged shards")
+    total, lost = sum(one.samples for one in results), sum(one.lost for one in results)
+    left_out = sum(one.skipped for one in results)
+    console.print(
+        f"{len(results):,} shards, {total:,} samples: {len(damaged):,} shards damaged, {lost:,} samples lost"
+        f"{f'; {left_out:,} groups of files are no samples' if left_out else ''}"
+    )
+
+
+def _reasons(one: Verified) -> Iterator[str]:
+    yield from one.damage
+    kinds: dict[str, list[str]] = {}
+    for sample in one.bad_samples:
+        kinds.setdefault(sample["reason"], []).append(sample["key"])
+    for reason, keys in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        yield f"{len(keys)} x {reason}: {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}"
+
+
+def write_report(path: Path, folder: Path, results: Sequence[Verified]) -> None:
+    """All of it as JSON. Raises UserError if the file cannot be written."""
+    from probemb.files import replace_text
+
+    report = {
+        "folder": str(folder),
+        "shards": len(results),
+        "samples": sum(one.samples for one in results),
+        "lost": sum(one.lost for one in results),
+        "damaged": [asdict(one) | {"lost": one.lost} for one in results if one.damage or one.bad],
+    }
+    try:
+        replace_text(path, json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"The report {path} cannot be written: {error.strerror}.", "Name another file.") from None
+
+
+def read_rows(folder: Path) -> dict[str, tuple[int, int]] | None:
+    """Samples and bytes by name of the shard, as index.json says; None without one. The shards are not looked at."""
+    from probemb.data.index import INDEX_NAME, read_index_file
+
+    if not (folder / INDEX_NAME).exists():
+        return None
+    return {shard.name: (shard.samples, shard.bytes) for shard in read_index_file(folder)}
