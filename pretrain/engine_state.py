@@ -191,18 +191,24 @@ def discard_step(engine) -> None:
     """In place of `engine.step()`: drop the gradients; weights, moments and their counts stay. Collective.
 
     ZeRO itself refuses a step whose gradient norm is not finite, and clears up all that belongs to it: it gets one.
-    Stage 0 has no such way, but steps no parameter that has no gradient.
+    Stage 0 has no such way, but what it calls to step is torch's optimizer.
 
     Raises:
         RuntimeError: this version of DeepSpeed took the step nevertheless.
     """
     if engine.zero_optimization_stage() == 0:
-        engine.zero_grad()
-        engine.step()
+        engine.optimizer.step = lambda *_, **__: None
+        try:
+            engine.step()
+        finally:
+            del engine.optimizer.step
         return
-    for gradient in _gradients(engine):
+    gradients = _gradients(engine)
+    for gradient in gradients:
         gradient.fill_(float("inf"))
     engine.step()
+    for gradient in gradients:
+        gradient.zero_()  # stage 3 keeps its buffers, and never writes the padding in them
     if not engine.optimizer.overflow:
         raise RuntimeError("this version of DeepSpeed steps with infinite gradients: steps cannot be skipped with it")
 

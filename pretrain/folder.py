@@ -163,6 +163,7 @@ class RunFolder:
             # The thread gets it ready-made: building a model draws random numbers, which training must not notice.
             self.model = _empty_model(model.config)
             self.path.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.path)
             replace_text(self.path / "config.yaml", to_yaml(config))
             self.log = RunLog(self.path, step, config.wandb, to_dict(config))
         if config.log_samples:
@@ -257,6 +258,13 @@ class RunFolder:
         for log in (self.log, self.samples):
             if log:
                 log.close()
+
+
+def _remove_leftovers(run: Path) -> None:
+    """Files that a killed attempt was writing aside."""
+    for pattern in (".config.yaml.*", ".metrics.jsonl.*", "model/.*"):
+        for left in run.glob(pattern):
+            left.unlink(missing_ok=True)
 
 
 def _empty_model(model_config: dict) -> ProbabilisticCLIP:

@@ -98,6 +98,8 @@ class SampleLog:
     def __init__(self, run: Path, step: int, rank: int, world_size: int):
         folder = run / "samples"
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f".rank-{rank}.jsonl.*"):  # a killed attempt was writing it aside
+            left.unlink(missing_ok=True)
         for path in folder.glob("rank-*.jsonl"):
             number = path.stem.removeprefix("rank-")
             if number.isdigit() and (int(number) == rank or (rank == 0 and int(number) >= world_size)):

@@ -1,0 +1,255 @@
+"""Runs that are asked to stop, lose a rank, share a folder or have no room; with real signals, ranks and disks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.preemption import REQUEUE
+from tests.forked import Job
+from tools.make_scenes import Plan, make
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    out = tmp_path_factory.mktemp("scenes") / "world"
+    make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
+    return out
+
+
+@pytest.fixture
+def options(world, tmp_path):
+    return {
+        "data.train": world / "train",
+        "data.workers": 0,
+        "model.name": "ViT-Micro-32",
+        "batch-size": 16,
+        "samples": 16 * 10**4,
+        "optimizer.warmup_samples": 64,
+        "log-every": 1,
+        "save-every": 0,
+        "engine.threads": 1,
+        "out": tmp_path / "run",
+    }
+
+
+def refused(job: Job, *words: str) -> None:
+    """Exit code 2 on every rank, two lines without a traceback from rank 0, with these words in them."""
+    assert set(job.wait()) == {2}, job.text()
+    text = job.text()
+    assert "Traceback" not in text
+    assert "error: " in text
+    for word in words:
+        assert word in text, text
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / "checkpoints" / f"step-{step}" / "weights.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_ends_all_of_them_with_a_checkpoint(number, options, tmp_path):
+    """And the run goes on from it as if it had not been stopped; a second and third signal change nothing."""
+    job = Job(options, ranks=2, output=tmp_path / "log")
+    job.until("step     2/")
+    job.signal(number, rank=1)
+    for rank in (0, 1, 1):
+        job.signal(number, rank)
+    assert job.wait() == [REQUEUE, REQUEUE] == [85, 85], job.text()
+    assert "go on with --resume" in job.text()
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    last = {"stop-at-step": step + 2}
+    on = Job({**options, **last}, "--resume", ranks=2, output=tmp_path / "on")
+    assert on.wait() == [0, 0], on.text()
+    assert f"resumed at step {step}" in on.text()
+    whole = Job({**options, **last, "out": tmp_path / "whole"}, ranks=2, output=tmp_path / "whole.log")
+    assert whole.wait() == [0, 0], whole.text()
+    assert weights(tmp_path / "run", step + 2) == weights(tmp_path / "whole", step + 2)
+
+
+def test_a_signal_while_starting_ends_the_run_before_its_first_step(options, tmp_path):
+    job = Job(options, ranks=1, output=tmp_path / "log", prepare=_signal_soon)
+    assert job.wait() == [REQUEUE], job.text()
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def _signal_soon(rank):
+    import pretrain.run
+
+    make_stream = pretrain.run.make_stream
+
+    def with_signal(*args):  # by then the command listens
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return make_stream(*args)
+
+    pretrain.run.make_stream = with_signal
+
+
+def torchrun(options: dict, log: Path) -> subprocess.Popen:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain.run"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            [*argv, *(f"--{k}={v}" for k, v in options.items())], cwd=ROOT, env=env, stdout=file, stderr=file
+        )
+
+
+def await_words(process: subprocess.Popen, log: Path, words: str) -> None:
+    while words not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        signal.sigtimedwait([], 0.05)
+
+
+def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
+    log = tmp_path / "log"
+    process = torchrun(options, log)
+    try:
+        await_words(process, log, "step     2/")
+        process.terminate()
+        process.wait(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "stopped by SIGTERM; go on with --resume" in log.read_text()
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_killed_rank_takes_the_job_down(options, tmp_path):
+    """Rank 1 is killed; torchrun and rank 0 end by themselves, and no lock or process is left."""
+    log = tmp_path / "log"
+    process = torchrun(options, log)
+    try:
+        await_words(process, log, "step     2/")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (victim,) = (c for c in children if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{c}/environ").read_bytes())
+        os.kill(int(victim), signal.SIGKILL)
+        process.wait(timeout=60)  # torchrun ends the others within 30 s
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert not [c for c in children if Path(f"/proc/{c}").exists()]
+    on = Job({**options, "stop-at-step": 1}, "--resume", ranks=1, output=tmp_path / "on")
+    assert on.wait() == [0], on.text()
+
+
+def test_without_a_launcher_the_others_notice_a_dead_rank_or_the_time_limit(options, tmp_path):
+    """Killed: its connections break. Stopped: nothing breaks, and `engine.timeout` minutes end the wait."""
+    job = Job({**options, "engine.timeout": 0.05}, ranks=2, output=tmp_path / "log")
+    job.until("step     2/")
+    job.signal(signal.SIGSTOP, rank=1)
+    while job.pids[0] not in job.codes:
+        job.poll()
+        signal.sigtimedwait([], 0.05)
+    assert job.codes[job.pids[0]] not in (0, REQUEUE)
+    job.kill()
+    job = Job({**options, "out": tmp_path / "second"}, ranks=2, output=tmp_path / "second.log")
+    job.until("step     2/")
+    job.signal(signal.SIGKILL, rank=1)
+    first, second = job.wait()
+    assert second == -signal.SIGKILL
+    assert first not in (0, REQUEUE)
+
+
+def test_two_jobs_never_write_one_folder(options, tmp_path):
+    first = Job(options, ranks=1, output=tmp_path / "log")
+    first.until("step     1/")
+    try:
+        for words in ((), ("--resume",)):
+            second = Job(options, *words, ranks=1, output=tmp_path / "second")
+            refused(second, "is in use", f"process {first.pids[0]} on {os.uname().nodename}")
+    finally:
+        first.kill()
+    assert Job({**options, "stop-at-step": 1}, "--resume", ranks=1, output=tmp_path / "third").wait() == [0]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(bytes) -> a folder on a file system of that size; only root may make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = []
+
+    def make_disk(size: int) -> Path:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        made.append(folder)
+        return folder
+
+    yield make_disk
+    for one in made:
+        subprocess.run(["umount", "-l", str(one)], check=True)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(options, small_disk, tmp_path):
+    disk = small_disk(10 << 20)
+    refused(Job({**options, "out": disk / "run"}, ranks=1, output=tmp_path / "log"), "has 10.5 MB free", "Make room")
+    assert not (disk / "run").exists()
+
+
+def test_a_disk_that_fills_up_stops_all_ranks_and_the_checkpoint_before_is_whole(options, small_disk, tmp_path):
+    """1.7 M parameters: 21 MB a checkpoint, 7 MB the model; the second checkpoint does not fit any more."""
+    disk = small_disk(45 << 20)
+    options = {**options, "out": disk / "run", "save-every": 3}
+    refused(Job(options, ranks=2, output=tmp_path / "log"), "step-6 could not be written", "No space left", "Make room")
+    assert [p.name for p in (disk / "run" / "checkpoints").iterdir()] == ["step-3"]
+    subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
+    on = Job({**options, "stop-at-step": 9}, "--resume", ranks=2, output=tmp_path / "on")
+    assert on.wait() == [0, 0], on.text()
+    assert "resumed at step 3" in on.text()
+
+
+def test_resume_says_which_checkpoint_it_took_and_why_not_a_newer_one(options, tmp_path):
+    """One byte of the newest is wrong, and a newer one was never finished."""
+    run = tmp_path / "run"
+    options = {**options, "save-every": 2, "keep-checkpoints": 1, "keep-every": 4, "stop-at-step": 8}
+    assert Job(options, ranks=1, output=tmp_path / "log").wait() == [0]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-4", "step-8"]
+    (run / "checkpoints" / ".step-10.partial").mkdir()
+    file = run / "checkpoints" / "step-8" / "optimizer.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    on = Job(options, "--resume", ranks=1, output=tmp_path / "on")
+    assert on.wait() == [0], on.text()
+    assert "resume  The checkpoint of step 10 was never finished" in on.text()
+    assert "step-8 is damaged: the contents of optimizer.safetensors are not what was written" in on.text()
+    assert f"resumed at step 4 from {run / 'checkpoints' / 'step-4'}" in on.text()
+
+
+def test_every_change_is_named_and_refused_unless_allowed(options, world, tmp_path):
+    run = tmp_path / "run"
+    assert Job({**options, "stop-at-step": 6}, ranks=1, output=tmp_path / "log").wait() == [0]
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    shutil.copytree(world / "train", tmp_path / "other")
+    index = json.loads((tmp_path / "other" / "index.json").read_text())
+    index["shards"] = index["shards"][:1]
+    (tmp_path / "other" / "index.json").write_text(json.dumps(index))
+    changed = {**options, "batch-size": 32, "seed": 7, "optimizer.lr": 1e-4, "data.train": tmp_path / "other"}
+    changed["samples"] = 32 * 8
+    names = ("batch_size: 16 -> 32", "seed: 0 -> 7", "optimizer.lr: 0.0005 -> 0.0001", "data.corpus: ", "other")
+    refused(Job(changed, "--resume", ranks=1, output=tmp_path / "1"), *names, "--allow-changes")
+    model = {**options, "model.n_unc_layers": 1}
+    refused(Job(model, "--resume", ranks=1, output=tmp_path / "2"), "model.n_unc_layers: 2 -> 1")
+    refused(Job(model, "--resume", "--allow-changes", ranks=1, output=tmp_path / "3"), "a checkpoint of another model")
+    assert all(p.read_bytes() == raw for p, raw in before.items())
+
+    on = Job(changed, "--resume", "--allow-changes", ranks=1, output=tmp_path / "4")
+    assert on.wait() == [0], on.text()
+    assert "resume  changed " in on.text()
+    assert "the data goes on after 96 samples seen" in on.text()
+    for name in names:
+        assert name in on.text()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(m["step"], m["samples"]) for m in lines[5:]] == [(6, 96), *((6 + n, 96 + 32 * n) for n in range(1, 6))]
+    assert lines[-1]["lr"] == 0
