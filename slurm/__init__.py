@@ -1,0 +1,1 @@
+"""Batch scripts for Slurm (pretrain.sh, zeroshot.sh) and the same through submitit (submit.py)."""

@@ -1,0 +1,68 @@
+"""One cluster and one small embedded world for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, missing
+from tests.slurm.jobs import ROOT, Jobs
+from tools.make_scenes import Plan, make
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Three virtual nodes. Skips where Slurm cannot run, or fails there if PROBEMB_REQUIRE_SLURM=1."""
+    if reason := missing():
+        if os.environ.get("PROBEMB_REQUIRE_SLURM") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    cluster = Cluster(nodes=3)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory) -> Path:
+    """64 captioned images in two shards."""
+    out = tmp_path_factory.mktemp("scenes") / "world"
+    make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
+    return out / "train"
+
+
+@pytest.fixture
+def jobs(cluster, train, tmp_path):
+    """Submits and watches; cancels at the end what still runs, and shows the logs of a test that failed."""
+    jobs = Jobs(cluster, train, tmp_path)
+    yield jobs
+    jobs.end()
+
+
+@pytest.fixture
+def here(train, tmp_path):
+    """`here("--options", run=..)`: the command with --local, in the background, and its run folder."""
+    local = Jobs(None, train, tmp_path)
+    started = []
+
+    def start(*words: str, **options) -> tuple[subprocess.Popen, Jobs]:
+        own = ("--local", "--cpu", "--tasks-per-node=2", "--cpus-per-task=1", f"--folder={tmp_path}/submitit")
+        argv = [sys.executable, "-m", "slurm.submit", "pretrain", *own, *words]
+        argv += ["--", *local.arguments("run", **options)]
+        output = (tmp_path / "output").open("w")
+        environ = {**os.environ, **local.env}
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        started.append(process)
+        return process, local
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

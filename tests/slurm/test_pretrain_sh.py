@@ -1,0 +1,138 @@
+"""sbatch slurm/pretrain.sh on a real Slurm over two nodes: cancelled, a node lost, a rank killed, sweeps, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES, Jobs
+
+
+def test_a_failed_node_leads_to_a_requeue_and_a_finished_run(jobs):
+    job = jobs.submit(*jobs.arguments("run", **{"save-every": 10}), **CPU)
+    jobs.until_step(job, "run", 11)
+    nodes = jobs.cluster.run("scontrol", "show", "hostnames", jobs.cluster.job(job)["NodeList"]).stdout.split()
+    assert len(nodes) == 2
+    lost = nodes[1]
+    jobs.cluster.run("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    try:
+        seen = jobs.ended(job, "COMPLETED")
+        used = jobs.cluster.run("scontrol", "show", "hostnames", seen["NodeList"]).stdout.split()
+    finally:
+        jobs.cluster.run("scontrol", "update", f"nodename={lost}", "state=resume")
+    assert seen["Restarts"] == "1"
+    assert lost not in used
+    assert "resumed at step" in jobs.log(job)
+    assert [m["step"] for m in jobs.metrics("run")] == list(range(1, STEPS + 1))
+
+
+def test_scancel_ends_everything_and_brings_nothing_back(jobs):
+    """The ranks save when they are told to end, as before a requeue: the script must not requeue then."""
+    job = jobs.submit(*jobs.arguments("run", samples=16 * 10_000), **CPU)
+    jobs.until_step(job, "run", 2)
+    assert jobs.cluster.leftovers(job)
+    jobs.cluster.run("scancel", job)
+    seen = jobs.ended(job, "CANCELLED")
+    jobs.cluster.until("all processes have ended", lambda: not jobs.cluster.leftovers(job))
+    assert seen["Restarts"] == "0"
+    assert "ended by Slurm" in jobs.log(job)
+    assert jobs.cluster.job(job)["JobState"] == "CANCELLED"
+
+
+def test_a_rank_that_fails_ends_the_others_and_the_job(jobs):
+    """Killed like by the kernel when memory runs out: no peer is told."""
+    job = jobs.submit(*jobs.arguments("run", samples=16 * 10_000), **CPU)
+    jobs.until_step(job, "run", 2)
+    trainers = trainers_of_rank(jobs, job, rank=1)
+    assert trainers
+    for pid in trainers:
+        os.kill(pid, signal.SIGKILL)
+    seen = jobs.ended(job, "FAILED")
+    assert seen["Restarts"] == "0"
+    assert "rank 1 on node" in jobs.log(job)
+    assert "ended with code 137" in jobs.log(job)
+    jobs.cluster.until("all processes have ended", lambda: not jobs.cluster.leftovers(job))
+
+
+def test_a_sweep_gives_each_array_task_its_line(jobs):
+    sweep = jobs.folder / "sweep.txt"
+    lines = [f"--optimizer.lr={lr} --out='{jobs.folder}/run {lr}'" for lr in ("1e-3", "2e-3")]
+    sweep.write_text("# learning rates\n\n" + "\n".join(lines) + "\n--optimizer.lr=1\n")
+    common = jobs.arguments("unused", samples=32)
+    where = ("--array=1-4", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
+    job = jobs.submit("--sweep", str(sweep), *common, sbatch=where, **CPU)
+    jobs.cluster.until("the array's end", lambda: not jobs.cluster.run("squeue", "-h", "-j", job).stdout)
+    rates = [{m["lr"] for m in jobs.metrics(f"run {lr}")} for lr in ("1e-3", "2e-3")]
+    assert max(rates[1]) == pytest.approx(2 * max(rates[0]))
+    assert not (jobs.folder / "unused").exists()
+    assert "error: Line 3 of" in jobs.log("3")
+    assert "names no --out" in jobs.log("3")
+    assert "has no line 4" in jobs.log("4")
+
+
+REFUSALS = {
+    "no GPUs": ((), {}, "The job has no GPUs.", "PROBEMB_ALLOW_CPU=1"),
+    "GPUs and tasks differ": (("--gpus-per-node=2",), {}, "2 GPUs but 1 tasks on each node", "the same number"),
+    "GPUs that torch cannot see": (("--gpus-per-node=1",), {}, "torch does not see the job's 1 GPUs", "nvidia-smi"),
+    "no time to save": (("--time=5",), CPU, "The time limit 5:00 is not longer than the 300 s", "longer --time"),
+    "no Python": ((), {**CPU, "PROBEMB_PYTHON": "/nowhere/python"}, "There is no Python at", "PROBEMB_PYTHON"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_run_is_refused_in_words(jobs, name):
+    if name == "GPUs that torch cannot see" and torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here, which the virtual nodes then have too")
+    options, env, what, remedy = REFUSALS[name]
+    job = jobs.submit(*jobs.arguments("run"), sbatch=(*TWO_NODES, *options), **env)
+    seen = jobs.ended(job, "FAILED")
+    assert seen["ExitCode"] == "2:0", jobs.log(job)
+    log = jobs.log(job)
+    assert "error: " in log
+    assert what in log
+    assert remedy in log
+    assert not (jobs.folder / "run").exists()
+
+
+def test_submitted_from_another_folder(jobs):
+    job = jobs.submit(*jobs.arguments("run"), cwd=jobs.folder, **CPU)
+    assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
+    assert "is not the project's folder" in jobs.log(job)
+
+
+def test_a_wrong_option_reaches_the_person_and_ends_all_ranks(jobs):
+    job = jobs.submit(*jobs.arguments("run"), "--optimiser.lr=1", **CPU)
+    assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
+    assert "There is no option --optimiser.lr. Did you mean 'optimizer.lr'?" in jobs.log(job)
+
+
+def test_the_nodes_are_apart(cluster):
+    """A rank that looked for the others on localhost would find nobody; where networks cannot be made, say so."""
+    if not cluster.separate_networks:
+        pytest.skip("no right to make networks here: the virtual nodes share one")
+    port = 20_000
+    listen = f"import socket, time; s = socket.create_server(('0.0.0.0', {port})); time.sleep(5)"
+    find = (
+        f"import socket, sys, time; time.sleep(1); s = socket.socket(); s.settimeout(2); "
+        f"sys.exit(s.connect_ex((sys.argv[1], {port})))"
+    )
+    script = f"""if [ $SLURM_PROCID = 0 ]; then python3 -c "{listen}"; exit; fi
+        python3 -c "{find}" "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)" || exit 3
+        python3 -c "{find}" localhost && exit 4; exit 0"""
+    done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", script, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def trainers_of_rank(jobs: Jobs, job: str, rank: int) -> list[int]:
+    """Processes that run pretrain.run as this rank of the job; not the shell around them."""
+    found = []
+    for pid in jobs.cluster.leftovers(job):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if words[1:3] == [b"-m", b"pretrain.run"] and f"RANK={rank}".encode() in environ:
+            found.append(pid)
+    return found
