@@ -1,0 +1,136 @@
+"""What submitit runs in every task of a job: one rank of a stage, as a process of its own.
+
+The stage is a child process, so that a signal finds the trainer's own handlers, and submitit's stay in this one:
+submitit hears USR2, has rank 0 call `checkpoint`, and requeues the job when that returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+PREEMPTED = 85  # how a stage exits when it was told to stop, and has saved
+PR_SET_PDEATHSIG = 1
+SECONDS_BETWEEN_SIGNALS = 5
+
+
+@dataclass
+class Stage:
+    """`python -m module arguments`, as the rank that submitit's environment describes.
+
+    Args:
+        module: of the stage, pretrain.run for instance.
+        arguments: passed on.
+        gpus: that torch must see on every node; 0 for a run on CPUs.
+    """
+
+    module: str
+    arguments: list[str]
+    gpus: int = 0
+    child: subprocess.Popen | None = field(default=None, init=False, repr=False)
+
+    def __call__(self) -> int:
+        """Run to the end; returns 0.
+
+        Raises:
+            RuntimeError: the stage failed, or was ended by scancel (it has saved then, and is not requeued).
+            SystemExit: another rank than 0 was told to stop; rank 0 has the job requeued.
+        """
+        import submitit
+
+        environment = rank_environment(submitit.JobEnvironment())
+        if not self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # the node may have GPUs, but they are not this job's
+        elif environment["LOCAL_RANK"] == "0":
+            require_gpus(self.gpus)
+        print(f"== start on {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}, rank {environment['RANK']}")
+        self.child = subprocess.Popen(
+            [sys.executable, "-u", "-m", self.module, *self.arguments],
+            env={**os.environ, **environment},
+            preexec_fn=_prepare_child,
+        )
+        code = self._wait()
+        if code == PREEMPTED and environment["RANK"] != "0":
+            sys.exit(0)  # no result: the job goes on after the requeue
+        if code:
+            raise RuntimeError(
+                f"{self.module} was ended by Slurm, after it had saved."
+                if code == PREEMPTED
+                else f"{self.module} ended with code {code}; what it said stands above."
+            )
+        return 0
+
+    def _wait(self) -> int:
+        while True:
+            # A handler that ran inside poll() would wait for the lock that poll() holds.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+            code = self.child.poll()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+            if code is not None:
+                return code
+            time.sleep(0.1)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "child": None}  # a process does not travel
+
+
+@dataclass
+class ResumableStage(Stage):
+    """A stage that saves on USR1, exits with 85, and goes on with --resume."""
+
+    def checkpoint(self):
+        """Have the run saved; submitit calls this on rank 0, and requeues the job with what it returns.
+
+        Raises:
+            RuntimeError: the run ended in another way than by saving or finishing.
+        """
+        import submitit
+
+        last = 0.0
+        while self.child and (code := self.child.poll()) is None:
+            if time.monotonic() > last + SECONDS_BETWEEN_SIGNALS:  # ignored until the trainer has its handler
+                self.child.send_signal(signal.SIGUSR1)
+                last = time.monotonic()
+            time.sleep(0.1)
+        if self.child and code not in (0, PREEMPTED):
+            raise RuntimeError(f"{self.module} ended with code {code} when it was told to save.")
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def rank_environment(job) -> dict[str, str]:
+    """RANK, WORLD_SIZE and so on from submitit's JobEnvironment; ranks meet at the job's first node."""
+    here = job.cluster == "local"
+    return {
+        "RANK": str(job.global_rank),
+        "WORLD_SIZE": str(job.num_tasks),
+        "LOCAL_RANK": str(job.local_rank),
+        "LOCAL_WORLD_SIZE": str(job.num_tasks // job.num_nodes),
+        "MASTER_ADDR": "127.0.0.1" if here else job.hostnames[0],
+        "MASTER_PORT": str(10_000 + int(job.raw_job_id) % 20_000),  # below the ports that systems hand out themselves
+    }
+
+
+def require_gpus(wanted: int) -> None:
+    """Stop where torch sees fewer GPUs than the job was given: the run would go on on CPUs.
+
+    Raises:
+        RuntimeError: names the node.
+    """
+    check = "import sys, torch; sys.exit(torch.cuda.device_count() < int(sys.argv[1]))"
+    if subprocess.run([sys.executable, "-c", check, str(wanted)]).returncode:
+        raise RuntimeError(
+            f"torch does not see the job's {wanted} GPUs on {os.uname().nodename}: "
+            "look at nvidia-smi and the torch build there."
+        )
+
+
+def _prepare_child() -> None:
+    """USR2 is submitit's; USR1 must not end a child that is still importing; none outlives this process."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

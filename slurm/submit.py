@@ -1,0 +1,271 @@
+"""Submit a stage to Slurm through submitit, or run it here in the same way.
+
+    python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --time 24:00:00 -- --config pretrain/configs/x.yaml
+    python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --dry-run -- --config …    # prints the sbatch file
+    python -m slurm.submit pretrain --local --cpu --tasks-per-node 2 -- --config …         # no Slurm needed
+
+What stands after `--` goes to the stage. The run saves `margin` seconds before the time limit, is requeued and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from probemb.command import parse_config, run_command
+from probemb.errors import UserError, nearest
+
+PROG = "python -m slurm.submit"
+STAGES = {"pretrain": "pretrain.run", "zeroshot": "zeroshot.imagenet"}
+RESUMABLE = ("pretrain",)
+ROOT = Path(__file__).resolve().parents[1]
+MAX_TIMEOUTS = 1000  # submitit gives up after so many; a run of weeks needs more than its default of three
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a job asks for.
+
+    Args:
+        nodes: machines.
+        gpus_per_node: GPUs of each, one rank for each GPU.
+        cpu: run on CPUs, without GPUs.
+        tasks_per_node: ranks on each node, with --cpu only.
+        cpus_per_task: cores for each rank and its data workers.
+        mem_gb: memory of each node in GB; empty for the cluster's default.
+        time: limit of one start, as D-HH:MM:SS, HH:MM:SS, MM:SS or minutes.
+        margin: seconds before the time limit at which the run is told to save.
+        partition: of the cluster.
+        account: to charge.
+        qos: quality of service.
+        constraint: features that nodes must have.
+        sbatch: more options of sbatch, as KEY=VALUE, --sbatch '["reservation=course", "exclusive"]'.
+        name: of the job; the stage's if empty.
+        folder: for sbatch files and logs, on a file system that all nodes share.
+        dry_run: print the sbatch file and submit nothing.
+        local: run here, without Slurm, and wait for the end.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    cpu: bool = False
+    tasks_per_node: int | None = None
+    cpus_per_task: int = 8
+    mem_gb: float | None = None
+    time: str = "24:00:00"
+    margin: int = 300
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    sbatch: list[str] | str = field(default_factory=list)
+    name: str | None = None
+    folder: str = "runs/slurm"
+    dry_run: bool = False
+    local: bool = False
+
+    @property
+    def ranks_per_node(self) -> int:
+        """One for each GPU, or as many as were asked for on CPUs."""
+        return (self.tasks_per_node or 1) if self.cpu else self.gpus_per_node
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; everything that can be refused is refused before anything is written."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    own, passed_on = words[:end], words[end + 1 :]
+    stage = own.pop(0) if own and not own[0].startswith("-") else None
+    if stage is not None and stage not in STAGES:
+        raise UserError(f"There is no stage {stage}.{nearest(stage, STAGES)}", f"Choose one of {', '.join(STAGES)}.")
+    description = f"Submit a stage to Slurm: {PROG} {{{','.join(STAGES)}}} OPTIONS -- ARGUMENTS OF THE STAGE."
+    given = parse_config(Submission, PROG, description, own)
+    if stage is None:
+        raise UserError("No stage was named.", f"Write it first: {PROG} pretrain --nodes 4 --gpus-per-node 8 -- ….")
+    check(stage, given)
+    os.environ.pop("SUBMITIT_PREEMPT_SIGNAL", None)  # slurm.rank listens to submitit's own signal, USR2
+    if given.dry_run:
+        print(sbatch_file(stage, given))
+        return 0
+    if given.local:
+        return run_here(stage, given, passed_on)
+    return submit(stage, given, passed_on)
+
+
+def seconds(text: str) -> int:
+    """Slurm's way to write a time, in seconds.
+
+    Raises:
+        UserError: it is none.
+    """
+    days, _, clock = str(text).rpartition("-")
+    parts = clock.split(":")
+    if not re.fullmatch(r"(\d+-\d+(:\d+){0,2})|(\d+(:\d+){0,2})", str(text)):
+        raise UserError(f"--time {text} is not a time.", "Write it as 24:00:00, 2-00:00:00 or 90 (minutes).")
+    numbers = [int(part) for part in parts]
+    if days:  # D-HH, D-HH:MM, D-HH:MM:SS
+        numbers = [*numbers, 0, 0][:3]
+    elif len(numbers) == 1:  # MM
+        numbers = [0, numbers[0], 0]
+    else:  # MM:SS, HH:MM:SS
+        numbers = [0, *numbers][-3:]
+    hours, minutes, rest = numbers
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
+
+
+def check(stage: str, given: Submission) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        UserError: names the option.
+    """
+    for option, value in (
+        ("--nodes", given.nodes),
+        ("--cpus-per-task", given.cpus_per_task),
+        ("--tasks-per-node", given.tasks_per_node if given.tasks_per_node is not None else 1),
+        ("--margin", given.margin),
+    ):
+        if value < 1:
+            raise UserError(f"{option} is {value}.", "Give 1 or more.")
+    if given.cpu and given.gpus_per_node:
+        raise UserError("--cpu and --gpus-per-node exclude each other.", "Leave one of them out.")
+    if not given.cpu and (given.gpus_per_node or 0) < 1:
+        raise UserError("The job asks for no GPUs.", "Add --gpus-per-node N, or --cpu to run on CPUs.")
+    if not given.cpu and given.tasks_per_node not in (None, given.gpus_per_node):
+        raise UserError(
+            f"{given.tasks_per_node} tasks are to share {given.gpus_per_node} GPUs of a node.",
+            "Leave --tasks-per-node out: every GPU gets one.",
+        )
+    if seconds(given.time) <= given.margin:
+        raise UserError(
+            f"--time {given.time} is not longer than the {given.margin} s kept for the last checkpoint.",
+            "Give a longer --time, or a shorter --margin if a step and a checkpoint fit into it.",
+        )
+    if stage == "zeroshot" and given.nodes * given.ranks_per_node != 1:
+        raise UserError("The zero-shot evaluation runs in one process.", "Ask for --nodes 1 and one GPU.")
+    if given.local and given.nodes != 1:
+        raise UserError(f"--local has one machine, not {given.nodes}.", "Leave --nodes out.")
+    if not (given.local or given.dry_run) and not shutil.which("sbatch"):
+        raise UserError("There is no sbatch here.", "Submit from a login node of the cluster, or add --local.")
+
+
+def make_stage(stage: str, given: Submission, arguments: list[str]):
+    """What every task of the job runs."""
+    from slurm.rank import ResumableStage, Stage
+
+    gpus = 0 if given.cpu else given.gpus_per_node
+    if stage in RESUMABLE:
+        return ResumableStage(STAGES[stage], ["--resume", f"--engine.threads={given.cpus_per_task}", *arguments], gpus)
+    return Stage(STAGES[stage], arguments, gpus)
+
+
+def parameters(stage: str, given: Submission) -> dict:
+    """For submitit's Slurm executor."""
+    more = [given.sbatch] if isinstance(given.sbatch, str) else given.sbatch
+    pairs = [option.lstrip("-").partition("=") for option in more]
+    wanted = {
+        "job_name": given.name or stage,
+        "nodes": given.nodes,
+        "ntasks_per_node": given.ranks_per_node,
+        "gpus_per_node": None if given.cpu else given.gpus_per_node,
+        "cpus_per_task": given.cpus_per_task,
+        "mem": None if given.mem_gb is None else f"{given.mem_gb:g}GB",
+        "time": -(-seconds(given.time) // 60),
+        "signal_delay_s": given.margin,
+        "partition": given.partition,
+        "account": given.account,
+        "qos": given.qos,
+        "constraint": given.constraint,
+        "stderr_to_stdout": True,
+        "additional_parameters": {"requeue": True} | {key: value or True for key, _, value in pairs},
+        "setup": [
+            f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NCCL_DEBUG=${NCCL_DEBUG:-WARN}",
+            "unset SUBMITIT_PREEMPT_SIGNAL",
+        ],
+        # srun takes no --cpus-per-task over from sbatch; NCCL wants all GPUs of a node to be seen by all its ranks.
+        "srun_args": [
+            f"--cpus-per-task={given.cpus_per_task}",
+            "--gpu-bind=none",
+            "--kill-on-bad-exit=1",
+            "--wait=600",
+        ],
+    }
+    return {key: value for key, value in wanted.items() if value is not None}
+
+
+def sbatch_file(stage: str, given: Submission) -> str:
+    """The file that submitit would hand to sbatch."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    folder = Path(given.folder).absolute()
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    return _make_sbatch_string(command=command, folder=folder, **parameters(stage, given))
+
+
+def submit(stage: str, given: Submission, arguments: list[str]) -> int:
+    """Hand the job to Slurm, and say how to watch it."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    executor = SlurmExecutor(Path(given.folder).absolute(), max_num_timeout=MAX_TIMEOUTS)
+    executor.update_parameters(**parameters(stage, given))
+    try:
+        job = executor.submit(make_stage(stage, given, arguments))
+    except (FailedJobError, FailedSubmissionError, OSError) as error:
+        said = " ".join(str(error).split())[-300:].rstrip(".")
+        raise UserError(f"Slurm refused the job: {said}.", f"Look at it with {PROG} {stage} … --dry-run.") from error
+    ranks = given.nodes * given.ranks_per_node
+    print(f"job {job.job_id}: {stage}, {given.nodes} nodes, {ranks} ranks on {'CPUs' if given.cpu else 'GPUs'}")
+    print(f"log {job.paths.stdout} (rank 0)\nsee squeue --job {job.job_id}; end it with scancel {job.job_id}")
+    return 0
+
+
+def run_here(stage: str, given: Submission, arguments: list[str]) -> int:
+    """The same job on this machine: shows rank 0's log, waits for the end, returns 0 or 1."""
+    from submitit.local.local import LocalExecutor
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    executor = LocalExecutor(Path(given.folder).absolute(), max_num_timeout=MAX_TIMEOUTS)
+    executor.update_parameters(
+        timeout_min=seconds(given.time) / 60,
+        signal_delay_s=given.margin,
+        gpus_per_node=given.gpus_per_node or 0,
+        tasks_per_node=given.ranks_per_node,
+        stderr_to_stdout=True,
+    )
+    job = executor.submit(make_stage(stage, given, arguments))
+    log, shown = job.paths.stdout, 0
+    print(f"log {log}", flush=True)
+    try:
+        while True:
+            done = job.done()
+            if log.is_file():
+                with log.open(errors="replace") as file:
+                    file.seek(shown)
+                    print(file.read(), end="", flush=True)
+                    shown = file.tell()
+            if done:
+                break
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        job.cancel()
+        raise
+    ranks = [task.paths.result_pickle.is_file() and task.exception() is None for task in job._sub_jobs or [job]]
+    if all(ranks):
+        return 0
+    failed = ", ".join(str(rank) for rank, fine in enumerate(ranks) if not fine)
+    print(f"error: rank {failed} failed.\n       Read the logs in {log.parent}.", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    run_command(main)

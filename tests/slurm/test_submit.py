@@ -1,0 +1,105 @@
+"""python -m slurm.submit: what it refuses, and the file for sbatch; test_preemption.py has its jobs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from probemb.command import run_command
+from slurm.submit import main, seconds
+from tests.slurm.jobs import ROOT
+
+GPUS = ("--nodes", "4", "--gpus-per-node", "8")
+
+
+def ends(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: main(words))
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 5400), ("10:30", 630), ("24:00:00", 86400), ("2-03", 183600), ("2-03:04", 183840), ("1-00:00:07", 86407)],
+)
+def test_times_as_slurm_writes_them(text, expected):
+    assert seconds(text) == expected
+
+
+REFUSALS = {
+    "no stage": ([], "No stage was named.", "pretrain --nodes 4"),
+    "another stage": (["pretain", *GPUS], "There is no stage pretain. Did you mean 'pretrain'?", "zeroshot"),
+    "another option": (
+        ["pretrain", *GPUS, "--node", "4"],
+        "There is no option --node. Did you mean 'nodes'?",
+        "--help",
+    ),
+    "no nodes": (["pretrain", *GPUS, "--nodes", "0"], "--nodes is 0.", "1 or more"),
+    "no GPUs": (["pretrain", "--nodes", "4"], "The job asks for no GPUs.", "--cpu"),
+    "GPUs and none": (["pretrain", *GPUS, "--cpu"], "exclude each other", "Leave one"),
+    "tasks share GPUs": (["pretrain", *GPUS, "--tasks-per-node", "4"], "4 tasks are to share 8 GPUs", "Leave"),
+    "no time": (["pretrain", *GPUS, "--time", "soon"], "--time soon is not a time.", "24:00:00"),
+    "no time to save": (["pretrain", *GPUS, "--time", "5"], "--time 5 is not longer than the 300 s", "--margin"),
+    "zero-shot on many": (["zeroshot", *GPUS], "runs in one process", "--nodes 1"),
+    "many nodes here": (["pretrain", *GPUS, "--local"], "--local has one machine, not 4.", "Leave --nodes out"),
+    "no Slurm": (["pretrain", *GPUS], "There is no sbatch here.", "--local"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_run_is_refused_in_words(name, tmp_path, monkeypatch, capsys):
+    words, what, remedy = REFUSALS[name]
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert ends(*words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert what in said[0]
+    assert remedy in said[1]
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
+    monkeypatch.chdir(tmp_path)
+    more = ("--partition", "gpu", "--time", "1-12:00:00", "--sbatch", '["exclusive", "reservation=course"]')
+    assert ends("pretrain", *GPUS, *more, "--dry-run", "--", "--config", "x.yaml") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "nodes=4",
+        "gpus-per-node=8",
+        "ntasks-per-node=8",
+        "partition=gpu",
+        "time=2160",
+        "signal=USR2@300",
+        "open-mode=append",
+        "requeue",
+        "exclusive",
+        "reservation=course",
+    ):
+        assert f"#SBATCH --{line}" in lines
+    assert any(line.startswith("srun ") and "--cpus-per-task=8" in line for line in lines)
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_slurm_a_stage_that_fails_fails_the_command(here):
+    process, local = here(**{"model.name": "ViT-Mikro-32"})
+    assert process.wait(timeout=120) == 1
+    said = (local.folder / "output").read_text()
+    assert "ViT-Mikro-32" in said
+    assert "rank 0, 1 failed" in said
+
+
+def test_slurm_is_not_needed_for_help():
+    environ = {**os.environ, "PATH": str(Path(shutil.which("env")).parent), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm.submit", "--help"], cwd=ROOT, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "--gpus_per_node" in done.stdout
