@@ -82,7 +82,7 @@ class Cluster:
         line = self.run("scontrol", "show", "job", "--oneliner", job_id).stdout
         return dict(re.findall(r"(?:^|\s)([A-Za-z:/]+)=(\S*)", line))
 
-    def until(self, what: str, done: Callable[[], object], job_id: str = "", seconds: float = 120) -> None:
+    def until(self, what: str, done: Callable[[], object], job_id: str = "", seconds: float = 300) -> None:
         """Wait until `done()`; fails when it takes longer, or when `job_id` ends without it."""
         limit = time.monotonic() + seconds
         while not done():
@@ -92,7 +92,7 @@ class Cluster:
                 raise AssertionError(f"{what}: not within {seconds} s\n{self.run('squeue').stdout}\n{self.logs()}")
             time.sleep(0.2)
 
-    def until_ended(self, job_id: str, seconds: float = 120) -> dict[str, str]:
+    def until_ended(self, job_id: str, seconds: float = 300) -> dict[str, str]:
         """Wait for the job's end; returns what is known of it then."""
         self.until(f"the end of job {job_id}", lambda: self.job(job_id)["JobState"] in ENDED, seconds=seconds)
         return self.job(job_id)

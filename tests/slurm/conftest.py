@@ -45,13 +45,13 @@ def jobs(cluster, train, tmp_path):
 
 @pytest.fixture
 def here(train, tmp_path):
-    """`here("--options", run=..)`: the command with --local, in the background, and its run folder."""
+    """`here(ranks=2)`: the command with --local, in the background, and where to look for its run."""
     local = Jobs(None, train, tmp_path)
     started = []
 
-    def start(*words: str, **options) -> tuple[subprocess.Popen, Jobs]:
-        own = ("--local", "--cpu", "--tasks-per-node=2", "--cpus-per-task=1", f"--folder={tmp_path}/submitit")
-        argv = [sys.executable, "-m", "slurm.submit", "pretrain", *own, *words]
+    def start(ranks: int, **options) -> tuple[subprocess.Popen, Jobs]:
+        own = ("--local", "--cpu", f"--tasks-per-node={ranks}", "--cpus-per-task=1", f"--folder={tmp_path}/submitit")
+        argv = [sys.executable, "-m", "slurm.submit", "pretrain", *own]
         argv += ["--", *local.arguments("run", **options)]
         output = (tmp_path / "output").open("w")
         environ = {**os.environ, **local.env}

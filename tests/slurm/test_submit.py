@@ -89,7 +89,7 @@ def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, mo
 
 
 def test_without_slurm_a_stage_that_fails_fails_the_command(here):
-    process, local = here(**{"model.name": "ViT-Mikro-32"})
+    process, local = here(ranks=2, **{"model.name": "ViT-Mikro-32"})
     assert process.wait(timeout=120) == 1
     said = (local.folder / "output").read_text()
     assert "ViT-Mikro-32" in said

@@ -1,0 +1,116 @@
+"""Told to stop, saved, requeued, resumed and finished like an undisturbed run, in all three ways to start one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from probemb import load_model
+from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES, Jobs
+
+
+def assert_same_run(jobs: Jobs, run: str, reference: str) -> None:
+    """The same loss at every step, and the same weights, bit for bit."""
+    losses = [(m["step"], m["loss"]) for m in jobs.metrics(run)]
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    assert losses == [(m["step"], m["loss"]) for m in jobs.metrics(reference)]
+    models = [load_model(jobs.folder / name).model.state_dict() for name in (run, reference)]
+    assert models[0].keys() == models[1].keys()
+    for name, weight in models[0].items():
+        assert torch.equal(weight, models[1][name]), name
+
+
+def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
+    """USR1 to the batch script is what --signal=B:USR1@300 sends before the time limit."""
+    whole = jobs.submit(*jobs.arguments("whole"), **CPU)
+    job = jobs.submit(*jobs.arguments("cut"), **CPU)
+    jobs.until_step(job, "cut", 3)
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    seen = jobs.ended(job, "COMPLETED")
+    assert seen["Restarts"] == "1"
+    first, second = jobs.log(job).split("start 2, on ")
+    assert "told to stop: back into the queue" in first
+    assert "start 1, on " in first  # one log for both starts
+    assert "resumed at step" in second
+    at = int(second.split("resumed at step ")[1].split()[0])
+    assert 3 <= at < STEPS
+    assert f"step {STEPS}/{STEPS}" in second
+
+    log = jobs.log(whole) if jobs.ended(whole, "COMPLETED") else ""
+    assert jobs.cluster.job(whole)["Restarts"] == "0"
+    assert "2 ranks, meeting at node" in log
+    assert "engine  2 x cpu" in log
+    assert_same_run(jobs, "cut", "whole")
+
+    # What is finished stays as it is when it is submitted again.
+    weights = (jobs.folder / "cut/model/model.safetensors").read_bytes()
+    again = jobs.submit(*jobs.arguments("cut"), sbatch=("--nodes=1", *TWO_NODES[1:]), **CPU)
+    jobs.ended(again, "COMPLETED")
+    assert f"is finished: {STEPS} of {STEPS} steps" in jobs.log(again)
+    assert weights == (jobs.folder / "cut/model/model.safetensors").read_bytes()
+
+
+def test_a_job_on_two_nodes_is_preempted_requeued_and_finished(jobs):
+    """USR2 to the tasks is what Slurm sends before the time limit."""
+    folder = jobs.folder / "submitit"
+    words = ("--nodes=2", "--cpu", "--cpus-per-task=1", "--time=30", f"--folder={folder}")
+    argv = [sys.executable, "-m", "slurm.submit", "pretrain", *words, "--", *jobs.arguments("run")]
+    environ = {**jobs.cluster.env, **jobs.env}
+    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[1].rstrip(":")
+    jobs.submitted.append(job)
+    log = folder / f"{job}_0_log.out"
+    assert f"log {log}" in done.stdout
+    try:
+        jobs.until_step(job, "run", 3)
+        jobs.cluster.run("scancel", "--signal=USR2", job)
+        seen = jobs.ended(job, "COMPLETED")
+    finally:
+        print(log.read_text() if log.is_file() else "no log", file=sys.stderr)
+    assert seen["Restarts"] == "1"
+    assert "2 nodes, 2 ranks on CPUs" in done.stdout
+    assert "resumed at step" in log.read_text()
+    assert "engine  2 x cpu" in log.read_text()
+    assert [m["step"] for m in jobs.metrics("run")] == list(range(1, STEPS + 1))
+
+
+def tasks_here(folder: Path) -> dict[str, int]:
+    """submitit's processes that work for `folder` on this machine, by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            environ = (path.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it ended meanwhile
+        if b"submitit.core._submit" in words and os.fsencode(folder) in words:
+            rank = [e.partition(b"=")[2].decode() for e in environ if e.startswith(b"SUBMITIT_LOCAL_GLOBALID=")]
+            found[rank[0]] = int(path.parent.name)
+    return found
+
+
+def wait_for_step(process: subprocess.Popen, local, step: int) -> None:
+    limit = time.monotonic() + 300
+    while not any(m["step"] >= step for m in local.metrics("run")):
+        assert process.poll() is None, (local.folder / "output").read_text()
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+def test_without_slurm_a_job_runs_here_saves_when_told_and_goes_on(here):
+    process, local = here(ranks=1)
+    wait_for_step(process, local, 3)
+    os.kill(tasks_here(local.folder / "submitit")["0"], signal.SIGUSR2)
+    assert process.wait(timeout=300) == 0, (local.folder / "output").read_text()
+    said = (local.folder / "output").read_text()
+    assert "resumed at step" in said
+    assert "engine  1 x cpu" in said
+    assert [m["step"] for m in local.metrics("run")] == list(range(1, STEPS + 1))
+    assert not tasks_here(local.folder / "submitit")
