@@ -206,6 +206,7 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         cache=config.data.cache,
         cache_gib=config.data.cache_gib,
         pin_memory=pin_memory,
+        draft=True,
     )
 
 

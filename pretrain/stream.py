@@ -92,8 +92,8 @@ class Stream:
         failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
         prefetch: batches that workers prepare ahead, each of rows · (3·H·W·4 + L·8) bytes of shared memory.
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
-        draft: decode a large JPEG at a half, a quarter or an eighth while both sides keep so many pixels: faster, but
-            not the same to the last bit.
+        draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
+            enough pixels even then (see `CropDraft`): faster, but not the same to the last bit where it applies.
         cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
             temporary one that ends with the stream.
         cache_gib: the largest size of either; it holds a shard for each lane of this machine, and the next one.
@@ -131,7 +131,7 @@ class Stream:
         failure_minimum: int = 1000,
         prefetch: int = 2,
         pin_memory: bool = False,
-        draft: int | None = None,
+        draft: bool = False,
         cache: str | None = None,
         cache_gib: float = 100.0,
         fetch: Fetch = PATIENT,

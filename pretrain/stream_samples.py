@@ -7,6 +7,7 @@ uses do not depend on the rank, on the worker, or on what was read before.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 
 from pretrain.order import Order, draw
+from pretrain.stream_draft import CropDraft
 from pretrain.stream_reader import OpenShards
 from probemb.data.cache import ShardCache
 from probemb.data.shards import BadSample, Shard, decode_image, parse_sample
@@ -78,7 +80,7 @@ class SampleMaker:
         transform: PIL image -> (3, H, W) float32; may use the global random numbers of torch, numpy and Python.
         tokenizer: list of n strings -> (n, L) int64.
         caption: "random" or "first" of a sample's captions.
-        draft: see `probemb.data.shards.decode_image`.
+        draft: see `CropDraft`.
         cache: where remote shards are put; None if there are none.
     """
 
@@ -92,11 +94,12 @@ class SampleMaker:
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
         caption: str = "random",
-        draft: int | None = None,
+        draft: bool = False,
         cache: ShardCache | None = None,
     ):
         self.order, self.shards, self.start, self.stop = order, shards, start, stop
-        self.transform, self.tokenizer, self.caption, self.draft = transform, tokenizer, caption, draft
+        self.transform, self.tokenizer, self.caption = transform, tokenizer, caption
+        self._draft = CropDraft(transform) if draft else None
         self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
         self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache)
         self._remote = cache is not None
@@ -176,10 +179,11 @@ class SampleMaker:
         key, parts = reader.read(index)
         try:
             sample = parse_sample(parts, key)
-            image = decode_image(sample.image, self.draft)
+            seed = partial(_seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
+            image = decode_image(sample.image, self._draft and partial(self._draft.needed, seed=seed))
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
             caption = sample.captions[which if self.caption == "random" else 0]
-            _seed_all(draw(self.order.seed, _TRANSFORM, shard, index, visit))
+            seed()
             return _Example(*self._tensors(image, caption), printable(f"{name}/{key}"))
         except BadSample as error:
             raise BadSample(f"{key}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from probemb.data.tar import BadSample
@@ -15,7 +16,11 @@ MAX_PIXELS = 64_000_000
 MAX_ASPECT = 100  # resizing the short side to a model's size makes the long one so many times as long
 
 
-def decode_image(data: bytes, draft: int | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
+# Width and height as stored -> those that are needed at least, or None to decode all that there is.
+Draft = Callable[[int, int], "tuple[int, int] | None"]
+
+
+def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decoded RGB image (a `PIL.Image`, H x W pixels as stored).
 
     Only PIL's JPEG, PNG and WebP decoders are tried, and the size in the header is checked before anything is decoded.
@@ -24,7 +29,7 @@ def decode_image(data: bytes, draft: int | None = None, max_pixels: int = MAX_PI
     do, and what published weights were trained with.
 
     draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as long as both sides keep at least so many pixels;
-    several times faster for large photographs. Raises BadSample.
+    several times faster for large photographs, and to the last bit the same where nothing is reduced. Raises BadSample.
     """
     from PIL import Image
 
@@ -35,8 +40,9 @@ def decode_image(data: bytes, draft: int | None = None, max_pixels: int = MAX_PI
                 raise BadSample(f"the image has {width} x {height} pixels, more than {max_pixels:,}")
             if max(width, height) > MAX_ASPECT * min(width, height):
                 raise BadSample(f"the image has {width} x {height} pixels, a side {MAX_ASPECT} times the other or more")
-            if draft is not None:
-                image.draft(None, (draft, draft))
+            needed = draft(width, height) if callable(draft) else draft and (draft, draft)
+            if needed:
+                image.draft(None, needed)
             image.load()
             return _to_rgb(image)
     except BadSample:
