@@ -230,7 +230,7 @@ class Trainer:
         """Train to the last step, or to `stop_at_step`, or until `stop` says so; saves at the end.
 
         Returns:
-            whether `stop` ended it; the same on all ranks.
+            whether `stop` ended it before the last step; the same on all ranks.
 
         Raises:
             UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
@@ -262,7 +262,7 @@ class Trainer:
                 window.restart()
         if self.step > saved:
             recorder.save(self.engine, self.step, self.samples, self.skipped)
-        return self.stopping
+        return self.stopping and self.step < last
 
     def _cut(self, tokens: Tensor) -> Tensor:
         """Without padding that nothing reads; compiled towers keep one shape."""

@@ -39,7 +39,8 @@ class Job:
 
     def __init__(self, options: dict, *words: str, ranks: int, output: Path, prepare=lambda rank: None):
         argv = ["pretrain.run", *(f"--{name}={value}" for name, value in options.items()), *words]
-        self.output, self.before = output, output.stat().st_size if output.exists() else 0
+        output.touch()
+        self.output, self.before = output, output.stat().st_size
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

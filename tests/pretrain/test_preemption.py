@@ -117,7 +117,7 @@ def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
         process.wait(timeout=120)
     finally:
         process.kill()
-    assert process.returncode != 0
+    assert process.returncode == 1  # torchrun's own: it does not hand the ranks' on
     assert "stopped by SIGTERM; go on with --resume" in log.read_text()
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
@@ -168,6 +168,34 @@ def test_two_jobs_never_write_one_folder(options, tmp_path):
     finally:
         first.kill()
     assert Job({**options, "stop-at-step": 1}, "--resume", ranks=1, output=tmp_path / "third").wait() == [0]
+
+
+def test_a_run_that_diverges_stops_and_names_it_or_skips_and_counts(options, tmp_path):
+    """A learning rate of 1e30: the first step ruins the weights, and every step from the second on is NaN."""
+    options = {**options, "optimizer.lr": 1e30, "optimizer.clip_grad_norm": 0, "optimizer.warmup_samples": 0}
+    run = tmp_path / "run"
+    stopped = Job({**options, "save-every": 1, "log-samples": "true"}, ranks=2, output=tmp_path / "log")
+    refused(
+        stopped,
+        "At step 2 the ",
+        "is NaN or Inf on rank 0, 1 (loss nan",
+        "00000.tar/",
+        "nonfinite.jsonl",
+        "--on-nonfinite",
+    )
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-1"]
+    (line,) = map(json.loads, (run / "nonfinite.jsonl").read_text().splitlines())
+    assert line["step"] == 2
+    assert [len(rank["keys"]) for rank in line["ranks"]] == [8, 8]
+
+    for last, skipped in ((4, 3), (6, 5)):  # from step 1 on; the count goes on after the checkpoint of step 4
+        skip = {**options, "stop-at-step": last, "log-every": 2, "on-nonfinite": "skip"}
+        on = Job(skip, "--resume", ranks=2, output=tmp_path / f"{last}")
+        assert on.wait() == [0, 0], on.text()
+        assert "skipped on all ranks: the " in on.text()
+        assert f"every step since the last line was skipped | {skipped} steps skipped" in on.text()
+        assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["skipped"] == skipped
+    assert weights(run, 1) == weights(run, 4) == weights(run, 6)
 
 
 @pytest.fixture
