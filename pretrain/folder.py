@@ -19,6 +19,7 @@ from pretrain.nonfinite import culprits
 from pretrain.progress import RunLog, SampleLog, evaluation_line, train_line
 from pretrain.run_lock import NAME as LOCK
 from pretrain.run_lock import refuse_locked
+from probemb import distributed
 from probemb.command import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
@@ -58,9 +59,14 @@ def find_checkpoint(config: Config, tell: Callable[[str], object] | None = None)
         return newest
     if newest_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
         raise UserError(f"{run} already holds a run.", "Add --resume to go on with it, or choose another --out.")
-    if run.exists() and (not run.is_dir() or any(p.name != LOCK for p in run.iterdir())):
+    if run.exists() and (not run.is_dir() or _names(run)):
         raise UserError(f"{run} already holds something else.", "Choose another --out.")
     return None
+
+
+def _names(run: Path) -> set[str]:
+    """What is in a folder, without what an attempt leaves that was killed before it began."""
+    return {p.name for p in run.iterdir() if p.name != LOCK and not p.name.startswith(".config.yaml.")}
 
 
 def _may_begin(run: Path) -> bool:
@@ -69,8 +75,7 @@ def _may_begin(run: Path) -> bool:
         return True
     if not run.is_dir():
         return False
-    names = {path.name for path in run.iterdir()} - {LOCK}
-    if not names:
+    if not _names(run):
         return True
     try:
         written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
@@ -167,6 +172,7 @@ class RunFolder:
             replace_text(self.path / "config.yaml", to_yaml(config))
             self.log = RunLog(self.path, step, config.wandb, to_dict(config))
         if config.log_samples:
+            distributed.barrier()  # a folder that holds samples/ has its config.yaml, and is known to be a run's
             self.samples = SampleLog(self.path, step, rank, world_size)
 
     @property

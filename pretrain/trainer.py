@@ -237,7 +237,7 @@ class Trainer:
         """
         config, recorder = self.config, self.recorder
         last = min(self.steps, config.stop_at_step or self.steps)
-        window, saved = Window(self.stream), self.step
+        window = Window(self.stream)
         (self.stopping,) = any_of([self.stop()], self.device)  # the signal may have come while starting
         while self.step < last and not self.stopping:
             batch = next(self.stream)  # ---------------------------------------------------------------- load
@@ -253,15 +253,15 @@ class Trainer:
             if self.step % config.log_every == 0 or self.step == last:  # -------------------------------------- log
                 values = window.close(self.device, config.batch_size, last - self.step)
                 recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
-            if self.step == last or (config.save_every and self.step % config.save_every == 0):  # -------------- save
+            due = config.save_every and self.step % config.save_every == 0
+            if self.step == last or self.stopping or due:  # ------------------------------------------------- save
                 recorder.save(self.engine, self.step, self.samples, self.skipped)
                 window.restart()
-                saved = self.step
+            if self.stopping and self.step < last:
+                break  # there may be no time for an evaluation
             if evaluate and self._crossed(config.evaluate.every_samples, last):  # ------------------------- evaluate
                 recorder.report(self.step, {"samples": self.samples, **evaluate()})
                 window.restart()
-        if self.step > saved:
-            recorder.save(self.engine, self.step, self.samples, self.skipped)
         return self.stopping and self.step < last
 
     def _cut(self, tokens: Tensor) -> Tensor:

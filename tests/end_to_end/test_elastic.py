@@ -1,0 +1,88 @@
+"""A run that goes on with another number of ranks: the same samples at every step, the same losses up to rounding."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.forked import Job
+from tools.make_scenes import Plan, make
+
+BATCH, STEPS, STOP = 16, 8, 3
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    out = tmp_path_factory.mktemp("scenes") / "world"
+    make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
+    return out
+
+
+def run_job(ranks: int, log: Path, options: dict, *words: str) -> None:
+    job = Job(options, *words, ranks=ranks, output=log)
+    assert job.wait() == [0] * ranks, job.text()
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in lines]
+
+
+def keys(run: Path) -> dict[int, list[str]]:
+    """The samples of every step over all ranks; which rank had them depends on how many there were."""
+    steps: dict[int, list[str]] = {}
+    for path in (run / "samples").glob("rank-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            steps.setdefault(line["step"], []).extend(line["keys"])
+    return {step: sorted(found) for step, found in sorted(steps.items())}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stages"), [(2, 1, (1, 0)), (1, 2, (0, 3)), (2, 4, (2, 2)), (4, 2, (3, 1))]
+)
+def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, stages, world, tmp_path):
+    options = {
+        "data.train": world / "train",
+        "data.workers": 0,
+        "model.name": "ViT-Micro-32",
+        "batch-size": BATCH,
+        "samples": STEPS * BATCH,
+        "optimizer.warmup_samples": 64,
+        "log-every": 1,
+        "log-samples": "true",
+        "engine.threads": 1,
+        "engine.zero-stage": stages[0],
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    run_job(before, tmp_path / "1", {**options, "out": whole})
+    run_job(before, tmp_path / "2", {**options, "out": run, "stop-at-step": STOP})
+    run_job(after, tmp_path / "3", {**options, "out": run, "engine.zero-stage": stages[1]}, "--resume")
+    assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
+    assert losses(run)[:STOP] == losses(whole)[:STOP]
+    assert keys(run) == keys(whole)
+    assert sorted(keys(run)) == list(range(1, STEPS + 1))
+    assert all(len(set(found)) == BATCH for found in keys(run).values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_same_number_of_ranks_goes_on_bit_for_bit_at_every_zero_stage(stage, world, tmp_path):
+    options = {
+        "data.train": world / "train",
+        "data.workers": 0,
+        "model.name": "ViT-Micro-32",
+        "batch-size": BATCH,
+        "samples": STEPS * BATCH,
+        "optimizer.warmup_samples": 64,
+        "log-every": 1,
+        "engine.threads": 1,
+        "engine.zero-stage": stage,
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    run_job(2, tmp_path / "1", {**options, "out": whole})
+    run_job(2, tmp_path / "2", {**options, "out": run, "stop-at-step": STOP})
+    run_job(2, tmp_path / "3", {**options, "out": run}, "--resume")
+    assert losses(run) == losses(whole)
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        expected, found = ((r / "checkpoints" / f"step-{STEPS}" / name).read_bytes() for r in (whole, run))
+        assert expected == found, name
