@@ -140,7 +140,7 @@ rank() {
 # USR1 (soon the time limit, or somebody wants the nodes) goes on to the ranks until they have ended. TERM (scancel, the
 # time limit itself, a failed node) reaches them by itself, and this script must not bring back what scancel ends.
 step='' told='' ended='' interrupted=''
-tell() { told=1 interrupted=1; [ -z "$step" ] || (while kill -USR1 "$step" 2>/dev/null; do sleep 15; done) & }
+tell() { told=1 interrupted=1; [ -z "$step" ] || (while kill -USR1 "$step" 2>/dev/null; do sleep 5; done) & }
 trap tell USR1
 trap 'ended=1 interrupted=1' TERM
 

@@ -206,7 +206,7 @@ class Cluster:
             "ReturnToService": 1,  # a node that a test sets down stays down until it is resumed
             "FirstJobId": random.randrange(1000, 1_000_000),  # the ranks meet at a port that it decides
             "JobRequeue": 1,
-            "KillWait": 5,
+            "KillWait": 30,  # as by default; ranks that are told to end save meanwhile
             "MinJobAge": 3600,  # ended jobs can still be asked about
             "MailProg": "/bin/true",
             "SchedulerParameters": "sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0",

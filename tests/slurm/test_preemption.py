@@ -56,6 +56,17 @@ def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
     assert weights == (jobs.folder / "cut/model/model.safetensors").read_bytes()
 
 
+def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobody(jobs):
+    """The ranks are still importing then; a process that has no handler for USR1 dies of it."""
+    endless = jobs.arguments("run", samples=16 * 10_000)
+    job = jobs.submit(*endless, sbatch=("--nodes=1", *TWO_NODES[1:]), **CPU)
+    jobs.cluster.until("the ranks are started", lambda: "1 ranks, meeting at" in jobs.log(job), job)
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    jobs.cluster.until("the requeue", lambda: jobs.cluster.job(job)["Restarts"] == "1", job)
+    assert "stopped by SIGUSR1" in jobs.log(job)
+    assert "told to stop: back into the queue" in jobs.log(job)
+
+
 def test_a_job_on_two_nodes_is_preempted_requeued_and_finished(jobs):
     """USR2 to the tasks is what Slurm sends before the time limit."""
     folder = jobs.folder / "submitit"

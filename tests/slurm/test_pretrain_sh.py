@@ -39,6 +39,7 @@ def test_scancel_ends_everything_and_brings_nothing_back(jobs):
     seen = jobs.ended(job, "CANCELLED")
     jobs.cluster.until("all processes have ended", lambda: not jobs.cluster.leftovers(job))
     assert seen["Restarts"] == "0"
+    assert "stopped by SIGTERM" in jobs.log(job)
     assert "ended by Slurm" in jobs.log(job)
     assert jobs.cluster.job(job)["JobState"] == "CANCELLED"
 
