@@ -17,14 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain import plan, plan_cost, plan_memory, trainer
 from pretrain.checkpoint import save_checkpoint
 from pretrain.config import Config, Engine, Model
-from pretrain.plan_memory import Setting
+from pretrain.plan_memory import FP32, Setting
 from probemb import UserError, create_model
 from probemb.data.index import Shard, write_index
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-BUCKET = plan_memory.BUCKET * plan_memory.FP32
 
 
 def make(config: Config):
@@ -131,7 +130,11 @@ def test_texts_cut_to_their_longest_need_less():
 
 
 def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
-    """Every allocation of a process that trains, from torch's profiler: bytes between steps, and the most in a step."""
+    """Bytes of all tensors between two steps, and the most that a step allocates, from torch's profiler.
+
+    The profiler sees what this thread frees, and now and then it is gloo's that lets a tensor go. It then reports more
+    than there is, never less: of three steps the smallest counts.
+    """
     from torch.profiler import ProfilerActivity, profile, record_function
 
     trainer.start_deepspeed()
@@ -140,28 +143,32 @@ def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
         fit = trainer.Trainer(engine, None, config, CPU, 10)
         images, tokens = inputs(engine.module.model, config.batch_size // world)
         fit.train_step(images, tokens)  # Adam's moments appear
-        gc.collect()
-        with record_function("measured"):
-            fit.train_step(images, tokens)
+        for _ in range(3):
+            gc.collect()
+            with record_function("measured"):
+                fit.train_step(images, tokens)
+    gc.collect()
+    everything = [o.untyped_storage() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    state = sum({s.data_ptr(): s.nbytes() for s in everything}.values())
     events = sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    step = next(e for e in events if e.name() == "measured")
-    now, before, top = 0, 0, 0
-    for event in events:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            if event.start_ns() < step.start_ns():
-                before = now
-            elif event.start_ns() <= step.start_ns() + step.duration_ns():
-                top = max(top, now)
-    held = list(engine.module.parameters())
-    optimizer = engine.optimizer
-    master = [] if config.engine.zero_stage == 0 else optimizer.single_partition_of_fp32_groups
-    states = [s for state in optimizer.state.values() for n, s in state.items() if n.startswith("exp_avg")]
-    out = {"before": before, "peak": top}
-    out |= {"weights": total(held), "master": total(master), "moments": total(states)}
-    if config.engine.zero_stage:
-        out["bucket"] = int(optimizer.reduce_bucket_size)
-    return out
+    rises = []
+    for step in [e for e in events if e.name() == "measured"]:
+        now, rise = 0, 0
+        for event in events:
+            if event.name() == "[memory]" and 0 <= event.start_ns() - step.start_ns() <= step.duration_ns():
+                now += event.nbytes()
+                rise = max(rise, now)
+        rises.append(rise)
+    optimizer, stage = engine.optimizer, config.engine.zero_stage
+    moments = [s for state in optimizer.state.values() for n, s in state.items() if n.startswith("exp_avg")]
+    return {
+        "state": state,
+        "peak": state + min(rises),
+        "weights": total(engine.module.parameters()),
+        "master": total(optimizer.single_partition_of_fp32_groups) if stage else 0,
+        "moments": total(moments),
+        "bucket": FP32 * int(optimizer.reduce_bucket_size) if stage else 0,
+    }
 
 
 def total(tensors) -> int:
@@ -188,12 +195,12 @@ def test_a_real_step_needs_what_the_plan_says(name, batch, world, engine):
     """
     config = config_of(name, batch, **engine)
     said = plan_memory.memory(plan_memory.build(config), setting_of(config, world))
-    bucket = BUCKET if config.engine.zero_stage else 0
+    bucket = FP32 * plan_memory.BUCKET if config.engine.zero_stage else 0
     for found in run_ranks(world, measure_step, config, timeout=400):
         for part in ("weights", "master", "moments"):
             assert getattr(said, part) == pytest.approx(found[part], rel=1e-4), part
-        assert said.state + said.batch == pytest.approx(found["before"], rel=0.02)
-        assert found.get("bucket", plan_memory.BUCKET) == plan_memory.BUCKET
+        assert said.state + said.batch == pytest.approx(found["state"], rel=0.02)
+        assert found["bucket"] == bucket
         assert said.peak - bucket == pytest.approx(found["peak"] - bucket, rel=0.15)
 
 
@@ -231,7 +238,7 @@ class Traffic(TorchDispatchMode):
             elif "allreduce" in name:
                 sent = 2 * others * total(flat(args[0])) // self.world
             else:
-                sent = 0 if name == "barrier" else float("nan")
+                sent = total(flat(args[0])) if name == "broadcast_" else 0 if name == "barrier" else float("nan")
             self.bytes[name] = self.bytes.get(name, 0) + sent
         return func(*args, **(kwargs or {}))
 
@@ -385,8 +392,8 @@ def test_what_no_plan_can_be_made_of_is_refused(change, what):
 
 
 def test_more_memory_is_suggested_only_where_it_helps():
-    big = replace(OPTIONS, model=Model(name="ViT-Tiny-64"), batch_size=1024, gpu_memory_gib=4.2)
+    big = replace(OPTIONS, model=Model(name="ViT-Tiny-64"), batch_size=512, gpu_memory_gib=1.0)
     (warning,) = plan.make_plan(big)["warnings"]
     out = plan.make_plan(big)
-    assert out["memory"]["by_zero_stage"]["1"]["peak"] > 4.2 * 2**30 > out["memory"]["by_zero_stage"]["0"]["peak"]
+    assert out["memory"]["by_zero_stage"]["1"]["peak"] > 2**30 > out["memory"]["by_zero_stage"]["0"]["peak"]
     assert "ZeRO 0" in warning
