@@ -89,7 +89,9 @@ class ShardCache:
                     time.sleep(0.05)
                 fetch(remote, file, size, self.how)
                 os.fsync(file.fileno())
-                part.rename(path)
+                _mark_used(file)
+                with self._making_room():  # a name that changes while room is counted would be missed
+                    part.rename(path)
             except BaseException as error:
                 if isinstance(error, BadShard):
                     part.with_suffix(".failed").write_text(str(error), errors="replace")
@@ -154,8 +156,13 @@ def _open_whole(path: Path, size: int) -> BinaryIO | None:
         path.unlink(missing_ok=True)
         file.close()
         return None
-    os.utime(file.fileno())
+    _mark_used(file)
     return file
+
+
+def _mark_used(file: BinaryIO) -> None:
+    now = time.time_ns()  # the kernel's own stamps are milliseconds apart, too coarse to tell which was first
+    os.utime(file.fileno(), ns=(now, now))
 
 
 def _lock_part(part: Path) -> BinaryIO | None:

@@ -105,12 +105,10 @@ def _read_many(site, folder, seed, limit, queue) -> None:
         try:
             with cache.open(shard(site, i), SIZE) as file:
                 wrong += digest(file) != expected(i)
-                stats = [path.stat() for path in folder.glob("*.tar") if path.exists()]
-                largest = max(largest, sum(stat.st_size for stat in stats))
+                with cache._making_room():  # files neither appear nor go away meanwhile
+                    largest = max(largest, sum(path.stat().st_size for path in folder.glob("*.tar")))
         except CacheFull:
             full += 1
-        except FileNotFoundError:  # from our own look at the folder
-            pass
     queue.put((wrong, full, largest))
 
 
