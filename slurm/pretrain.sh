@@ -89,7 +89,8 @@ arguments=(--resume) sweep=
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || arguments+=("--engine.threads=$SLURM_CPUS_PER_TASK")
 while [ $# -gt 0 ]; do
   case $1 in
-    --sweep) sweep=${2:?error: --sweep needs a file}; shift 2 ;;
+    --sweep) [ $# -gt 1 ] || refuse "--sweep names no file." "Write --sweep FILE."; sweep=$2; shift 2 ;;
+    --sweep=*) sweep=${1#*=}; shift ;;
     *) arguments+=("$1"); shift ;;
   esac
 done

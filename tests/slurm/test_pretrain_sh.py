@@ -65,7 +65,7 @@ def test_a_sweep_gives_each_array_task_its_line(jobs):
     sweep.write_text("# learning rates\n\n" + "\n".join(lines) + "\n--optimizer.lr=1\n")
     common = jobs.arguments("unused", samples=32)
     where = ("--array=1-4", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
-    job = jobs.submit("--sweep", str(sweep), *common, sbatch=where, **CPU)
+    job = jobs.submit(f"--sweep={sweep}", *common, sbatch=where, **CPU)
     jobs.cluster.until("the array's end", lambda: not jobs.cluster.run("squeue", "-h", "-j", job).stdout)
     rates = [{m["lr"] for m in jobs.metrics(f"run {lr}")} for lr in ("1e-3", "2e-3")]
     assert max(rates[1]) == pytest.approx(2 * max(rates[0]))
