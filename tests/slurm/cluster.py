@@ -248,7 +248,7 @@ class Cluster:
         """End all jobs, the daemons of this cluster and nothing else, and remove the folder."""
         if self.daemons:
             self._fails("scancel", "--user=root")
-            limit = time.monotonic() + 15
+            limit = time.monotonic() + 45  # longer than KillWait
             while time.monotonic() < limit and self.run("squeue", "--noheader", check=False).stdout.strip():
                 time.sleep(0.2)
         for daemon in reversed(self.daemons):
@@ -266,10 +266,10 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def leftovers(self, job_id: str = "") -> list[int]:
-        """Processes of this cluster's jobs, or of one of them, that are still there."""
+        """Processes of one job, or of the whole cluster, that are still there."""
         found = []
         ours = f"\0SLURM_CONF={self.config}\0"
-        wanted = f"\0SLURM_JOB_ID={job_id}\0" if job_id else "\0SLURM_JOB_ID="
+        wanted = f"\0SLURM_JOB_ID={job_id}\0" if job_id else ""
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
                 environ = "\0" + path.read_text(errors="replace") + "\0"
