@@ -52,8 +52,9 @@ def network(model, s: Setting) -> dict[str, int]:
     times = s.parts if stage >= 2 else 1  # stages 2 and 3 reduce after every part
     if stage == 3:
         gradients = times * share
-        passes = s.parts * (2 if s.parts > 1 else 1)  # with accumulation every part goes through the towers twice
-        passes += s.parts if elements > MAX_REUSE else 0  # else the backward pass finds the weights still there
+        # Gathered once where the backward pass finds the weights still there. With accumulation every part goes forward
+        # twice, and what DeepSpeed recorded of the one pass is not the order of the other: it gathers for each.
+        passes = 3 * s.parts if s.parts > 1 else 1 if elements <= MAX_REUSE else 2
         weights = passes * share
     else:
         gradients = times * 2 * share
