@@ -11,7 +11,7 @@ from probemb.data.sources import Fetch, Remote, check_scheme, fetch, is_remote
 from probemb.errors import UserError
 from tests.webserver import serve
 
-QUICK = Fetch(attempts=4, timeout=0.4, backoff=0.01)
+QUICK = Fetch(attempts=4, timeout=2, backoff=0.01)  # long enough for a busy machine to answer in
 DATA = bytes(range(256)) * 2000
 SIZE = len(DATA)
 
@@ -57,7 +57,7 @@ def test_a_file_that_changes_between_attempts_is_not_patched_together(folder, tm
         ([403], 1, "HTTP 403"),
         ([302], 1, "HTTP 302 .*not allowed"),
         ([503] * 9, 4, "in 4 attempts .*HTTP 503"),
-        (["silence"] * 9, 4, "in 4 attempts .*no answer in 0.4 s"),
+        (["silence"] * 9, 4, "in 4 attempts .*no answer in 2 s"),
     ],
 )
 def test_troubles_that_stay_name_the_shard(folder, tmp_path, trouble, requests, reason):
@@ -109,9 +109,9 @@ def test_commands(folder, tmp_path):
 
 def test_a_command_that_hangs_is_ended_with_its_children(folder, tmp_path):
     began = time.monotonic()
-    with pytest.raises(BadShard, match=r"no answer in 0\.4 s"):
+    with pytest.raises(BadShard, match=r"no answer in 2 s"):
         got(Remote(f"pipe:sleep 1234.5 & echo $! >> {tmp_path}/pids; cat {folder}/a.tar; wait"), tmp_path)
-    assert time.monotonic() - began < 20  # not the 1234.5 s
+    assert time.monotonic() - began < 200  # not the 1234.5 s
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 4
     for pid in pids:

@@ -10,7 +10,7 @@ from tests.pretrain.test_stream import assert_ranks_make_up, assert_same, make, 
 from tests.webserver import serve
 from tools.index_shards import main as index_shards
 
-QUICK = Fetch(attempts=4, timeout=1, backoff=0.01)
+QUICK = Fetch(attempts=4, timeout=3, backoff=0.01)
 
 
 @pytest.fixture
