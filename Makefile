@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo's two processes need a GPU each, or none.
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test test-slow lint format clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,8 +25,11 @@ demo: install    ## the whole path on embedded data in minutes; run again to go 
 		--data.train demo/scenes/train --evaluate.classes demo/scenes/classes
 	$(BIN)/python -m zeroshot.imagenet --model demo/run --data demo/scenes/classes --filter every --select-on folds:5
 
-test: install    ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+test: install    ## the tests, but for those that compare the plan with whole training steps (test-slow)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: install    ## ruff, without changing anything
 	$(BIN)/ruff check .

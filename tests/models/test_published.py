@@ -41,7 +41,6 @@ def test_hub_layout(parity, tag, dtype):
     check(out.scale, arrays[f"{name}negative_scale"], dtype)
 
 
-@pytest.mark.slow
 def test_hub_layout_at_full_size(parity):
     arrays = parity("06b_hf_pcmepp_fullsize_seeded")
     seed = int(arrays["seed"])

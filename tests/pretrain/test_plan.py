@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -129,6 +130,12 @@ def test_texts_cut_to_their_longest_need_less():
 # -------------------------------------------------------------------------------------------- a real step on an engine
 
 
+def storages() -> dict[int, int]:
+    """Address and bytes of everything that a tensor of this process holds."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o) is not FakeTensor]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
 def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
     """Bytes of all tensors between two steps, and the most that a step allocates, from torch's profiler.
 
@@ -138,6 +145,7 @@ def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     trainer.start_deepspeed()
+    others = storages()  # of tests before, which live on in this fork
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         engine = trainer.make_engine(make(config), config, "fp32", CPU)
         fit = trainer.Trainer(engine, None, config, CPU, 10)
@@ -148,8 +156,7 @@ def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
             with record_function("measured"):
                 fit.train_step(images, tokens)
     gc.collect()
-    everything = [o.untyped_storage() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    state = sum({s.data_ptr(): s.nbytes() for s in everything}.values())
+    state = sum(size for address, size in storages().items() if address not in others)
     events = sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     rises = []
     for step in [e for e in events if e.name() == "measured"]:
