@@ -108,7 +108,7 @@ def test_submitted_from_another_folder(jobs):
 def test_a_wrong_option_reaches_the_person_and_ends_all_ranks(jobs):
     job = jobs.submit(*jobs.arguments("run"), "--optimiser.lr=1", **CPU)
     assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
-    assert "There is no option --optimiser.lr. Did you mean 'optimizer.lr'?" in jobs.log(job)
+    assert "There is no option --optimiser.lr. Did you mean '--optimizer.lr'?" in jobs.log(job)
 
 
 def test_the_nodes_are_apart(cluster):

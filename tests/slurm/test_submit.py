@@ -36,7 +36,7 @@ REFUSALS = {
     "another stage": (["pretain", *GPUS], "There is no stage pretain. Did you mean 'pretrain'?", "zeroshot"),
     "another option": (
         ["pretrain", *GPUS, "--node", "4"],
-        "There is no option --node. Did you mean 'nodes'?",
+        "There is no option --node. Did you mean '--nodes'?",
         "--help",
     ),
     "no nodes": (["pretrain", *GPUS, "--nodes", "0"], "--nodes is 0.", "1 or more"),

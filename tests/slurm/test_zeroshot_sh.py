@@ -30,4 +30,4 @@ def test_without_a_gpu_it_is_refused(jobs):
 def test_the_stage_s_own_refusal_reaches_the_person(jobs):
     job = jobs.submit("--flter", "all", script="zeroshot.sh", sbatch=ONE_NODE, **CPU)
     assert jobs.ended(job, "FAILED")["ExitCode"] == "2:0"
-    assert "Did you mean 'filter'?" in jobs.log(job)
+    assert "Did you mean '--filter'?" in jobs.log(job)
