@@ -25,7 +25,7 @@ demo: install    ## the whole path on embedded data in minutes; run again to go 
 		--data.train demo/scenes/train --evaluate.classes demo/scenes/classes
 	$(BIN)/python -m zeroshot.imagenet --model demo/run --data demo/scenes/classes --filter every --select-on folds:5
 
-test: install    ## the tests, but for those that compare the plan with whole training steps (test-slow)
+test: install    ## the tests, but for a few minutes of larger models (test-slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
 test-slow: install

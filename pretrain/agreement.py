@@ -1,12 +1,10 @@
-"""What all ranks learn together, so that none goes on alone: flags, objects, failures."""
+"""What all ranks learn together, so that none goes on alone: objects and failures."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from probemb import distributed
 from probemb.errors import UserError
@@ -26,14 +24,6 @@ def agree(failure: Exception | None) -> None:
     for error in all_of(failure):
         if error is not None:
             raise error
-
-
-def any_of(flags: list[bool | Tensor], device: torch.device) -> list[bool]:
-    """Which of some flags (Python's, or () tensors on the device) are set on any rank, in one tiny collective."""
-    packed = torch.stack([torch.as_tensor(flag, dtype=torch.float32, device=device) for flag in flags])
-    if distributed.world_size() > 1:
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return [value > 0 for value in packed.tolist()]
 
 
 def same_everywhere(what: str, mine: str, remedy: str) -> None:

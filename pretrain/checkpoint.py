@@ -34,12 +34,10 @@ from pretrain.checkpoint_files import (
     VERSION,
     WEIGHTS,
     Damaged,
-    prune,
     read_content,
     verify_files,
     write_checkpoint,
 )
-from pretrain.checkpoint_files import find_checkpoint as latest_checkpoint
 from pretrain.engine_state import (
     MOMENTS,
     EngineState,
@@ -55,9 +53,7 @@ from probemb.errors import UserError
 __all__ = [
     "Snapshot",
     "full_state_dict",
-    "latest_checkpoint",
     "load_checkpoint",
-    "prune_checkpoints",
     "read_state",
     "save_checkpoint",
     "take_snapshot",
@@ -210,12 +206,6 @@ def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[st
     set_random_state(generators)
     distributed.barrier()
     return {**content["state"], "step": content["step"]}
-
-
-def prune_checkpoints(run_dir: Path | str, keep: int, keep_every: int = 0) -> None:
-    """`checkpoint_files.prune` by rank 0; the others return at once."""
-    if distributed.is_main():
-        prune(run_dir, keep, keep_every)
 
 
 def _open(path: Path, name: str):

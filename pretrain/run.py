@@ -89,7 +89,7 @@ def train(config: Config, preemption: Preemption) -> int:
         evaluator = Evaluator(config.evaluate, transforms.evaluate, tokenizer, device, rank, world_size)
 
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
-    trainer.start_deepspeed(config.engine.timeout)
+    trainer.start_deepspeed(config.engine.timeout, device)
     same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
     lock = None
     if rank == 0:
@@ -180,15 +180,6 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
 
     weights = config.data.weights or [1.0] * len(config.train_paths)
     corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]
-    known: set = set()
-    for path, corpus in zip(config.train_paths, corpora):
-        for shard in corpus.shards:
-            if shard.path in known:
-                raise UserError(
-                    f"The shard {shard.path} of {path} is in another training path too.",
-                    "Name every shard once, and say with data.weights what is to be seen more often.",
-                )
-            known.add(shard.path)
     return Stream(
         corpora,
         batch_size=config.batch_size,

@@ -12,6 +12,7 @@ size that divides the lanes and for any number of workers, and the position is o
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -103,7 +104,7 @@ class Stream:
         order: the `Order`: steps in an epoch, what is dropped.
         samples_seen: the position after the last batch handed out, over all ranks.
         rows: rows of every global batch that this rank gets, b.
-        failures: by name of the shard, what this rank could not use since the process started.
+        failures: by label of the shard (see `labels_of`), what this rank could not use since the process started.
         wait_seconds: time spent inside `next` so far.
 
     Raises:
@@ -147,6 +148,12 @@ class Stream:
             )
         corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
         self.shards = [shard for corpus in corpora for shard in corpus.shards]
+        for path, times in Counter(shard.path for shard in self.shards).items():
+            if times > 1:
+                raise UserError(
+                    f"The shard {path} is named {times} times.",
+                    "Name every shard once, and say with data.weights what is to be seen more often.",
+                )
         self.order = Order(
             [shard.samples for shard in self.shards],
             batch_size=batch_size,
@@ -167,6 +174,7 @@ class Stream:
         self.order.locate(start_samples)  # refuses a position inside a batch
         self.samples_seen = start_samples
         self.rows = batch_size // world_size
+        self._labels = labels_of(self.shards)
         self.failures: dict[str, Failure] = {}
         self.wait_seconds = 0.0
         self._failed = self._read = 0
@@ -196,6 +204,7 @@ class Stream:
             SampleMaker(
                 self.order,
                 self.shards,
+                self._labels,
                 first_row + start,
                 first_row + stop,
                 transform=transform,
@@ -299,7 +308,7 @@ class Stream:
     def _count(self, reports: list[Report]) -> None:
         self._read += self.rows
         for number, reason in (failure for report in reports for failure in report.failures):
-            name = self.shards[number].name
+            name = self._labels[number]
             if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
                 _log.warning("data: %s: %s", name, reason)  # now, and not only when the run is over
             failure = self.failures.setdefault(name, Failure(0, reason))
@@ -313,6 +322,12 @@ class Stream:
                 f"{self._allowed_share:.1%}); the worst shards are {named}.",
                 "Repair these shards or leave them out, or allow a larger failure share.",
             )
+
+
+def labels_of(shards: Sequence[Shard]) -> list[str]:
+    """What people read of each shard: its name, or its whole path where several corpora have one of that name."""
+    counts = Counter(shard.name for shard in shards)
+    return [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in shards]
 
 
 def _one_of(names: Sequence[str]) -> str:

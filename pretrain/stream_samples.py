@@ -77,6 +77,7 @@ class SampleMaker:
 
     Args:
         order, shards: which samples, and where they are.
+        labels: of the shards, for people.
         transform: PIL image -> (3, H, W) float32; may use the global random numbers of torch, numpy and Python.
         tokenizer: list of n strings -> (n, L) int64.
         caption: "random" or "first" of a sample's captions.
@@ -88,6 +89,7 @@ class SampleMaker:
         self,
         order: Order,
         shards: Sequence[Shard],
+        labels: Sequence[str],
         start: int,
         stop: int,
         *,
@@ -97,7 +99,7 @@ class SampleMaker:
         draft: bool = False,
         cache: ShardCache | None = None,
     ):
-        self.order, self.shards, self.start, self.stop = order, shards, start, stop
+        self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
         self.transform, self.tokenizer, self.caption = transform, tokenizer, caption
         self._draft = CropDraft(transform) if draft else None
         self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
@@ -172,7 +174,6 @@ class SampleMaker:
         self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
 
     def _example(self, shard: int, index: int, visit: int) -> _Example:
-        name = self.shards[shard].name
         reader = self._open.get(self.shards[shard])
         if index >= len(reader):
             raise BadSample(f"sample {index}: the shard holds only {len(reader)} samples")
@@ -184,7 +185,7 @@ class SampleMaker:
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
             caption = sample.captions[which if self.caption == "random" else 0]
             seed()
-            return _Example(*self._tensors(image, caption), printable(f"{name}/{key}"))
+            return _Example(*self._tensors(image, caption), printable(f"{self.labels[shard]}/{key}"))
         except BadSample as error:
             raise BadSample(f"{key}: {error}") from None
 
@@ -215,7 +216,7 @@ class SampleMaker:
             try:
                 example = self._example(shard, index, visit)
             except BadSample as error:
-                tried, last = tried + 1, f"{self.shards[shard].name}: {error}"
+                tried, last = tried + 1, f"{self.labels[shard]}: {error}"
                 continue
             self._good[i] = other
             return example

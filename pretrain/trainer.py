@@ -22,10 +22,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from pretrain.agreement import all_of, any_of
+from pretrain.agreement import all_of
 from pretrain.config import Config
 from pretrain.config import Optimizer as OptimizerConfig
-from pretrain.engine_state import discard_step, gradient_norm
+from pretrain.engine_state import discard_step, gradient_norm, random_state, set_random_state
 from pretrain.nonfinite import Evidence, as_error
 from pretrain.progress import Window
 from probemb import Gaussian, distributed
@@ -155,12 +155,14 @@ def import_deepspeed():
     return deepspeed
 
 
-def start_deepspeed(timeout_minutes: float = 30) -> None:
-    """Join the process group that the launcher describes, or form a group of one.
+def start_deepspeed(timeout_minutes: float = 30, device: torch.device | None = None) -> None:
+    """Join the process group that the launcher describes, or form a group of one; `device` is this rank's.
 
     A rank that waits longer than `timeout_minutes` for the others fails.
     """
     deepspeed = import_deepspeed()
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL's collectives of objects go through the current one
     distributed.init_process_group(timeout_minutes)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
@@ -238,7 +240,7 @@ class Trainer:
         config, recorder = self.config, self.recorder
         last = min(self.steps, config.stop_at_step or self.steps)
         window = Window(self.stream)
-        (self.stopping,) = any_of([self.stop()], self.device)  # the signal may have come while starting
+        (self.stopping,) = distributed.any_rank([self.stop()], self.device)  # the signal may have come while starting
         while self.step < last and not self.stopping:
             batch = next(self.stream)  # ---------------------------------------------------------------- load
             images = batch.images.to(self.device, non_blocking=True)
@@ -293,7 +295,7 @@ class Trainer:
         chunks = list(zip(images.chunk(parts), tokens.chunk(parts)))
         with torch.no_grad():
             for chunk in chunks:
-                states.append(random_state(self.device))
+                states.append(random_state())
                 cached.append(self.engine(*chunk))
         *embeddings, scalars = zip(*cached)
         leaves = [torch.cat(e).requires_grad_() for e in embeddings] + [scalars[0].clone().requires_grad_()]
@@ -301,7 +303,7 @@ class Trainer:
         grads = torch.autograd.grad(loss, leaves)
         slices = zip(*(g.chunk(parts) for g in grads[:-1]))
         for part, (chunk, state, slice_grads) in enumerate(zip(chunks, states, slices), 1):
-            set_random_state(state, self.device)
+            set_random_state(state)
             *embeddings, scalars = self.engine(*chunk)
             carried = sum((e * g).sum() for e, g in zip(embeddings, slice_grads))
             # The engine divides by the number of parts: right for the scalars, which every part carries whole.
@@ -313,7 +315,9 @@ class Trainer:
     def _finish_step(self, evidence: Evidence, keys: list[str] | None) -> dict[str, Tensor] | None:
         """Step, if all ranks can: everything that ranks must agree on in a step is in this one collective."""
         failed = self.recorder.failed if self.recorder else False
-        nonfinite, self.stopping, failed = any_of([evidence.nonfinite(), self.stop(), failed], self.device)
+        nonfinite, self.stopping, failed = distributed.any_rank(
+            [evidence.nonfinite(), self.stop(), failed], self.device
+        )
         if failed:
             self.recorder.check()
         if not nonfinite:
@@ -353,15 +357,3 @@ class Trainer:
         terms = {"loss": loss, **clip.terms, **match.terms, "logit_scale": logit_scale, "scale": scale, "shift": shift}
         terms |= {"u_image": out.image.uncertainty().mean(), "u_text": out.text.uncertainty().mean()}
         return loss, {name: value.detach() for name, value in terms.items()}
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """The generators that a forward pass may draw from."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def set_random_state(state: list[Tensor], device: torch.device) -> None:
-    """Back to a state of `random_state`."""
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)

@@ -111,10 +111,9 @@ def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str,
     return dict(zip(values, packed.tolist()))
 
 
-def any_rank(flag: bool, device=None) -> bool:
-    """Whether the flag is set on any rank; all ranks get the same answer."""
-    if world_size() == 1:
-        return flag
-    packed = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return bool(packed.item())
+def any_rank(flags: list[bool | Tensor], device=None) -> list[bool]:
+    """Which of some flags (Python's, or () tensors on the device) are set on any rank, in one collective."""
+    packed = torch.stack([torch.as_tensor(flag, dtype=torch.float32, device=device) for flag in flags])
+    if world_size() > 1:
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return [value > 0 for value in packed.tolist()]

@@ -14,7 +14,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-PREEMPTED = 85  # how a stage exits when it was told to stop, and has saved
+from pretrain.preemption import REQUEUE
+
 PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_SIGNALS = 5
 
@@ -55,12 +56,12 @@ class Stage:
             preexec_fn=_prepare_child,
         )
         code = self._wait()
-        if code == PREEMPTED and environment["RANK"] != "0":
+        if code == REQUEUE and environment["RANK"] != "0":
             sys.exit(0)  # no result: the job goes on after the requeue
         if code:
             raise RuntimeError(
                 f"{self.module} was ended by Slurm, after it had saved."
-                if code == PREEMPTED
+                if code == REQUEUE
                 else f"{self.module} ended with code {code}; what it said stands above."
             )
         return 0
@@ -97,7 +98,7 @@ class ResumableStage(Stage):
                 self.child.send_signal(signal.SIGUSR1)
                 last = time.monotonic()
             time.sleep(0.1)
-        if self.child and code not in (0, PREEMPTED):
+        if self.child and code not in (0, REQUEUE):
             raise RuntimeError(f"{self.module} ended with code {code} when it was told to save.")
         return submitit.helpers.DelayedSubmission(self)
 

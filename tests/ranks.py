@@ -1,6 +1,7 @@
 """Run a function on several ranks of a real gloo group, in processes forked from this one.
 
-A fork inherits all imports, so a group of eight costs about a second.
+A fork inherits all imports, so a group of eight costs about a second. It also inherits what earlier tests left behind:
+what must not be seen there (a measurement of memory) asks for `fresh` processes, at some ten seconds each.
 """
 
 import multiprocessing
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, fresh: bool = False
+) -> list[Any]:
     """fn(rank, world_size, *args) in `world_size` processes; returns the results in rank order.
 
     Results must be picklable: return arrays and numbers, or detached CPU tensors turned to numpy.
@@ -21,7 +24,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     """
     import torch  # noqa: F401  imported before the fork, once
 
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn" if fresh else "fork")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()
         ranks = [

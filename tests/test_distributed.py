@@ -109,7 +109,7 @@ def helpers_on_one_rank(rank, world):
     assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (rank, world, rank == 0)
     distributed.barrier()
     mean = distributed.mean_over_ranks({"a": float(rank), "b": 2.0})
-    return mean, distributed.any_rank(rank == world - 1), distributed.any_rank(False)
+    return mean, *distributed.any_rank([rank == world - 1, False])
 
 
 def test_helpers():

@@ -83,11 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
             site.ended.wait(30)
 
     def _send(self, data: bytes) -> None:
+        with self.server.lock:  # before the client can have them all and look
+            self.server.sent += len(data)
         try:
             self.wfile.write(data)
             self.wfile.flush()
-            with self.server.lock:
-                self.server.sent += len(data)
         except OSError:  # the client has had enough
             self.server.ended.wait(0.01)
 

@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from probemb.command import run_command
+from probemb.command import Parser, run_command
 from probemb.data.index import Shard, write_index
 from probemb.data.shards import BadShard, list_samples
 from probemb.errors import UserError
@@ -87,7 +87,7 @@ def print_table(walked: Sequence[Walked], left_out: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tools.index_shards", description="Write the index.json of a folder of webdataset shards."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that holds the .tar files")

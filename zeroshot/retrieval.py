@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
     check_numbers(config)
     captions = find_captions(config.data)
+    refuse_too_many_pairs(len(captions.texts), sum(map(len, captions.texts)))
     out = results_folder(config.out, config.model, "retrieval")
     claim_files(out, [OUTPUT])
 
@@ -87,6 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_json(out / OUTPUT, content)
     print(f"\nwritten: {out / OUTPUT}", flush=True)
     return 0
+
+
+def refuse_too_many_pairs(n_images: int, n_texts: int) -> None:
+    """All scores are held at once. Raises UserError."""
+    if n_images * n_texts > MAX_PAIRS:
+        raise UserError(
+            f"{n_images:,} images and {n_texts:,} captions are {n_images * n_texts:,} pairs, more than fit into memory "
+            "at once.",
+            "Evaluate fewer shards.",
+        )
 
 
 def find_captions(data: str | Path) -> Captions:
@@ -175,12 +186,6 @@ def embed_pairs(
     kept = batches.kept
     texts = [text for i in kept for text in captions.texts[i]]
     owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.texts[i]])
-    if len(kept) * len(texts) > MAX_PAIRS:
-        raise UserError(
-            f"{len(kept):,} images and {len(texts):,} captions are {len(kept) * len(texts):,} pairs, more than fit "
-            "into memory at once.",
-            "Evaluate fewer shards.",
-        )
     tokens = tokenizer(texts)
     with show("captions", len(texts)) as advance:
         embedded = encode_texts(

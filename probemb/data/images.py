@@ -39,7 +39,9 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
             if width * height > max_pixels:
                 raise BadSample(f"the image has {width} x {height} pixels, more than {max_pixels:,}")
             if max(width, height) > MAX_ASPECT * min(width, height):
-                raise BadSample(f"the image has {width} x {height} pixels, a side {MAX_ASPECT} times the other or more")
+                raise BadSample(
+                    f"the image has {width} x {height} pixels, one side more than {MAX_ASPECT} times the other"
+                )
             needed = draft(width, height) if callable(draft) else draft and (draft, draft)
             if needed:
                 image.draft(None, needed)

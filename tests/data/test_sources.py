@@ -111,7 +111,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(folder, tmp_path):
     began = time.monotonic()
     with pytest.raises(BadShard, match=r"no answer in 2 s"):
         got(Remote(f"pipe:sleep 1234.5 & echo $! >> {tmp_path}/pids; cat {folder}/a.tar; wait"), tmp_path)
-    assert time.monotonic() - began < 200  # not the 1234.5 s
+    assert time.monotonic() - began < 20  # not the 1234.5 s
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 4
     for pid in pids:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pretrain import checkpoint, checkpoint_files
+from pretrain.checkpoint_files import find_checkpoint, prune
 from pretrain.engine_state import EngineState
 from pretrain.trainer import start_deepspeed
 from probemb.errors import UserError
@@ -238,7 +239,7 @@ def draw_after_loading(rank, world, path):
 
 def test_every_rank_gets_its_random_states_back(tmp_path):
     before = run_ranks(2, draw_after_saving, tmp_path)
-    path = checkpoint.latest_checkpoint(tmp_path)
+    path = find_checkpoint(tmp_path)
     assert before[0] != before[1]
     assert run_ranks(2, draw_after_loading, path) == before
     more = run_ranks(3, draw_after_loading, path)
@@ -270,11 +271,11 @@ def kill_during_writes(rank, world, folder):
             checkpoint.save_checkpoint(engine, folder, 6, {})
             os._exit(0)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-        newest.append(checkpoint.latest_checkpoint(folder).name)
+        newest.append(find_checkpoint(folder).name)
         leftovers.append(sorted(p.name for p in (folder / "checkpoints").glob(".*")))
     train(engine, rank, world, range(1))
     checkpoint.save_checkpoint(engine, folder, 6, {"again": True})
-    path = checkpoint.latest_checkpoint(folder)
+    path = find_checkpoint(folder)
     checkpoint.load_checkpoint(engine, path)
     return newest, leftovers, checkpoint.read_state(path), sorted(p.name for p in path.parent.iterdir())
 
@@ -373,30 +374,30 @@ def save_many(rank, world, folder):
 
 
 def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path, caplog):
-    assert checkpoint.latest_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path) is None
     run_ranks(1, save_many, tmp_path)
     folder = tmp_path / "checkpoints"
     (folder / ".step-200.partial").mkdir()
     (folder / "step-x").mkdir()
-    assert checkpoint.latest_checkpoint(tmp_path) == folder / "step-100"
+    assert find_checkpoint(tmp_path) == folder / "step-100"
     assert [record.message for record in caplog.records] == [
         "The checkpoint of step 200 was never finished: its write was interrupted."
     ]
 
     os.truncate(folder / "step-100" / "weights.safetensors", 10)
-    assert checkpoint.latest_checkpoint(tmp_path) == folder / "step-10"
+    assert find_checkpoint(tmp_path) == folder / "step-10"
     assert "weights.safetensors has 10 bytes" in caplog.text
 
-    checkpoint.prune_checkpoints(tmp_path, keep=2)  # the damaged one does not count
+    prune(tmp_path, keep=2)  # the damaged one does not count
     assert {p.name for p in folder.glob("step-*")} == {"step-9", "step-10", "step-100", "step-x"}
     assert checkpoint.read_state(folder / "step-9") == {"at": 9, "step": 9}
 
     for name in ("step-9", "step-10"):
         (folder / name / "state.json").unlink()
     with pytest.raises(UserError, match="No checkpoint in"):
-        checkpoint.latest_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="at least 1"):
-        checkpoint.prune_checkpoints(tmp_path, keep=0)
+        prune(tmp_path, keep=0)
 
 
 def refuse_what_is_not_covered(rank, world, folder):

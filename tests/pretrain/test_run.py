@@ -171,7 +171,7 @@ BAD = {
     "share": ({"data.failure_share": 2}, "data.failure_share is 2.0", "from 0 to 1"),
     "large seed": ({"seed": 10**30}, "seed is 1000", "from 0 to"),
     "negative images": ({"evaluate.max_images": -5}, "evaluate.max_images is -5", "0 or more"),
-    "one folder twice": ({"data.train": twice}, "in another training path too", "data.weights"),
+    "one folder twice": ({"data.train": twice}, "a.tar is named 2 times", "data.weights"),
     "missing classes": ({"evaluate.classes": "absent"}, "absent", ""),
 }
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.stream import Corpus, Stream
+from pretrain.stream import Corpus, Stream, labels_of
 from probemb.data.shards import Shard, list_samples
 from probemb.errors import UserError
 
@@ -717,3 +717,10 @@ def test_real_photographs(shared_data):
     assert all(key.partition("/")[2] in first for key in shown)
     assert 0.2 < torch.cat([batch.images for batch in streams[0]]).mean() < 0.7
     assert not any(batch.replaced.any() for batch in streams[0])
+
+
+def test_shards_of_one_name_in_several_corpora_are_told_apart(tmp_path):
+    shards = [Shard("0.tar", tmp_path / "a" / "0.tar", 1, 1), Shard("0.tar", tmp_path / "b" / "0.tar", 1, 1)]
+    assert labels_of([*shards, Shard("1.tar", tmp_path / "b" / "1.tar", 1, 1)]) == [
+        str(tmp_path / "a" / "0.tar"), str(tmp_path / "b" / "0.tar"), "1.tar",
+    ]  # fmt: skip

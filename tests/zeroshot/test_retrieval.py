@@ -10,7 +10,7 @@ from probemb.data.scenes import matches
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from tests.world import jpeg, write_tar
-from zeroshot.retrieval import exact_match, find_captions, main, score
+from zeroshot.retrieval import exact_match, find_captions, main, refuse_too_many_pairs, score
 
 
 def test_captions_and_scenes_are_found(captioned):
@@ -109,3 +109,9 @@ def test_numbers_out_of_range_are_refused(run_folder, captioned, tmp_path, optio
     with pytest.raises(UserError, match=what):
         main(argv)
     assert not (tmp_path / "out").exists()
+
+
+def test_more_pairs_than_fit_into_memory_are_refused():
+    refuse_too_many_pairs(20_000, 100_000)
+    with pytest.raises(UserError, match="20,000 images and 100,001 captions are 2,000,020,000 pairs"):
+        refuse_too_many_pairs(20_000, 100_001)

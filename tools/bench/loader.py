@@ -12,7 +12,6 @@ clock runs only after the first batches, so that neither start-up nor what was m
 
 from __future__ import annotations
 
-import argparse
 import io
 import statistics
 import tarfile
@@ -21,13 +20,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from probemb.command import run_command
+from probemb.command import Parser, run_command
 
 IMAGE_SIZE = 224
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.loader", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m tools.bench.loader", description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024], help="pixels of the JPEGs' sides")
     parser.add_argument("--images", type=int, default=512, help="JPEGs of each size, in 4 shards")
     parser.add_argument("--batch", type=int, default=32)
