@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pretrain.agreement import agree
+from probemb.runs.agreement import agree
 
 
 class BackgroundWriter:

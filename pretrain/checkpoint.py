@@ -25,19 +25,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pretrain.agreement import agree, all_of
-from pretrain.checkpoint_files import (
-    FORMAT,
-    OPTIMIZER,
-    RANDOM,
-    STATE,
-    VERSION,
-    WEIGHTS,
-    Damaged,
-    read_content,
-    verify_files,
-    write_checkpoint,
-)
 from pretrain.engine_state import (
     MOMENTS,
     EngineState,
@@ -49,6 +36,19 @@ from pretrain.engine_state import (
 )
 from probemb import distributed
 from probemb.errors import UserError
+from probemb.runs.agreement import agree, all_of
+from probemb.runs.checkpoints import (
+    FORMAT,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    VERSION,
+    WEIGHTS,
+    Damaged,
+    read_content,
+    verify_files,
+    write_checkpoint,
+)
 
 __all__ = [
     "Snapshot",

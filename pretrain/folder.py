@@ -12,18 +12,19 @@ import yaml
 
 from pretrain.background import BackgroundWriter
 from pretrain.checkpoint import Snapshot, take_snapshot
-from pretrain.checkpoint_files import find_checkpoint as newest_checkpoint
-from pretrain.checkpoint_files import free_bytes, prune
 from pretrain.config import Config, changes
 from pretrain.nonfinite import culprits
-from pretrain.progress import RunLog, SampleLog, evaluation_line, train_line
-from pretrain.run_lock import NAME as LOCK
-from pretrain.run_lock import refuse_locked
+from pretrain.progress import SampleLog, evaluation_line, train_line
 from probemb import distributed
 from probemb.command import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.models import ProbabilisticCLIP, save_model
+from probemb.runs.checkpoints import find_checkpoint as newest_checkpoint
+from probemb.runs.checkpoints import free_bytes, prune
+from probemb.runs.lock import NAME as LOCK
+from probemb.runs.lock import refuse_locked
+from probemb.runs.log import RunLog
 
 FREE_TO_CHANGE = (
     "out",

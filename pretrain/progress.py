@@ -1,18 +1,16 @@
-"""What a run tells people while it goes: one line a log step, the same into metrics.jsonl, TensorBoard and wandb."""
+"""What a run tells while it goes: the means of every log line, the line that people read, and the samples seen."""
 
 from __future__ import annotations
 
 import json
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from probemb import distributed
-from probemb.errors import UserError
-from probemb.files import replace_text
+from probemb.runs.log import drop_lines_after, duration
 
 
 class Window:
@@ -51,42 +49,6 @@ class Window:
         return values
 
 
-class RunLog:
-    """Writes to a run folder; only rank 0 has one.
-
-    Args:
-        run: the run folder.
-        step: the step that the run goes on from; what an interrupted attempt logged after it is dropped.
-        wandb_project: a Weights & Biases project, or None.
-        config: the resolved configuration, for wandb.
-    """
-
-    def __init__(self, run: Path, step: int, wandb_project: str | None, config: dict):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.path = run / "metrics.jsonl"
-        _drop_lines_after(self.path, step)
-        self.file = self.path.open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
-        self.wandb = _start_wandb(wandb_project, run, config)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """One line of metrics.jsonl, and a point of every curve."""
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
-        self.file.flush()
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.log(values, step=step)
-
-    def close(self) -> None:
-        """Flush everything."""
-        self.file.close()
-        self.board.close()
-        if self.wandb:
-            self.wandb.finish()
-
-
 class SampleLog:
     """The keys of the samples that a rank has trained on, a line a step: samples/rank-R.jsonl.
 
@@ -103,7 +65,7 @@ class SampleLog:
         for path in folder.glob("rank-*.jsonl"):
             number = path.stem.removeprefix("rank-")
             if number.isdigit() and (int(number) == rank or (rank == 0 and int(number) >= world_size)):
-                _drop_lines_after(path, step)
+                drop_lines_after(path, step)
         self.file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, keys: list[str]) -> None:
@@ -114,37 +76,6 @@ class SampleLog:
     def close(self) -> None:
         """Flush everything."""
         self.file.close()
-
-
-def _drop_lines_after(path: Path, step: int) -> None:
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue  # the last line of a killed run may be cut
-    replace_text(path, "".join(kept))
-
-
-def _start_wandb(project: str | None, run: Path, config: dict):
-    if not project:
-        return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            "wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out."
-        ) from error
-    try:
-        return wandb.init(project=project, name=run.name, dir=str(run), config=config, resume="allow", id=run.name)
-    except wandb.Error as error:
-        raise UserError(
-            f"Weights & Biases does not start ({' '.join(str(error).split())[:200]}).",
-            "Run `wandb login`, or leave --wandb out.",
-        ) from error
 
 
 def train_line(step: int, steps: int, v: dict[str, float]) -> str:
@@ -175,8 +106,3 @@ def evaluation_line(step: int, steps: int, v: dict[str, float]) -> str:
     """The line that people read after an evaluation."""
     top1, top5 = 100 * v["zeroshot_top1"], 100 * v["zeroshot_top5"]
     return f"step {step:>{len(str(steps))}}/{steps} | zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
-
-
-def duration(seconds: float) -> str:
-    """h:mm:ss, with days where there are any."""
-    return str(timedelta(seconds=round(seconds)))

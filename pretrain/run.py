@@ -20,9 +20,9 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pretrain.config import Config, check
-from pretrain.preemption import REQUEUE, Preemption
 from probemb.command import parse_config, run_command
 from probemb.errors import UserError
+from probemb.runs.preemption import REQUEUE, Preemption
 
 
 def main() -> int:
@@ -44,10 +44,10 @@ def train(config: Config, preemption: Preemption) -> int:
     import torch
 
     from pretrain import trainer
-    from pretrain.agreement import agree, all_of, same_everywhere
     from pretrain.checkpoint import load_checkpoint, read_state
     from pretrain.folder import RunFolder, find_checkpoint, refuse_another_run, refuse_full_disk
     from probemb.models import create_tokenizer, create_transforms
+    from probemb.runs.agreement import agree, all_of, same_everywhere
 
     def say(line: str) -> None:
         if rank == 0:
@@ -145,7 +145,7 @@ def describe_failures(of_ranks: list[dict]) -> list[str]:
 
 def take_lock(config: Config):
     """(RunLock, None), or (None, UserError)."""
-    from pretrain.run_lock import RunLock
+    from probemb.runs.lock import RunLock
 
     try:
         return RunLock(Path(config.out)), None

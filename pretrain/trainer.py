@@ -22,7 +22,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from pretrain.agreement import all_of
 from pretrain.config import Config
 from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine_state import discard_step, gradient_norm, random_state, set_random_state
@@ -31,6 +30,7 @@ from pretrain.progress import Window
 from probemb import Gaussian, distributed
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import ProbabilisticCLIP, no_weight_decay
+from probemb.runs.agreement import all_of
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
 MAX_SKIPPED = 100  # steps in a row; then the weights, not the samples, are at fault

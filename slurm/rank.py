@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from pretrain.preemption import REQUEUE
+from probemb.runs.preemption import REQUEUE
 
 PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_SIGNALS = 5

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pretrain import checkpoint, checkpoint_files
-from pretrain.checkpoint_files import find_checkpoint, prune
+from pretrain import checkpoint
 from pretrain.engine_state import EngineState
 from pretrain.trainer import start_deepspeed
 from probemb.errors import UserError
+from probemb.runs import checkpoints
+from probemb.runs.checkpoints import find_checkpoint, prune
 from tests.ranks import run_ranks
 
 BATCH = 12  # for 1, 2 and 3 ranks
@@ -255,7 +256,7 @@ def kill_during_writes(rank, world, folder):
     """Save step 3, then try step 6 in children that are killed at each of the points where a write reaches the disk."""
     engine = make_engine(0, 1)
     checkpoint.save_checkpoint(engine, folder, 3, {})
-    flush, newest, leftovers = checkpoint_files.flush, [], []
+    flush, newest, leftovers = checkpoints.flush, [], []
     for fatal in range(1, 7):
         child = os.fork()
         if child == 0:
@@ -267,7 +268,7 @@ def kill_during_writes(rank, world, folder):
                 if len(flushed) == fatal:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            checkpoint_files.flush = dying_flush
+            checkpoints.flush = dying_flush
             checkpoint.save_checkpoint(engine, folder, 6, {})
             os._exit(0)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -345,7 +346,7 @@ def spoil(good, folder):
     (folder / "not-json" / "state.json").write_text(text[:-20])
     content = json.loads(text)  # a well-formed file by someone who can compute sums, without what is needed
     del content["sha256"], content["groups"]
-    content["sha256"] = checkpoint_files.sha256_of(content)
+    content["sha256"] = checkpoints.sha256_of(content)
     (folder / "one-more" / "state.json").write_text(json.dumps(content))
 
 

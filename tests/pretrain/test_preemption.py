@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.preemption import REQUEUE
+from probemb.runs.preemption import REQUEUE
 from tests.forked import Job
 from tools.make_scenes import Plan, make
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: how they are written, found, checked and thinned out. One process, no engine; see checkpoint.py.
+"""Checkpoints on disk: how they are written, found, checked and thinned out. One process, no engine.
 
 Files are written straight from the tensors' memory, and hashed on the way: no second copy in memory, no reading back,
 and both release Python's lock, so that a training step goes on beside a write in a thread.
