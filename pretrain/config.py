@@ -282,21 +282,4 @@ def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
         raise UserError(f"{key} is '{value}'.{nearest(value, known)}", f"Choose one of: {', '.join(known)}.")
 
 
-def changes(
-    before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: str = ""
-) -> list[tuple[str, object, object]]:
-    """(dotted key, value before, value now) of what differs between two resolved configurations."""
-    out = []
-    for name in sorted({*before, *now}):
-        key = f"{prefix}{name}"
-        if key in ignore or key.split(".")[0] in ignore:
-            continue
-        a, b = before.get(name), now.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            out += changes(a, b, ignore, f"{key}.")
-        elif a != b:
-            out.append((key, a, b))
-    return out
-
-
-__all__ = ["Config", "Data", "Engine", "Evaluate", "Loss", "Model", "Optimizer", "changes", "check"]
+__all__ = ["Config", "Data", "Engine", "Evaluate", "Loss", "Model", "Optimizer", "check"]

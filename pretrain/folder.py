@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-
-import yaml
 
 from pretrain.background import BackgroundWriter
 from pretrain.checkpoint import Snapshot, take_snapshot
-from pretrain.config import Config, changes
+from pretrain.config import Config
 from pretrain.nonfinite import culprits
 from pretrain.progress import SampleLog, evaluation_line, train_line
 from probemb import distributed
@@ -20,10 +16,8 @@ from probemb.command import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.models import ProbabilisticCLIP, save_model
-from probemb.runs.checkpoints import find_checkpoint as newest_checkpoint
-from probemb.runs.checkpoints import free_bytes, prune
-from probemb.runs.lock import NAME as LOCK
-from probemb.runs.lock import refuse_locked
+from probemb.runs.checkpoints import prune
+from probemb.runs.folder import changes, remove_leftovers
 from probemb.runs.log import RunLog
 
 FREE_TO_CHANGE = (
@@ -40,69 +34,6 @@ FREE_TO_CHANGE = (
     "wandb",
     "evaluate",
 )
-BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
-
-
-def find_checkpoint(config: Config, tell: Callable[[str], object] | None = None) -> Path | None:
-    """The checkpoint to go on from, or None for a new run; writes nothing.
-
-    With `resume`, every file of it has been compared with its sum, and `tell` hears which newer ones are not whole.
-
-    Raises:
-        UserError: the folder holds something that a new run would overwrite, or another job writes it.
-    """
-    run = Path(config.out)
-    refuse_locked(run)
-    if config.resume:
-        newest = newest_checkpoint(run, verify=True, tell=tell)
-        if newest is None and not _may_begin(run):
-            raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
-        return newest
-    if newest_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
-        raise UserError(f"{run} already holds a run.", "Add --resume to go on with it, or choose another --out.")
-    if run.exists() and (not run.is_dir() or _names(run)):
-        raise UserError(f"{run} already holds something else.", "Choose another --out.")
-    return None
-
-
-def _names(run: Path) -> set[str]:
-    """What is in a folder, without what an attempt leaves that was killed before it began."""
-    return {p.name for p in run.iterdir() if p.name != LOCK and not p.name.startswith(".config.yaml.")}
-
-
-def _may_begin(run: Path) -> bool:
-    """Whether a run without a checkpoint may begin here: nothing there, or a run of ours that came to nothing."""
-    if not run.exists():
-        return True
-    if not run.is_dir():
-        return False
-    if not _names(run):
-        return True
-    try:
-        written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(written, dict) and set(written) == {field.name for field in fields(Config)}
-
-
-def refuse_full_disk(config: Config, model: ProbabilisticCLIP) -> None:
-    """Before anything is written: is there room for one more checkpoint and one more model?
-
-    Raises:
-        UserError: names both sizes.
-    """
-    n = sum(p.numel() for p in model.parameters())
-    needed, free = n * (BYTES_OF_CHECKPOINT + BYTES_OF_MODEL), free_bytes(Path(config.out))
-    if free < needed:
-        raise UserError(
-            f"The disk of {config.out} has {_size(free)} free, and one checkpoint and one model of {n:,} parameters "
-            f"need {_size(needed)}.",
-            "Make room, or choose an --out on another disk.",
-        )
-
-
-def _size(n: int) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
 
 
 def refuse_another_run(config: Config, state: dict, data_identity: dict, earlier: Path) -> list[str]:
@@ -169,7 +100,7 @@ class RunFolder:
             # The thread gets it ready-made: building a model draws random numbers, which training must not notice.
             self.model = _empty_model(model.config)
             self.path.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.path)
+            remove_leftovers(self.path)
             replace_text(self.path / "config.yaml", to_yaml(config))
             self.log = RunLog(self.path, step, config.wandb, to_dict(config))
         if config.log_samples:
@@ -265,13 +196,6 @@ class RunFolder:
         for log in (self.log, self.samples):
             if log:
                 log.close()
-
-
-def _remove_leftovers(run: Path) -> None:
-    """Files that a killed attempt was writing aside."""
-    for pattern in (".config.yaml.*", ".metrics.jsonl.*", "model/.*"):
-        for left in run.glob(pattern):
-            left.unlink(missing_ok=True)
 
 
 def _empty_model(model_config: dict) -> ProbabilisticCLIP:

@@ -45,16 +45,17 @@ def train(config: Config, preemption: Preemption) -> int:
 
     from pretrain import trainer
     from pretrain.checkpoint import load_checkpoint, read_state
-    from pretrain.folder import RunFolder, find_checkpoint, refuse_another_run, refuse_full_disk
+    from pretrain.folder import RunFolder, refuse_another_run
     from probemb.models import create_tokenizer, create_transforms
     from probemb.runs.agreement import agree, all_of, same_everywhere
+    from probemb.runs.folder import newest_checkpoint, refuse_full_disk
 
     def say(line: str) -> None:
         if rank == 0:
             print(line, flush=True)
 
     # Everything that can be wrong with the command is found before the ranks meet and before anything is written.
-    earlier = find_checkpoint(config, tell=lambda line: say(f"resume  {line}"))
+    earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
     device = pick_device(config)
     precision = config.engine.precision
     if precision == "auto":
@@ -81,7 +82,7 @@ def train(config: Config, preemption: Preemption) -> int:
     if step >= steps:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
-    refuse_full_disk(config, model)
+    refuse_full_disk(config.out, model)
     evaluator = None
     if config.evaluate.classes:
         from pretrain.evaluation import Evaluator

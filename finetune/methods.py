@@ -1,0 +1,326 @@
+"""The methods that PCME++ is compared with: what each needs of the model, takes from the configuration, and minimises.
+
+All of them see the whole batch of all ranks and share model, data, optimizer and evaluation. N pairs, D dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from probemb.data.captioned import Captioned
+from torch import Tensor, nn
+
+from finetune.config import Config, given
+from probemb.errors import UserError
+from probemb.gaussian import Gaussian
+from probemb.losses import (
+    DAALoss,
+    DECLLoss,
+    InfoNCELoss,
+    NCRLoss,
+    P2RMLoss,
+    TripletLoss,
+    clean_probability,
+    pairwise_match_loss,
+    pcme_loss,
+    refine_labels,
+    split_clean,
+)
+from probemb.losses.output import LossOutput
+from probemb.models import ProbabilisticCLIP
+
+
+@dataclass
+class Batch:
+    """One step's pairs, of all ranks.
+
+    image, text   Gaussians (N, D)
+    match         (N, N) in [0, 1], images in rows: same image, mixed and smoothed
+    image_index   (N,) on the CPU: which image of the training data
+    pair_index    (N,) on the CPU: which caption of the training data
+    epoch         from 0
+    step          since the start of the run
+    generator     on the embeddings' device, seeded alike on every rank
+    """
+
+    image: Gaussian
+    text: Gaussian
+    match: Tensor
+    image_index: Tensor
+    pair_index: Tensor
+    epoch: int
+    step: int
+    generator: torch.Generator
+
+
+class Method(nn.Module):
+    """A loss and what belongs to it.
+
+    Attributes:
+        probabilistic: whether log-variances are trained; otherwise the model is a point model.
+        soft_labels: whether mixed images and label smoothing make sense.
+        options: of `config.loss` that are used; all of them must have a value.
+        trains: the model's own scalars that the loss uses; the others stand still.
+    """
+
+    probabilistic = False
+    soft_labels = False
+    options: tuple[str, ...] = ()
+    trains: tuple[str, ...] = ()
+
+    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+        super().__init__()
+        self.config = config
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        """The loss of the whole batch; its gradient on every rank is that of the whole batch too."""
+        raise NotImplementedError
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called on all ranks before an epoch."""
+
+
+class PCMEPlusPlus(Method):
+    """PCME++: match loss over all pairs, pseudo-positives, information bottleneck; any distance."""
+
+    probabilistic = True
+    soft_labels = True
+    options = ("scale", "shift", "pseudo_positive", "vib")
+    trains = ("scale", "shift")
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        loss = self.config.loss
+        return pairwise_match_loss(
+            batch.image,
+            batch.text,
+            batch.match,
+            scale=model.scale,
+            shift=model.shift,
+            distance=self.config.distance or "csd",
+            pseudo_positive=loss.pseudo_positive,
+            vib=loss.vib or 0.0,
+        )
+
+
+class PCMEPlusPlusMean(PCMEPlusPlus):
+    """PCME++ between means: the point model's variances are practically zero, which leaves CSD the squared distance."""
+
+    probabilistic = False
+    options = ("scale", "shift", "pseudo_positive")
+
+
+class PCME(Method):
+    """PCME: soft contrastive loss of sampled embeddings, with the information bottleneck."""
+
+    probabilistic = True
+    soft_labels = True
+    options = ("scale", "shift", "samples", "vib")
+    trains = ("scale", "shift")
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        return pcme_loss(
+            batch.image,
+            batch.text,
+            batch.match,
+            n_samples=self.config.loss.samples,
+            scale=model.scale,
+            shift=model.shift,
+            vib=self.config.loss.vib,
+            generator=batch.generator,
+        )
+
+
+class InfoNCE(Method):
+    """CLIP's loss with a multiplier of its own, its target shared among the captions of an image."""
+
+    soft_labels = True
+    options = ("temperature",)
+
+    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+        super().__init__(config, model, pairs)
+        self.loss = InfoNCELoss(config.loss.temperature)
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        return self.loss(batch.image, batch.text, batch.match)
+
+
+class VSE(Method):
+    """VSE infinity: triplet loss, all negatives during the warm-up, then the hardest."""
+
+    options = ("margin", "warmup_epochs")
+
+    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+        super().__init__(config, model, pairs)
+        self.loss = self.make_loss(config, model)
+
+    def make_loss(self, config: Config, model: ProbabilisticCLIP) -> nn.Module:
+        return TripletLoss(config.loss.margin)
+
+    def hardest(self, batch: Batch) -> bool:
+        return batch.epoch >= self.config.loss.warmup_epochs
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        return self.loss(batch.image, batch.text, batch.match, hardest=self.hardest(batch))
+
+
+class P2RM(VSE):
+    """Point-to-rectangle matching on top of VSE."""
+
+    options = ("margin", "warmup_epochs", "weight")
+
+    def make_loss(self, config: Config, model: ProbabilisticCLIP) -> nn.Module:
+        return P2RMLoss(model.embed_dim, config.loss.margin, config.loss.weight)
+
+
+class DAA(VSE):
+    """VSE, and ranks that agree with the captions' tf-idf similarity."""
+
+    options = ("margin", "warmup_epochs", "weight")
+
+    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+        from probemb.losses import CaptionSimilarity
+
+        super().__init__(config, model, pairs)
+        self.semantic = CaptionSimilarity(pairs.flat(), pairs.owner())
+
+    def make_loss(self, config: Config, model: ProbabilisticCLIP) -> nn.Module:
+        return DAALoss(config.loss.margin, config.loss.weight)
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        semantic = self.semantic(batch.image_index.tolist(), batch.pair_index.tolist()).to(batch.match.device)
+        return self.loss(batch.image, batch.text, batch.match, semantic=semantic, hardest=self.hardest(batch))
+
+
+class NCR(Method):
+    """NCR with one network: every pair's loss of the epoch before tells clean pairs from noisy ones.
+
+    The published training has two networks, each with the other one's split, and measures all losses anew between
+    epochs; here they are kept from the steps of the epoch. Noisy pairs train in the second half of the epochs alone.
+    """
+
+    options = ("margin", "warmup_epochs", "soft_margin")
+
+    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+        super().__init__(config, model, pairs)
+        self.loss = NCRLoss(config.loss.margin, config.loss.soft_margin)
+        self.register_buffer("last_loss", torch.full((pairs.n_captions,), float("nan")))
+        self.register_buffer("clean_probability", torch.ones(pairs.n_captions, dtype=torch.float64))
+        self.register_buffer("clean", torch.ones(pairs.n_captions, dtype=torch.bool))
+
+    def begin_epoch(self, epoch: int) -> None:
+        seen = self.last_loss.isfinite()
+        if epoch >= self.config.loss.warmup_epochs and seen.any():
+            self.clean_probability[seen] = clean_probability(self.last_loss[seen])
+            self.clean.copy_(split_clean(self.clean_probability))
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        image, text, match = batch.image, batch.text, batch.match
+        pairs = batch.pair_index.to(match.device)
+        self.last_loss[pairs] = self.loss.pair_losses(image, text, match).float()
+        if batch.epoch < self.config.loss.warmup_epochs:
+            return self.loss(image, text, match, hardest=False)
+        probability, clean = self.clean_probability[pairs], self.clean[pairs]
+        label = refine_labels(self.loss.predict(image, text, match), probability.to(match.dtype), clean)
+        if 2 * batch.epoch < self.config.epochs:  # noisy pairs wait
+            # Two pairs at least: one alone has no negative.
+            kept = clean.nonzero().flatten() if clean.sum() > 1 else probability.topk(2).indices
+            image, text = (Gaussian(g.mean[kept], g.log_var[kept]) for g in (image, text))
+            match, label = match[kept][:, kept], label[kept]
+        out = self.loss(image, text, match, label=label)
+        out.terms["clean"] = clean.float().mean()
+        return out
+
+
+class DECL(Method):
+    """DECL: evidential loss for all pairs, the dynamic hinge for those that were held for clean an epoch before."""
+
+    options = ("margin", "warmup_epochs", "tau")
+
+    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+        super().__init__(config, model, pairs)
+        self.loss = DECLLoss(margin=config.loss.margin, tau=config.loss.tau)
+        self.register_buffer("now_clean", torch.ones(pairs.n_captions, dtype=torch.bool))
+        self.register_buffer("held_clean", torch.ones(pairs.n_captions, dtype=torch.bool))
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.held_clean.copy_(self.now_clean)
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        pairs = batch.pair_index.to(batch.match.device)
+        self.now_clean[pairs] = self.loss.correspondence(batch.image, batch.text)[0]
+        clean = self.held_clean[pairs] if batch.epoch >= self.config.loss.warmup_epochs else None
+        out = self.loss(batch.image, batch.text, batch.match, clean=clean, step=batch.step)
+        if clean is not None:
+            out.terms["clean"] = clean.float().mean()
+        return out
+
+
+class ZeroShot(Method):
+    """A CLIP as it comes."""
+
+
+METHODS: dict[str, type[Method]] = {
+    "pcmepp": PCMEPlusPlus,
+    "pcmepp-mu": PCMEPlusPlusMean,
+    "infonce": InfoNCE,
+    "vse": VSE,
+    "pcme": PCME,
+    "daa": DAA,
+    "p2rm": P2RM,
+    "ncr": NCR,
+    "decl": DECL,
+    "clip-zs": ZeroShot,
+}
+
+
+def check_method(config: Config) -> None:
+    """Refuse options that the method does not use, and values of its own that are missing or out of range.
+
+    Raises:
+        UserError: names the option.
+    """
+    method, loss = METHODS[config.method], config.loss
+    for name in given(loss):
+        if name not in method.options:
+            users = ", ".join(key for key, other in METHODS.items() if name in other.options)
+            raise UserError(
+                f"The method {config.method} does not use loss.{name}.", f"Leave it out, or choose one of {users}."
+            )
+    for name in method.options:
+        value = getattr(loss, name)
+        if value is None:
+            raise UserError(f"The method {config.method} needs loss.{name}.", "Give it a value.")
+        if isinstance(value, str):
+            continue
+        low, above = (1, False) if name == "samples" else (0, name in ("scale", "temperature", "margin", "tau"))
+        if not low <= value < float("inf") or (above and value == low):
+            raise UserError(f"loss.{name} is {value}.", f"Set it to a number {'above' if above else 'from'} {low}.")
+    if loss.soft_margin not in (None, "linear", "exponential", "sin"):
+        raise UserError(f"loss.soft_margin is '{loss.soft_margin}'.", "Choose linear, exponential or sin.")
+    if config.distance is not None and method is not PCMEPlusPlus:
+        raise UserError(
+            f"The method {config.method} has no choice of distance.", "Leave --distance out, or choose --method pcmepp."
+        )
+    if not method.soft_labels and (config.mix.ratio or config.mix.smoothing):
+        what = "mixed images (mix.ratio)" if config.mix.ratio else "label smoothing (mix.smoothing)"
+        takers = ", ".join(key for key, other in METHODS.items() if other.soft_labels)
+        raise UserError(
+            f"The method {config.method} cannot learn from {what}: its loss needs pairs that match or do not.",
+            f"Set it to 0, or choose one of {takers}.",
+        )
+    if not method.probabilistic and config.model.n_unc_layers:
+        raise UserError(
+            f"The method {config.method} predicts no uncertainty, and model.n_unc_layers is "
+            f"{config.model.n_unc_layers}.",
+            "Leave model.n_unc_layers out.",
+        )
+    if config.size_augment and config.model.head != "gpo":
+        raise UserError(
+            "SizeAugment drops tokens, and head clip pools one alone.", "Set size_augment to 0, or model.head to gpo."
+        )
+    if method is ZeroShot:
+        if config.epochs:
+            raise UserError(f"clip-zs trains nothing, and epochs is {config.epochs}.", "Set epochs to 0.")
+        if config.model.head != "clip":
+            raise UserError("clip-zs measures CLIP's own head.", "Set model.head to clip.")

@@ -1,0 +1,312 @@
+"""Finetune on images with captions: PCME++, and every method that it is compared with, under one recipe.
+
+    accelerate launch finetune/run.py --method pcmepp --data.path dataset_coco.json --data.images coco --out runs/coco
+    python -m finetune.run --method vse --data.path data/scenes --out runs/vse \\
+        --model.name ViT-Tiny-64 --model.pretrained runs/scenes      # one process, no GPU needed, embedded data
+
+The run folder holds config.yaml (resolved), metrics.jsonl, tensorboard/, checkpoints/, model/ (of the epoch with the
+best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights).
+Add `--resume` to go on. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from finetune.config import Config, check, with_method_file
+from probemb.command import parse_config, run_command
+from probemb.errors import UserError
+from probemb.runs.preemption import REQUEUE, Preemption
+
+PROG = "finetune/run.py"
+
+
+def main() -> int:
+    """Read the configuration, put the parts together, train; returns the exit code."""
+    argv = with_method_file(sys.argv[1:])
+    config = parse_config(Config, PROG, "Finetune PCME++ or one of its rivals on images with captions.", argv)
+    with Preemption() as preemption:
+        return train(config, preemption)
+
+
+def train(config: Config, preemption: Preemption) -> int:
+    """The run that the configuration describes; 0 when it is done, REQUEUE when it was asked to stop."""
+    check(config, int(os.environ.get("WORLD_SIZE", "1")))
+
+    import torch
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from probemb.data.captioned import find_captioned
+
+    from finetune.folder import RunFolder, load_checkpoint, read_position, refuse_another_run
+    from finetune.methods import METHODS, check_method
+    from finetune.noise import noisy_captions
+    from finetune.pairs import PairLoader
+    from finetune.recipe import (
+        Schedule,
+        WeightAverage,
+        check_engine,
+        create_optimizer,
+        parameter_groups,
+    )
+    from finetune.trainer import Joint, Trainer
+    from probemb.models import create_tokenizer, create_transforms
+    from probemb.runs.agreement import agree, same_everywhere
+    from probemb.runs.folder import newest_checkpoint, refuse_full_disk
+    from probemb.runs.lock import RunLock
+
+    check_method(config)
+    precision = config.engine.precision
+    if precision == "auto":
+        precision = "bf16" if torch.cuda.is_available() else "fp32"
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    check_engine(accelerator)
+    rank, world, main_process = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+    check(config, world)
+    share_cores(config, accelerator)
+
+    def say(line: str) -> None:
+        if main_process:
+            print(line, flush=True)
+
+    # Everything that can be wrong with the command is found before anything is written.
+    earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
+    same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
+    torch.manual_seed(config.seed)
+    model = make_model(config)
+    transforms, tokenizer = create_transforms(model), create_tokenizer(model)
+    data = config.data
+    where = {"images": data.images, "format": data.format}
+    validation = find_captioned(data.path, data.validation, **where) if data.validation else None
+    if METHODS[config.method].__name__ == "ZeroShot":
+        return measure_only(config, model, tokenizer, transforms, validation, accelerator, say)
+    clean = find_captioned(data.path, data.train, **where)
+    out = Path(config.out)
+    train_data = noisy_captions(clean, config.noise_ratio, config.seed, out, write=False)
+    loader = PairLoader(
+        train_data, transforms.train, tokenizer, config.batch_size, config.seed, rank, world, data.workers,
+        pin_memory=accelerator.device.type == "cuda", failure_share=data.failure_share,
+    )  # fmt: skip
+    identity = {**loader.identity, "noise_ratio": config.noise_ratio}
+    position = {"step": 0, "epoch": 0, "step_in_epoch": 0, "best": None, "best_epoch": None}
+    if earlier:
+        position = read_position(earlier)
+        refuse_another_run(config, position, identity, earlier)
+    steps = config.epochs * loader.steps
+    if position["step"] >= steps:
+        say(f"{config.out} is finished: {position['step']} of {steps} steps are done.")
+        return 0
+    refuse_full_disk(config.out, model, models=2)
+
+    method = METHODS[config.method](config, model, train_data)
+    for name in ("scale", "shift", "logit_scale"):
+        getattr(model, name).requires_grad_(name in method.trains)
+    joint = Joint(model, method).to(accelerator.device)
+    optimizer_config = config.optimizer
+    optimizer = create_optimizer(
+        parameter_groups(
+            model,
+            method,
+            lr=optimizer_config.lr,
+            weight_decay=optimizer_config.weight_decay,
+            image_backbone=optimizer_config.image_backbone,
+            text_backbone=optimizer_config.text_backbone,
+            layer_decay=optimizer_config.layer_decay,
+        )
+    )
+    schedule = Schedule(
+        epochs=config.epochs,
+        lr_drop_epoch=max(0, config.epochs - optimizer_config.decay_epochs),
+        freeze_epochs=optimizer_config.freeze_epochs,
+        warmup_epochs=optimizer_config.warmup_epochs,
+        average_epochs=config.swa_epochs,
+    )
+    average = WeightAverage(model, method) if config.swa_epochs else None
+    if earlier:
+        load_checkpoint(earlier, joint, optimizer, average)
+
+    failure = lock = folder = None
+    if main_process:
+        try:
+            lock = RunLock(out)
+            folder = RunFolder(config, identity, position["step"], steps)
+            noisy_captions(clean, config.noise_ratio, config.seed, out)
+        except UserError as error:
+            failure = error
+        except OSError as error:
+            failure = UserError(f"{config.out} cannot be written ({error.strerror}).", "Choose another --out.")
+    agree(failure)
+    say(headline(config, joint, loader, accelerator, precision, steps, position["step"], earlier))
+
+    def tell(step: int, values: dict) -> None:
+        if folder:
+            folder.tell(step, values)
+
+    def save(trainer: Trainer) -> None:
+        position.update(step=trainer.step, epoch=trainer.epoch, step_in_epoch=trainer.step_in_epoch)
+        agree(attempt(lambda: folder.save(joint, optimizer, average, position)) if folder else None)
+
+    def end_epoch(epoch: int) -> None:
+        failure = None
+        if folder:  # the others wait
+            failure = attempt(lambda: select(epoch))
+        agree(failure)
+        save(trainer)
+
+    def select(epoch: int) -> None:
+        best = True
+        if validation is not None:
+            values = validate(model, tokenizer, transforms, validation, config, accelerator)
+            best = position["best"] is None or values["rsum"] > position["best"]
+            tell(epoch * loader.steps, {**values, "is_best": best})
+            if best:
+                position.update(best=values["rsum"], best_epoch=epoch)
+        if best:
+            folder.save_model(model)
+
+    trainer = Trainer(
+        accelerator, joint, optimizer, loader, schedule, config, epoch=position["epoch"],
+        step_in_epoch=position["step_in_epoch"], average=average, tell=tell, end_epoch=end_epoch, stop=preemption.asked,
+    )  # fmt: skip
+    try:
+        stopped = trainer.fit()
+        if stopped:
+            save(trainer)
+            say(f"step {trainer.step}/{steps} | stopped by {preemption.name or 'a signal to another rank'}; go on "
+                "with --resume")  # fmt: skip
+        elif folder and average and average.n_averaged and trainer.epoch == config.epochs:
+            finish_average(folder, average, tokenizer, transforms, validation, config, accelerator)
+    finally:
+        loader.close()
+        if folder:
+            folder.close()
+    if not stopped and position["best"] is not None:
+        say(f"model   {out / 'model'} is of epoch {position['best_epoch']}, validation RSUM {position['best']:.1f}")
+    accelerator.end_training()
+    if lock:
+        lock.release()
+    return REQUEUE if stopped else 0
+
+
+def attempt(call) -> UserError | None:
+    """The error that a person can do something about, for all ranks to hear."""
+    try:
+        call()
+    except UserError as error:
+        return error
+    return None
+
+
+def make_model(config: Config):
+    """The towers, on the CPU; the same on every rank."""
+    from finetune.methods import METHODS
+    from probemb.models import create_model
+
+    probabilistic, model = METHODS[config.method].probabilistic, config.model
+    unc = {"n_unc_layers": model.n_unc_layers or 0} if not probabilistic else {}
+    if probabilistic and model.n_unc_layers is not None:
+        unc = {"n_unc_layers": model.n_unc_layers}
+    return create_model(
+        model.name,
+        embed_dim=model.embed_dim,
+        head=model.head,
+        pretrained=model.pretrained,
+        grad_checkpointing=config.engine.grad_checkpointing,
+        init_scale=config.loss.scale or 1.0,
+        init_shift=config.loss.shift if config.loss.shift is not None else 1.0,
+        probabilistic=probabilistic,
+        **unc,
+    )
+
+
+def validate(model, tokenizer, transforms, captioned, config: Config, accelerator) -> dict[str, float]:
+    """RSUM and recalls in percent on the validation split, ranked by CSD (a point model's is its cosine)."""
+    import torch
+    from probemb.pairs import embed_pairs
+    from probemb.placement import Placement
+
+    from probemb.distances import csd
+    from probemb.metrics import retrieval_metrics, rsum
+
+    half = accelerator.mixed_precision == "bf16"
+    placement = Placement(str(accelerator.device), torch.bfloat16 if half else None, "bf16" if half else "fp32")
+    training = model.training
+    model.eval()
+    embedded = embed_pairs(
+        model, tokenizer, transforms.evaluate, captioned, placement=placement, workers=config.data.workers,
+        batch_size=config.engine.eval_batch_size, max_bad=config.data.failure_share,
+    )  # fmt: skip
+    model.train(training)
+    scores = -csd(embedded.images, embedded.texts)
+    match = embedded.owner == torch.arange(len(embedded.images))[:, None]
+    i2t, t2i = retrieval_metrics(scores, match), retrieval_metrics(scores.T, match.T)
+    recalls = {f"{way}_r{k}": 100 * m[f"r@{k}"] for way, m in (("i2t", i2t), ("t2i", t2i)) for k in (1, 5, 10)}
+    return {"rsum": rsum(i2t, t2i), **recalls}
+
+
+def finish_average(folder, average, tokenizer, transforms, validation, config: Config, accelerator) -> None:
+    """Validate and save the mean of the last epochs' weights, of both towers."""
+    if validation is not None:
+        values = validate(average.model, tokenizer, transforms, validation, config, accelerator)
+        print(f"model-swa: mean of {average.n_averaged} epochs, validation RSUM {values['rsum']:.1f}", flush=True)
+        folder.log.write(folder.steps, {f"swa_{name}": value for name, value in values.items()})
+    folder.save_model(average.model, "model-swa")
+
+
+def measure_only(config: Config, model, tokenizer, transforms, validation, accelerator, say) -> int:
+    """clip-zs: the model as it comes, saved so that every evaluation can read it."""
+    from finetune.folder import RunFolder
+    from probemb.runs.folder import refuse_full_disk
+
+    refuse_full_disk(config.out, model)
+    if not accelerator.is_main_process:
+        return 0
+    folder = RunFolder(config, {}, 0, 0)
+    model.to(accelerator.device)
+    if validation is not None:
+        folder.tell(0, validate(model, tokenizer, transforms, validation, config, accelerator))
+    folder.save_model(model)
+    folder.close()
+    say(f"model   {folder.path / 'model'}: as pretrained")
+    return 0
+
+
+def share_cores(config: Config, accelerator) -> None:
+    """Threads of this process: its share of the machine's cores."""
+    import torch
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.engine.threads or max(1, cores // here))
+
+
+def headline(config: Config, joint, loader, accelerator, precision: str, steps: int, step: int, earlier) -> str:
+    """What a person wants to see before the first step."""
+    world = accelerator.num_processes
+    n = sum(p.numel() for p in joint.parameters())
+    distance = f" ({config.distance})" if config.distance else ""
+    noise = f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""
+    lines = [
+        f"method  {config.method}{distance}",
+        f"model   {config.model.name}, {n / 1e6:.1f} M parameters, head {config.model.head}, "
+        f"from {config.model.pretrained or 'random weights'}",
+        f"data    {loader.n_pairs:,} pairs of {config.data.path} ({config.data.train}), {loader.steps} steps an epoch"
+        + noise,
+        f"engine  {world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
+        f"{loader.rows}",
+        f"run     {config.out}, {config.epochs} epochs, {steps} steps"
+        + (f", resumed at step {step} from {earlier}" if earlier else ""),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,108 @@
+"""A run folder before a run begins: what to go on from, what must not be overwritten, whether there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+from torch import nn
+
+from probemb.errors import UserError
+from probemb.runs.checkpoints import find_checkpoint, free_bytes
+from probemb.runs.lock import NAME as LOCK
+from probemb.runs.lock import refuse_locked
+
+BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
+
+
+def newest_checkpoint(
+    out: str | Path, resume: bool, config_class: type, tell: Callable[[str], object] | None = None
+) -> Path | None:
+    """The checkpoint to go on from, or None for a new run; writes nothing.
+
+    With `resume`, every file of it has been compared with its sum, and `tell` hears which newer ones are not whole.
+
+    Args:
+        config_class: the dataclass that a run of this stage writes to config.yaml.
+
+    Raises:
+        UserError: the folder holds something that a new run would overwrite, or another job writes it.
+    """
+    run = Path(out)
+    refuse_locked(run)
+    if resume:
+        newest = find_checkpoint(run, verify=True, tell=tell)
+        if newest is None and not _may_begin(run, config_class):
+            raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
+        return newest
+    if find_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
+        raise UserError(f"{run} already holds a run.", "Add --resume to go on with it, or choose another --out.")
+    if run.exists() and (not run.is_dir() or _names(run)):
+        raise UserError(f"{run} already holds something else.", "Choose another --out.")
+    return None
+
+
+def _names(run: Path) -> set[str]:
+    """What is in a folder, without what an attempt leaves that was killed before it began."""
+    return {p.name for p in run.iterdir() if p.name != LOCK and not p.name.startswith(".config.yaml.")}
+
+
+def _may_begin(run: Path, config_class: type) -> bool:
+    """Whether a run without a checkpoint may begin here: nothing there, or a run of ours that came to nothing."""
+    if not run.exists():
+        return True
+    if not run.is_dir():
+        return False
+    if not _names(run):
+        return True
+    try:
+        written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(written, dict) and set(written) == {field.name for field in fields(config_class)}
+
+
+def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None:
+    """Before anything is written: is there room for one more checkpoint and so many models?
+
+    Raises:
+        UserError: names both sizes.
+    """
+    n = sum(p.numel() for p in model.parameters())
+    needed, free = n * (BYTES_OF_CHECKPOINT + models * BYTES_OF_MODEL), free_bytes(Path(out))
+    if free < needed:
+        raise UserError(
+            f"The disk of {out} has {_size(free)} free, and one checkpoint and {models} model of {n:,} parameters "
+            f"need {_size(needed)}.".replace("1 model", "one model"),
+            "Make room, or choose an --out on another disk.",
+        )
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+
+
+def changes(
+    before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: str = ""
+) -> list[tuple[str, object, object]]:
+    """(dotted key, value before, value now) of what differs between two resolved configurations."""
+    out = []
+    for name in sorted({*before, *now}):
+        key = f"{prefix}{name}"
+        if key in ignore or key.split(".")[0] in ignore:
+            continue
+        a, b = before.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            out += changes(a, b, ignore, f"{key}.")
+        elif a != b:
+            out.append((key, a, b))
+    return out
+
+
+def remove_leftovers(run: Path) -> None:
+    """Files that a killed attempt was writing aside."""
+    for pattern in (".config.yaml.*", ".metrics.jsonl.*", "model/.*", "model-swa/.*"):
+        for left in run.glob(pattern):
+            left.unlink(missing_ok=True)
