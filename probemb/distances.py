@@ -10,7 +10,7 @@ in the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import torch
@@ -108,17 +108,26 @@ def bhattacharyya(a: Gaussian, b: Gaussian) -> Tensor:
 
 
 def _sum_over_slices(term: Callable[..., Tensor], a: Gaussian, b: Gaussian) -> Tensor:
-    """Sum over D of term(mu_a, log_var_a, mu_b, log_var_b), a slice of D at a time, recomputed in the backward pass."""
-    (n, d), m = a.shape, len(b)
+    """Sum over D of term(mu_a, log_var_a, mu_b, log_var_b)."""
+    return sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))
+
+
+def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """Sum over D of term(*a, *b) of every pair, (N, M), a slice of D at a time, recomputed in the backward pass.
+
+    Args:
+        term: takes a's tensors as (N, 1, d), then b's as (1, M, d), and returns (N, M, d).
+        a, b: (N, D) and (M, D) tensors.
+    """
+    (n, d), m = a[0].shape, len(b[0])
     width = max(1, min(d // 2, SLICE_ELEMENTS // max(1, n * m)))  # at most half of D, so never N x M x D
 
     def one_slice(*columns: Tensor) -> Tensor:
-        mu_a, log_var_a, mu_b, log_var_b = columns
-        return term(mu_a[:, None], log_var_a[:, None], mu_b[None], log_var_b[None]).sum(-1)
+        return term(*(x[:, None] for x in columns[: len(a)]), *(x[None] for x in columns[len(a) :])).sum(-1)
 
-    total = a.mean.new_zeros(n, m)
+    total = a[0].new_zeros(n, m)
     for start in range(0, d, width):
-        columns = [t[:, start : start + width] for t in (a.mean, a.log_var, b.mean, b.log_var)]
+        columns = [x[:, start : start + width] for x in (*a, *b)]
         total = total + checkpoint(one_slice, *columns, use_reentrant=False, preserve_rng_state=False)
     return total
 

@@ -1,7 +1,42 @@
 """Losses, one file per family of methods. Each returns a LossOutput: the scalar to minimise and its parts."""
 
-from probemb.losses.clip import ClipLoss, clip_loss
+from probemb.losses.clip import ClipLoss, InfoNCELoss, clip_loss, infonce_loss
+from probemb.losses.daa import CaptionSimilarity, DAALoss, caption_tfidf, daa_loss
+from probemb.losses.decl import DECLLoss, decl_correspondence, decl_loss
 from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, vib_kl
+from probemb.losses.ncr import NCRLoss, clean_probability, ncr_loss, refine_labels, split_clean
 from probemb.losses.output import LossOutput
+from probemb.losses.p2rm import P2RMLoss, point_to_rectangle
+from probemb.losses.pairs import cosine_similarity
+from probemb.losses.pcme import PCMELoss, pcme_loss
+from probemb.losses.triplet import TripletLoss, triplet_loss
 
-__all__ = ["ClipLoss", "LossOutput", "PairwiseMatchLoss", "clip_loss", "pairwise_match_loss", "vib_kl"]
+__all__ = [
+    "CaptionSimilarity",
+    "ClipLoss",
+    "DAALoss",
+    "DECLLoss",
+    "InfoNCELoss",
+    "LossOutput",
+    "NCRLoss",
+    "P2RMLoss",
+    "PCMELoss",
+    "PairwiseMatchLoss",
+    "TripletLoss",
+    "caption_tfidf",
+    "clean_probability",
+    "clip_loss",
+    "cosine_similarity",
+    "daa_loss",
+    "decl_correspondence",
+    "decl_loss",
+    "infonce_loss",
+    "ncr_loss",
+    "pairwise_match_loss",
+    "pcme_loss",
+    "point_to_rectangle",
+    "refine_labels",
+    "split_clean",
+    "triplet_loss",
+    "vib_kl",
+]

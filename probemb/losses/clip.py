@@ -1,4 +1,4 @@
-"""The CLIP loss (symmetric InfoNCE over the batch)."""
+"""The CLIP loss (symmetric InfoNCE over the batch), and InfoNCE with a plain multiplier and any labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
+from probemb.losses.pairs import cosine_similarity
 
 
 def clip_loss(
@@ -50,3 +52,55 @@ class ClipLoss(nn.Module):
     def forward(self, image_BD: Tensor, text_BD: Tensor) -> LossOutput:
         """Unit rows (B, D) and (B, D)."""
         return clip_loss(image_BD, text_BD, self.log_scale.exp())
+
+
+def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Tensor | None = None) -> LossOutput:
+    """Mean of both directions' cross entropies of tau * similarity against the labels. Source: PCME++, rival InfoNCE.
+
+    The target of a row is its labels divided by their sum, and so for columns: with the identity it is the matching
+    index; two captions of one image share the mass equally; a mixed image's lam and 1 - lam stay as they are.
+    A row or column without any match has no target and is left out of the mean.
+
+    Args:
+        similarity_NM: cosines, images in rows; N = M unless `match_NM` is given.
+        tau: the multiplier itself, an inverse temperature, not its logarithm.
+        match_NM: in [0, 1]; None is the identity.
+
+    Returns:
+        loss, and both directions as terms "i2t" and "t2i".
+
+    Raises:
+        ValueError: labels whose shape does not fit the similarities.
+    """
+    with torch.autocast(similarity_NM.device.type, enabled=False):
+        logits = tau * similarity_NM
+        if match_NM is None:
+            if logits.shape[0] != logits.shape[1]:
+                raise ValueError(f"{tuple(logits.shape)} pairs have no identity; pass match")
+            target = torch.arange(len(logits), device=logits.device)
+            i2t, t2i = F.cross_entropy(logits, target), F.cross_entropy(logits.T, target)
+        elif match_NM.shape != logits.shape:
+            raise ValueError(f"match is {tuple(match_NM.shape)}, the pairs are {tuple(logits.shape)}")
+        else:
+            match_NM = match_NM.to(logits.dtype)
+            i2t, t2i = _cross_entropy_of_labels(logits, match_NM), _cross_entropy_of_labels(logits.T, match_NM.T)
+    return LossOutput(0.5 * (i2t + t2i), {"i2t": i2t.detach(), "t2i": t2i.detach()})
+
+
+def _cross_entropy_of_labels(logits: Tensor, match: Tensor) -> Tensor:
+    """Cross entropy against every row's normalised labels, mean over the rows that have any."""
+    mass = match.sum(1, keepdim=True)
+    target = match / torch.where(mass > 0, mass, torch.ones_like(mass))
+    return -(target * logits.log_softmax(1)).sum() / (mass > 0).sum().clamp(min=1)
+
+
+class InfoNCELoss(nn.Module):
+    """`infonce_loss` of the cosines of the means, with its own learnable multiplier `tau`."""
+
+    def __init__(self, init_tau: float = 1.0):
+        super().__init__()
+        self.tau = nn.Parameter(torch.full((1,), float(init_tau)))
+
+    def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> LossOutput:
+        """Gaussians (N, D) and (M, D), match (N, M) in [0, 1] or None for the identity."""
+        return infonce_loss(cosine_similarity(image, text), self.tau, match)

@@ -1,0 +1,188 @@
+"""NCR: noisy correspondences found by their losses, and a margin that shrinks with a pair's estimated label.
+
+One epoch of warm-up; then, every epoch, the pairs' losses are split by a mixture of two normals, labels are refined,
+and the triplet loss is minimised with a margin per pair. Source: Noisy Correspondence Rectifier, NeurIPS 2021. The
+published training is of two networks, each with the other one's split; one network can also use its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from probemb.gaussian import Gaussian
+from probemb.losses.output import LossOutput
+from probemb.losses.pairs import cosine_similarity
+from probemb.losses.triplet import hinges
+
+SOFT_MARGINS = {
+    "linear": lambda label: label,
+    "exponential": lambda label: (10**label - 1) / 9,
+    "sin": lambda label: 0.5 * torch.sin(math.pi * label - 0.5 * math.pi) + 0.5,
+}
+
+
+def ncr_loss(
+    similarity_NN: Tensor,
+    label_N: Tensor | None = None,
+    match_NN: Tensor | None = None,
+    *,
+    margin: float = 0.2,
+    soft_margin: str = "exponential",
+    hardest: bool = True,
+    published_margins: bool = False,
+) -> LossOutput:
+    """Triplet loss whose margin is a function of every pair's label. Source: NCR, soft margin.
+
+    A pair's margin is margin * y for "linear", margin * (10^y - 1) / 9 for "exponential", and
+    margin * (sin(pi y - pi / 2) + 1) / 2 for "sin"; it stands in both hinges in which the pair is the positive.
+
+    Args:
+        similarity_NN: images in rows, a pair's own similarity on the diagonal.
+        label_N: estimated labels y in [0, 1]; None is the full margin for all.
+        match_NN: other pairs that are no negatives, see `triplet_loss`.
+        hardest: the largest hinge of every row and column; False (the warm-up) is the mean over all N.
+        published_margins: broadcast labels of shape (N,), (N, 1) or (N, N) over both hinges, as the authors' code
+            does: (N,) is then the margin of the column's pair and (N, 1) of the row's, whichever is the positive.
+    """
+    row_margin, column_margin = margin, None
+    if label_N is not None:
+        row_margin = margin * SOFT_MARGINS[soft_margin](label_N)
+        if not published_margins:
+            if label_N.shape != (len(similarity_NN),):
+                raise ValueError(f"{len(similarity_NN)} pairs have as many labels, these are {tuple(label_N.shape)}")
+            row_margin, column_margin = row_margin[:, None], row_margin[None, :]
+    row_NN, column_NN = hinges(similarity_NN, match_NN, row_margin, column_margin)
+    if hardest:
+        loss = row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
+    else:
+        loss = row_NN.mean(1).sum() + column_NN.mean(0).sum()
+    return LossOutput(loss, {"triplet": loss.detach()})
+
+
+def ncr_pair_losses(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
+    """Every pair's mean hinge of both directions, (N,): what `clean_probability` splits. Source: NCR."""
+    row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
+    return row_NN.mean(1) + column_NN.mean(0)
+
+
+def ncr_predict(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
+    """Every pair's label as the network sees it, (N,) in [0, 1]. Source: NCR.
+
+    The margin less the mean hinge of both directions, over its mean among the N // 10 + 1 best pairs of the batch.
+    """
+    p = (margin - 0.5 * ncr_pair_losses(similarity_NN, match_NN, margin)).clamp(0, margin)
+    best = p.topk(len(p) // 10 + 1).values.mean()
+    return (p / best.clamp(min=torch.finfo(p.dtype).tiny)).clamp(0, 1)
+
+
+def refine_labels(predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Tensor) -> Tensor:
+    """Labels for training, (N,): w + (1 - w) p for pairs held for clean, p for the others.
+
+    w is the clean probability, p the prediction (published, for the others: the mean of both networks'). The others
+    train in the second half of the epochs alone.
+    """
+    return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * predicted_N, predicted_N)
+
+
+def clean_probability(
+    losses_N: Tensor, max_iterations: int = 10, tolerance: float = 1e-2, variance_floor: float = 5e-4
+) -> Tensor:
+    """Posterior probability that a pair belongs to the normal with the lower mean, (N,) float64.
+
+    The losses of the whole training set, scaled to [0, 1], are fitted by a mixture of two normals: from a split by
+    two means, expectation maximisation until the mean log-likelihood changes by less than `tolerance`.
+    `variance_floor` is added to both variances. Losses that are all equal are all clean: probability 1.
+
+    Raises:
+        ValueError: losses that are not finite, or none.
+    """
+    x = losses_N.detach().double().flatten()
+    if not len(x) or not torch.isfinite(x).all():
+        raise ValueError("a mixture is fitted to finite losses, at least one")
+    low, high = x.min(), x.max()
+    if low == high:
+        return torch.ones_like(x)
+    x = (x - low) / (high - low)
+    posterior_2N = _two_means(x)
+    before = -math.inf
+    for _ in range(max_iterations):
+        log_joint_2N, mean_2 = _fit(x, posterior_2N, variance_floor)
+        log_likelihood_N = log_joint_2N.logsumexp(0)
+        posterior_2N = (log_joint_2N - log_likelihood_N).exp()
+        now = log_likelihood_N.mean().item()
+        if abs(now - before) < tolerance:
+            break
+        before = now
+    return posterior_2N[mean_2.argmin()]
+
+
+def _two_means(x_N: Tensor) -> Tensor:
+    """Memberships (2, N) of k-means with k = 2 from the smallest and the largest value, the lower cluster first."""
+    means = torch.stack([x_N.min(), x_N.max()])
+    while True:
+        upper = x_N > means.mean()
+        new = torch.stack([x_N[~upper].mean(), x_N[upper].mean()])  # neither is empty: they hold the extremes
+        if torch.equal(new, means):
+            return torch.stack([~upper, upper]).to(x_N.dtype)
+        means = new
+
+
+def _fit(x_N: Tensor, posterior_2N: Tensor, variance_floor: float) -> tuple[Tensor, Tensor]:
+    """Weights, means and variances for given posteriors; log of weight times density (2, N), and the means (2,)."""
+    mass_2 = posterior_2N.sum(1).clamp(min=torch.finfo(x_N.dtype).tiny)
+    mean_2 = (posterior_2N @ x_N) / mass_2
+    squares_2N = (x_N - mean_2[:, None]).square()
+    var_2 = (posterior_2N * squares_2N).sum(1) / mass_2 + variance_floor
+    log_density_2N = -0.5 * (squares_2N / var_2[:, None] + (2 * math.pi * var_2).log()[:, None])
+    return (mass_2 / len(x_N)).log()[:, None] + log_density_2N, mean_2
+
+
+def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
+    """Which pairs are held for clean, (N,) bool: more probable than the threshold.
+
+    Where all are, the least probable hundredth (at least one pair) is not, so that neither part is empty.
+    """
+    if clean_probability_N.min() > threshold:
+        threshold = clean_probability_N.sort().values[len(clean_probability_N) // 100]
+    return clean_probability_N > threshold
+
+
+class NCRLoss(nn.Module):
+    """`ncr_loss` of the cosines of the means, its pair losses and its predictions."""
+
+    def __init__(self, margin: float = 0.2, soft_margin: str = "exponential", published_margins: bool = False):
+        super().__init__()
+        if soft_margin not in SOFT_MARGINS:
+            raise ValueError(f"soft_margin is one of {', '.join(SOFT_MARGINS)}, not {soft_margin!r}")
+        self.margin, self.soft_margin, self.published_margins = margin, soft_margin, published_margins
+
+    def forward(
+        self,
+        image: Gaussian,
+        text: Gaussian,
+        match: Tensor | None = None,
+        *,
+        label: Tensor | None = None,
+        hardest: bool = True,
+    ) -> LossOutput:
+        """N pairs, (N, D) each, and their estimated labels (N,). The warm-up has `hardest=False` and no labels."""
+        similarity = cosine_similarity(image, text)
+        options = dict(margin=self.margin, soft_margin=self.soft_margin, published_margins=self.published_margins)
+        with torch.autocast(similarity.device.type, enabled=False):
+            return ncr_loss(similarity, label, match, hardest=hardest, **options)
+
+    @torch.no_grad()
+    def pair_losses(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> Tensor:
+        """`ncr_pair_losses` of a batch, (N,)."""
+        return ncr_pair_losses(cosine_similarity(image, text), match, self.margin)
+
+    @torch.no_grad()
+    def predict(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> Tensor:
+        """`ncr_predict` of a batch, (N,)."""
+        return ncr_predict(cosine_similarity(image, text), match, self.margin)
+
+    def extra_repr(self) -> str:
+        return f"margin={self.margin}, soft_margin={self.soft_margin}, published_margins={self.published_margins}"

@@ -1,0 +1,77 @@
+"""P2RM: point-to-rectangle matching as a regulariser of the triplet loss (Wang et al., ACM Multimedia 2022).
+
+There is no public code and the paper's equations were not at hand. What its abstract and PCME++ (section 3.2 and
+Table 1) confirm: an image or a caption is extended from a point to a rectangle in the embedding space; the points
+inside a rectangle stand for the items of the other modality that may match it; similarity is measured by a distance
+between points and rectangles; the method is a regulariser on top of VSE's triplet loss with the hardest negative,
+without an additional head. Everything else is assumed here, as simply as these facts allow:
+
+- a rectangle is axis-aligned, its centre is the item's embedding (the unit mean that VSE ranks by);
+- its half-sides h are one learned vector per modality, as no head may predict one per item;
+- the distance from a point p to the rectangle around c is the Euclidean one, squared, 0 inside:
+  sum_k max(0, |p_k - c_k| - h_k)^2; the similarity is minus a half of it, which is cosine - 1 for h = 0, so that
+  margins keep their meaning;
+- the regulariser is the same triplet loss on point-to-rectangle similarities, the mean of captions' points against
+  images' rectangles and images' points against captions' rectangles;
+- its weight and the initial half-sides are this project's choice, and so is ranking by the cosine of the points.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from probemb.distances import sum_over_slices
+from probemb.gaussian import Gaussian, at_least_float32
+from probemb.losses.output import LossOutput
+from probemb.losses.pairs import cosine_similarity
+from probemb.losses.triplet import triplet_loss
+
+
+def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor) -> Tensor:
+    """Squared Euclidean distance from points to axis-aligned rectangles, (N, M), 0 inside.
+
+    Nothing of size N x M x D is held.
+    """
+
+    def outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
+        return ((point - centre).abs() - half_side).clamp(min=0).square()
+
+    return sum_over_slices(outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
+
+
+class P2RMLoss(nn.Module):
+    """Triplet loss of the cosines of the means + weight * triplet loss of point-to-rectangle similarities.
+
+    Args:
+        dim: D of the embeddings.
+        margin: of both, in units of the cosine.
+        weight: of the regulariser.
+        init_half_side: initial half-side in every dimension, times the square root of D.
+    """
+
+    def __init__(self, dim: int, margin: float = 0.2, weight: float = 1.0, init_half_side: float = 0.1):
+        super().__init__()
+        start = torch.full((dim,), math.log(init_half_side / math.sqrt(dim)))
+        self.log_half_image = nn.Parameter(start.clone())
+        self.log_half_text = nn.Parameter(start.clone())
+        self.margin, self.weight = margin, weight
+
+    def forward(
+        self, image: Gaussian, text: Gaussian, match: Tensor | None = None, *, hardest: bool = True
+    ) -> LossOutput:
+        """N pairs, (N, D) each; `match` and `hardest` as in `triplet_loss`. Terms "triplet" and "rectangle"."""
+        point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
+        cosine = cosine_similarity(image, text)
+        with torch.autocast(cosine.device.type, enabled=False):
+            triplet = triplet_loss(cosine, match, self.margin, hardest).loss
+            to_text = -0.5 * point_to_rectangle(point_i, point_t, self.log_half_text.exp())
+            to_image = -0.5 * point_to_rectangle(point_t, point_i, self.log_half_image.exp()).T
+            rectangle = 0.5 * sum(triplet_loss(s, match, self.margin, hardest).loss for s in (to_text, to_image))
+        loss = triplet + self.weight * rectangle
+        return LossOutput(loss, {"triplet": triplet.detach(), "rectangle": rectangle.detach()})
+
+    def extra_repr(self) -> str:
+        return f"margin={self.margin}, weight={self.weight}"

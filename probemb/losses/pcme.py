@@ -1,0 +1,225 @@
+"""PCME: the soft contrastive loss of sampled embeddings, with uniformity and the information bottleneck.
+
+Letters: N images, M texts, J and K samples of each, D dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from probemb.distances import squared_euclidean
+from probemb.gaussian import Gaussian
+from probemb.losses.match import vib_kl
+from probemb.losses.output import LossOutput
+
+BLOCK_ELEMENTS = 1 << 22  # sample pairs held at a time, 16 MiB in float32; above it, recomputed in the backward pass
+UNIFORMITY_POINTS = 128  # as in the authors' code
+
+# What `vib` multiplies. The published ones take the log of the standard deviation for the log of the variance.
+VIB_FORMS = ("kl", "pcme", "pcmepp")
+
+
+def pair_nll(
+    z_image_NJD: Tensor,
+    z_text_MKD: Tensor,
+    scale: Tensor | float,
+    shift: Tensor | float,
+    match_NM: Tensor | None = None,
+    squared: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Soft contrastive loss of every pair, (N, M): -m log p - (1 - m) log(1 - p). Source: PCME, soft contrastive loss.
+
+    p is the mean over all J x K sample pairs of s(shift - scale * distance), s(x) = e^x / (e^x + e^-x) = sigmoid(2 x).
+
+    Args:
+        match_NM: labels m in [0, 1]; None is the identity. None and bool labels need half the memory of floats.
+        squared: the squared Euclidean distance instead of the Euclidean one.
+        eps: added under the root, which has no slope at zero.
+
+    Raises:
+        ValueError: labels whose shape does not fit the items.
+    """
+    n, j, _ = z_image_NJD.shape
+    m, k, _ = z_text_MKD.shape
+    if match_NM is None:
+        match_NM = torch.eye(n, m, dtype=torch.bool, device=z_image_NJD.device)
+    if match_NM.shape != (n, m):
+        raise ValueError(f"match is {tuple(match_NM.shape)}, the pairs are {(n, m)}")
+    hard, match_NM = match_NM.dtype == torch.bool, match_NM.to(z_image_NJD.dtype)
+    # A common origin leaves the differences as they are and keeps the squares small.
+    origin = torch.cat([z_image_NJD.detach().flatten(0, 1), z_text_MKD.detach().flatten(0, 1)]).mean(0)
+    flat_text = (z_text_MKD - origin).flatten(0, 1)  # (M K, D)
+
+    def of_rows(z_NJD: Tensor, match: Tensor, flat_text: Tensor, scale, shift) -> Tensor:
+        distance = squared_euclidean((z_NJD - origin).flatten(0, 1), flat_text).clamp(min=0)  # (N J, M K)
+        if not squared:
+            distance = (distance + eps).sqrt() if eps else _root(distance)
+        logit = 2 * (shift - scale * distance).view(-1, j, m, k)
+        if hard:
+            return _nll(logit * (2 * match - 1)[:, None, :, None])
+        return match * _nll(logit) + (1 - match) * _nll(-logit)
+
+    rows = max(1, BLOCK_ELEMENTS // (j * m * k))
+    if rows >= n:
+        return of_rows(z_image_NJD, match_NM, flat_text, scale, shift)
+    blocks = zip(z_image_NJD.split(rows), match_NM.split(rows))
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([checkpoint(of_rows, z, y, flat_text, scale, shift, **options) for z, y in blocks])
+
+
+def _nll(logit_NJMK: Tensor) -> Tensor:
+    """-log of the mean over J and K of sigmoid(logit), (N, M), safe where the sigmoid is tiny."""
+    _, j, _, k = logit_NJMK.shape
+    return math.log(j * k) - F.logsigmoid(logit_NJMK).logsumexp((1, 3))
+
+
+def _root(squared: Tensor) -> Tensor:
+    """Square root whose slope at zero is zero instead of infinite."""
+    positive = squared > 0
+    return torch.where(positive, squared.masked_fill(~positive, 1).sqrt(), squared)
+
+
+def uniformity(points_PD: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """log of the mean of exp(-2 |x_i - x_j|^2) over all pairs of different points. Source: PCME, uniformity loss.
+
+    Of more than 128 points, 128 different ones are drawn.
+    """
+    if len(points_PD) > UNIFORMITY_POINTS:
+        order = torch.randperm(len(points_PD), generator=generator, device=points_PD.device)
+        points_PD = points_PD[order[:UNIFORMITY_POINTS]]
+    points_PD = points_PD - points_PD.detach().mean(0)
+    squared = squared_euclidean(points_PD, points_PD).clamp(min=0)
+    first, second = torch.triu_indices(len(squared), len(squared), 1, device=squared.device)
+    return (-2 * squared[first, second]).logsumexp(0) - math.log(len(first))
+
+
+def pcme_loss_of_samples(
+    z_image_NJD: Tensor,
+    z_text_MKD: Tensor,
+    image: Gaussian,
+    text: Gaussian,
+    match: Tensor | None = None,
+    *,
+    scale: Tensor | float,
+    shift: Tensor | float,
+    vib: float = 0.0,
+    vib_form: str = "kl",
+    uniformity_weight: float = 0.0,
+    squared: bool = False,
+    eps: float = 1e-6,
+    generator: torch.Generator | None = None,
+) -> LossOutput:
+    """`pcme_loss` of samples that were drawn elsewhere; `image` and `text` are what they were drawn from."""
+    # Image to text and text to image are the same sum.
+    terms = {"match": 2 * pair_nll(z_image_NJD, z_text_MKD, scale, shift, match, squared, eps).sum()}
+    loss = terms["match"]
+    if vib:
+        terms["vib"] = _bottleneck(image, z_image_NJD, vib_form) + _bottleneck(text, z_text_MKD, vib_form)
+        loss = loss + vib * terms["vib"]
+    if uniformity_weight:
+        points = torch.cat([z_image_NJD.flatten(0, 1), z_text_MKD.flatten(0, 1)])
+        terms["uniformity"] = uniformity(points, generator)
+        loss = loss + uniformity_weight * terms["uniformity"]
+    return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+
+
+def pcme_loss(
+    image: Gaussian,
+    text: Gaussian,
+    match: Tensor | None = None,
+    *,
+    n_samples: int = 8,
+    generator: torch.Generator | None = None,
+    **options,
+) -> LossOutput:
+    """2 * sum of every pair's soft contrastive loss + vib * L_vib + uniformity_weight * L_uniformity. Source: PCME.
+
+    A sample is mean + exp(log_var / 2) * noise. The sum over pairs grows with the batch, as published.
+
+    Args:
+        image, text: (N, D) and (M, D).
+        match: (N, M) in [0, 1]; None is the identity. Soft labels weigh both sides of the cross entropy.
+        n_samples: of each item.
+        generator: source of the noise; with gathered batches, seeded alike on every rank.
+        scale, shift: a and b, numbers or tensors of one element.
+        vib: weight of the information bottleneck.
+        vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)). "pcme" and "pcmepp"
+            reproduce the authors' codes, which put log sigma where log sigma^2 belongs: "pcmepp" is otherwise the
+            same mean; "pcme" is a sum, about the mean of the samples.
+        uniformity_weight: weight of `uniformity` over the samples of both modalities.
+        squared, eps: see `pair_nll`; the PCME++ authors' code has eps = 0.
+
+    Returns:
+        terms "match", and "vib" and "uniformity" where they have a weight.
+    """
+    with torch.autocast(image.mean.device.type, enabled=False):
+        image, text = image.float(), text.float()
+        z_image, z_text = image.sample(n_samples, generator), text.sample(n_samples, generator)
+        return pcme_loss_of_samples(z_image, z_text, image, text, match, generator=generator, **options)
+
+
+def _bottleneck(g: Gaussian, z_NKD: Tensor, form: str) -> Tensor:
+    """One modality's information bottleneck, in one of VIB_FORMS."""
+    if form == "kl":
+        return vib_kl(g)
+    if form == "pcmepp":
+        return vib_kl(Gaussian(g.mean, 0.5 * g.log_var))
+    if form == "pcme":
+        return vib_kl(Gaussian(z_NKD.mean(1), 0.5 * g.log_var)) * g.mean.numel()
+    raise ValueError(f"vib_form is one of {', '.join(VIB_FORMS)}, not {form!r}")
+
+
+class PCMELoss(nn.Module):
+    """`pcme_loss` with its own learnable scale a and shift b.
+
+    Args:
+        scale, shift: initial a and b.
+        n_samples: J of the paper; 8 there and in the comparisons of PCME++.
+        vib, uniformity: weights (the comparison of PCME++: 1e-3 and 0).
+        squared, vib_form: see `pcme_loss`.
+    """
+
+    def __init__(
+        self,
+        scale: float = 5.0,
+        shift: float = 5.0,
+        n_samples: int = 8,
+        vib: float = 1e-3,
+        uniformity: float = 0.0,
+        squared: bool = False,
+        eps: float = 1e-6,
+        vib_form: str = "kl",
+    ):
+        super().__init__()
+        if vib_form not in VIB_FORMS:
+            raise ValueError(f"vib_form is one of {', '.join(VIB_FORMS)}, not {vib_form!r}")
+        if n_samples < 1:
+            raise ValueError(f"n_samples is at least 1, not {n_samples}")
+        self.scale = nn.Parameter(torch.full((1,), float(scale)))
+        self.shift = nn.Parameter(torch.full((1,), float(shift)))
+        self.n_samples = n_samples
+        self.options = dict(vib=vib, uniformity_weight=uniformity, squared=squared, eps=eps, vib_form=vib_form)
+
+    def forward(
+        self, image: Gaussian, text: Gaussian, match: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> LossOutput:
+        """Gaussians (N, D) and (M, D), match (N, M) in [0, 1] or None for the identity; see `pcme_loss`."""
+        return pcme_loss(
+            image,
+            text,
+            match,
+            n_samples=self.n_samples,
+            generator=generator,
+            scale=self.scale,
+            shift=self.shift,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in {"n_samples": self.n_samples, **self.options}.items())

@@ -1,0 +1,185 @@
+"""PCME's sampled loss against loops, and against the numbers of its authors' code and of PCME++'s."""
+
+import pytest
+import torch
+from torch.distributions import Independent, Normal, kl_divergence
+
+from probemb import Gaussian, labels
+from probemb.losses import PCMELoss, pcme
+from probemb.losses.pcme import pair_nll, pcme_loss_of_samples, uniformity
+from tests.losses.points import close, pairs, same_images
+
+
+def drawn(image, text, n=3, seed=4):
+    g = torch.Generator().manual_seed(seed)
+    return image.sample(n, g), text.sample(n, g)
+
+
+def looped(z_i, z_t, match, a, b, eps=1e-6):
+    """-log of the matching probability, a mean over pairs of samples, as PCME defines it."""
+    out = torch.zeros(match.shape, dtype=torch.float64)
+    for i, j in torch.cartesian_prod(torch.arange(len(z_i)), torch.arange(len(z_t))).tolist():
+        p = 0.0
+        for x in z_i[i]:
+            for y in z_t[j]:
+                s = b - a * ((x - y).square().sum() + eps).sqrt()
+                p += s.exp() / (s.exp() + (-s).exp()) / (len(z_i[i]) * len(z_t[j]))
+        out[i, j] = -match[i, j] * p.log() - (1 - match[i, j]) * (1 - p).log()
+    return out
+
+
+@pytest.mark.parametrize("kind", ["identity", "multi", "bool", "soft"])
+def test_pairs_equal_the_loop(kind):
+    z_i, z_t = drawn(*pairs())
+    match = {
+        "identity": None,
+        "multi": same_images(),
+        "bool": same_images() > 0,
+        "soft": labels.smooth(same_images(), 0.2),
+    }[kind]
+    expected = looped(z_i, z_t, torch.eye(6) if match is None else match.double(), 1.5, 2.0)
+    close(pair_nll(z_i, z_t, 1.5, 2.0, match), expected)
+
+
+def test_whole_loss_with_bottleneck_and_uniformity():
+    image, text = pairs()
+    loss = PCMELoss(1.5, 2.0, n_samples=3, vib=0.3, uniformity=0.7).double()
+    out = loss(image, text, generator=torch.Generator().manual_seed(4))
+    z_i, z_t = drawn(image, text)
+    expected = 2 * looped(z_i, z_t, torch.eye(6), 1.5, 2.0).sum()
+    for g in (image, text):
+        standard = Normal(torch.zeros_like(g.mean), torch.ones_like(g.mean))
+        kl = kl_divergence(Independent(Normal(g.mean, g.std), 1), Independent(standard, 1))
+        expected = expected + 0.3 * kl.mean() / g.shape[1]
+    points = torch.cat([z_i.flatten(0, 1), z_t.flatten(0, 1)])
+    expected = expected + 0.7 * torch.pdist(points).square().mul(-2).exp().mean().log()
+    close(out.loss, expected)
+    assert set(out.terms) == {"match", "vib", "uniformity"}
+
+
+def test_blocks_change_neither_value_nor_gradient(monkeypatch):
+    def run():
+        image, text = pairs(7)
+        leaves = [t.requires_grad_() for t in (image.mean, image.log_var, text.mean, text.log_var)]
+        loss = PCMELoss(1.5, 2.0, n_samples=4).double()
+        out = loss(image, text, labels.smooth(torch.eye(7), 0.1), torch.Generator().manual_seed(0)).loss
+        return [out.detach(), *torch.autograd.grad(out, [*leaves, *loss.parameters()])]
+
+    whole = run()
+    monkeypatch.setattr(pcme, "BLOCK_ELEMENTS", 2 * 7 * 16)
+    for x, y in zip(run(), whole):
+        close(x, y)
+
+
+def test_samples_that_coincide_have_finite_gradients():
+    z = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    for eps in (0.0, 1e-6):
+        pair_nll(z, z, 1.0, 1.0, eps=eps).sum().backward()
+        assert torch.isfinite(z.grad).all()
+
+
+def test_far_pairs_stay_finite_and_autocast_changes_nothing():
+    image, text = pairs(dtype=torch.float32)
+    far = Gaussian(image.mean * 100, image.log_var)
+    out = PCMELoss(50.0, 5.0)(far, text, generator=torch.Generator().manual_seed(0))
+    assert torch.isfinite(out.loss)
+    loss = PCMELoss()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = loss(image, text, generator=torch.Generator().manual_seed(0)).loss
+    assert torch.equal(inside, loss(image, text, generator=torch.Generator().manual_seed(0)).loss)
+
+
+def test_uniformity_draws_different_points_of_many():
+    points = torch.randn(300, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    chosen = torch.randperm(300, generator=torch.Generator().manual_seed(1))[:128]
+    close(uniformity(points, torch.Generator().manual_seed(1)), uniformity(points[chosen]))
+    close(uniformity(points[:9]), torch.pdist(points[:9]).square().mul(-2).exp().mean().log())
+
+
+def test_unknown_forms_are_refused():
+    with pytest.raises(ValueError, match="vib_form is one of"):
+        PCMELoss(vib_form="sum")
+    with pytest.raises(ValueError, match="n_samples"):
+        PCMELoss(n_samples=0)
+
+
+def reference(v, dtype):
+    """The authors' "logsigma" is log sigma in sampling: the log of the variance is twice that."""
+    to = lambda name: torch.from_numpy(v[name]).to(dtype)  # noqa: E731
+    return to, Gaussian(to("mu_v"), 2 * to("logsigma_v")), Gaussian(to("mu_t"), 2 * to("logsigma_t"))
+
+
+CASES = {"plain": (0, 0), "uniform": (0.1, 0), "vib": (0, 1e-5), "full": (0.2, 1e-3)}  # uniformity, vib
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_authors_loss_and_gradients(parity, case, dtype):
+    v = parity("04a_pcme_loss")
+    to, image, text = reference(v, dtype)
+    weight, vib = CASES[case]
+    names = ["samples_v", "samples_t", "shift", "negative_scale"]
+    leaves = {name: to(name).requires_grad_() for name in names}
+    for name, g in (("logsigma_v", image), ("logsigma_t", text)):
+        leaves[name] = g.log_var.requires_grad_()
+    out = pcme_loss_of_samples(
+        leaves["samples_v"],
+        leaves["samples_t"],
+        image,
+        text,
+        scale=leaves["negative_scale"],
+        shift=leaves["shift"],
+        vib=vib,
+        vib_form="pcme",
+        uniformity_weight=weight,
+    )
+    out.loss.backward()
+    close(out.loss, v[f"{case}__loss"], dtype)
+    for name in names:
+        close(leaves[name].grad, v[f"{case}__grad_{name}"], dtype)
+    if vib:
+        close(out.terms["vib"], v[f"{case}__vib_loss"], dtype)
+        for name in ("logsigma_v", "logsigma_t"):
+            close(2 * leaves[name].grad, v[f"{case}__grad_{name}"], dtype)  # d log_var = 2 d log sigma
+
+
+def test_authors_pairs_and_uniformity(parity):
+    v = parity("04a_pcme_loss")
+    to, _, _ = reference(v, torch.float64)
+    close(pair_nll(to("samples_v"), to("samples_t"), to("negative_scale"), to("shift")), v["pair_nll"])
+    points = torch.cat([to("samples_v").flatten(0, 1), to("samples_t").flatten(0, 1)])
+    close(uniformity(points), v["uniform_loss_value"])
+    chosen = to("uniform_big_x")[torch.from_numpy(v["uniform_big_choice_npseed123"])]
+    close(uniformity(chosen), v["uniform_big_value"])
+
+
+@pytest.mark.parametrize("distance", ["non_squared_l2", "squared_l2"])
+@pytest.mark.parametrize("code", ["iterative", "batchwise_cdist"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_authors_loss_in_the_comparison_of_pcmepp(parity, code, distance, dtype):
+    v = parity("04a_pcme_loss")
+    to, image, text = reference(v, dtype)
+    leaves = {"mu_v": image.mean, "mu_t": text.mean, "logsigma_v": image.log_var, "logsigma_t": text.log_var}
+    leaves |= {"shift": to("shift"), "negative_scale": to("negative_scale")}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    z_i = image.mean[:, None] + image.std[:, None] * to("eps_v")
+    z_t = text.mean[:, None] + text.std[:, None] * to("eps_t")
+    out = pcme_loss_of_samples(
+        z_i,
+        z_t,
+        image,
+        text,
+        scale=leaves["negative_scale"],
+        shift=leaves["shift"],
+        vib=1e-3,
+        vib_form="pcmepp",
+        squared=distance == "squared_l2",
+        eps=0 if code == "iterative" else 1e-6,
+    )
+    out.loss.backward()
+    case = f"pcmepp_pcme__{code}__{distance}"
+    close(out.loss, v[f"{case}__loss"], dtype)
+    close(out.terms["vib"], v[f"{case}__vib"], dtype)
+    for name, leaf in leaves.items():
+        close(leaf.grad * (2 if "logsigma" in name else 1), v[f"{case}__grad_{name}"], dtype)
