@@ -10,6 +10,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -121,8 +122,30 @@ class DAALoss(nn.Module):
         return ", ".join(f"{k}={v}" for k, v in self.options.items())
 
 
-def caption_tfidf(captions: Sequence[str]) -> Tensor:
-    """Unit rows of term frequency times inverse document frequency, a sparse CSR matrix (C, V) in float32.
+@dataclass(frozen=True)
+class SparseRows:
+    """A sparse (C, V) matrix by rows: row c has values[starts[c] : starts[c + 1]] in those columns, ascending."""
+
+    starts: np.ndarray
+    columns: np.ndarray
+    values: np.ndarray
+    shape: tuple[int, int]
+
+    def dense(self, rows: Sequence[int], columns: np.ndarray | None = None) -> np.ndarray:
+        """Some rows, (R, V), or their part in some columns, ascending, (R, number of columns)."""
+        columns = np.arange(self.shape[1]) if columns is None else columns
+        out = np.zeros((len(rows), len(columns)), self.values.dtype)
+        for row, c in zip(out, rows):
+            part = slice(self.starts[c], self.starts[c + 1])
+            at = np.searchsorted(columns, self.columns[part])
+            known = at < len(columns)
+            known[known] = columns[at[known]] == self.columns[part][known]
+            row[at[known]] = self.values[part][known]
+        return out
+
+
+def caption_tfidf(captions: Sequence[str]) -> SparseRows:
+    """Unit rows of term frequency times inverse document frequency, sparse (C, V) in float32.
 
     Words are runs of at least two letters or digits in lower case; the inverse document frequency of a word is
     ln((1 + C) / (1 + captions with the word)) + 1. A caption without words is a row of zeros.
@@ -138,12 +161,8 @@ def caption_tfidf(captions: Sequence[str]) -> Tensor:
         columns.extend(i for i, _ in row)
         values.extend(value / norm for _, value in row)
         starts.append(len(columns))
-    return torch.sparse_csr_tensor(
-        torch.from_numpy(np.array(starts, np.int64)),
-        torch.from_numpy(np.array(columns, np.int64)),
-        torch.from_numpy(np.array(values, np.float32)),
-        size=(len(captions), len(column)),
-    )
+    arrays = np.array(starts, np.int64), np.array(columns, np.int64), np.array(values, np.float32)
+    return SparseRows(*arrays, shape=(len(captions), len(column)))
 
 
 class CaptionSimilarity:
@@ -157,9 +176,7 @@ class CaptionSimilarity:
     def __init__(self, captions: Sequence[str], image_of_caption: Sequence[int]):
         if len(captions) != len(image_of_caption):
             raise ValueError(f"{len(captions)} captions, but {len(image_of_caption)} images of captions")
-        tfidf = caption_tfidf(captions)
-        self.starts, self.columns = tfidf.crow_indices().numpy(), tfidf.col_indices().numpy()
-        self.values = tfidf.values().numpy()
+        self.tfidf = caption_tfidf(captions)
         owner = np.asarray(image_of_caption, dtype=np.int64)
         self.by_image = np.argsort(owner, kind="stable")
         self.image_starts = np.searchsorted(owner[self.by_image], np.arange(owner.max(initial=-1) + 2))
@@ -167,21 +184,8 @@ class CaptionSimilarity:
     def __call__(self, image_index: Sequence[int], caption_index: Sequence[int]) -> Tensor:
         """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32."""
         texts = np.asarray(caption_index, dtype=np.int64)
+        starts, columns = self.tfidf.starts, self.tfidf.columns
+        words = np.unique(np.concatenate([columns[starts[c] : starts[c + 1]] for c in texts]))  # no others count
         own = [self.by_image[self.image_starts[i] : self.image_starts[i + 1]] for i in np.asarray(image_index)]
-        words = np.unique(np.concatenate([self.columns[self.starts[c] : self.starts[c + 1]] for c in texts]))
-        image_rows = np.zeros((len(own), len(words)), np.float32)  # only words that the batch's captions use
-        for row, captions in zip(image_rows, own):
-            for c in captions:
-                self._add(row, c, words, 1 / len(captions))
-        text_rows = np.zeros((len(texts), len(words)), np.float32)
-        for row, c in zip(text_rows, texts):
-            self._add(row, c, words, 1.0)
-        return torch.from_numpy(image_rows @ text_rows.T)
-
-    def _add(self, row: np.ndarray, caption: int, words: np.ndarray, weight: float) -> None:
-        """Add a caption's row, restricted to `words`."""
-        part = slice(self.starts[caption], self.starts[caption + 1])
-        at = np.searchsorted(words, self.columns[part])
-        known = at < len(words)
-        known[known] = words[at[known]] == self.columns[part][known]
-        row[at[known]] += weight * self.values[part][known]
+        images = np.stack([self.tfidf.dense(captions, words).mean(0) for captions in own])
+        return torch.from_numpy(images @ self.tfidf.dense(texts, words).T)

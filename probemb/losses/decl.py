@@ -15,8 +15,11 @@ from probemb.losses.triplet import hinges
 
 
 def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
-    """Evidence exp(tanh(similarity) / tau) of every pair, (N, N), positive. Source: DECL, evidence extractor."""
-    return (similarity_NN.tanh() / tau).exp()
+    """Evidence exp(tanh(similarity) / tau) of every pair, (N, N) float64, positive. Source: DECL, evidence extractor.
+
+    The totals reach thousands times N, where the log gammas of float32 leave nothing of their differences.
+    """
+    return (similarity_NN.double().tanh() / tau).exp()
 
 
 def dirichlet_kl(alpha_NM: Tensor) -> Tensor:
@@ -95,11 +98,11 @@ def decl_loss(
     n = len(similarity_NN)
     clean_N = similarity_NN.new_ones(n) if clean_N is None else clean_N.to(similarity_NN.dtype)
     label = torch.zeros_like(similarity_NN) if match_NN is None else match_NN.to(similarity_NN.dtype)
-    label = torch.diagonal_scatter(label, clean_N)
+    label = torch.diagonal_scatter(label, clean_N).double()
     e = evidence(similarity_NN, tau)
     evidential = (evidential_loss(e, label, kl_weight) + evidential_loss(e.T, label.T, kl_weight)).mean()
     hinge = (dynamic_hinge(similarity_NN.tanh(), negatives, match_NN, margin) * clean_N).sum()
-    loss = evidential + hinge_weight * hinge
+    loss = evidential.to(hinge.dtype) + hinge_weight * hinge
     return LossOutput(loss, {"evidential": evidential.detach(), "hinge": hinge.detach()})
 
 

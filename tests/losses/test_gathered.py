@@ -1,0 +1,71 @@
+"""Every loss of a gathered batch on W ranks equals one process on the whole batch, in value and gradient."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from probemb import Gaussian, distributed, labels
+from probemb.losses import DAALoss, DECLLoss, InfoNCELoss, NCRLoss, P2RMLoss, PCMELoss, TripletLoss
+from tests.ranks import run_ranks
+
+PER_RANK, DIM = 3, 4
+
+
+def losses():
+    """Name, module, whether it takes soft labels, and what else it takes for a batch of n."""
+    rand = lambda *shape: torch.rand(*shape, generator=torch.Generator().manual_seed(5)).double()  # noqa: E731
+    noise = lambda n: {"generator": torch.Generator().manual_seed(6)}  # noqa: E731
+    return {
+        "triplet": (TripletLoss(0.5), lambda n: {}),
+        "triplet-sum": (TripletLoss(0.5), lambda n: {"hardest": False}),
+        "infonce": (InfoNCELoss(3.0), lambda n: {}),
+        "pcme": (PCMELoss(2.0, 2.0, n_samples=3, uniformity=0.3), noise),
+        "daa": (DAALoss(temperature=0.1), lambda n: {"semantic": rand(n, n)}),
+        "p2rm": (P2RMLoss(DIM), lambda n: {}),
+        "ncr": (NCRLoss(0.5), lambda n: {"label": rand(n)}),
+        "decl": (DECLLoss(tau=0.5), lambda n: {"clean": rand(n) > 0.3, "step": 10}),
+    }
+
+
+class Towers(nn.Module):
+    """Two linear towers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(6, 2 * DIM), nn.Linear(5, 2 * DIM)
+        self.double()
+
+    def forward(self, x_image, x_text):
+        halves = [tower(x).chunk(2, 1) for tower, x in ((self.image, x_image), (self.text, x_text))]
+        return [Gaussian(nn.functional.normalize(mean, dim=1), log_var) for mean, log_var in halves]
+
+
+def run(rank, world, total):
+    """Values and gradients of all losses, averaged over the ranks as data-parallel training does."""
+    g = torch.Generator().manual_seed(1)
+    x_image, x_text = torch.randn(total, 6, generator=g).double(), torch.randn(total, 5, generator=g).double()
+    match = labels.same_image(torch.arange(total) // 2, torch.arange(total) // 2)
+    each = total // world
+    mine, model, out = slice(rank * each, (rank + 1) * each), Towers(), {}
+    for name, (loss, options) in losses().items():
+        image, text = distributed.gather_pairs(*model(x_image[mine], x_text[mine]))
+        value = loss.double()(image, text, match, **options(total)).loss
+        parameters = [*model.parameters(), *loss.parameters()]
+        grads = torch.autograd.grad(value, parameters, allow_unused=True)
+        grads = [torch.zeros_like(p) if x is None else x for p, x in zip(parameters, grads)]
+        flat = torch.cat([value.detach().reshape(1), *(x.flatten() for x in grads)])
+        if world > 1:
+            torch.distributed.all_reduce(flat)
+        out[name] = (flat / world).numpy()
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_equal_one_process(world):
+    expected = run(0, 1, world * PER_RANK)
+    for result in run_ranks(world, run, world * PER_RANK):
+        for name, value in expected.items():
+            np.testing.assert_allclose(result[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+            assert np.abs(value[1:]).max() > 0
