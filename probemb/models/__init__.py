@@ -4,8 +4,10 @@ from probemb.models.hub import LoadedModel, load_model, push_to_hub, save_model
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
 from probemb.models.model import ModelOutput, ProbabilisticCLIP, create_model, no_weight_decay
 from probemb.models.published import import_pcmepp
+from probemb.models.towers import POINT_LOG_VAR
 
 __all__ = [
+    "POINT_LOG_VAR",
     "Augmentation",
     "LoadedModel",
     "ModelOutput",

@@ -7,7 +7,6 @@ so that each of the two files is replaced as a whole and a model never exists in
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +21,12 @@ from probemb.errors import UserError
 from probemb.files import replace_file
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.model import ProbabilisticCLIP
-from probemb.models.pretrained import load_strictly, read_state_dict
+from probemb.models.pretrained import HUB_NAME, load_strictly, read_state_dict
 from probemb.models.published import import_pcmepp, is_pcmepp
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything
 FORMAT = {"format": "probemb", "version": 1}
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class LoadedModel(NamedTuple):
@@ -227,5 +225,9 @@ def _read_json(path: Path) -> dict:
 def _holds_another(folder: Path, config: dict) -> bool:
     """Whether a folder holds any model that is not of this configuration."""
     if (folder / CONFIG).exists():
-        return _read_json(folder / CONFIG) != config
-    return (folder / WEIGHTS).exists() and _embedded_config(folder / WEIGHTS) != config
+        held = _read_json(folder / CONFIG)
+    elif (folder / WEIGHTS).exists():
+        held = _embedded_config(folder / WEIGHTS) or {}
+    else:
+        return False
+    return {"probabilistic": True, **held} != config  # configurations once had no such key

@@ -2,6 +2,7 @@
 
 model = create_model("ViT-B-16", n_unc_layers=2)        # CLIP's own pooling, D = 512, as in pretraining
 model = create_model("ViT-B-32-quickgelu", head="gpo", pretrained="openai", init_scale=5, init_shift=5)  # COCO
+model = create_model("ViT-B-16", head="gpo", pretrained="runs/x")              # from a run of `pretrain`
 image = model.encode_image(pixels)                      # Gaussian, (B, D)
 """
 
@@ -20,7 +21,7 @@ from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import architecture, check_supported
 from probemb.models.pooling import GPOHead
-from probemb.models.pretrained import fill_stock, find_pretrained
+from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 from probemb.models.towers import HEADS, ImageTower, TextTower
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
@@ -51,20 +52,22 @@ class ProbabilisticCLIP(nn.Module):
     Args:
         config: as `model.config` returns it. Its keys: "name" (for people), "architecture" (open_clip's
             configuration), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers",
-            "uncertainty_bias", "pooling" (GPO's sizes).
+            "probabilistic" (True where it is absent), "uncertainty_bias", "pooling" (GPO's sizes).
         stock: an open_clip model of that architecture whose parameters the new model takes over; None for a random one.
 
     Attributes:
         visual, text: the towers; everything that open_clip has too has open_clip's names.
-        logit_scale, scale, shift: parameters of shape (1,), log(1/0.07), 1 and 1 at first.
+        logit_scale, scale, shift: parameters of shape (1,), log(1/0.07), 1 and 1 at first. Which of them a training
+            step uses depends on its loss; turn `requires_grad` off for the others before DDP sees the model, or DDP
+            waits for their gradients.
     """
 
     def __init__(self, config: dict, stock: CustomTextCLIP | None = None):
         super().__init__()
-        self._config = deepcopy(config)
+        self._config = {"probabilistic": True, **deepcopy(config)}
         _check_head(config["head"])
         stock = stock or build_stock(config["architecture"])
-        image_unc, text_unc = _uncertainty_branches(config)
+        image_unc, text_unc = _uncertainty_branches(config) if self.probabilistic else (None, None)
         head = (config["head"], config["embed_dim"], config["uncertainty_bias"], config["pooling"])
         self.visual = ImageTower(stock.visual, image_unc, *head)
         self.text = TextTower(stock.text, text_unc, *head)
@@ -117,6 +120,11 @@ class ProbabilisticCLIP(nn.Module):
         return deepcopy(self._config)
 
     @property
+    def probabilistic(self) -> bool:
+        """Whether the log-variances are predicted; a point model's are all POINT_LOG_VAR."""
+        return self._config["probabilistic"]
+
+    @property
     def embed_dim(self) -> int:
         """D."""
         return self._config["embed_dim"]
@@ -141,12 +149,13 @@ class ProbabilisticCLIP(nn.Module):
         # A bias of −log D makes each item's summed variance about 1, so that distances start near ‖μ_v − μ_t‖² ≤ 4
         # for every D. At log_var = 0 they would start at 2D, and the match loss far in its linear range.
         for tower in (self.visual, self.text):
-            head = tower.log_var_head
-            linear = head.linear if isinstance(head, GPOHead) else head
-            # Small weights: log_var stays near its bias although the branch's tokens are not normalised.
-            nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
-            if linear.bias is not None:
-                nn.init.constant_(linear.bias, -math.log(self.embed_dim))
+            if tower.log_var_head is not None:
+                head = tower.log_var_head
+                linear = head.linear if isinstance(head, GPOHead) else head
+                # Small weights: log_var stays near its bias although the branch's tokens are not normalised.
+                nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
+                if linear.bias is not None:
+                    nn.init.constant_(linear.bias, -math.log(self.embed_dim))
             if hasattr(tower, "mean_head"):
                 nn.init.xavier_uniform_(tower.mean_head.linear.weight)
                 nn.init.zeros_(tower.mean_head.linear.bias)
@@ -155,7 +164,7 @@ class ProbabilisticCLIP(nn.Module):
 def create_model(
     name: str,
     embed_dim: int | None = None,
-    n_unc_layers: int = 1,
+    n_unc_layers: int | None = None,
     head: str = "clip",
     pretrained: str | None = None,
     image_size: int | None = None,
@@ -163,30 +172,49 @@ def create_model(
     uncertainty_bias: bool = True,
     init_scale: float = 1.0,
     init_shift: float = 1.0,
+    probabilistic: bool = True,
 ) -> ProbabilisticCLIP:
-    """A PCME++ model on the CPU in float32 and training mode, random or from a CLIP's weights.
+    """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
 
     Args:
         name: an open_clip ViT configuration, or ViT-Micro-32, ViT-Tiny-64, ViT-Small-112.
         embed_dim: D; None for the configuration's own (head "clip") or 1024 (head "gpo").
         n_unc_layers: blocks of the uncertainty branch, 0 to the number of blocks. With 0 only the head is its own.
+            None for 1, or for 0 in a point model, which has no such branch.
         head: "clip" (class token and end token) or "gpo" (all tokens).
         pretrained: a weight tag of open_clip, or a file with open_clip weights (.safetensors, .pt). They fill the trunk
-            and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3).
+            and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
+            `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
+            taken from there. In every case a and b start from `init_scale` and `init_shift`.
         image_size: pixels, if not the configuration's; position embeddings are resized.
         grad_checkpointing: trade time for memory in all blocks.
         uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
         init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO.
+        probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
+            POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
 
     Raises:
         UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
     """
     _check_head(head)
+    if n_unc_layers is None:
+        n_unc_layers = 1 if probabilistic else 0
+    if n_unc_layers and not probabilistic:
+        raise UserError(
+            f"A point model has no uncertainty branch, but n_unc_layers is {n_unc_layers}.",
+            "Leave n_unc_layers out, or set it to 0.",
+        )
     config = architecture(name, image_size)
     if embed_dim is not None and embed_dim < 1:
         raise UserError(f"embed_dim is {embed_dim}.", "Set it to 1 or more.")
+    source = None
+    if pretrained and is_saved_model(pretrained):
+        from probemb.models.hub import load_model  # builds on this module
+
+        with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
+            source = load_model(pretrained).model
     if head == "clip" and embed_dim not in (None, config["embed_dim"]):
-        if pretrained:
+        if pretrained and source is None:
             raise UserError(
                 f"Pretrained weights of '{name}' embed into {config['embed_dim']} dimensions, not {embed_dim}.",
                 "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
@@ -195,9 +223,11 @@ def create_model(
     _check_n_unc_layers(config, n_unc_layers)
     preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
     weights = None
-    if pretrained:
+    if pretrained and source is None:
         weights, wanted = find_pretrained(name, pretrained, config.get("quick_gelu", False))
         preprocess.update(plain(wanted))
+    if source is not None:
+        preprocess = source.config["preprocess"]
     stock = build_stock(config)
     if weights:
         fill_stock(stock, weights)
@@ -207,6 +237,7 @@ def create_model(
             "head": head,
             "embed_dim": embed_dim or (config["embed_dim"] if head == "clip" else GPO_EMBED_DIM),
             "n_unc_layers": n_unc_layers,
+            "probabilistic": probabilistic,
             "uncertainty_bias": uncertainty_bias,
             "pooling": dict(POOLING),
             "architecture": plain(config),
@@ -214,6 +245,8 @@ def create_model(
         },
         stock,
     )
+    if source is not None:
+        fill_from_model(model, source, pretrained)
     with torch.no_grad():
         model.scale.fill_(init_scale)
         model.shift.fill_(init_shift)

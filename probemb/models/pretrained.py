@@ -1,19 +1,37 @@
-"""Weights of a plain CLIP as a starting point: open_clip's tags and local files."""
+"""Weights as a starting point: open_clip's tags and local files, and models that this project has trained."""
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import open_clip
 import torch
-from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
+from open_clip.model import (
+    CLIPTextCfg,
+    CLIPVisionCfg,
+    CustomTextCLIP,
+    convert_to_custom_text_state_dict,
+    resize_pos_embed,
+    resize_text_pos_embed,
+)
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from probemb.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from probemb.models.model import ProbabilisticCLIP
+
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+logger = logging.getLogger(__name__)
 
 
 def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dict]:
@@ -33,7 +51,7 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
         tags = open_clip.list_pretrained_tags_by_model(name)
         raise UserError(
             f"'{source}' is neither a file nor a weight tag of {name}.{nearest(source, tags)}",
-            f"Give a path to open_clip weights, or one of: {', '.join(tags) or 'no tags for this model'}.",
+            f"Give a run, a path to open_clip weights, or one of: {', '.join(tags) or 'no tags for this model'}.",
         )
     if bool(tag.get("quick_gelu", False)) != quick_gelu:
         twin = name.removesuffix("-quickgelu") if quick_gelu else f"{name}-quickgelu"
@@ -64,6 +82,81 @@ def fill_stock(stock: CustomTextCLIP, path: Path) -> None:
         state["logit_scale"] = state["logit_scale"].reshape(stock.logit_scale.shape)
     _resize_positions(state, stock)
     load_strictly(stock, state, path)
+
+
+def is_saved_model(source: str) -> bool:
+    """Whether `load_model` is to read a source: a folder, weights with their configuration inside, or a hub name."""
+    path = Path(source)
+    if path.is_file():
+        try:
+            with safe_open(path, framework="pt") as file:
+                return "config" in (file.metadata() or {})
+        except (SafetensorError, OSError):
+            return False
+    return path.is_dir() or bool(HUB_NAME.fullmatch(source))
+
+
+def fill_from_model(model: ProbabilisticCLIP, source: ProbabilisticCLIP, where: str) -> None:
+    """Copies what two models of one architecture have in common, and resizes nothing.
+
+    The trunk, the mean branch's blocks and logit_scale always; the heads if both models have the same kind; the
+    uncertainty branch if both have as many blocks in it, and its head if that is of the same kind too. What is not
+    copied stays as it is (random in a new model), as the heads do on the way from "clip" to "gpo".
+
+    Args:
+        where: what to call the source in errors.
+
+    Raises:
+        UserError: names both sides where the architecture, the image size, or a head of the same kind differ.
+    """
+    ours, theirs = model.config, source.config
+    same_head = ours["head"] == theirs["head"]
+    same_branch = model.probabilistic and source.probabilistic and ours["n_unc_layers"] == theirs["n_unc_layers"]
+    _check_architecture(ours, theirs, where)
+    if not same_head and theirs["head"] == "gpo":
+        raise UserError(
+            f"{where} has a 'gpo' head and no projection for the 'clip' head of this model.",
+            "Choose head 'gpo', or start from a model with head 'clip'.",
+        )
+    if same_head:
+        keys = ["embed_dim"]
+        keys += ["pooling"] if ours["head"] == "gpo" else []
+        keys += ["uncertainty_bias"] if same_branch else []
+        for key in keys:
+            if ours[key] != theirs[key]:
+                raise UserError(
+                    f"{where} has {key} {theirs[key]}, this model has {ours[key]}.",
+                    f"Set {key} to {theirs[key]}, or choose another head to start with a random one.",
+                )
+    if model.probabilistic and source.probabilistic and not same_branch:
+        logger.warning(
+            f"{where} has {theirs['n_unc_layers']} blocks in its uncertainty branch, this model has "
+            f"{ours['n_unc_layers']}: the branch starts from random weights."
+        )
+    taken = {"uncertainty_transformer": same_branch, "log_var_head": same_branch and same_head, "mean_head": same_head}
+    own, given = model.state_dict(), source.state_dict()
+    part = {key: key.split(".")[1] if "." in key else key for key in own}
+    load_strictly(model, {key: given[key] if taken.get(part[key], True) else own[key] for key in own}, where)
+
+
+def _check_architecture(ours: dict, theirs: dict, where: str) -> None:
+    here, there = _full_architecture(ours["architecture"]), _full_architecture(theirs["architecture"])
+    different = [key for key in here if here[key] != there[key]]
+    if different:
+        listed = ", ".join(
+            [f"{key} {there[key]} against {here[key]}" for key in different[:4]] + ["…"] * bool(different[4:])
+        )
+        raise UserError(
+            f"{where} is a {theirs['name']} and does not fit {ours['name']} ({listed}).",
+            "Name the architecture and the image size that it was trained with.",
+        )
+
+
+def _full_architecture(config: dict) -> dict:
+    """Everything that an open_clip configuration says or leaves to open_clip's defaults, but for the projection."""
+    vision, text = asdict(CLIPVisionCfg(**config["vision_cfg"])), asdict(CLIPTextCfg(**config["text_cfg"]))
+    flat = {f"{tower} {key}": value for tower, cfg in (("image", vision), ("text", text)) for key, value in cfg.items()}
+    return {**flat, "quick_gelu": bool(config.get("quick_gelu", False))}
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ and the uncertainty branch with blocks of its own, so that the trunk is computed
     tokens ─ block 1 … block L−u ─┬─ block L−u+1 … block L ── mean head ──── mean
                                   └─ u blocks of its own ──── log_var head ─ log_var
 
+The towers of a point model end with the mean branch; their log_var is the constant POINT_LOG_VAR.
+
 A tower takes over an open_clip tower's parameters under their own names (`conv1`, `transformer.resblocks.0`, …) and
 runs everything inside its own `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters
 when its forward starts, and compute wrongly or not at all where a parameter is used from outside.
@@ -25,6 +27,9 @@ from probemb.gaussian import at_least_float32
 from probemb.models.pooling import FullPrecisionLinear, GPOHead, l2_normalize, length_mask
 
 HEADS = ("clip", "gpo")
+# log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
+# precision, and which still has a finite inverse and logarithm.
+POINT_LOG_VAR = -30.0
 
 
 class ImageTower(VisionTransformer):
@@ -32,7 +37,8 @@ class ImageTower(VisionTransformer):
 
     Args:
         stock: the tower whose parameters this one takes over; not to be used any more.
-        uncertainty: the uncertainty branch's blocks (possibly none).
+        uncertainty: the uncertainty branch's blocks (possibly an empty list of them); None for a point model, which
+            has neither the branch nor its head.
         head: "clip" pools the class token and keeps the tower's own projection; "gpo" pools all tokens.
         embed_dim: D.
         bias: whether the log-variance head has a bias.
@@ -40,17 +46,21 @@ class ImageTower(VisionTransformer):
     """
 
     def __init__(
-        self, stock: VisionTransformer, uncertainty: Transformer, head: str, embed_dim: int, bias: bool, pooling: dict
+        self,
+        stock: VisionTransformer,
+        uncertainty: Transformer | None,
+        head: str,
+        embed_dim: int,
+        bias: bool,
+        pooling: dict,
     ):
         _take_over(self, stock)
         width = self.transformer.width
         self.uncertainty_transformer = uncertainty
-        if head == "clip":
-            self.log_var_head = FullPrecisionLinear(width, embed_dim, bias)
-        else:
+        if head == "gpo":
             self.ln_post, self.proj = nn.Identity(), None  # GPO reads the raw tokens
             self.mean_head = GPOHead(width, embed_dim, **pooling)
-            self.log_var_head = GPOHead(width, embed_dim, bias, **pooling)
+        self.log_var_head = None if uncertainty is None else _log_var_head(head, width, embed_dim, bias, pooling)
 
     def forward(self, pixels: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) -> mean, l2-normalised, and log_var, both (B, D) in at least float32.
@@ -60,26 +70,35 @@ class ImageTower(VisionTransformer):
         tokens = self._embeds(pixels.to(self.conv1.weight.dtype))
         mean_tokens, unc_tokens = _branches(self.transformer, self.uncertainty_transformer, tokens, None)
         if self.proj is None:
-            return l2_normalize(self.mean_head(mean_tokens, token_mask)), self.log_var_head(unc_tokens, token_mask)
-        _refuse_mask(token_mask)
-        mean = _project(self._pool(mean_tokens)[0], self.proj)
-        return F.normalize(mean, dim=-1), self.log_var_head(self._global_pool(unc_tokens)[0])
+            mean = l2_normalize(self.mean_head(mean_tokens, token_mask))
+        else:
+            _refuse_mask(token_mask)
+            mean = F.normalize(_project(self._pool(mean_tokens)[0], self.proj), dim=-1)
+        if unc_tokens is None:
+            return mean, torch.full_like(mean, POINT_LOG_VAR)
+        if self.proj is None:
+            return mean, self.log_var_head(unc_tokens, token_mask)
+        return mean, self.log_var_head(self._global_pool(unc_tokens)[0])
 
 
 class TextTower(TextTransformer):
     """An open_clip text transformer that returns a mean and a log-variance; arguments as for `ImageTower`."""
 
     def __init__(
-        self, stock: TextTransformer, uncertainty: Transformer, head: str, embed_dim: int, bias: bool, pooling: dict
+        self,
+        stock: TextTransformer,
+        uncertainty: Transformer | None,
+        head: str,
+        embed_dim: int,
+        bias: bool,
+        pooling: dict,
     ):
         _take_over(self, stock)
         self.uncertainty_transformer = uncertainty
-        if head == "clip":
-            self.log_var_head = FullPrecisionLinear(self.width, embed_dim, bias)
-        else:
+        if head == "gpo":
             self.text_projection = None
             self.mean_head = GPOHead(self.width, embed_dim, **pooling)
-            self.log_var_head = GPOHead(self.width, embed_dim, bias, **pooling)
+        self.log_var_head = None if uncertainty is None else _log_var_head(head, self.width, embed_dim, bias, pooling)
 
     def forward(self, tokens: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(B, L) int64, L at most the context length -> mean, l2-normalised, and log_var, both (B, D).
@@ -93,13 +112,17 @@ class TextTower(TextTransformer):
         mean_x, unc_x = _branches(self.transformer, self.uncertainty_transformer, x, attn_mask)
         mean_x = self.ln_final(mean_x)
         if self.text_projection is None:
-            mask = self.text_mask(tokens) if token_mask is None else token_mask
-            return l2_normalize(self.mean_head(mean_x, mask)), self.log_var_head(unc_x, mask)
-        _refuse_mask(token_mask)
-        mean = _project(text_global_pool(mean_x, tokens, self.pool_type, self.eos_id), self.text_projection)
-        return F.normalize(mean, dim=-1), self.log_var_head(
-            text_global_pool(unc_x, tokens, self.pool_type, self.eos_id)
-        )
+            token_mask = self.text_mask(tokens) if token_mask is None else token_mask
+            mean = l2_normalize(self.mean_head(mean_x, token_mask))
+        else:
+            _refuse_mask(token_mask)
+            pooled = text_global_pool(mean_x, tokens, self.pool_type, self.eos_id)
+            mean = F.normalize(_project(pooled, self.text_projection), dim=-1)
+        if unc_x is None:
+            return mean, torch.full_like(mean, POINT_LOG_VAR)
+        if self.text_projection is None:
+            return mean, self.log_var_head(unc_x, token_mask)
+        return mean, self.log_var_head(text_global_pool(unc_x, tokens, self.pool_type, self.eos_id))
 
     def text_mask(self, tokens: Tensor) -> Tensor:
         """True up to and including each text's end token, (B, L) bool."""
@@ -116,10 +139,16 @@ def _take_over(tower: nn.Module, stock: nn.Module) -> None:
     tower.__dict__.update(stock.__dict__)
 
 
+def _log_var_head(head: str, width: int, embed_dim: int, bias: bool, pooling: dict) -> nn.Module:
+    if head == "clip":
+        return FullPrecisionLinear(width, embed_dim, bias)
+    return GPOHead(width, embed_dim, bias, **pooling)
+
+
 def _branches(
-    transformer: Transformer, uncertainty: Transformer, x: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Last tokens of the mean and of the uncertainty branch, each (B, T, W)."""
+    transformer: Transformer, uncertainty: Transformer | None, x: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Last tokens of the mean and of the uncertainty branch, each (B, T, W); None without that branch."""
 
     def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         for block in blocks:
@@ -129,6 +158,8 @@ def _branches(
                 x = block(x, attn_mask=attn_mask)
         return x
 
+    if uncertainty is None:
+        return run(transformer.resblocks, x), None
     n_shared = len(transformer.resblocks) - len(uncertainty.resblocks)
     shared = run(transformer.resblocks[:n_shared], x)
     return run(transformer.resblocks[n_shared:], shared), run(uncertainty.resblocks, shared)

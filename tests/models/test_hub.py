@@ -57,6 +57,8 @@ def same_outputs(a, b):
         {"n_unc_layers": 2, "uncertainty_bias": False},
         {"n_unc_layers": 0, "image_size": 48, "embed_dim": 8},
         {"head": "gpo", "embed_dim": 24},
+        {"head": "gpo", "embed_dim": 24, "probabilistic": False},
+        {"probabilistic": False},
     ],
 )
 def test_round_trip_is_exact(tmp_path, options):
@@ -81,6 +83,21 @@ def test_every_way_to_name_a_saved_model(tmp_path):
         assert same_outputs(load_model(str(place)).model, model)
     (tmp_path / "run" / "model" / "config.json").unlink()
     assert same_outputs(load_model(tmp_path / "run").model, model)  # the weights carry their configuration
+
+
+def test_configurations_from_before_point_models_are_probabilistic(tmp_path):
+    model = model_with()
+    save_model(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["probabilistic"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors", {"config": json.dumps(config)})
+    loaded = load_model(tmp_path).model
+    assert loaded.probabilistic
+    assert loaded.config == model.config
+    assert same_outputs(loaded, model)
+    save_model(loaded, tmp_path)  # the same model, although its file says less
+    assert json.loads((tmp_path / "config.json").read_text())["probabilistic"] is True
 
 
 def test_saving_again_replaces_files_as_a_whole(tmp_path):

@@ -8,9 +8,18 @@ import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
+from probemb.distances import csd
 from probemb.errors import UserError
-from probemb.models import ProbabilisticCLIP, create_model, create_tokenizer, no_weight_decay
+from probemb.models import (
+    POINT_LOG_VAR,
+    ProbabilisticCLIP,
+    create_model,
+    create_tokenizer,
+    no_weight_decay,
+    save_model,
+)
 from probemb.models.model import build_stock
+from tests.ranks import run_ranks
 
 NAME = "ViT-Micro-32"
 HEADS = pytest.mark.parametrize("head", ["clip", "gpo"])
@@ -339,3 +348,125 @@ def test_wrong_weight_files(tmp_path):
     torch.save(open_clip.create_model(NAME).state_dict(), tmp_path / "good.pt")
     with pytest.raises(UserError, match="16 dimensions, not 8"):
         create_model(NAME, embed_dim=8, pretrained=str(tmp_path / "good.pt"))
+
+
+@HEADS
+def test_a_point_model_has_the_mean_branch_alone(head):
+    model, whole = make(head, probabilistic=False), make(head, n_unc_layers=0)
+    assert not model.probabilistic
+    assert model.config["n_unc_layers"] == 0
+    assert not any("uncertainty" in name or "log_var" in name for name, _ in model.named_parameters())
+    model.load_state_dict({key: whole.state_dict()[key] for key in model.state_dict()})
+    images, tokens = batch(model)
+    out, reference = model(images, tokens), whole(images, tokens)
+    for gaussian, other in ((out.image, reference.image), (out.text, reference.text)):
+        assert torch.equal(gaussian.mean, other.mean)
+        assert (gaussian.log_var == POINT_LOG_VAR).all()
+        assert not gaussian.log_var.requires_grad
+    similarity = (out.image.mean @ out.text.mean.T).detach()
+    ranks = csd(out.image, out.text).detach().argsort(1)
+    assert torch.equal(ranks, similarity.argsort(1, descending=True))
+    assert_close(csd(out.image, out.text), 2 - 2 * similarity, rtol=0, atol=1e-6)
+    out = make(head, probabilistic=False, grad_checkpointing=True)(images, tokens)
+    assert (out.text.log_var == POINT_LOG_VAR).all()
+
+
+@HEADS
+def test_gradient_reaches_every_parameter_of_a_point_model(head):
+    model = make(head, probabilistic=False)
+    total(model(*batch(model))).backward()
+    assert [name for name, parameter in model.named_parameters() if not parameter.grad.any()] == []
+
+
+@pytest.mark.parametrize("probabilistic", [True, False])
+def test_no_parameter_waits_for_a_gradient_under_ddp(probabilistic):
+    assert run_ranks(2, _steps_under_ddp, probabilistic) == [True, True]
+
+
+def _steps_under_ddp(rank, world_size, probabilistic):
+    model = make("gpo", probabilistic=probabilistic)
+    for scalar in (model.logit_scale, model.scale, model.shift):  # this loss has no use for them
+        scalar.requires_grad_(False)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):  # the second step is where DDP notices
+        out = ddp(*batch(model))
+        (out.image.mean * out.text.mean + out.image.log_var + out.text.log_var).sum().backward()
+    return True
+
+
+def test_a_point_model_has_no_uncertainty_blocks():
+    with pytest.raises(UserError, match="point model has no uncertainty branch, but n_unc_layers is 2"):
+        make(n_unc_layers=2, probabilistic=False)
+
+
+def saved(folder, head="clip", seed=5, **options):
+    """A trained model on disk: every number is another than in a fresh one."""
+    model = make(head, seed, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    save_model(model, folder / "model")
+    return model
+
+
+@pytest.mark.parametrize("n_unc_layers", [1, 2])
+def test_gpo_model_from_a_run_takes_trunk_mean_branch_and_fitting_uncertainty_blocks(tmp_path, caplog, n_unc_layers):
+    source = saved(tmp_path, n_unc_layers=2)
+    fresh = make("gpo", n_unc_layers=n_unc_layers)
+    model = make("gpo", n_unc_layers=n_unc_layers, pretrained=str(tmp_path), init_scale=5, init_shift=4)
+    given, own, start = (dict(m.named_parameters()) for m in (source, model, fresh))
+    copied = {name for name in own if name in given and torch.equal(own[name], given[name])}
+    rest = set(own) - copied
+    branch = {name for name in given if "uncertainty_transformer" in name}
+    assert {"logit_scale", "visual.conv1.weight", "text.ln_final.weight", "visual.positional_embedding"} <= copied
+    assert branch <= copied if n_unc_layers == 2 else not branch & copied
+    assert all("_head." in name or "uncertainty" in name or name in ("scale", "shift") for name in rest)
+    assert all(torch.equal(own[name], start[name]) for name in rest - {"scale", "shift"})
+    assert (model.scale.item(), model.shift.item()) == (5, 4)
+    assert ("2 blocks in its uncertainty branch, this model has 1" in caplog.text) == (n_unc_layers == 1)
+
+
+def test_a_run_of_the_same_head_is_taken_whole(tmp_path):
+    for head in ("clip", "gpo"):
+        source = saved(tmp_path / head, head)
+        file = tmp_path / head / "model" / "model.safetensors"
+        for place in (tmp_path / head, tmp_path / head / "model", file):
+            model = make(head, seed=9, pretrained=str(place)).eval()
+            images, tokens = batch(model)
+            assert torch.equal(model.encode_image(images).log_var, source.eval().encode_image(images).log_var)
+            assert torch.equal(model.encode_text(tokens).mean, source.encode_text(tokens).mean)
+            assert model.config["preprocess"] == source.config["preprocess"]
+
+
+def test_point_and_probabilistic_models_start_from_each_other(tmp_path):
+    source = saved(tmp_path / "whole")
+    point = make(probabilistic=False, pretrained=str(tmp_path / "whole")).eval()
+    images, _ = batch(point)
+    assert torch.equal(point.encode_image(images).mean, source.eval().encode_image(images).mean)
+    save_model(point, tmp_path / "point")
+    back = make(pretrained=str(tmp_path / "point")).eval()
+    assert torch.equal(back.encode_image(images).mean, point.encode_image(images).mean)
+    assert torch.equal(back.visual.log_var_head.weight, make().visual.log_var_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "what"),
+    [
+        ({}, {"name": "ViT-Tiny-64"}, r"is a ViT-Micro-32 and does not fit ViT-Tiny-64 \(image layers 2 against"),
+        ({}, {"image_size": 48}, "image image_size 32 against 48"),
+        ({"image_size": 48}, {"head": "gpo"}, "image image_size 48 against 32"),
+        ({}, {"embed_dim": 8}, "has embed_dim 16, this model has 8"),
+        ({"head": "gpo"}, {"head": "gpo", "embed_dim": 8}, "has embed_dim 24, this model has 8"),
+        ({"head": "gpo"}, {}, "has a 'gpo' head and no projection"),
+        ({"uncertainty_bias": False}, {}, "has uncertainty_bias False, this model has True"),
+    ],
+)
+def test_runs_that_do_not_fit(tmp_path, source, arguments, what):
+    saved(tmp_path, **source)
+    with pytest.raises(UserError, match=what):
+        create_model(**{"name": NAME, "pretrained": str(tmp_path), **arguments})
+
+
+def test_a_folder_without_a_model_is_no_start(tmp_path):
+    with pytest.raises(UserError, match="There is no model in"):
+        make(pretrained=str(tmp_path))
