@@ -1,0 +1,273 @@
+"""How a model is finetuned: AdamP's parameter groups, the learning rate's schedule, freezing, and weight averaging.
+
+Source: PCME++ §B.2, §B.3, Table B.1, and its public code where the paper leaves a number open. The defaults are those
+of COCO. Epochs count from 0; `fraction` is the share of an epoch's steps that are done, the present one included.
+
+    groups = parameter_groups(model, loss)          # the plain model, before DDP wraps it
+    optimizer = create_optimizer(groups)
+    for epoch in range(schedule.epochs):
+        if freeze_image_backbone(model, schedule.frozen(epoch)): ...  # wrap the model with DDP again
+        for step, batch in enumerate(batches):
+            set_learning_rates(optimizer, schedule, epoch, (step + 1) / n_steps)
+            ...                                     # loss, backward, clip to GRAD_CLIP, step
+        if schedule.averages(epoch):
+            average.update(model, loss)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from timm.optim import AdamP
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from probemb.errors import UserError
+from probemb.models import ProbabilisticCLIP
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+# Largest l2 norm of the gradient of all parameters together (the loss' scalars too); longer ones are scaled to it.
+GRAD_CLIP = 2.0
+
+BLOCK = re.compile(r"(uncertainty_)?transformer\.resblocks\.(\d+)\.")
+HEADS = ("mean_head.", "log_var_head.")
+SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+
+
+def parameter_groups(
+    model: ProbabilisticCLIP,
+    loss_module: nn.Module | None = None,
+    *,
+    lr: float = 5e-4,
+    weight_decay: float = 1e-4,
+    image_backbone: float = 0.01,
+    text_backbone: float = 0.1,
+    layer_decay: float = 0.7,
+    decay_uncertainty: bool = True,
+) -> list[dict]:
+    """Parameters with their learning rates, for an optimizer. Source: PCME++ §B.2.
+
+    With L blocks in a tower, u blocks in its uncertainty branch and f the tower's multiplier:
+
+        heads                                   lr
+        block k (0 … L−1)                       lr · f · layer_decay^(L−k)
+        block k of the uncertainty branch       lr · f · layer_decay^(u−k)
+        all else in a tower                     lr · f      (embeddings too: more than the last block)
+        the model's scalars, the loss' own      lr, without weight decay
+
+    Everything in a tower decays, biases and norms too, as in the public code. There L is 12 for every model, which
+    raises the rates of a tower with 24 blocks above lr · f; here it is the tower's own number.
+
+    The projections of head "clip" are pretrained, so they count as backbone. The model's scalars (logit_scale, scale,
+    shift) are left out where they do not require a gradient. A frozen backbone is not: it is to be trained later.
+
+    Args:
+        model: the plain model, not a wrapper of it.
+        loss_module: whose parameters are trained too; None for a loss without any.
+        image_backbone, text_backbone: f of the two towers.
+        decay_uncertainty: False trains the uncertainty branches' blocks at lr, as the heads.
+
+    Returns:
+        groups with "params", "lr", "initial_lr" (the same, for `set_learning_rates`), "weight_decay", "name", and
+        "image_backbone" (whether the group is frozen in the first epochs).
+    """
+    groups: dict[str, dict] = {}
+
+    def add(name: str, parameter: nn.Parameter, multiplier: float, decay: float, frozen_first: bool = False) -> None:
+        rate = lr * multiplier
+        group = {"name": name, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
+        groups.setdefault(name, {**group, "image_backbone": frozen_first})["params"].append(parameter)
+
+    for full_name, parameter in model.named_parameters():
+        tower_name, _, name = full_name.partition(".")
+        if tower_name not in ("visual", "text"):
+            if parameter.requires_grad:
+                add("scalars", parameter, 1.0, 0.0)
+            continue
+        tower = getattr(model, tower_name)
+        factor = image_backbone if tower_name == "visual" else text_backbone
+        backbone = tower_name == "visual" and is_backbone(name)
+        block = BLOCK.match(name)
+        if name.startswith(HEADS):
+            add(f"{tower_name}.heads", parameter, 1.0, weight_decay)
+        elif block is None:
+            add(f"{tower_name}.other", parameter, factor, weight_decay, backbone)
+        elif block[1] and not decay_uncertainty:
+            add(f"{tower_name}.uncertainty", parameter, 1.0, weight_decay)
+        else:
+            blocks = (tower.uncertainty_transformer if block[1] else tower.transformer).resblocks
+            multiplier = factor * layer_decay ** (len(blocks) - int(block[2]))
+            kind = "uncertainty" if block[1] else "block"
+            add(f"{tower_name}.{kind}.{block[2]}", parameter, multiplier, weight_decay, backbone)
+    for parameter in loss_module.parameters() if loss_module is not None else ():
+        add("scalars", parameter, 1.0, 0.0)
+    return list(groups.values())
+
+
+def is_backbone(name: str) -> bool:
+    """Whether a tower's parameter is pretrained: all but the heads and the uncertainty branch."""
+    return not name.startswith((*HEADS, "uncertainty_transformer."))
+
+
+def create_optimizer(groups: list[dict]) -> AdamP:
+    """AdamP with its paper's settings (betas 0.9, 0.999, eps 1e-8, delta 0.1, wd_ratio 0.1).
+
+    AdamP takes out of a step the part along the weights, so that norms of scale-invariant weights do not grow. It looks
+    at whole weight tensors: under an engine that cuts them into pieces it would silently be something else, see
+    `check_engine`. Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
+    Weights"; timm's implementation.
+    """
+    return AdamP(groups)
+
+
+def check_engine(accelerator: Accelerator) -> None:
+    """Refuses to train where the result would silently be another.
+
+    Raises:
+        UserError: for an engine that shards the optimizer or the weights (AdamP would lose its projection), or if
+            there are other processes than the launcher was asked for (two runs of one process instead of one of two).
+    """
+    kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
+    if kind in SHARDING:
+        raise UserError(
+            f"AdamP needs whole weights, and {kind} cuts them into pieces.",
+            "Start with accelerate's plain data parallelism (--multi_gpu, also on CPUs) or with torchrun.",
+        )
+    asked, found = os.environ.get("WORLD_SIZE"), accelerator.num_processes
+    if asked is not None and int(asked) != found:
+        raise UserError(
+            f"The launcher started {asked} processes, but each of them takes part in a run of {found}.",
+            "Start with torchrun or `accelerate launch --multi_gpu`, and on a machine without a GPU with "
+            "Accelerator(cpu=True).",
+        )
+    # `accelerate launch --cpu --num_processes 2` prepares an address for several processes and starts one.
+    if asked is None and "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise UserError(
+            "accelerate was asked for several processes, but it has started one.",
+            "Add --multi_gpu (also on CPUs), use torchrun, or unset MASTER_ADDR and MASTER_PORT for a single process.",
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which learning rate, what is frozen, and what is averaged, by epoch. Source: PCME++ §B.2, §B.3.
+
+    Attributes:
+        epochs: of the training.
+        lr_drop_epoch: from this epoch on all learning rates are multiplied by lr_drop (the last 10 of 25).
+        lr_drop: see there.
+        freeze_epochs: the image backbone is frozen in that many first epochs.
+        warmup_epochs: behind them all learning rates rise linearly from 0 for that long. The public code multiplies the
+            loss instead, which Adam and AdamP largely undo; this is the paper's warm-up.
+        average_epochs: the weights at the ends of that many last epochs are averaged (the public code, with its
+            swa_start_epoch of 16, averages nine of 25; the paper says ten).
+    """
+
+    epochs: int = 25
+    lr_drop_epoch: int = 15
+    lr_drop: float = 0.1
+    freeze_epochs: int = 2
+    warmup_epochs: int = 1
+    average_epochs: int = 10
+
+    def factor(self, epoch: int, fraction: float, image_backbone: bool = False) -> float:
+        """What a group's initial learning rate is multiplied by.
+
+        Args:
+            epoch: from 0.
+            fraction: share of this epoch's steps that are done, the present one included, 0 to 1.
+            image_backbone: whether the group is frozen in the first epochs.
+        """
+        factor = self.lr_drop if epoch >= self.lr_drop_epoch else 1.0
+        if epoch < self.freeze_epochs:
+            return 0.0 if image_backbone else factor
+        if self.warmup_epochs:
+            factor *= min(1.0, (epoch - self.freeze_epochs + fraction) / self.warmup_epochs)
+        return factor
+
+    def frozen(self, epoch: int) -> bool:
+        """Whether the image backbone is frozen."""
+        return epoch < self.freeze_epochs
+
+    def averages(self, epoch: int) -> bool:
+        """Whether the weights at the end of this epoch go into the average."""
+        return epoch >= self.epochs - self.average_epochs
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, epoch: int, fraction: float) -> None:
+    """Sets every group's "lr" for one step; arguments as for `Schedule.factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * schedule.factor(epoch, fraction, group.get("image_backbone", False))
+
+
+def freeze_image_backbone(model: ProbabilisticCLIP, frozen: bool) -> bool:
+    """Freezes or thaws the image tower but for its heads and its uncertainty branch, which start from random weights.
+
+    A frozen parameter gets no gradient, so that AdamP neither moves it nor gathers moments of it, and the backward pass
+    ends at the heads. DDP looks at `requires_grad` once, when it wraps a model: wrap it again when this returns True.
+
+    Args:
+        model: the plain model, not a wrapper of it.
+
+    Returns:
+        whether anything has changed.
+    """
+    changed = False
+    for name, parameter in model.visual.named_parameters():
+        if is_backbone(name) and parameter.requires_grad == frozen:
+            parameter.requires_grad_(not frozen)
+            parameter.grad = None
+            changed = True
+    return changed
+
+
+class WeightAverage:
+    """The mean of a model's weights over the updates, and of its loss' (SWA). Source: PCME++ §B.3.
+
+    The whole model is averaged: both encoders and the scalars. It is a copy in evaluation mode, in memory from the
+    start; the towers have no batch statistics that would need another pass over the data.
+
+    Args:
+        model: the plain model, not a wrapper of it.
+        loss_module: whose parameters are averaged too; None for a loss without any.
+    """
+
+    def __init__(self, model: ProbabilisticCLIP, loss_module: nn.Module | None = None):
+        self._average = AveragedModel(_pair(model, loss_module)).requires_grad_(False).eval()
+
+    def update(self, model: ProbabilisticCLIP, loss_module: nn.Module | None = None) -> None:
+        """Takes the present weights in; the same modules as at the start, or others of the same shapes."""
+        self._average.update_parameters(_pair(model, loss_module))
+
+    @property
+    def n_averaged(self) -> int:
+        """How many updates there were. Before the first one the average is what the weights were at the start."""
+        return int(self._average.n_averaged)
+
+    @property
+    def model(self) -> ProbabilisticCLIP:
+        """The averaged model: to evaluate and to save, not to train."""
+        return self._average.module["model"]
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The averaged loss, or None where there was none."""
+        return dict(self._average.module.items()).get("loss")
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages and their number: named tensors, to be saved with a checkpoint."""
+        return self._average.state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on from a `state_dict` of an average of the same modules."""
+        self._average.load_state_dict(state)
+
+
+def _pair(model: nn.Module, loss_module: nn.Module | None) -> nn.ModuleDict:
+    return nn.ModuleDict({"model": model, **({} if loss_module is None else {"loss": loss_module})})

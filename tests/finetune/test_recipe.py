@@ -1,0 +1,307 @@
+"""The recipe against the authors' numbers, and each part against its definition written out."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from finetune.recipe import (
+    Schedule,
+    WeightAverage,
+    check_engine,
+    create_optimizer,
+    freeze_image_backbone,
+    parameter_groups,
+    set_learning_rates,
+)
+from probemb.errors import UserError
+from probemb.losses import PairwiseMatchLoss
+from probemb.models import create_model, create_tokenizer
+
+NAME = "ViT-Micro-32"
+
+
+def micro(**options):
+    torch.manual_seed(0)
+    model = create_model(NAME, **{"head": "gpo", "embed_dim": 24, **options})
+    for scalar in (model.logit_scale, model.scale, model.shift):
+        scalar.requires_grad_(False)
+    return model
+
+
+def rates(groups, model, loss):
+    """Parameter's name -> its group."""
+    names = {id(p): n for n, p in (*model.named_parameters(), *((f"loss.{n}", p) for n, p in loss.named_parameters()))}
+    pairs = [(names[id(parameter)], group) for group in groups for parameter in group["params"]]
+    assert len(pairs) == len(dict(pairs))  # no parameter twice
+    return dict(pairs)
+
+
+def our_name(theirs):
+    """A parameter's name in the authors' engine -> here."""
+    part, _, rest = theirs.partition(".")
+    if part == "criterion":
+        return "loss." + rest.replace("negative_scale", "scale")
+    tower = {"img_enc": "visual", "txt_enc": "text"}[part]
+    part, _, name = rest.partition(".")
+    if part == "backbone":
+        return f"{tower}.{name}".replace("transformer.prob_resblocks", "uncertainty_transformer.resblocks")
+    head = {"image_encoder": "mean_head", "image_std_encoder": "log_var_head"}
+    head |= {"linear": "mean_head.linear", "gpool": "mean_head.pool"}
+    head |= {"std_linear": "log_var_head.linear", "std_gpool": "log_var_head.pool"}
+    return f"{tower}.{head[part]}.{name}".replace(".fc.", ".linear.").replace(".gpool.", ".pool.")
+
+
+@pytest.mark.parametrize("case", ["published", "no_layerwise", "no_unc_decay", "no_unc_decay_no_layerwise"])
+def test_authors_parameter_groups(parity, case):
+    v = parity("12_pcmepp_param_groups")
+    options = json.loads(str(v[f"{case}__config_json"]))
+    with torch.device("meta"):  # names and sizes of twelve blocks, without numbers
+        model, loss = create_model("ViT-B-32", head="gpo", n_unc_layers=1), PairwiseMatchLoss()
+    for scalar in (model.logit_scale, model.scale, model.shift):
+        scalar.requires_grad_(False)
+    groups = parameter_groups(
+        model,
+        loss,
+        lr=options["lr"],
+        weight_decay=options["wd"],
+        image_backbone=options["img_backbone_lr_decay"],
+        text_backbone=options["txt_backbone_lr_decay"],
+        layer_decay=options["layerwise_lr_decay"],
+        decay_uncertainty=not options.get("no_img_unc_decay", False),
+    )
+    ours = rates(groups, model, loss)
+    names = [our_name(str(name)) for name in v[f"{case}__names"]]
+    assert set(names) == set(ours)
+    for name, lr, decay in zip(names, v[f"{case}__initial_lr"], v[f"{case}__weight_decay"]):
+        assert ours[name]["lr"] == pytest.approx(lr, rel=1e-12), name
+        assert ours[name]["initial_lr"] == ours[name]["lr"]
+        assert ours[name]["weight_decay"] == decay, name
+
+
+def test_authors_learning_rate_by_epoch(parity):
+    v = parity("12_pcmepp_param_groups")
+    expected = v["published__lr_by_epoch_of_head_params"]
+    ends = [5e-4 * Schedule().factor(epoch, 1.0) for epoch in range(25)]
+    starts = [5e-4 * Schedule(warmup_epochs=0).factor(epoch, 0.0) for epoch in range(25)]
+    assert ends == pytest.approx(expected[:25], rel=1e-12)  # behind the 25th epoch theirs jumps back up
+    assert starts == pytest.approx(expected[:25], rel=1e-12)
+
+
+@pytest.mark.parametrize(("n_unc_layers", "head"), [(1, "gpo"), (2, "gpo"), (0, "gpo"), (2, "clip")])
+def test_every_parameter_is_in_one_group_at_its_rate(n_unc_layers, head):
+    model, loss = micro(n_unc_layers=n_unc_layers, head=head, embed_dim=None if head == "clip" else 24), nn.Linear(2, 3)
+    groups = parameter_groups(model, loss, lr=1.0, weight_decay=0.3, image_backbone=0.01, text_backbone=0.1)
+    ours = rates(groups, model, loss)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(ours) == trained | {"loss.weight", "loss.bias"}
+    for name, group in ours.items():
+        f = 0.01 if name.startswith("visual") else 0.1
+        if "uncertainty_transformer.resblocks." in name:
+            rate = f * 0.7 ** (n_unc_layers - int(name.split("resblocks.")[1][0]))
+        elif "resblocks." in name:
+            rate = f * 0.7 ** (2 - int(name.split("resblocks.")[1][0]))
+        else:
+            rate = 1.0 if "_head." in name or "loss" in name else f
+        assert group["lr"] == pytest.approx(rate), name
+        assert group["weight_decay"] == (0 if "loss" in name else 0.3), name
+        backbone = name.startswith("visual") and "_head" not in name and "uncertainty" not in name
+        assert group["image_backbone"] == backbone, name
+
+
+def test_the_models_own_scalars_are_trained_where_they_want_a_gradient():
+    model = micro(probabilistic=False)
+    model.scale.requires_grad_(True)
+    scalars = next(group for group in parameter_groups(model) if group["name"] == "scalars")
+    assert scalars["params"] == [model.scale]
+    assert (scalars["lr"], scalars["weight_decay"]) == (5e-4, 0)
+
+
+def test_a_frozen_backbone_is_still_in_its_groups():
+    model = micro()
+    before = sum(len(group["params"]) for group in parameter_groups(model))
+    freeze_image_backbone(model, True)
+    assert sum(len(group["params"]) for group in parameter_groups(model)) == before
+
+
+@pytest.mark.parametrize("case", ["adamp_pcmepp", "adamp_big", "adamp_nesterov_custom", "adamp_nowd"])
+def test_authors_adamp(parity, case):
+    v = parity("11_adamp")
+    options = json.loads(str(v[f"{case}__hparams_json"]))
+    params = {k.removeprefix("init__"): nn.Parameter(torch.tensor(a)) for k, a in v.items() if k.startswith("init__")}
+    optimizer = create_optimizer([{"params": list(params.values()), **options}])
+    for step in range(5):
+        for name, parameter in params.items():
+            parameter.grad = torch.tensor(v[f"{case}__grads__{name}"][step])
+        optimizer.step()
+        for name, parameter in params.items():
+            np.testing.assert_allclose(
+                parameter.detach().numpy(), v[f"{case}__params__{name}"][step], rtol=0, atol=1e-9, err_msg=name
+            )
+
+
+def adamp_step(w, grad, m, v, step, lr, weight_decay):
+    """AdamP's algorithm for one matrix, row by row as "channels", in numpy. Source: Heo et al., Algorithm 2."""
+    m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+    update = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
+
+    def cosine(a, b):
+        return abs((a * b).sum()) / (np.linalg.norm(a) * np.linalg.norm(b))
+
+    def project(a, along):
+        unit = along / np.linalg.norm(along)
+        return a - (a * unit).sum() * unit
+
+    decay = weight_decay
+    if max(cosine(w[i], grad[i]) for i in range(len(w))) < 0.1 / math.sqrt(w.shape[1]):
+        update, decay = np.stack([project(update[i], w[i]) for i in range(len(w))]), 0.1 * weight_decay
+    elif cosine(w, grad) < 0.1 / math.sqrt(w.size):
+        update, decay = project(update, w), 0.1 * weight_decay
+    return w * (1 - lr * decay) - lr * update, m, v
+
+
+@pytest.mark.parametrize("kind", ["rows", "whole", "free"])
+def test_adamp_equals_its_definition(kind):
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal((4, 6))
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    parameter = nn.Parameter(torch.tensor(w))
+    optimizer = create_optimizer([{"params": [parameter], "lr": 0.01, "weight_decay": 0.2}])
+    for step in range(1, 5):
+        grad = rng.standard_normal(w.shape)
+        if kind == "rows":
+            grad -= (grad * w).sum(1, keepdims=True) / (w * w).sum(1, keepdims=True) * w
+        elif kind == "whole":
+            grad -= (grad * w).sum() / (w * w).sum() * w
+        parameter.grad = torch.tensor(grad)
+        optimizer.step()
+        w, m, v = adamp_step(w, grad, m, v, step, 0.01, 0.2)
+        np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=0, atol=1e-9)
+
+
+def test_schedule_of_the_paper():
+    s = Schedule()
+    assert [s.factor(e, 0.5, image_backbone=True) for e in (0, 1, 2, 3, 14, 15, 24)] == [0, 0, 0.5, 1, 1, 0.1, 0.1]
+    assert [s.factor(e, 0.25) for e in (0, 1, 2, 3, 14, 15, 24)] == [1, 1, 0.25, 1, 1, 0.1, 0.1]
+    assert [e for e in range(25) if s.frozen(e)] == [0, 1]
+    assert [e for e in range(25) if s.averages(e)] == list(range(15, 25))
+    longer = Schedule(freeze_epochs=1, warmup_epochs=2)
+    assert [longer.factor(e, 0.5) for e in range(4)] == [1, 0.25, 0.75, 1]
+    assert Schedule(freeze_epochs=0).factor(0, 0.1) == 0.1
+    assert not any(Schedule(average_epochs=0).averages(e) for e in range(25))
+
+
+def step_once(model, loss, optimizer):
+    images = torch.randn(4, 3, 32, 32)
+    tokens = create_tokenizer(model)(["a cat", "two dogs", "a red circle", "x"])
+    optimizer.zero_grad()
+    loss(model.encode_image(images), model.encode_text(tokens)).loss.backward()
+    optimizer.step()
+
+
+def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still():
+    model, loss = micro(), PairwiseMatchLoss()
+    optimizer = create_optimizer(parameter_groups(model, loss, lr=0.01))
+    assert freeze_image_backbone(model, True)
+    assert not freeze_image_backbone(model, True)
+    before = copy.deepcopy(model.state_dict())
+    set_learning_rates(optimizer, Schedule(), 1, 1.0)
+    step_once(model, loss, optimizer)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert "visual.mean_head.linear.weight" in moved
+    assert "visual.uncertainty_transformer.resblocks.0.mlp.c_fc.weight" in moved
+    assert "text.token_embedding.weight" in moved
+    still = {name for name, _ in model.named_parameters()} - moved - {"logit_scale", "scale", "shift"}
+    assert "visual.conv1.weight" in still
+    assert all(n.startswith("visual.") and "_head" not in n and "uncertainty" not in n for n in still)
+    assert len(still) == len([p for g in optimizer.param_groups if g["image_backbone"] for p in g["params"]])
+    assert model.visual.conv1.weight not in optimizer.state  # no moments of what was not trained
+    assert freeze_image_backbone(model, False)
+    set_learning_rates(optimizer, Schedule(), 2, 0.5)
+    step_once(model, loss, optimizer)
+    assert not torch.equal(model.visual.conv1.weight, before["visual.conv1.weight"])
+    by_name = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert by_name["visual.heads"] == pytest.approx(0.005)
+    assert by_name["visual.block.1"] == pytest.approx(0.005 * 0.01 * 0.7)
+    state = optimizer.state_dict()  # and a checkpoint of it fits a new one
+    create_optimizer(parameter_groups(model, loss, lr=0.01)).load_state_dict(state)
+
+
+def test_weight_average_is_the_mean_of_everything():
+    model, loss = micro(), PairwiseMatchLoss()
+    average = WeightAverage(model, loss)
+    assert average.n_averaged == 0
+    snapshots = []
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *loss.parameters()):
+                parameter.add_(torch.randn_like(parameter))
+        average.update(model, loss)
+        snapshots.append([p.detach().double().clone() for p in (*model.parameters(), *loss.parameters())])
+    averaged = (*average.model.parameters(), *average.loss_module.parameters())
+    for parameter, values in zip(averaged, zip(*snapshots)):
+        torch.testing.assert_close(parameter.double(), sum(values) / 3, rtol=0, atol=1e-6)
+    assert average.n_averaged == 3
+    assert not average.model.training
+    assert not any(parameter.requires_grad for parameter in averaged)
+    assert average.model.config == model.config
+    assert model.training  # the live model goes on as it was
+    assert model.visual.conv1.weight.requires_grad
+    again = WeightAverage(model, loss)
+    again.load_state_dict(average.state_dict())
+    for one in (again, copy.deepcopy(average)):
+        assert one.n_averaged == 3
+        one.update(model, loss)
+        torch.testing.assert_close(one.loss_module.scale, (3 * average.loss_module.scale + loss.scale.detach()) / 4)
+    assert average.n_averaged == 3
+    assert WeightAverage(model).loss_module is None
+
+
+def accelerator(kind=DistributedType.NO, n=1):
+    return SimpleNamespace(distributed_type=kind, num_processes=n)
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Sets the launcher's environment, and nothing else of it."""
+
+    def set_to(**environment):
+        for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def test_engines_that_train(launcher):
+    launcher()
+    check_engine(accelerator())
+    launcher(ACCELERATE_MIXED_PRECISION="no")
+    check_engine(accelerator())
+    launcher(WORLD_SIZE="1")
+    check_engine(accelerator())
+    launcher(WORLD_SIZE="2", MASTER_PORT="29500", ACCELERATE_MIXED_PRECISION="bf16")
+    check_engine(accelerator(DistributedType.MULTI_CPU, 2))
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM])
+def test_engines_that_shard_the_optimizer_are_refused(launcher, kind):
+    launcher(WORLD_SIZE="2")
+    with pytest.raises(UserError, match=f"AdamP needs whole weights, and {kind.value} cuts them"):
+        check_engine(accelerator(kind, 2))
+
+
+def test_a_launcher_whose_processes_do_not_find_each_other_is_refused(launcher):
+    launcher(WORLD_SIZE="2", MASTER_PORT="29500")
+    with pytest.raises(UserError, match="started 2 processes, but each of them takes part in a run of 1"):
+        check_engine(accelerator())
+    launcher(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_MIXED_PRECISION="no")
+    with pytest.raises(UserError, match="asked for several processes, but it has started one"):
+        check_engine(accelerator())
