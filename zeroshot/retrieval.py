@@ -10,8 +10,6 @@ table has a second half with all true positives. Source: PCME++ §4.1 (metrics),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.command import parse_config, run_command, to_dict
@@ -21,7 +19,7 @@ from zeroshot.config import RetrievalConfig
 if TYPE_CHECKING:
     import torch
 
-    from probemb.data.reading import Images
+    from probemb.data.captioned import Captioned
     from probemb.gaussian import Gaussian
 
 PROG = "python -m zeroshot.retrieval"
@@ -30,23 +28,9 @@ OUTPUT = "retrieval.json"
 MAX_PAIRS = 2_000_000_000  # scores held at once, 4 bytes each
 
 
-@dataclass(frozen=True)
-class Captions:
-    """Captions beside their images.
-
-    Attributes:
-        images: where the images lie.
-        texts: for each image its captions.
-        scenes: for each image (scene, captions with what they state), where the data is the embedded world; else None.
-    """
-
-    images: Images
-    texts: list[list[str]]
-    scenes: list[tuple] | None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
+    from probemb.data.captioned import find_captioned
     from probemb.data.reading import describe_bad
     from zeroshot.runtime import check_numbers, claim_files, place, progress, results_folder, write_json
 
@@ -55,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not getattr(config, option):
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
     check_numbers(config)
-    captions = find_captions(config.data)
-    refuse_too_many_pairs(len(captions.texts), sum(map(len, captions.texts)))
+    captions = find_captioned(config.data, format="webdataset")
+    refuse_too_many_pairs(len(captions), captions.n_captions)
     out = results_folder(config.out, config.model, "retrieval")
     claim_files(out, [OUTPUT])
 
@@ -100,70 +84,8 @@ def refuse_too_many_pairs(n_images: int, n_texts: int) -> None:
         )
 
 
-def find_captions(data: str | Path) -> Captions:
-    """List images and captions of webdataset shards.
-
-    Raises:
-        UserError: the path is missing, or holds no captioned image.
-    """
-    from probemb.data.reading import Images, Place, find_tars
-    from probemb.data.shards import IMAGE_EXTENSIONS, BadSample, BadShard, list_samples, parse_sample, read_sample
-
-    tars = find_tars(data)
-    if not tars:
-        what = "holds no webdataset shards" if Path(data).is_dir() else "does not exist"
-        raise UserError(
-            f"The data path {data} {what}.",
-            "Name shards with captions, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
-        )
-    images, texts, metas = Images(places=[], source=str(data)), [], []
-    for tar in tars:
-        prefix = f"{tar.name}:" if len(tars) > 1 else ""
-        try:
-            spans, _ = list_samples(tar)
-        except BadShard as error:
-            raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
-        with open(tar, "rb") as file:
-            for span in spans:
-                image = next(span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts)
-                words = {ext: part for ext, part in span.parts.items() if ext not in IMAGE_EXTENSIONS}
-                try:
-                    parts = read_sample(file.fileno(), span._replace(parts=words))
-                    sample = parse_sample({"jpg": b"-", **parts}, span.key)
-                except BadSample as error:
-                    images.bad.append((prefix + span.key, str(error)))
-                    continue
-                images.places.append(Place(prefix + span.key, str(tar), image.offset, image.size))
-                texts.append(sample.captions)
-                metas.append(sample.meta)
-    if not texts:
-        why = f" ({images.bad[0][0]}: {images.bad[0][1]})" if images.bad else ""
-        raise UserError(
-            f"{data} holds no image with a caption{why}.", "Name shards with KEY.txt or KEY.json beside each image."
-        )
-    return Captions(images, texts, read_scenes(metas, texts))
-
-
-def read_scenes(metas: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
-    """(scene, captions) of each sample of the embedded world; None if any sample is not of it."""
-    from probemb.data.scenes import sample_from_json
-
-    found = []
-    for meta, captions in zip(metas, texts):
-        if "scene" not in meta:
-            return None
-        try:
-            scene, told = sample_from_json(meta)
-        except (TypeError, ValueError, AttributeError):
-            return None
-        if [caption.text for caption in told] != list(captions):
-            return None
-        found.append((scene, told))
-    return found
-
-
 def embed_pairs(
-    model, tokenizer, transform, captions: Captions, *, placement, batch_size=64, text_batch_size=256, workers=0,
+    model, tokenizer, transform, captions: Captioned, *, placement, batch_size=64, text_batch_size=256, workers=0,
     max_bad=0.05, show,
 ) -> tuple[Gaussian, Gaussian, torch.Tensor, list[int], list[tuple[str, str]]]:  # fmt: skip
     """Embed all readable images and their captions.
@@ -184,8 +106,8 @@ def embed_pairs(
     with show("images", len(captions.images)) as advance:
         images = encode_images(model.encode_image, batches, progress=advance, **where)
     kept = batches.kept
-    texts = [text for i in kept for text in captions.texts[i]]
-    owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.texts[i]])
+    texts = [text for i in kept for text in captions.captions[i]]
+    owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
     tokens = tokenizer(texts)
     with show("captions", len(texts)) as advance:
         embedded = encode_texts(
@@ -216,7 +138,7 @@ def score(images: Gaussian, texts: Gaussian, owner: torch.Tensor, match=None, po
     return rows
 
 
-def exact_match(captions: Captions, kept: Sequence[int]):
+def exact_match(captions: Captioned, kept: Sequence[int]):
     """(N, M) bool, which caption is true of which image, for the embedded world."""
     import torch
 
@@ -227,13 +149,13 @@ def exact_match(captions: Captions, kept: Sequence[int]):
     return torch.from_numpy(match_matrix(scenes, told))
 
 
-def score_exact(images: Gaussian, texts: Gaussian, captions: Captions, kept: Sequence[int], device: str) -> list:
+def score_exact(images: Gaussian, texts: Gaussian, captions: Captioned, kept: Sequence[int], device: str) -> list:
     """`score` with every true pair of the embedded world as a positive."""
     match = exact_match(captions, kept).to(device)
     return score(images.to(device), texts.to(device), None, match, "all true captions")
 
 
-def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Captions, kept: Sequence[int]) -> dict:
+def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Captioned, kept: Sequence[int]) -> dict:
     """What uncertainty goes along with: R@1 in ten bins, and in the embedded world the true ambiguity of captions."""
     from dataclasses import asdict
 

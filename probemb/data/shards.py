@@ -129,9 +129,9 @@ def read_sample(fd: int, span: SampleSpan) -> dict[str, bytes]:
 def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool = True) -> Sample:
     """The meaning of a sample's bytes, given by extension; the image stays encoded.
 
-    Captions come from KEY.json's "captions", else from KEY.txt, one a line, else from KEY.json's "caption" (img2dataset
-    writes both). They are strict UTF-8, stripped, cut at 2,000 characters; empty ones are dropped. The class index is
-    KEY.cls.
+    Captions come from KEY.json's "captions" (strings, or objects with a "caption"), else from KEY.txt, one a line, else
+    from KEY.json's "caption" (img2dataset writes both). They are strict UTF-8, stripped, cut at 2,000 characters; empty
+    ones are dropped. The class index is KEY.cls.
 
     Raises BadSample: no image; text that is not UTF-8, not JSON or not of this shape; no caption left (with
     `need_caption=False`: neither a caption nor a class index).
@@ -146,6 +146,8 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool =
         captions = _decode_text(parts["txt"], "txt").split("\n")
     else:
         captions = [meta["caption"]] if meta.get("caption") is not None else []
+    if isinstance(captions, list):  # COCO's annotations have {"id", "caption"} in place of the caption
+        captions = [one.get("caption") if isinstance(one, dict) else one for one in captions]
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BadSample("the captions of the json are not a list of strings")
     captions = [text[:MAX_CAPTION_CHARS] for text in (caption.strip() for caption in captions) if text]

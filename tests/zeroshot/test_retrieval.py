@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from probemb.classify import normalise
+from probemb.data.captioned import find_captioned
 from probemb.data.scenes import matches
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from tests.world import jpeg, write_tar
-from zeroshot.retrieval import exact_match, find_captions, main, refuse_too_many_pairs, score
+from zeroshot.retrieval import exact_match, main, refuse_too_many_pairs, score
 
 
 def test_captions_and_scenes_are_found(captioned):
-    found = find_captions(captioned)
+    found = find_captioned(captioned)
     assert len(found.images) == 24
-    assert all(len(texts) == 3 for texts in found.texts)
+    assert all(len(texts) == 3 for texts in found.captions)
     kept = [0, 5, 7]
     match = exact_match(found, kept)
     told = [caption for i in kept for caption in found.scenes[i][1]]
@@ -27,8 +28,8 @@ def test_captions_and_scenes_are_found(captioned):
 
 def test_plain_captions_have_no_scenes(tmp_path, pictures):
     members = [("a.jpg", pictures[0][1]), ("a.txt", b"one\ntwo\n"), ("b.jpg", pictures[1][1]), ("b.txt", b"three")]
-    found = find_captions(write_tar(tmp_path / "a.tar", members))
-    assert found.texts == [["one", "two"], ["three"]]
+    found = find_captioned(write_tar(tmp_path / "a.tar", members))
+    assert found.captions == [["one", "two"], ["three"]]
     assert found.scenes is None
 
 
