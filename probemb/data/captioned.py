@@ -168,11 +168,11 @@ def assemble(
             )
     if not entries:
         raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
-    check_unique((entry.id for entry in entries), "image", source)
+    check_unique((entry.id for entry in entries), "image id", source)
     ids = None
     if all(entry.caption_ids is not None for entry in entries):
         ids = [list(entry.caption_ids) for entry in entries]
-        check_unique((number for row in ids for number in row), "caption", source)
+        check_unique((number for row in ids for number in row), "caption id", source)
     return Captioned(
         captions=[entry.captions for entry in entries],
         image_ids=[entry.id for entry in entries],
@@ -190,7 +190,7 @@ def check_unique(ids: Iterable[int | str], what: str, source: str) -> None:
     seen: set[int | str] = set()
     for one in ids:
         if one in seen:
-            raise UserError(f"{source} has two entries with the {what} id {one}.", "Remove one of them.")
+            raise UserError(f"{source} has two entries with the {what} {one}.", "Remove one of them.")
         seen.add(one)
 
 

@@ -51,7 +51,7 @@ def read_karpathy(path: Path, split: str | None, images: Path | None) -> Caption
             raise _not_karpathy(path, number, str(error)) from None
     chosen = set(choose_split(split, splits, str(path)))
     check_unique(names, "file name", str(path))
-    check_unique((entry.id for entry in entries), "image", str(path))
+    check_unique((entry.id for entry in entries), "image id", str(path))
     kept = [index for index, part in enumerate(splits) if part in chosen]
     entries, candidates = [entries[i] for i in kept], [(names[i], PurePosixPath(names[i]).name) for i in kept]
     located, missing = locate(candidates, [names[i] for i in kept], str(path), images, [path.parent])

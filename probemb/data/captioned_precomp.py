@@ -125,7 +125,7 @@ def _read_ids(path: Path, total: int) -> tuple[list[int | str] | None, list[int]
         return ids[::PER_IMAGE], None
     if not all(map(is_id, ids)):
         raise UserError(f"{beside} does not give five captions in a row the same image.", "Correct that file.")
-    check_unique(ids, "caption", str(beside))
+    check_unique(ids, "caption id", str(beside))
     known = _image_of_caption()
     found = [known.get(str(one)) for one in ids]
     if any(image is None for image in found):
