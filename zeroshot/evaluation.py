@@ -1,12 +1,11 @@
-"""From embeddings to numbers: every filter, the whole curve over K, oracle and honest choices of K, and what
-uncertainty says about accuracy. Pure functions on tensors.
+"""From embeddings to numbers: every filter, the whole curve over K, oracle and honest choices of K. Pure functions on
+tensors.
 
 N images, C classes, P prompts of a class, K prompts kept, D dimensions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -233,56 +232,3 @@ def _splits(
         return [_Split(ranks[~mask], labels[~mask], mask) for mask in held]
     elsewhere = true_ranks(select_data.mean, prefixes, select_data.labels).cpu()
     return [_Split(elsewhere, select_data.labels.cpu(), torch.ones(len(labels), dtype=torch.bool))]
-
-
-# ------------------------------------------------------------------------------- uncertainty against accuracy
-
-
-@dataclass(frozen=True)
-class Bins:
-    """Items in bins of (nearly) equal count, from certain to uncertain, and how the two quantities go together.
-
-    Attributes:
-        uncertainty, accuracy: mean of each bin; counts: items in each.
-        pearson: of the bins' means, as in PCME++ Fig. 3; None if one of the two is constant.
-        spearman: rank correlation over single items; None likewise.
-    """
-
-    uncertainty: list[float]
-    accuracy: list[float]
-    counts: list[int]
-    pearson: float | None
-    spearman: float | None
-
-
-def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10) -> Bins | None:
-    """Bin items by uncertainty; items with a NaN score are left out. None if fewer than two items remain."""
-    keep = torch.isfinite(score.double()) & torch.isfinite(uncertainty.double())
-    u, s = uncertainty[keep].double(), score[keep].double()
-    if len(u) < 2:
-        return None
-    order = u.argsort(stable=True)
-    parts = order.tensor_split(min(n_bins, len(u)))
-    mean_u = [float(u[part].mean()) for part in parts]
-    mean_s = [float(s[part].mean()) for part in parts]
-    return Bins(
-        mean_u,
-        mean_s,
-        [len(part) for part in parts],
-        pearson(torch.tensor(mean_u, dtype=torch.float64), torch.tensor(mean_s, dtype=torch.float64)),
-        pearson(average_ranks(u), average_ranks(s)),
-    )
-
-
-def pearson(a: Tensor, b: Tensor) -> float | None:
-    """Pearson's correlation; None if one of the two is constant."""
-    a, b = a - a.mean(), b - b.mean()
-    scale = float(a.norm() * b.norm())
-    return None if scale == 0 or not math.isfinite(scale) else max(-1.0, min(1.0, float(a @ b) / scale))
-
-
-def average_ranks(x: Tensor) -> Tensor:
-    """Ranks from 0; equal values share the mean of their ranks."""
-    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    end = counts.cumsum(0).double()
-    return (end - (counts.double() + 1) / 2)[inverse]

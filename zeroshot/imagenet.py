@@ -155,7 +155,7 @@ def describe(
     """Everything that results.json holds. Accuracies are shares in [0, 1]; K counts prompts."""
     from dataclasses import asdict
 
-    from zeroshot.evaluation import uncertainty_bins
+    from probemb.metrics import uncertainty_bins
 
     e = outcome.evaluation
     class_u = e.uncertainty.mean(dim=1)

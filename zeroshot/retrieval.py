@@ -162,8 +162,7 @@ def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Cap
     import torch
 
     from probemb.distances import csd
-    from probemb.metrics import ranked_matches
-    from zeroshot.evaluation import average_ranks, pearson, uncertainty_bins
+    from probemb.metrics import average_ranks, pearson, ranked_matches, uncertainty_bins
 
     match = owner == torch.arange(len(images))[:, None]
     scores = -csd(images, texts)

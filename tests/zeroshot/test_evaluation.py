@@ -1,6 +1,5 @@
 """From embeddings to numbers: oracle and honest choices of K, and correlations."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,10 +9,7 @@ from probemb.gaussian import Gaussian
 from zeroshot.evaluation import (
     UPPER_BOUND,
     SelectionData,
-    average_ranks,
     evaluate_embeddings,
-    pearson,
-    uncertainty_bins,
 )
 from zeroshot.filters import FILTERS, FilterOptions, Selection
 
@@ -140,24 +136,3 @@ def test_classes_without_images_keep_all_prompts_and_have_no_accuracy():
 def test_one_image_a_class_allows_no_folds():
     with pytest.raises(UserError, match="no class has more than one image"):
         evaluate_embeddings(*world(per_class=1), ["best-topk"], selection=Selection("folds", 5))
-
-
-def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
-    generator = torch.Generator().manual_seed(3)
-    u = torch.rand(97, generator=generator).double().round(decimals=1)  # with ties
-    score = (1 - u + 0.3 * torch.randn(97, generator=generator)).double()
-    bins = uncertainty_bins(u, score)
-    assert sum(bins.counts) == 97
-    assert max(bins.counts) - min(bins.counts) <= 1
-    assert bins.uncertainty == sorted(bins.uncertainty)
-    assert bins.pearson == pytest.approx(np.corrcoef(bins.uncertainty, bins.accuracy)[0, 1])
-    stats = pytest.importorskip("scipy.stats")
-    assert bins.spearman == pytest.approx(stats.spearmanr(u, score).statistic)
-    assert average_ranks(torch.tensor([3.0, 1.0, 3.0])).tolist() == [1.5, 0.0, 1.5]
-
-
-def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
-    assert pearson(torch.ones(3), torch.arange(3.0)) is None
-    bins = uncertainty_bins(torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0]))
-    assert sum(bins.counts) == 3
-    assert uncertainty_bins(torch.ones(1), torch.ones(1)) is None

@@ -1,0 +1,53 @@
+"""Metrics of retrieval and of uncertainty: recall, R-Precision, mAP@R, RSUM, the COCO benchmarks, PMRP, calibration."""
+
+from probemb.metrics.coco import coco_benchmarks, coco_query_metrics, coco_rows
+from probemb.metrics.plausible import plausible_match_r_precision
+from probemb.metrics.retrieval import (
+    Positives,
+    first_match_ranks,
+    map_at_r,
+    mean_metrics,
+    query_metrics,
+    r_precision,
+    rank_both,
+    rank_summary,
+    ranked_matches,
+    ranking,
+    recall_at_k,
+    retrieval_metrics,
+    rsum,
+)
+from probemb.metrics.uncertainty import (
+    Bins,
+    RejectionCurve,
+    average_ranks,
+    pearson,
+    rejection_curve,
+    uncertainty_bins,
+)
+
+__all__ = [
+    "Bins",
+    "Positives",
+    "RejectionCurve",
+    "average_ranks",
+    "coco_benchmarks",
+    "coco_query_metrics",
+    "coco_rows",
+    "first_match_ranks",
+    "map_at_r",
+    "mean_metrics",
+    "pearson",
+    "plausible_match_r_precision",
+    "query_metrics",
+    "r_precision",
+    "rank_both",
+    "rank_summary",
+    "ranked_matches",
+    "ranking",
+    "recall_at_k",
+    "rejection_curve",
+    "retrieval_metrics",
+    "rsum",
+    "uncertainty_bins",
+]

@@ -1,0 +1,135 @@
+"""Metrics against their definitions written out query by query."""
+
+import sys
+
+import pytest
+import torch
+
+from probemb import metrics
+from probemb.distances import match_probability_of_samples
+
+MODULE = sys.modules["probemb.metrics.retrieval"]
+
+
+def case(q=40, g=60, seed=0, ties=False):
+    r = torch.Generator().manual_seed(seed)
+    scores = torch.randn(q, g, generator=r)
+    if ties:
+        scores = scores.round()
+    match = torch.rand(q, g, generator=r) < 0.08
+    match[3] = False  # a query without any match is left out
+    return scores, match
+
+
+def naive(scores, match, k):
+    recall, precision, average = [], [], []
+    for s, m in zip(scores, match):
+        if not m.any():
+            continue
+        order = sorted(range(len(s)), key=lambda j: (-s[j].item(), j))
+        hit = [bool(m[j]) for j in order]
+        r = int(m.sum())
+        recall.append(any(hit[:k]))
+        precision.append(sum(hit[:r]) / r)
+        average.append(sum(sum(hit[: i + 1]) / (i + 1) for i in range(r) if hit[i]) / r)
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    return mean(recall), mean(precision), mean(average)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("k", [1, 5, 10])
+def test_equal_their_definitions(k, ties, monkeypatch):
+    monkeypatch.setattr(MODULE, "CHUNK_ELEMENTS", 500)  # several chunks
+    scores, match = case(ties=ties)
+    recall, precision, average = naive(scores, match, k)
+    assert metrics.recall_at_k(scores, match, k) == pytest.approx(recall, abs=1e-12)
+    assert metrics.r_precision(scores, match) == pytest.approx(precision, abs=1e-12)
+    assert metrics.map_at_r(scores, match) == pytest.approx(average, abs=1e-12)
+
+
+def test_a_collapsed_model_gets_no_credit_for_ties():
+    """All scores equal: the ranking is the gallery's order, whatever the match is."""
+    match = torch.eye(50, dtype=torch.bool)
+    assert metrics.recall_at_k(torch.zeros(50, 50), match, 1) == pytest.approx(1 / 50)
+    assert metrics.recall_at_k(torch.zeros(50, 50), match, 5) == pytest.approx(5 / 50)
+
+
+def test_rsum_of_perfect_retrieval():
+    perfect = metrics.retrieval_metrics(torch.eye(20), torch.eye(20))
+    assert metrics.rsum(perfect, perfect) == pytest.approx(600)
+
+
+def test_scores_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.recall_at_k(torch.full((2, 2), float("nan")), torch.eye(2), 1)
+    with pytest.raises(ValueError, match="no query has a match"):
+        metrics.r_precision(torch.zeros(2, 2), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("block", [190, 10**9])
+def test_lists_of_both_directions_equal_whole_stable_sorts(ties, block, monkeypatch):
+    monkeypatch.setattr(MODULE, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(MODULE, "BLOCK_ELEMENTS", block)
+    scores, _ = case(q=23, g=31, ties=ties)
+    rows, columns = metrics.rank_both(lambda part: scores[part], 23, 31, (7, 4))
+    assert torch.equal(rows, scores.argsort(dim=1, descending=True, stable=True)[:, :7])
+    assert torch.equal(columns, scores.T.argsort(dim=1, descending=True, stable=True)[:, :4])
+    whole, _ = metrics.rank_both(lambda part: scores[part], 23, 31, 1000)
+    assert whole.shape == (23, 31)
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.rank_both(lambda part: scores[part] / 0 * 0, 23, 31, 3)
+
+
+def test_lists_and_pairs_give_what_the_matrix_gives():
+    scores, match = case()
+    positives = metrics.Positives.from_matrix(match)
+    for s, m, p in ((scores, match, positives), (scores.T, match.T, positives.transposed())):
+        per_query = metrics.query_metrics(metrics.ranking(s, 20), p)
+        assert metrics.mean_metrics(per_query) == pytest.approx(metrics.retrieval_metrics(s, m), abs=1e-12)
+    assert torch.isnan(metrics.query_metrics(metrics.ranking(scores, 20), positives)["r@1"][3])
+
+
+def test_a_gallery_smaller_than_k_is_taken_whole_and_short_lists_are_refused():
+    match = torch.tensor([[True, False, True], [False, True, False]])
+    scores = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
+    assert metrics.retrieval_metrics(scores, match) == pytest.approx(
+        {"r@1": 0.5, "r@5": 1, "r@10": 1, "r_precision": 0.75, "map_at_r": (0.25 + 1) / 2}
+    )
+    positives = metrics.Positives.from_matrix(match)
+    with pytest.raises(ValueError, match="the lists hold 2 ranks, but 3 are needed"):
+        metrics.query_metrics(metrics.ranking(scores, 2), positives)
+    with pytest.raises(ValueError, match="the lists hold 1 ranks, but 2 are needed"):
+        metrics.query_metrics(metrics.ranking(scores, 1), positives, ks=(1,))
+
+
+def test_nothing_found_is_no_match():
+    positives = metrics.Positives.from_pairs(torch.tensor([1]), torch.tensor([2]), 2, 3)
+    assert positives.hits(torch.tensor([[-1, 2, 0], [-1, 2, 0]])).tolist() == [[False] * 3, [False, True, False]]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_ranks_of_first_matches(ties):
+    scores, match = case(ties=ties)
+    found = metrics.first_match_ranks(scores, match)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    keep = match.any(1)
+    assert torch.equal(found, 1 + match.gather(1, order).int().argmax(1)[keep])
+    summary = metrics.rank_summary(torch.tensor([1, 2, 7, 30]))
+    assert summary == {"r@1": 0.25, "r@5": 0.5, "r@10": 0.75, "median_rank": 4.0, "mean_rank": 10.0}
+
+
+def test_recalls_equal_pcme(parity):
+    ref = {k: torch.from_numpy(v) for k, v in parity("04d_pcme_recall").items()}
+    by_samples = match_probability_of_samples(ref["q_samples"], ref["g_samples"], ref["mp_scale"], ref["mp_shift"])
+    match = ref["q_labels"][:, None] == ref["g_labels"][None, :]
+    for name, scores in (("matmul", ref["q"] @ ref["g"].T), ("matching_prob", by_samples)):
+        for way, s, m in (("i2t", scores, match), ("t2i", scores.T, match.T)):
+            got = metrics.rank_summary(metrics.first_match_ranks(s, m))
+            for k in (1, 5, 10):
+                assert 100 * got[f"r@{k}"] == pytest.approx(ref[f"{name}__{way}__recall_{k}"].item(), abs=1e-9)
+            assert got["median_rank"] == pytest.approx(ref[f"{name}__{way}__medr"].item(), abs=1e-9)
+            assert got["mean_rank"] == pytest.approx(ref[f"{name}__{way}__meanr"].item(), abs=1e-9)
+            recalls = metrics.retrieval_metrics(s, m)
+            total = 100 * sum(recalls[f"r@{k}"] for k in (1, 5, 10))
+            assert total == pytest.approx(ref[f"{name}__{way}__rsum"].item(), abs=1e-9)
