@@ -160,6 +160,24 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
+def check_numbers(config: Any, from_one: Sequence[str] = ("batch_size", "text_batch_size", "k")) -> None:
+    """Refuse numbers out of range, before anything is read; options that a command does not have are passed over.
+
+    Raises:
+        UserError: names the option.
+    """
+    for name in from_one:
+        value = getattr(config, name, None)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number from 1 on.")
+    if config.workers is not None and config.workers < 0:
+        raise UserError(f"--workers is {config.workers}.", "Give 0 or more.")
+    if not getattr(config, "temperature", 1.0) > 0:
+        raise UserError(f"--temperature is {config.temperature}.", "Give a number above 0.")
+    if not 0 <= config.max_bad <= 1:
+        raise UserError(f"--max-bad is {config.max_bad}.", "Give a share between 0 and 1.")
+
+
 class Parser(argparse.ArgumentParser):
     """argparse for commands with a handful of options, whose errors are `UserError`s."""
 

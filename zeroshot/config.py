@@ -6,6 +6,7 @@ and would load torch for the sake of other annotations there.
 
 from dataclasses import dataclass
 
+GENERATOR = "probemb zeroshot"  # marks this stage's own files, so that nobody else's are replaced
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
 DEFAULT_DATA = "data/imagenet/val"
 

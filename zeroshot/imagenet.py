@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.command import parse_config, run_command, to_dict
+from probemb.command import check_numbers, parse_config, run_command, to_dict
 from probemb.errors import UserError
-from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, ImagenetConfig
+from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConfig
 
 if TYPE_CHECKING:
     from probemb.data.classes import Classes
     from probemb.data.labelled import LabelledImages
+    from probemb.placement import Placement
     from zeroshot.filters import Selection
     from zeroshot.outcome import Outcome
-    from zeroshot.runtime import Placement
 
 PROG = "python -m zeroshot.imagenet"
 DESCRIPTION = (
@@ -34,7 +34,8 @@ OUTPUTS = ("results.json", "report.html")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Everything that can be refused is refused before the model is loaded."""
-    from zeroshot.runtime import check_numbers, claim_files, progress, results_folder
+    from probemb.progress import progress
+    from probemb.results import claim_files, results_folder
 
     config = parse_config(ImagenetConfig, PROG, DESCRIPTION, argv)
     check_numbers(config)
@@ -63,14 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if selection.on == "train":
         found = find_images(config.select_data)
         other = (found, assign_labels(found, classes))
-    out = results_folder(config.out, config.model, "zeroshot")
-    claim_files(out, OUTPUTS)
+    out = results_folder(config.out, config.model, "zeroshot", "zeroshot-results")
+    claim_files(out, OUTPUTS, GENERATOR)
 
     from probemb.models import load_model
+    from probemb.placement import place
+    from probemb.results import write_json
     from zeroshot.filters import FilterOptions
     from zeroshot.outcome import evaluate
     from zeroshot.report import write_report
-    from zeroshot.runtime import place, write_json
 
     placement = place(config.device, config.precision)
     try:
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(message, flush=True)
     print_table(outcome, len(classes))
     results = describe(config, outcome, images, classes, templates, placement)
-    write_json(out / OUTPUTS[0], results)
+    write_json(out / OUTPUTS[0], results, GENERATOR)
     write_report(out / OUTPUTS[1], results, outcome, images, classes, templates)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from probemb.data.classes import Classes
 from probemb.data.labelled import LabelledImages
 from probemb.data.reading import ImageBatches
 from probemb.gaussian import Gaussian
+from probemb.placement import Placement, loader_workers
+from probemb.progress import silent
 from zeroshot.evaluation import Evaluation, SelectionData, evaluate_embeddings
 from zeroshot.filters import FilterOptions, Selection
 from zeroshot.prompts import embed_texts
-from zeroshot.runtime import Placement, loader_workers
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def evaluate(
         transform: PIL image -> (3, H, W); labels: index into `classes` for each of `images`.
         filters: names in FILTERS, in the order of the rows.
         select_images: images with labels to choose K on, for selection "train".
-        show: context manager (title, total) -> advance, as `zeroshot.runtime.progress`; None is silent.
+        show: context manager (title, total) -> advance, as `probemb.progress.progress`; None is silent.
 
     Raises:
         UserError: too many unreadable images, folds that are not possible, embeddings that are not finite.
     """
-    show = show or _silent
+    show = show or silent
     options, selection = options or FilterOptions(), selection or Selection("oracle")
     placement = placement or Placement("cpu", None, "fp32")
     seconds: dict[str, float] = {}
@@ -111,11 +111,6 @@ def evaluate(
     )  # fmt: skip
     lap("filters")
     return Outcome(evaluation, gaussian, kept_labels, places, bad, (embedded.cache, embedded.message), seconds)
-
-
-@contextmanager
-def _silent(title: str, total: int):
-    yield None
 
 
 def _shaped(gaussian: Gaussian, n_classes: int, n_prompts: int) -> Gaussian:

@@ -5,17 +5,16 @@ Names of classes, files and models are text of unknown origin: everything goes t
 
 from __future__ import annotations
 
-import base64
-import io
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from probemb.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, number
 from probemb.data.shards import BadSample
 from probemb.files import replace_text
-from zeroshot.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, number
-from zeroshot.runtime import GENERATOR
+from probemb.page import correlation, html_page, percent, thumbnail
+from zeroshot.config import GENERATOR
 
 if TYPE_CHECKING:
     from probemb.data.classes import Classes
@@ -23,60 +22,19 @@ if TYPE_CHECKING:
     from zeroshot.evaluation import Evaluation
     from zeroshot.outcome import Outcome
 
-THUMBNAIL = 104  # pixels of the longer side
 IMAGES_A_CLASS = 6
 CLASSES_A_GROUP = 3
 PROMPTS_SHOWN = 6
 
 STYLE = """
-:root{color-scheme:light}*{box-sizing:border-box}
-body{margin:0;background:#f5f6f8;color:#1f2733;font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}
-h1{font-size:1.75rem;line-height:1.2;margin:0 0 6px;letter-spacing:-.01em}
-h2{font-size:1.2rem;margin:0 0 4px}h3{font-size:1.02rem;margin:0;overflow-wrap:anywhere}
-h4{font-size:.86rem;margin:14px 0 4px;color:#5d6875;font-weight:600}
-p{margin:4px 0 10px;max-width:74ch}.lead{color:#5d6875;overflow-wrap:anywhere}
-section{background:#fff;border:1px solid #e0e4e9;border-radius:10px;padding:20px 22px;margin:18px 0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0 0}
-.tile{background:#fff;border:1px solid #e0e4e9;border-radius:10px;padding:12px 16px}
-.tile b{display:block;font-size:1.6rem;line-height:1.2;font-variant-numeric:tabular-nums}
-.tile span{color:#5d6875;font-size:.86rem;display:block}
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th{font-size:.84rem;color:#5d6875;font-weight:600;text-align:right;padding:6px 10px;border-bottom:2px solid #e0e4e9;
-white-space:nowrap}
-td{padding:8px 10px;border-bottom:1px solid #eceff2;text-align:right;white-space:nowrap}
-th:first-child,td:first-child,th:last-child,td:last-child{text-align:left}td:first-child{font-weight:600}
-tr:last-child td{border-bottom:0}
-.badge{display:inline-block;border-radius:99px;padding:1px 10px;font-size:.8rem;background:#eceff3;color:#435061}
-.badge.oracle{background:#fbeadb;color:#8a3f08}.badge.honest{background:#dff1e5;color:#1d5c37}
-.up{color:#1d6b3f}.down{color:#a4341f}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:14px 26px;margin-top:10px}
-.pair>div{min-width:0}
-.chart{width:100%;min-width:330px;height:auto;display:block}
-.chart text{font-family:inherit}.axis{font-size:12.5px;fill:#5d6875}.tick{font-size:12px;fill:#5d6875}
-.note{font-size:12.5px;font-weight:600;paint-order:stroke;stroke:#fff;stroke-width:3px}
-.fine{font-size:.86rem;color:#5d6875}
 .group{margin-top:18px}.group h2{font-size:1rem;background:#f0f3f6;border-radius:6px;padding:6px 12px}
 .card{border-top:1px solid #e0e4e9;padding:16px 0 6px}.group h2+.card{border-top:0}
 .head{display:flex;flex-wrap:wrap;gap:4px 14px;align-items:baseline}
-.thumbs{display:flex;flex-wrap:wrap;gap:8px;margin:10px 0}
-.thumbs img{height:88px;width:auto;max-width:132px;object-fit:cover;border-radius:6px;
-border:3px solid #c9d0d8;display:block}
-.thumbs img.right{border-color:#4b9a6b}.thumbs img.wrong{border-color:#cf7a5f}
 .prompts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:2px 30px}
 .prompts ul{list-style:none;margin:0;padding:0}
 .prompts li{display:grid;grid-template-columns:1fr 64px 52px;gap:8px;align-items:center;font-size:.9rem;padding:1px 0}
 .prompts li span{overflow-wrap:anywhere}.prompts li code{font:inherit;font-size:.84rem;color:#5d6875;text-align:right}
 .meter{height:7px;border-radius:4px;background:#eceff3;overflow:hidden}.meter i{display:block;height:100%}
-details{margin-top:6px}summary{cursor:pointer;color:#2a6fb0;font-size:.88rem}
-.narrow{display:none}
-@media(max-width:560px){
-.narrow{display:block;width:fit-content;border-radius:8px;padding:0 7px;font-weight:400}
-table{font-size:.86rem}td:last-child,th:last-child{display:none}
-td,th{padding:7px 5px}td:first-child{white-space:normal}
-main{padding:18px 12px 40px}section{padding:16px 14px}h1{font-size:1.4rem}
-.thumbs img{height:68px}}
 """
 
 
@@ -108,17 +66,8 @@ def page(results: dict, outcome: Outcome, images: LabelledImages, classes: Class
         _classes(outcome, images, classes, templates),
         _method(config),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="generator" content="{GENERATOR}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>Zero-shot: {escape(Path(str(config['model'])).name)}</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
-    )
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2f}"
+    title = f"Zero-shot: {Path(str(config['model'])).name}"
+    return html_page(title, "".join(body), GENERATOR, STYLE)
 
 
 def _gain(gain: float) -> str:
@@ -212,13 +161,6 @@ def _histogram(e: Evaluation) -> str:
     )
 
 
-def _correlation(bins: dict) -> str:
-    def value(r: float | None) -> str:
-        return "undefined" if r is None else f"{r:+.2f}".replace("-", "\N{MINUS SIGN}")
-
-    return f"Pearson {value(bins['pearson'])} over bins; Spearman {value(bins['spearman'])} over single items."
-
-
 def _bins(uncertainty: dict) -> str:
     charts = []
     for what, title, x_label in (
@@ -237,7 +179,7 @@ def _bins(uncertainty: dict) -> str:
             bins["uncertainty"], ys, x_label=x_label, y_label="top-1 accuracy, %", points=True, notes=notes
         )
         charts.append(
-            f'<div><h4>{title}</h4><div class="scroll">{chart}</div><p class="fine">{_correlation(bins)}</p></div>'
+            f'<div><h4>{title}</h4><div class="scroll">{chart}</div><p class="fine">{correlation(bins)}</p></div>'
         )
     if not charts:
         return ""
@@ -327,13 +269,9 @@ def _thumbnails(c: int, outcome: Outcome, images: LabelledImages) -> str:
             picture = images.open(outcome.places[i])
         except BadSample:  # readable a moment ago: the file has changed since
             continue
-        picture.thumbnail((THUMBNAIL * 2, THUMBNAIL))
-        buffer = io.BytesIO()
-        picture.save(buffer, "JPEG", quality=82)
-        data = base64.b64encode(buffer.getvalue()).decode()
         verdict = "right" if bool(outcome.evaluation.correct[i]) else "wrong"
-        told = f"{escape(images.places[outcome.places[i]].name)}: {verdict}"
-        parts.append(f'<img class="{verdict}" alt="{told}" title="{told}" src="data:image/jpeg;base64,{data}">')
+        told = f"{images.places[outcome.places[i]].name}: {verdict}"
+        parts.append(thumbnail(picture, told, verdict))
     return f'<div class="thumbs">{"".join(parts)}</div>' if parts else ""
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from probemb.command import parse_config, run_command, to_dict
+from probemb.command import check_numbers, parse_config, run_command, to_dict
 from probemb.errors import UserError
-from zeroshot.config import RetrievalConfig
+from zeroshot.config import GENERATOR, RetrievalConfig
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     from probemb.data.captioned import find_captioned
     from probemb.data.reading import describe_bad
-    from zeroshot.runtime import check_numbers, claim_files, place, progress, results_folder, write_json
+    from probemb.placement import place
+    from probemb.progress import progress
+    from probemb.results import claim_files, results_folder, write_json
 
     config = parse_config(RetrievalConfig, PROG, DESCRIPTION, argv)
     for option, what in (("model", "a run folder, a model folder or a hub name"), ("data", "shards with captions")):
@@ -41,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_numbers(config)
     captions = find_captioned(config.data, format="webdataset")
     refuse_too_many_pairs(len(captions), captions.n_captions)
-    out = results_folder(config.out, config.model, "retrieval")
-    claim_files(out, [OUTPUT])
+    out = results_folder(config.out, config.model, "retrieval", "zeroshot-results/retrieval")
+    claim_files(out, [OUTPUT], GENERATOR)
 
     from probemb.models import load_model
+    from probemb.pairs import embed_pairs
 
     placement = place(config.device, config.precision)
     model, tokenizer, transforms = load_model(config.model, device=placement.device)
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": results,
         "uncertainty": findings,
     }
-    write_json(out / OUTPUT, content)
+    write_json(out / OUTPUT, content, GENERATOR)
     print(f"\nwritten: {out / OUTPUT}", flush=True)
     return 0
 
@@ -82,38 +85,6 @@ def refuse_too_many_pairs(n_images: int, n_texts: int) -> None:
             "at once.",
             "Evaluate fewer shards.",
         )
-
-
-def embed_pairs(
-    model, tokenizer, transform, captions: Captioned, *, placement, batch_size=64, text_batch_size=256, workers=0,
-    max_bad=0.05, show,
-) -> tuple[Gaussian, Gaussian, torch.Tensor, list[int], list[tuple[str, str]]]:  # fmt: skip
-    """Embed all readable images and their captions.
-
-    Returns:
-        images Gaussian (N, D); texts Gaussian (M, D); owner (M,), the row of each caption's image; the indices of the
-        images that could be read; and (name, reason) of the others.
-    """
-    import torch
-
-    from probemb.classify import encode_images, encode_texts
-    from probemb.data.reading import ImageBatches
-    from zeroshot.runtime import loader_workers
-
-    workers = loader_workers(workers, len(captions.images), placement.device)
-    batches = ImageBatches(captions.images, transform, batch_size, workers, max_bad)
-    where = {"device": placement.device, "autocast": placement.autocast}
-    with show("images", len(captions.images)) as advance:
-        images = encode_images(model.encode_image, batches, progress=advance, **where)
-    kept = batches.kept
-    texts = [text for i in kept for text in captions.captions[i]]
-    owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
-    tokens = tokenizer(texts)
-    with show("captions", len(texts)) as advance:
-        embedded = encode_texts(
-            model.encode_text, tokens, batch_size=text_batch_size, cut=model.cut_padding, progress=advance, **where
-        )
-    return images, embedded, owner, kept, batches.bad
 
 
 def score(images: Gaussian, texts: Gaussian, owner: torch.Tensor, match=None, positives: str = "own captions") -> list:
@@ -138,19 +109,10 @@ def score(images: Gaussian, texts: Gaussian, owner: torch.Tensor, match=None, po
     return rows
 
 
-def exact_match(captions: Captioned, kept: Sequence[int]):
-    """(N, M) bool, which caption is true of which image, for the embedded world."""
-    import torch
-
-    from probemb.data.scenes import match_matrix
-
-    scenes = [captions.scenes[i][0] for i in kept]
-    told = [caption for i in kept for caption in captions.scenes[i][1]]
-    return torch.from_numpy(match_matrix(scenes, told))
-
-
 def score_exact(images: Gaussian, texts: Gaussian, captions: Captioned, kept: Sequence[int], device: str) -> list:
     """`score` with every true pair of the embedded world as a positive."""
+    from probemb.pairs import exact_match
+
     match = exact_match(captions, kept).to(device)
     return score(images.to(device), texts.to(device), None, match, "all true captions")
 
@@ -171,10 +133,9 @@ def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Cap
         bins = uncertainty_bins(gaussian.uncertainty(), ranked_matches(s, m, 1)[:, 0].double())
         found[name] = asdict(bins) if bins else None
     if captions.scenes is not None:
-        from probemb.data.scenes import ambiguity
+        from probemb.pairs import true_ambiguity
 
-        truth = [ambiguity(caption) for i in kept for caption in captions.scenes[i][1]]
-        truth = torch.tensor(truth, dtype=torch.float64)
+        truth = true_ambiguity(captions, kept)
         found["ambiguity_spearman"] = pearson(average_ranks(texts.uncertainty()), average_ranks(truth))
     return found
 

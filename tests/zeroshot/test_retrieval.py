@@ -10,8 +10,9 @@ from probemb.data.captioned import find_captioned
 from probemb.data.scenes import matches
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
+from probemb.pairs import exact_match
 from tests.world import jpeg, write_tar
-from zeroshot.retrieval import exact_match, main, refuse_too_many_pairs, score
+from zeroshot.retrieval import main, refuse_too_many_pairs, score
 
 
 def test_captions_and_scenes_are_found(captioned):

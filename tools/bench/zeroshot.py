@@ -32,11 +32,11 @@ def main() -> None:
 def measure(options: argparse.Namespace, scratch: Path) -> None:
     """Load everything once, then time both variants in turn."""
     from probemb.data.labelled import find_images, resolve_classes
+    from probemb.placement import place
     from tools.bench.timing import report, time_in_turn
     from zeroshot.filters import FILTERS
     from zeroshot.outcome import evaluate
     from zeroshot.prompts import read_templates
-    from zeroshot.runtime import place
 
     placement = place("auto", "auto")
     model, tokenizer, transforms = load(options.model, placement.device)

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from zeroshot.charts import Level, bar_chart, escape, line_chart, nice_ticks
+from probemb.charts import Level, bar_chart, escape, line_chart, nice_ticks
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.134, 0.135), (-3, 70_000), (5, 5), (0, 0)])

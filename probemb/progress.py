@@ -1,0 +1,45 @@
+"""Progress of a long step: a bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show progress on stderr: a bar in a terminal, elsewhere a line every ten seconds. Yields `advance(n)`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    started = time.monotonic()
+    if console.is_terminal:
+        columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda n: bar.advance(task, n)
+        return
+    done, told = 0, started
+
+    def advance(n: int) -> None:
+        nonlocal done, told
+        done += n
+        now = time.monotonic()
+        if now - told >= LINE_EVERY:
+            told = now
+            left = (now - started) / max(done, 1) * (total - done)
+            print(f"{title}: {done:,} of {total:,}, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+    yield advance
+    print(f"{title}: {done:,} in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def silent(title: str, total: int) -> Iterator[None]:
+    """In place of `progress`: shows nothing."""
+    yield None

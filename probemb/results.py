@@ -1,0 +1,68 @@
+"""What a command leaves behind: a folder with files of its own, which never replace somebody else's."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from probemb.errors import UserError
+from probemb.files import replace_text
+
+
+def results_folder(out: str | None, model: str, name: str, elsewhere: str) -> Path:
+    """--out, or `name` in the model's run folder, or the folder `elsewhere` for a model that has none."""
+    if out is not None:
+        return Path(out)
+    path = Path(model)
+    if path.is_dir():
+        if (path / "model").is_dir():
+            return path / name
+        if path.name == "model":
+            return path.parent / name
+    return Path(elsewhere)
+
+
+def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
+    """Make sure that `names` may be written into `folder`: absent, or written by `generator` before.
+
+    Raises:
+        UserError: the folder is a file, cannot be written to, or holds files of somebody else under those names.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file.", "Name a folder.")
+    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"The folder {parent} cannot be written to.", "Name another folder with --out.")
+    for name in names:
+        file = folder / name
+        if not file.exists():
+            continue
+        ours = False
+        if file.is_file():
+            with open(file, "rb") as opened:
+                ours = generator.encode() in opened.read(4096)
+        if not ours:
+            raise UserError(f"{file} exists and was not written by this command.", "Name another folder with --out.")
+
+
+def write_json(file: Path, content: dict, generator: str) -> None:
+    """JSON without NaN: what is not a finite number becomes null. The first key says who wrote it."""
+    plain = {"generator": generator, **finite(content)}
+    replace_text(file, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Nested plain values with tensors as lists and NaN and infinity as None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
