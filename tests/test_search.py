@@ -1,0 +1,92 @@
+"""FAISS search under CSD."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from probemb import Gaussian
+from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.search import build_index, rerank, search
+
+
+def gaussians(n, dim=16, seed=0):
+    r = torch.Generator().manual_seed(seed)
+    mean = F.normalize(torch.randn(n, dim, generator=r), dim=1)
+    return Gaussian(mean, torch.randn(n, dim, generator=r) - 3 + torch.randn(n, 1, generator=r))
+
+
+def assert_ranked(found, truth):
+    """`found` are the closest under `truth`, in order, but for differences that float32 does not see."""
+    best = truth.sort(dim=1).values[:, : found.shape[1]]
+    torch.testing.assert_close(truth.gather(1, found), best, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == len(row) for row in found.tolist())
+
+
+def test_flat_ranks_and_measures_exactly_as_csd():
+    gallery, queries = gaussians(300), gaussians(40, seed=1)
+    truth = csd(queries, gallery)
+    distance, found = search(build_index(gallery), queries, 300)
+    assert_ranked(found, truth)
+    torch.testing.assert_close(distance, truth.gather(1, found), rtol=1e-5, atol=1e-5)
+    by_mean = (2 - 2 * queries.mean @ gallery.mean.T).argsort(dim=1)
+    assert not torch.equal(found, by_mean)  # uncertainty changes the ranking here
+
+
+def test_the_means_alone_and_re_ranking():
+    gallery, queries = gaussians(300), gaussians(40, seed=1)
+    index = build_index(gallery, form="mean")
+    distance, found = search(index, queries, 20)
+    squared = torch.cdist(queries.mean, gallery.mean).square()
+    assert_ranked(found, squared)
+    torch.testing.assert_close(distance, squared.gather(1, found), rtol=1e-4, atol=1e-5)
+    truth = csd(queries, gallery)
+    distance, whole = rerank(index, queries, 20, candidates=300)
+    assert_ranked(whole, truth)
+    torch.testing.assert_close(distance, truth.gather(1, whole), rtol=1e-5, atol=1e-5)
+    _, few = rerank(index, queries, 20, candidates=20)
+    assert torch.equal(few.sort(dim=1).values, found.sort(dim=1).values)  # it finds no others
+    assert not torch.equal(few, whole)
+
+
+@pytest.mark.parametrize("factory", ["HNSW16", "IVF4,Flat", "PQ4x4", "SQ8"])
+def test_other_indexes_search_csd_too(factory):
+    gallery, queries = gaussians(400), gaussians(30, seed=1)
+    index = build_index(gallery, factory)
+    if factory.startswith("IVF"):
+        index.faiss.nprobe = 4
+    _, found = search(index, queries, 10)
+    best = csd(queries, gallery).argmin(1)
+    by_mean = (queries.mean @ gallery.mean.T).argmax(1)
+    hit = (found == best[:, None]).any(1).double().mean()
+    assert hit > 0.9 or (factory == "PQ4x4" and hit > 0.3)
+    assert (best != by_mean).any()
+
+
+def test_an_index_that_finds_too_few_says_so():
+    gallery, queries = gaussians(400), gaussians(5, seed=1)
+    distance, found = search(build_index(gallery, "IVF40,Flat"), queries, 100)  # looks into one cell of forty
+    assert (found == -1).any()
+    assert torch.equal(distance.isinf(), found == -1)
+    _, again = rerank(build_index(gallery, "IVF40,Flat", form="mean"), queries, 5, 100)
+    assert (again[:, 0] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g, q: search(build_index(g), q, 9), "9 neighbours are asked of a gallery of 8"),
+        (lambda g, q: search(build_index(g), q, 0), "0 neighbours"),
+        (lambda g, q: search(build_index(g), gaussians(3, dim=5), 1), "the gallery has 16 dimensions"),
+        (lambda g, q: build_index(g, "Flt"), "FAISS makes no index of 'Flt'"),
+        (lambda g, q: build_index(g, "IVF100,Flat"), "cannot be made from 8 items"),
+        (lambda g, q: build_index(g[:0]), "The gallery has the shape"),
+        (lambda g, q: build_index(Gaussian(g.mean / 0, g.log_var)), "NaN or infinity"),
+        (lambda g, q: build_index(g, form="means"), "Did you mean 'mean'"),
+        (lambda g, q: rerank(build_index(g), q, 2), "nothing to re-rank"),
+        (lambda g, q: rerank(build_index(g, form="mean"), q, 5, 3), "5 items are asked of 3 candidates"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(UserError, match=message):
+        call(gaussians(8), gaussians(3, seed=1))
