@@ -40,7 +40,6 @@ def train(config: Config, preemption: Preemption) -> int:
 
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
-    from probemb.data.captioned import find_captioned
 
     from finetune.folder import RunFolder, load_checkpoint, read_position, refuse_another_run
     from finetune.methods import METHODS, check_method
@@ -54,6 +53,7 @@ def train(config: Config, preemption: Preemption) -> int:
         parameter_groups,
     )
     from finetune.trainer import Joint, Trainer
+    from probemb.data.captioned import find_captioned
     from probemb.models import create_tokenizer, create_transforms
     from probemb.runs.agreement import agree, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
@@ -230,11 +230,11 @@ def make_model(config: Config):
 def validate(model, tokenizer, transforms, captioned, config: Config, accelerator) -> dict[str, float]:
     """RSUM and recalls in percent on the validation split, ranked by CSD (a point model's is its cosine)."""
     import torch
-    from probemb.pairs import embed_pairs
-    from probemb.placement import Placement
 
     from probemb.distances import csd
     from probemb.metrics import retrieval_metrics, rsum
+    from probemb.pairs import embed_pairs
+    from probemb.placement import Placement
 
     half = accelerator.mixed_precision == "bf16"
     placement = Placement(str(accelerator.device), torch.bfloat16 if half else None, "bf16" if half else "fp32")

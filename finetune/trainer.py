@@ -37,7 +37,8 @@ class Joint(nn.Module):
 
     def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
         """Means and log-variances of images and texts, (b, D) each."""
-        return *self.model.encode_image(images, image_mask), *self.model.encode_text(tokens)
+        image, text = self.model.encode_image(images, image_mask), self.model.encode_text(tokens)
+        return image.mean, image.log_var, text.mean, text.log_var
 
 
 class Trainer:
@@ -102,8 +103,9 @@ class Trainer:
         return False
 
     def _wrap(self) -> nn.Module:
-        plain = self.accelerator.unwrap_model(self.joint, keep_fp32_wrapper=False)
-        return self.accelerator.prepare_model(plain)
+        for name in ("forward", "_original_forward"):  # what accelerate hung on it for autocast the last time
+            self.joint.__dict__.pop(name, None)
+        return self.accelerator.prepare_model(self.joint)
 
     def _train_epoch(self) -> None:
         config, steps = self.config, self.loader.steps

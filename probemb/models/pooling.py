@@ -49,15 +49,14 @@ class GPO(nn.Module):
             n_tokens = features_BTD.shape[1]
             if mask_BT is None:
                 weights_T = self.weights([n_tokens])[0].to(features_BTD.dtype)
-                sorted_BTD = features_BTD.sort(dim=1, descending=True).values
-                return torch.einsum("btd,t->bd", sorted_BTD, weights_T)
+                return _sort_tokens(features_BTD) @ weights_T
             lengths_B = mask_BT.sum(dim=1)
             table_LT = self.weights(list(range(n_tokens, 0, -1))).to(features_BTD.dtype)  # row 0: all tokens
             weights_BT = table_LT[n_tokens - lengths_B.clamp(min=1)]
             lowest = torch.finfo(features_BTD.dtype).min  # sorts tokens that take no part behind all others
-            sorted_BTD = features_BTD.masked_fill(~mask_BT[..., None], lowest).sort(dim=1, descending=True).values
+            sorted_BDT = _sort_tokens(features_BTD.masked_fill(~mask_BT[..., None], lowest))
             padding_BT = length_mask(lengths_B, n_tokens).logical_not()
-            return torch.einsum("btd,bt->bd", sorted_BTD.masked_fill(padding_BT[..., None], 0), weights_BT)
+            return torch.einsum("bdt,bt->bd", sorted_BDT.masked_fill(padding_BT[:, None], 0), weights_BT)
 
     @torch.compiler.disable  # a compiler unrolls or rejects the GRU, which costs next to nothing
     def weights(self, lengths: list[int]) -> Tensor:
@@ -76,6 +75,11 @@ class GPO(nn.Module):
         scores_LT = at_least_float32(self.linear((forward_LTH + backward_LTH) / 2).squeeze(-1))
         valid_LT = length_mask(torch.tensor(lengths, device=scores_LT.device), longest)
         return (scores_LT / TEMPERATURE).masked_fill(~valid_LT, -torch.inf).softmax(dim=-1)
+
+
+def _sort_tokens(features_BTD: Tensor) -> Tensor:
+    """Each channel's values in descending order, (B, D, T); twice as fast with the tokens side by side in memory."""
+    return features_BTD.transpose(1, 2).contiguous().sort(dim=-1, descending=True).values
 
 
 class GPOHead(nn.Module):
