@@ -65,7 +65,7 @@ def daa_regulariser(
         raise ValueError(f"similarity is {tuple(similarity_NM.shape)}, semantic is {tuple(semantic_NM.shape)}")
     rank = soft_rank(similarity_NM, temperature, published)
     with torch.no_grad():
-        wanted = soft_rank(semantic_NM.to(similarity_NM.dtype), temperature, published)
+        wanted = soft_rank(semantic_NM.to(similarity_NM), temperature, published)
     return 1 - (torch.minimum(rank, wanted) / torch.maximum(rank, wanted)).mean()
 
 
@@ -133,15 +133,26 @@ class SparseRows:
 
     def dense(self, rows: Sequence[int], columns: np.ndarray | None = None) -> np.ndarray:
         """Some rows, (R, V), or their part in some columns, ascending, (R, number of columns)."""
+        rows = np.asarray(rows, np.int64)
         columns = np.arange(self.shape[1]) if columns is None else columns
+        row_of, element = self._elements(rows)
+        at = np.searchsorted(columns, self.columns[element])
+        known = at < len(columns)
+        known[known] = columns[at[known]] == self.columns[element[known]]
         out = np.zeros((len(rows), len(columns)), self.values.dtype)
-        for row, c in zip(out, rows):
-            part = slice(self.starts[c], self.starts[c + 1])
-            at = np.searchsorted(columns, self.columns[part])
-            known = at < len(columns)
-            known[known] = columns[at[known]] == self.columns[part][known]
-            row[at[known]] = self.values[part][known]
+        out[row_of[known], at[known]] = self.values[element[known]]
         return out
+
+    def columns_of(self, rows: np.ndarray) -> np.ndarray:
+        """The columns in which any of some rows has a value, ascending."""
+        return np.unique(self.columns[self._elements(rows)[1]])
+
+    def _elements(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For every stored value of some rows, which of them it is in, and where it is stored."""
+        lengths = self.starts[rows + 1] - self.starts[rows]
+        row_of = np.repeat(np.arange(len(rows)), lengths)
+        before = np.cumsum(lengths) - lengths
+        return row_of, np.arange(len(row_of)) + np.repeat(self.starts[rows] - before, lengths)
 
 
 def caption_tfidf(captions: Sequence[str]) -> SparseRows:
@@ -183,9 +194,10 @@ class CaptionSimilarity:
 
     def __call__(self, image_index: Sequence[int], caption_index: Sequence[int]) -> Tensor:
         """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32."""
-        texts = np.asarray(caption_index, dtype=np.int64)
-        starts, columns = self.tfidf.starts, self.tfidf.columns
-        words = np.unique(np.concatenate([columns[starts[c] : starts[c + 1]] for c in texts]))  # no others count
-        own = [self.by_image[self.image_starts[i] : self.image_starts[i + 1]] for i in np.asarray(image_index)]
-        images = np.stack([self.tfidf.dense(captions, words).mean(0) for captions in own])
-        return torch.from_numpy(images @ self.tfidf.dense(texts, words).T)
+        texts, images = np.asarray(caption_index, np.int64), np.asarray(image_index, np.int64)
+        words = self.tfidf.columns_of(texts)  # no others count
+        own = [self.by_image[self.image_starts[i] : self.image_starts[i + 1]] for i in images]
+        firsts = np.cumsum([0, *map(len, own)])[:-1]
+        sums = np.add.reduceat(self.tfidf.dense(np.concatenate(own), words), firsts)
+        means = sums / np.array([[len(captions)] for captions in own], np.float32)
+        return torch.from_numpy(means @ self.tfidf.dense(texts, words).T)

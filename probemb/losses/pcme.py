@@ -17,7 +17,7 @@ from probemb.gaussian import Gaussian
 from probemb.losses.match import vib_kl
 from probemb.losses.output import LossOutput
 
-BLOCK_ELEMENTS = 1 << 22  # sample pairs held at a time, 16 MiB in float32; above it, recomputed in the backward pass
+BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
 
 # What `vib` multiplies. The published ones take the log of the standard deviation for the log of the variance.
@@ -146,7 +146,7 @@ def pcme_loss(
         image, text: (N, D) and (M, D).
         match: (N, M) in [0, 1]; None is the identity. Soft labels weigh both sides of the cross entropy.
         n_samples: of each item.
-        generator: source of the noise; with gathered batches, seeded alike on every rank.
+        generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
         scale, shift: a and b, numbers or tensors of one element.
         vib: weight of the information bottleneck.
         vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)). "pcme" and "pcmepp"
