@@ -143,8 +143,8 @@ def check_engine(accelerator: Accelerator) -> None:
     if asked is not None and int(asked) != found:
         raise UserError(
             f"The launcher started {asked} processes, but each of them takes part in a run of {found}.",
-            "Start with torchrun or `accelerate launch --multi_gpu`, and on a machine without a GPU with "
-            "Accelerator(cpu=True).",
+            "Start with torchrun or `accelerate launch --multi_gpu`; a program of your own needs Accelerator(cpu=True) "
+            "where there is no GPU.",
         )
     # `accelerate launch --cpu --num_processes 2` prepares an address for several processes and starts one.
     if asked is None and "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from finetune.recipe import (
+    GRAD_CLIP,
     Schedule,
     WeightAverage,
     check_engine,
@@ -20,9 +21,11 @@ from finetune.recipe import (
     parameter_groups,
     set_learning_rates,
 )
+from probemb.distributed import gather_pairs
 from probemb.errors import UserError
 from probemb.losses import PairwiseMatchLoss
 from probemb.models import create_model, create_tokenizer
+from tests.ranks import run_ranks
 
 NAME = "ViT-Micro-32"
 
@@ -231,6 +234,35 @@ def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still
     assert by_name["visual.block.1"] == pytest.approx(0.005 * 0.01 * 0.7)
     state = optimizer.state_dict()  # and a checkpoint of it fits a new one
     create_optimizer(parameter_groups(model, loss, lr=0.01)).load_state_dict(state)
+
+
+def trained_in_two_phases(rank, world_size):
+    """Two steps with a frozen backbone and two behind them, on a batch of four: every weight, and a and b."""
+    torch.manual_seed(0)
+    model, loss = micro().double(), PairwiseMatchLoss().double()
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=generator)
+    tokens = create_tokenizer(model)(["a cat", "two dogs", "a red circle", "x"])
+    mine = slice(4 // world_size * rank, 4 // world_size * (rank + 1))
+    optimizer = create_optimizer(parameter_groups(model, loss, lr=0.01))
+    for epoch in (1, 2):
+        freeze_image_backbone(model, Schedule().frozen(epoch))
+        ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+        for step in range(2):
+            set_learning_rates(optimizer, Schedule(), epoch, (step + 1) / 2)
+            optimizer.zero_grad()
+            out = ddp(images[mine], tokens[mine])
+            loss(*gather_pairs(out.image, out.text)).loss.backward()
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], GRAD_CLIP)
+            optimizer.step()
+    return [parameter.detach().numpy() for parameter in (*model.parameters(), *loss.parameters())]
+
+
+def test_freezing_and_thawing_under_ddp_equals_one_process():
+    (single,) = run_ranks(1, trained_in_two_phases)
+    for weights in run_ranks(2, trained_in_two_phases):
+        for ours, theirs in zip(weights, single):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-8)
 
 
 def test_weight_average_is_the_mean_of_everything():
