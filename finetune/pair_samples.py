@@ -65,18 +65,28 @@ class Pairs:
     def __getitems__(self, rows: list[tuple[int, int, int]]):
         failures: list[tuple[str, str]] = []
         try:
-            examples = [self._row(*row, failures) for row in rows]
-            shapes = list({tuple(image.shape) for image, _, _ in examples})
-            if len(shapes) > 1:
-                raise UserError(
-                    f"The transform gave an image of shape {shapes[0]} where others have {shapes[1]}.",
-                    "Use a transform that crops or resizes every image to the same size.",
-                )
+            with _isolated_randomness():
+                return self._batch(rows, failures), failures
         except UserError as error:  # PyTorch could not hand it over: its exceptions take one argument
             return error, failures
-        images, tokens, pairs = zip(*examples)
+
+    def _batch(self, rows: list[tuple[int, int, int]], failures: list) -> PairBatch:
+        images, tokens, pairs = torch.empty(0), [], []
+        for i, row in enumerate(rows):
+            image, words, pair = self._row(*row, failures)
+            if i == 0:
+                images = image.new_empty(len(rows), *image.shape)
+            if image.shape != images.shape[1:]:
+                raise UserError(
+                    f"The transform gave an image of shape {tuple(image.shape)} where others have "
+                    f"{tuple(images.shape[1:])}.",
+                    "Use a transform that crops or resizes every image to the same size.",
+                )
+            images[i] = image
+            tokens.append(words)
+            pairs.append(pair)
         owner = torch.tensor([self.owner[pair] for pair in pairs])
-        return PairBatch(torch.stack(images), torch.stack(tokens), owner, torch.tensor(pairs)), failures
+        return PairBatch(images, torch.stack(tokens), owner, torch.tensor(pairs))
 
     def _row(self, epoch: int, step: int, row: int, failures: list) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The pair of a row; if its image cannot be used, the next one of the global batch that can, as it is there."""
@@ -99,8 +109,8 @@ class Pairs:
     def _example(self, epoch: int, pair: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = self.images.open(self.owner[pair])
         try:
-            with _own_randomness(_number(_TRANSFORM, self.seed, epoch, pair)):
-                return self.transform(image), torch.as_tensor(self.tokenizer([self.texts[pair]]))[0]
+            _seed_all(_number(_TRANSFORM, self.seed, epoch, pair))
+            return self.transform(image), torch.as_tensor(self.tokenizer([self.texts[pair]]))[0]
         except (UserError, MemoryError):
             raise
         except Exception as error:  # an odd image must not stop a run; a wrong transform fails on all of them
@@ -112,15 +122,18 @@ def whole(batch):
 
 
 @contextmanager
-def _own_randomness(seed: int) -> Iterator[None]:
-    """Seeds the global random numbers of torch (CPU), numpy and Python, and afterwards leaves them as they were."""
+def _isolated_randomness() -> Iterator[None]:
+    """Leaves the global random numbers of torch (CPU), numpy and Python as they were before."""
     states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also queue a call for every CUDA device
-        np.random.seed(seed & 0xFFFFFFFF)
-        random.seed(seed)
         yield
     finally:
         torch.random.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also queue a call for every CUDA device
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)

@@ -107,6 +107,7 @@ class PairLoader:
                 f"{world} processes cannot share a batch of {batch_size} evenly.",
                 f"Use a batch size that {world} divides, such as {max(1, batch_size // world) * world}.",
             )
+        _refuse_unusable(captioned, failure_share)
         self.steps, self.rows, self.seed = self.n_pairs // batch_size, batch_size // world, seed
         self.batch_size, self.waited = batch_size, 0.0
         self.failures: dict[str, Failure] = {}
@@ -220,6 +221,16 @@ class PairLoader:
                 f"allowed are {self._allowed_share:.1%}): {named}.",
                 "Repair these images or leave them out, or allow a larger failure share.",
             )
+
+
+def _refuse_unusable(captioned: Captioned, share: float) -> None:
+    """Raises UserError if listing the samples has found more than this share of them to be unusable."""
+    bad, total = captioned.images.bad, len(captioned) + len(captioned.images.bad)
+    if len(bad) > share * total:
+        raise UserError(
+            f"{len(bad)} of {total} samples of {captioned.source} cannot be used ({bad[0][0]}: {bad[0][1]}).",
+            "Repair them or leave their shards out, or allow a larger failure share.",
+        )
 
 
 class _Rows:

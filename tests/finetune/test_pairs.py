@@ -171,6 +171,16 @@ def test_too_many_bad_images_stop_the_run(tmp_path, workers):
         batches(make(tmp_path / "b.tar", bad=range(N)), workers=workers)
 
 
+def test_samples_without_captions_count_as_well(tmp_path):
+    members = [(f"{i}.png", picture(i)) for i in range(9)] + [("9.png", picture(9)), ("9.txt", b"caption 9")]
+    members[1:1] = [("0.txt", b"caption 0")]
+    members[3:3] = [("1.txt", b" ")]
+    captioned = find_captioned(write_tar(tmp_path / "a.tar", members))
+    with pytest.raises(UserError, match=r"1 of 3 samples of .* cannot be used \(1: there is no caption\)"):
+        batches(captioned, batch_size=1)
+    assert len(batches(captioned, batch_size=1, failure_share=0.5)) == 2
+
+
 def test_a_transform_that_fails_or_gives_other_shapes_is_reported(pairs):
     def fails(image):
         raise KeyError("x")
