@@ -78,7 +78,7 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
         raise UserError("The gallery holds NaN or infinity.", "Leave those items out, or use another checkpoint.")
     try:
         index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_L2)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise UserError(
             f"FAISS makes no index of '{factory}' in {vectors.shape[1]} dimensions ({_reason(error)}).",
             "Use a string such as Flat, HNSW32, or IVF256,Flat.",
@@ -87,7 +87,7 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
         if not index.is_trained:
             index.train(vectors)
         index.add(vectors)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise UserError(
             f"The index '{factory}' cannot be made from {len(u):,} items ({_reason(error)}).",
             "Use a smaller index, or Flat.",
@@ -163,7 +163,7 @@ def _multiple(factory: str) -> int:
     return int(np.lcm.reduce([int(n) for n in re.findall(r"PQ(\d+)", factory) if int(n) > 0] or [1]))
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     """FAISS' message without its place in the source."""
-    text = str(error).strip().splitlines()[-1]
-    return text.rpartition("failed: ")[2].rpartition("Error: ")[2][:200].rstrip(". ")
+    text = re.sub(r"^.*?\.(?:cpp|h):\d+:\s*", "", " ".join(str(error).split()))
+    return re.sub(r"^Error: .*? failed: ?", "", text)[:200].rstrip(". ") or "no reason given"

@@ -144,7 +144,10 @@ def _named(tops: tuple[Tensor, Tensor]) -> dict[str, dict[int, list[int]]]:
     """Lists of places as {"i2t": {image id: caption ids}, "t2i": ...}."""
     image_ids, caption_ids = (torch.tensor(ids) for ids in coco_test_ids())
     found = {"i2t": (image_ids, caption_ids, tops[0]), "t2i": (caption_ids, image_ids, tops[1])}
-    return {way: dict(zip(queries.tolist(), gallery[top].tolist())) for way, (queries, gallery, top) in found.items()}
+    return {
+        way: dict(zip(queries.tolist(), torch.where(top < 0, -1, gallery[top]).tolist()))  # -1: nothing found there
+        for way, (queries, gallery, top) in found.items()
+    }
 
 
 def _published_scores(retrieved: dict[str, dict[int, list[int]]], benchmarks: Sequence[str]) -> dict:

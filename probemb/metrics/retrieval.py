@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24  # scores ranked at a time
-BLOCK_ELEMENTS = 1 << 26  # scores kept until their columns are ranked, by `rank_both`: 256 MiB in float32
+BLOCK_ELEMENTS = 1 << 26  # scores of a block of rows, of which `rank_both` ranks the columns too: 256 MiB in float32
 
 
 # ----------------------------------------------------------------------------------------------------- rankings
@@ -53,10 +53,10 @@ def _ranked(scores_QG: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 def rank_both(
     score: Callable[[slice], Tensor], n_rows: int, n_columns: int, depth: int | tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Ranked lists of both directions from one pass over the scores, of which at most BLOCK_ELEMENTS are held.
+    """Ranked lists of both directions from one pass over the scores, of which about BLOCK_ELEMENTS are held at a time.
 
     Args:
-        score: rows -> (rows, n_columns) scores, larger is closer.
+        score: rows -> (rows, n_columns) scores, larger is closer; see `probemb.scores`.
         depth: length of the lists, or one for each direction; at most the gallery's size is used.
 
     Returns:
@@ -67,33 +67,24 @@ def rank_both(
     """
     of_rows, of_columns = (depth, depth) if isinstance(depth, int) else depth
     of_columns = min(of_columns, n_rows)
-    piece = max(1, min(n_rows, CHUNK_ELEMENTS // max(1, n_columns)))
-    block = max(piece, min(n_rows, BLOCK_ELEMENTS // max(1, n_columns)))
+    height = max(1, min(n_rows, BLOCK_ELEMENTS // max(1, n_columns)))
+    width = max(1, CHUNK_ELEMENTS // height)
     rows_found: list[Tensor] = []
-    best: list[tuple[Tensor, Tensor]] = []  # (values, rows) of each piece of columns
-    width = max(1, CHUNK_ELEMENTS // block)
-    held = None
-    for first in range(0, n_rows, block):
-        last = min(first + block, n_rows)
-        for start in range(first, last, piece):
-            stop = min(start + piece, last)
-            scores = score(slice(start, stop))
-            if held is None:
-                held = scores.new_empty(block, n_columns)
-            held[start - first : stop - first] = scores
-            values, index = _ranked(scores, of_rows)
-            _refuse_infinite(values)
-            rows_found.append(index.cpu())
-            del scores
+    best: list[tuple[Tensor, Tensor]] = []  # of each piece of columns: scores and rows
+    for first in range(0, n_rows, height):
+        block = score(slice(first, min(first + height, n_rows)))
+        values, index = _ranked(block, of_rows)
+        _refuse_infinite(values)
+        rows_found.append(index.cpu())
         for part, columns in enumerate(range(0, n_columns, width)):
-            scores = held[: last - first, columns : columns + width].T.contiguous()
-            values, index = _ranked(scores, of_columns)
+            values, index = _ranked(block[:, columns : columns + width].T.contiguous(), of_columns)
             _refuse_infinite(values)
             found = (values, index + first)
             if first == 0:
                 best.append(found)
             else:
                 best[part] = _merge(best[part], found, of_columns)
+        del block  # before the next one is made
     return torch.cat(rows_found), torch.cat([rows.cpu() for _, rows in best])
 
 

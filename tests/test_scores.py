@@ -1,0 +1,44 @@
+"""Scores by blocks of rows against the distances."""
+
+import pytest
+import torch
+
+from probemb import Gaussian
+from probemb.distances import csd, match_probability_of_samples, wasserstein2
+from probemb.scores import SCORES, match_probability_scores
+
+
+def pair(dtype=torch.float64):
+    r = torch.Generator().manual_seed(0)
+    draw = lambda n: Gaussian(*(torch.randn(n, 6, generator=r, dtype=torch.float64).to(dtype) for _ in range(2)))  # noqa: E731
+    return draw(7), draw(11)
+
+
+@pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        ("csd", lambda a, b: -csd(a, b)),
+        ("wasserstein2", lambda a, b: -wasserstein2(a, b)),
+        ("mean", lambda a, b: a.mean @ b.mean.T),
+    ],
+)
+def test_equal_the_distances(name, truth):
+    a, b = pair()
+    scores, want = SCORES[name](a, b), truth(a, b)
+    assert scores.shape == (7, 11)
+    torch.testing.assert_close(scores(slice(2, 5)), want[2:5], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scores.transposed()(slice(0, 11)), want.T, rtol=1e-12, atol=1e-12)
+    rows, columns = torch.tensor([3, 1]), torch.tensor([10, 0, 4])
+    torch.testing.assert_close(scores.only(rows, columns)(slice(0, 2)), want[rows][:, columns], rtol=1e-12, atol=1e-12)
+    assert SCORES[name](*pair(torch.bfloat16))(slice(0, 7)).dtype == torch.float32
+
+
+def test_one_set_of_samples_for_all_blocks(monkeypatch):
+    monkeypatch.setattr("probemb.scores.SAMPLE_ELEMENTS", 100)
+    a, b = pair()
+    scores = match_probability_scores(a, b, scale=0.5, shift=1.0, n_samples=4)
+    whole = match_probability_of_samples(scores.left, scores.right, 0.5, 1.0)
+    torch.testing.assert_close(scores(slice(0, 7)), whole)
+    torch.testing.assert_close(torch.cat([scores(slice(0, 3)), scores(slice(3, 7))]), whole)
+    torch.testing.assert_close(scores.transposed()(slice(0, 11)), whole.T)
+    assert torch.equal(match_probability_scores(a, b, 0.5, 1.0, 4)(slice(0, 7)), scores(slice(0, 7)))
