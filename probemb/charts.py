@@ -148,6 +148,75 @@ def line_chart(
     return _svg(frame, y_ticks, parts, f"{y_label} against {x_label}")
 
 
+@dataclass(frozen=True)
+class Curve:
+    """One of several lines; a name is shown at its end."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    colour: str = BLUE
+    dashed: bool = False
+
+
+def curves_chart(curves: Sequence[Curve], *, x_label: str, y_label: str) -> str:
+    """Several lines over x, each named at its right end, without a legend to look things up in."""
+    xs = [x for curve in curves for x in curve.xs]
+    ys = [y for curve in curves for y in curve.ys]
+    spread = (max(ys) - min(ys)) or abs(max(ys)) or 1.0
+    low = min(ys) - 0.08 * spread
+    y_ticks = nice_ticks(max(0.0, low) if min(ys) >= 0 else low, max(ys) + 0.08 * spread)
+    x_ticks = [t for t in nice_ticks(min(xs), max(xs), 6) if min(xs) <= t <= max(xs) + 1e-12]
+    frame = Frame((min(xs), max(xs)), (y_ticks[0], y_ticks[-1]), x_label, y_label, x_ticks, WIDTH - LABELS)
+    parts = []
+    label_y = float("inf")
+    for curve in sorted(curves, key=lambda curve: curve.ys[-1]):  # names from the bottom up, none over another
+        path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(curve.xs, curve.ys))
+        dash = ' stroke-dasharray="5 4"' if curve.dashed else ""
+        label_y = min(frame.y(curve.ys[-1]) + 4, label_y - 15)
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{curve.colour}" stroke-width="2" stroke-linejoin="round"'
+            f'{dash}/><text x="{frame.right + 6}" y="{label_y:.1f}" class="note" fill="{curve.colour}">'
+            f"{escape(curve.name)}</text>"
+        )
+        for x, y in zip(curve.xs, curve.ys):
+            parts.append(
+                f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="5" fill="transparent"><title>'
+                f"{escape(f'{curve.name}, {x_label} {number(x)}: {number(y)}')}</title></circle>"
+            )
+    return _svg(frame, y_ticks, parts, f"{y_label} against {x_label}")
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points of one kind: (x, y, radius in pixels, note)."""
+
+    name: str
+    points: Sequence[tuple[float, float, float, str]]
+    colour: str = BLUE
+
+
+def scatter_chart(clouds: Sequence[Cloud], *, x_label: str, y_label: str) -> str:
+    """Points in a plane, each with a note under the pointer; kinds are named in a line above."""
+    xs = [point[0] for cloud in clouds for point in cloud.points]
+    ys = [point[1] for cloud in clouds for point in cloud.points]
+    x_ticks, y_ticks = nice_ticks(min(xs), max(xs), 6), nice_ticks(min(ys), max(ys), 5)
+    frame = Frame((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), x_label, y_label, x_ticks)
+    parts = []
+    for i, cloud in enumerate(clouds):
+        x = WIDTH - RIGHT - 90 * (len(clouds) - i)
+        parts.append(
+            f'<circle cx="{x}" cy="12" r="5" fill="{cloud.colour}" fill-opacity="0.6"/>'
+            f'<text x="{x + 9}" y="16" class="tick">{escape(cloud.name)}</text>'
+        )
+        for px, py, radius, note in cloud.points:
+            parts.append(
+                f'<circle cx="{frame.x(px):.1f}" cy="{frame.y(py):.1f}" r="{radius:.1f}" fill="{cloud.colour}" '
+                f'fill-opacity="0.45"><title>{escape(note)}</title></circle>'
+            )
+    return _svg(frame, y_ticks, parts, f"{y_label} against {x_label}")
+
+
 def bar_chart(counts: Sequence[float], *, x_label: str, y_label: str, what: str) -> str:
     """Bars for x = 1, 2, ..., len(counts); `what` names the things counted, for the note under the pointer."""
     n = len(counts)

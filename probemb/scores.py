@@ -8,7 +8,7 @@ so a block is a single matrix product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from probemb.distances import match_probability_of_samples
 from probemb.gaussian import Gaussian, at_least_float32
 
-SAMPLE_ELEMENTS = 1 << 24  # distances between samples held at a time
+SAMPLE_ELEMENTS = 1 << 24  # distances between samples computed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +46,35 @@ class DotScores:
 
 @dataclass(frozen=True, eq=False)
 class SampledScores:
-    """PCME's match probability of samples (N, J, D) and (M, J, D), drawn once; see `distances.match_probability`."""
+    """PCME's match probability by Monte Carlo, (N, M); see `distances.match_probability`.
 
-    left: Tensor
-    right: Tensor
+    The samples are the same for all rows. One of the J sets of samples is held at a time, drawn again where it is
+    needed: at 25,000 captions all of them would be a gigabyte.
+    """
+
+    left: Gaussian
+    right: Gaussian
     scale: float
     shift: float
+    n_samples: int
+    seeds: tuple[int, int] = (1, 2)
 
     def __call__(self, rows: slice) -> Tensor:
-        m, n_samples, _ = self.right.shape
-        step = max(1, SAMPLE_ELEMENTS // (m * n_samples))
-        with torch.autocast(self.left.device.type, enabled=False), torch.no_grad():
-            return torch.cat(
-                [
-                    match_probability_of_samples(part, self.right, self.scale, self.shift)
-                    for part in self.left[rows].split(step)
-                ]
-            )
+        left = torch.stack([self._draw(0, j)[rows] for j in range(self.n_samples)], 1)  # (rows, J, D)
+        total = left.new_zeros(len(left), len(self.right))
+        step = max(1, SAMPLE_ELEMENTS // max(1, len(self.right)))
+        with torch.autocast(left.device.type, enabled=False), torch.no_grad():
+            for k in range(self.n_samples):
+                right = self._draw(1, k)[:, None]
+                for some, part in zip(total.split(step), left.split(step)):
+                    some += match_probability_of_samples(part, right, self.scale, self.shift)
+        return total / self.n_samples
+
+    def _draw(self, side: int, sample: int) -> Tensor:
+        gaussian = (self.left, self.right)[side]
+        generator = torch.Generator(gaussian.mean.device).manual_seed(self.seeds[side] + 2 * sample)
+        noise = torch.randn(gaussian.shape, dtype=gaussian.mean.dtype, device=gaussian.mean.device, generator=generator)
+        return torch.addcmul(gaussian.mean, gaussian.std, noise)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,20 +82,21 @@ class SampledScores:
         return len(self.left), len(self.right)
 
     def only(self, rows: Tensor, columns: Tensor) -> SampledScores:
-        """The scores of these rows and columns alone."""
-        return SampledScores(_take(self.left, rows), _take(self.right, columns), self.scale, self.shift)
+        """The scores of these rows and columns alone, with samples of their own unless it is all of them."""
+        return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
 
     def transposed(self) -> SampledScores:
-        """(M, N)."""
-        return SampledScores(self.right, self.left, self.scale, self.shift)
+        """(M, N), of the same samples."""
+        return replace(self, left=self.right, right=self.left, seeds=self.seeds[::-1])
 
 
 Scores = DotScores | SampledScores
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
+def _take(x, index: Tensor):
+    """Rows of a tensor or Gaussian, which is not copied where they are all rows."""
     whole = len(index) == len(x) and torch.equal(index, torch.arange(len(x)))
-    return x if whole else x[index.to(x.device)]
+    return x if whole else x[index.to(x.device if isinstance(x, Tensor) else x.mean.device)]
 
 
 def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: Tensor | float = 0.0) -> DotScores:
@@ -115,12 +128,10 @@ def mean_scores(a: Gaussian, b: Gaussian) -> DotScores:
 
 @torch.no_grad()
 def match_probability_scores(
-    a: Gaussian, b: Gaussian, scale: float = 1.0, shift: float = 0.0, n_samples: int = 8, seed: int = 0
+    a: Gaussian, b: Gaussian, scale: float = 1.0, shift: float = 0.0, n_samples: int = 8
 ) -> SampledScores:
     """PCME's match probability in [0, 1], by Monte Carlo with one set of samples for all pairs."""
-    generator = torch.Generator(a.mean.device).manual_seed(seed)
-    samples = [g.float().sample(n_samples, generator) for g in (a, b)]
-    return SampledScores(*samples, float(scale), float(shift))
+    return SampledScores(a.float(), b.float(), float(scale), float(shift), n_samples)
 
 
 SCORES: dict[str, Callable[..., Scores]] = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.distances import csd, match_probability_of_samples, wasserstein2
+from probemb.distances import csd, match_probability, match_probability_of_samples, wasserstein2
 from probemb.scores import SCORES, match_probability_scores
 
 
@@ -34,11 +34,22 @@ def test_equal_the_distances(name, truth):
 
 
 def test_one_set_of_samples_for_all_blocks(monkeypatch):
-    monkeypatch.setattr("probemb.scores.SAMPLE_ELEMENTS", 100)
+    monkeypatch.setattr("probemb.scores.SAMPLE_ELEMENTS", 25)
     a, b = pair()
     scores = match_probability_scores(a, b, scale=0.5, shift=1.0, n_samples=4)
-    whole = match_probability_of_samples(scores.left, scores.right, 0.5, 1.0)
+    left, right = (torch.stack([scores._draw(side, j) for j in range(4)], 1) for side in (0, 1))
+    assert len(torch.cat([left, right]).unique()) == 18 * 4 * 6  # no two samples share their noise
+    whole = match_probability_of_samples(left, right, 0.5, 1.0)
     torch.testing.assert_close(scores(slice(0, 7)), whole)
     torch.testing.assert_close(torch.cat([scores(slice(0, 3)), scores(slice(3, 7))]), whole)
     torch.testing.assert_close(scores.transposed()(slice(0, 11)), whole.T)
     assert torch.equal(match_probability_scores(a, b, 0.5, 1.0, 4)(slice(0, 7)), scores(slice(0, 7)))
+    few = scores.only(torch.tensor([3, 1]), torch.arange(11))
+    assert few(slice(0, 2)).shape == few.shape == (2, 11)
+
+
+def test_match_probability_is_the_distances_one_up_to_sampling():
+    a, b = pair()
+    many = match_probability_scores(a, b, 0.5, 1.0, 200)(slice(0, 7))
+    truth = match_probability(a, b, 0.5, 1.0, 200, torch.Generator().manual_seed(3))
+    torch.testing.assert_close(many, truth, rtol=0, atol=0.05)

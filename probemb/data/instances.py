@@ -1,0 +1,42 @@
+"""Which objects an image shows, from COCO's instance annotations: the labels behind plausible matches (PMRP)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from probemb.errors import UserError
+
+
+def read_instances(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
+    """Multi-hot object categories of each image, (N, L) uint8; an image without annotation has none.
+
+    Args:
+        file: instances_val2014.json, or another JSON with "categories" and "annotations" of that form.
+        image_ids: COCO's id of each image.
+
+    Raises:
+        UserError: the file is not there or has another form; none of the images occurs in it.
+    """
+    path = Path(file)
+    remedy = "Give COCO's instances_val2014.json, from annotations_trainval2014.zip."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        categories = {int(category["id"]): place for place, category in enumerate(content["categories"])}
+        pairs = {(int(one["image_id"]), categories[int(one["category_id"])]) for one in content["annotations"]}
+    except OSError as error:
+        raise UserError(f"The instance annotations {path} cannot be read ({error.strerror}).", remedy) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} holds no instance annotations in COCO's form.", remedy) from error
+    rows = {name: row for row, name in enumerate(image_ids)}
+    labels = torch.zeros(len(image_ids), len(categories), dtype=torch.uint8)
+    found = [(rows[image], place) for image, place in pairs if image in rows]
+    if not found:
+        raise UserError(f"None of the {len(image_ids):,} images is annotated in {path}.", remedy)
+    row, place = torch.tensor(found).T
+    labels[row, place] = 1
+    return labels
