@@ -65,8 +65,8 @@ def draw_mix(
     """Mixup and CutMix for a batch of images, drawn image by image. Source: PCME++ §2.4, §B.2.
 
     An image is mixed with probability ratio · prob, with image B−1−i (in an odd batch the middle one with itself, which
-    changes nothing). CutMix's box has sides √(1 − λ) of the image's,
-    its centre is anywhere, and what lies outside is cut off; λ is then the share of area that is left.
+    changes nothing). CutMix's box has sides √(1 − λ) of the image's, its centre is anywhere, and what lies outside is
+    cut off; λ is then the share of area that is left.
 
     The order of the draws is part of the interface, so that another program can repeat them: for all images CutMix or
     Mixup, λ of CutMix, λ of Mixup, [mixed or not, if ratio < 1], mixed or not by prob; then, for each image with a box,
