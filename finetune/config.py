@@ -266,6 +266,15 @@ def check(config: Config, world_size: int = 1) -> None:
     for name in ("weight_decay", "freeze_epochs", "warmup_epochs", "decay_epochs", "clip_grad_norm"):
         if not 0 <= getattr(optimizer, name) < float("inf"):
             raise UserError(f"optimizer.{name} is {getattr(optimizer, name)}.", "Set it to 0 or more.")
+    for name, what in (
+        ("freeze_epochs", "the image tower would never be trained"),
+        ("decay_epochs", "every lr would be a tenth from the start"),
+    ):
+        if config.epochs and getattr(optimizer, name) >= config.epochs:
+            raise UserError(
+                f"optimizer.{name} is {getattr(optimizer, name)} of {config.epochs} epochs: {what}.",
+                f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
+            )
     if config.engine.precision not in PRECISIONS:
         raise UserError(
             f"engine.precision is '{config.engine.precision}'.{nearest(config.engine.precision, PRECISIONS)}",

@@ -167,7 +167,18 @@ def _line(step: int, steps: int, v: dict[str, float]) -> str:
         recalls = " ".join(f"{v[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 5, 10))
         marked = " (best)" if v.get("is_best") else ""
         return f"{at} | validation{v.get('of', '')} RSUM {v['rsum']:.1f}{marked} (R@1, 5, 10 i→t, t→i: {recalls})"
-    known = ("loss", "lr", "epoch", "data_wait", "pairs_per_second", "eta", "gradient_norm", "scale", "shift")
+    known = (
+        "loss",
+        "lr",
+        "epoch",
+        "n_pseudo",
+        "data_wait",
+        "pairs_per_second",
+        "eta",
+        "gradient_norm",
+        "scale",
+        "shift",
+    )
     terms = ", ".join(f"{name} {value:.3f}" for name, value in v.items() if name not in (*known, "u_image", "u_text"))
     parts = [at, f"epoch {v['epoch']:.2f}", f"loss {v['loss']:.3f}" + (f" ({terms})" if terms else "")]
     if "scale" in v:
