@@ -46,6 +46,7 @@ ul.captions li{display:grid;grid-template-columns:1fr 64px;gap:10px;font-size:.9
 border-left:3px solid #c9d0d8;margin-bottom:4px;overflow-wrap:anywhere}
 ul.captions li.right{border-color:#4b9a6b}ul.captions li.wrong{border-color:#cf7a5f}
 ul.captions code{font:inherit;font-size:.84rem;color:#5d6875;text-align:right}
+.plane{max-width:680px}
 @media(max-width:560px){table.numbers td:last-child,table.numbers th:last-child{display:table-cell}}
 """
 
@@ -181,8 +182,8 @@ def _rejection(quality: dict) -> str:
             continue
         xs, ys = [100 * x for x in curve["refused"]], [100 * y for y in curve["score"]]
         lines = [
-            Curve("by uncertainty", xs, ys, BLUE),
-            Curve("at random", xs, [100 * curve["random"]] * len(xs), GREY, dashed=True),
+            Curve("uncertainty", xs, ys, BLUE),
+            Curve("random", xs, [100 * curve["random"]] * len(xs), GREY, dashed=True),
         ]
         chart = curves_chart(lines, x_label="most uncertain queries refused, %", y_label="R@1 of the others, %")
         below = (
@@ -256,7 +257,7 @@ def _projection(found: dict, captions: Captioned, pairs: EmbeddedPairs) -> str:
     chart = scatter_chart(clouds, x_label="first direction", y_label="")
     return (
         f"<section><h2>Means in a plane</h2><p>{escape(found['method'])} of {len(clouds[1].points)} images and their "
-        f'captions. A larger dot is more uncertain.</p><div class="scroll">{chart}</div></section>'
+        f'captions. A larger dot is more uncertain.</p><div class="scroll plane">{chart}</div></section>'
     )
 
 

@@ -55,7 +55,8 @@ def spearman(a: Tensor, b: Tensor) -> float | None:
 
 def evenly(n: int, wanted: int) -> list[int]:
     """At most `wanted` indices below n at equal distances."""
-    return sorted({round(i * (n - 1) / max(1, wanted - 1)) for i in range(min(n, wanted))})
+    wanted = min(n, wanted)
+    return sorted({round(i * (n - 1) / max(1, wanted - 1)) for i in range(wanted)})
 
 
 def erase_pixels(pixels_BCHW: Tensor, share: float, generator: torch.Generator) -> Tensor:

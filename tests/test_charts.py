@@ -5,7 +5,18 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from probemb.charts import Level, bar_chart, escape, line_chart, nice_ticks
+from probemb.charts import (
+    GREY,
+    Cloud,
+    Curve,
+    Level,
+    bar_chart,
+    curves_chart,
+    escape,
+    line_chart,
+    nice_ticks,
+    scatter_chart,
+)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.134, 0.135), (-3, 70_000), (5, 5), (0, 0)])
@@ -26,6 +37,17 @@ def test_charts_are_well_formed_and_stay_inside(capsys):
         line_chart([2.5, 2.5], [7.0, 7.0], x_label="u", y_label="%", points=True, mark=1, mark_label="here"),
         bar_chart([0, 3, 1], x_label="K", y_label="classes", what="classes"),
         bar_chart([0] * 80, x_label="K", y_label="classes", what="classes"),
+        curves_chart(
+            [Curve("a < b", [0, 50, 95], [1.0, 2.0, 3.0]), Curve("c", [0, 95], [3.0, 3.0], GREY, dashed=True)],
+            x_label="refused, %",
+            y_label="%",
+        ),
+        curves_chart([Curve("flat", [0, 1], [0.0, 0.0])], x_label="x", y_label="y"),
+        scatter_chart(
+            [Cloud("a", [(0.1, -3.0, 4, "<b>")]), Cloud("b", [(2.0, 5.0, 8, "&"), (0.3, 0.0, 3, "")])],
+            x_label="x",
+            y_label="y",
+        ),
     ):
         root = ElementTree.fromstring(chart)
         _, _, width, height = map(float, root.get("viewBox").split())

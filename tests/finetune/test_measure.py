@@ -1,0 +1,245 @@
+"""The full evaluation of a model on captioned images."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from finetune.measure import choose_benchmarks, main, measure
+from finetune.measure_config import MeasureConfig
+from finetune.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
+from finetune.uncertainty_findings import erase_pixels, erase_words, evenly, extremes, projection, quality
+from probemb import Gaussian, metrics
+from probemb.data.captioned import Captioned, find_captioned
+from probemb.data.instances import read_instances
+from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.metrics.coco import coco_test_ids
+from probemb.models import load_model
+from probemb.pairs import EmbeddedPairs
+from tests.world import jpeg, write_tar
+
+
+def gaussians(n, dim=8, seed=0):
+    r = torch.Generator().manual_seed(seed)
+    mean = torch.nn.functional.normalize(torch.randn(n, dim, generator=r), dim=1)
+    return Gaussian(mean, torch.randn(n, dim, generator=r) - 3)
+
+
+def command(run_folder, data, out, *options):
+    return main(["--model", str(run_folder), "--data", str(data), "--no-split", "--out", str(out), *options])
+
+
+@pytest.fixture(scope="module")
+def measured(run_folder, captioned, tmp_path_factory):
+    """The folder and results of one whole evaluation of the embedded data."""
+    out = tmp_path_factory.mktemp("measured")
+    assert command(run_folder, captioned, out, "--erased", "4", "--samples", "2", "--candidates", "12") == 0
+    return out, json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_every_ranking_under_both_kinds_of_positives(measured):
+    _, results = measured
+    rows = {(row["positives"], row["ranking"]): row for row in results["rows"]}
+    assert len(rows) == 2 * 7
+    for positives in ("own captions", "all true captions"):
+        exact, searched = rows[positives, "csd"], rows[positives, "faiss-csd"]
+        for way in ("i2t", "t2i"):
+            assert searched[way] == pytest.approx(exact[way], abs=0.03)  # float32 may swap two that nearly tie
+        assert rows[positives, "faiss-mean"]["rsum"] == pytest.approx(rows[positives, "mean"]["rsum"], abs=5)
+        assert all(row["ms_per_query"] > 0 for row in rows.values())
+    assert rows["own captions", "match-probability"]["how"] == "sampled, 2 x 2 samples a pair"
+    assert (results["images"], results["captions"]) == (24, 72)
+
+
+def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, captioned):
+    _, results = measured
+    model, tokenizer, transforms = load_model(run_folder)
+    data = find_captioned(captioned)
+    validation = evaluate_retrieval(model, tokenizer, transforms, data)
+    row = next(row for row in results["rows"] if row["ranking"] == "csd" and row["positives"] == "own captions")
+    assert validation["rsum"] == pytest.approx(row["rsum"])
+    assert validation["ranking"] == "csd"
+    with torch.no_grad():
+        pixels = torch.stack([transforms.evaluate(data.images.open(i)) for i in range(24)])
+        scores = -csd(model.encode_image(pixels), model.encode_text(tokenizer(data.flat())))
+    match = torch.tensor(data.owner()) == torch.arange(24)[:, None]
+    for way, s, m in (("i2t", scores, match), ("t2i", scores.T, match.T)):
+        assert validation[way] == pytest.approx(metrics.retrieval_metrics(s, m), abs=0.03)
+
+
+def test_the_report_stands_alone(measured):
+    out, results = measured
+    html = (out / "report.html").read_text()
+    for heading in (
+        "Rankings",
+        "Uncertainty against recall",
+        "Refusing",
+        "what is erased",
+        "in a plane",
+        "Most and least",
+    ):
+        assert heading in html
+    assert html.count("<svg") == 7
+    assert not re.search(r"(src|href)=\"(?!data:)", html)
+    assert "<script" not in html
+    found = results["uncertainty"]
+    assert set(found["quality"]["images"]) == set(found["quality"]["captions"])
+    assert "all true captions: mAP@R" in found["quality"]["images"]
+    assert found["erased"]["words"]["items"] == 4
+    assert -1 <= found["ambiguity_spearman"] <= 1
+
+
+def test_markup_in_captions_and_unreadable_images(run_folder, tmp_path, capsys):
+    from probemb.data.scenes import scene
+
+    members = []
+    for i in range(10):
+        data = b"no" if i == 4 else jpeg(scene("bad", i))
+        members += [(f"<i>{i}.jpg", data), (f"<i>{i}.txt", f"<script>alert({i})</script>\nother {i}".encode())]
+    tar = write_tar(tmp_path / "a.tar", members)
+    options = ("--max-bad", "0.1", "--rankings", "mean,csd", "--erased", "0")
+    assert command(run_folder, tar, tmp_path / "out", *options) == 0
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(3)" in html
+    assert "<i>3" not in html
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (results["images"], results["captions"]) == (9, 18)
+    assert "1 image left out" in capsys.readouterr().out
+
+
+def test_plausible_matches_by_an_instances_file(run_folder, tmp_path):
+    from probemb.data.scenes import scene
+
+    members = [(f"{i}.jpg", jpeg(scene("p", i))) for i in range(6)]
+    members += [(f"{i}.json", json.dumps({"captions": ["a", f"b {i}"], "image_id": i}).encode()) for i in range(6)]
+    tar = write_tar(tmp_path / "a.tar", sorted(members))
+    file = tmp_path / "instances.json"
+    pairs = [(0, 1), (0, 5), (1, 5), (2, 1), (2, 5), (3, 9), (99, 1)]  # images 4 and 5 have no objects
+    annotations = [{"image_id": image, "category_id": category} for image, category in pairs]
+    file.write_text(json.dumps({"categories": [{"id": c} for c in (1, 5, 9)], "annotations": annotations}))
+    assert read_instances(file, list(range(6))).tolist() == [
+        [1, 1, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0]
+    ]  # fmt: skip
+    options = ("--instances", str(file), "--rankings", "csd,faiss-csd", "--erased", "0")
+    command(run_folder, tar, tmp_path / "out", *options)
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    found = {row["positives"]: row for row in rows if row["positives"].startswith("plausible")}
+    assert set(found) == {"plausible matches, pcme", "plausible matches, eccv-caption"}
+    assert 0 < found["plausible matches, eccv-caption"]["i2t"]["r_precision"] <= 1
+    assert found["plausible matches, pcme"]["t2i"]["per_zeta"]["0"]["r@1"] <= 1
+
+
+def test_coco_benchmarks_beside_the_rest():
+    """Random embeddings under COCO's ids, two captions more than the benchmarks know."""
+    image_ids, caption_ids = coco_test_ids()
+    captions = [["x"] * 5 for _ in image_ids]
+    ids = [caption_ids[5 * i : 5 * i + 5] for i in range(5000)]
+    for i in (0, 4000):
+        captions[i].append("sixth")
+        ids[i].append(-i - 1)
+    data = Captioned(captions=captions, image_ids=image_ids, caption_ids=ids)
+    owner = torch.tensor(data.owner())
+    images = gaussians(5000)
+    noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
+    texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
+    pairs = EmbeddedPairs(images, texts, owner, list(range(5000)), [])
+    assert choose_benchmarks(MeasureConfig(), data) == ["coco", "cxc", "eccv"]
+    rows, per_query = measure(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
+    found = {row["positives"]: row for row in rows}
+    assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption"]
+    assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
+    for name, metric, key in (("ECCV Caption", "mAP@R", "map_at_r"), ("CxC", "R-P", "r_precision")):
+        for side, way in (("images", "i2t"), ("captions", "t2i")):
+            mean = per_query[side][f"{name}: {metric}"].nanmean().item()
+            assert mean == pytest.approx(found[name][way][key], abs=1e-12)
+    assert per_query["captions"]["COCO 5K: R@1"].isnan().sum() == 2
+    assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
+
+
+def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():
+    images, texts = gaussians(6), gaussians(40, seed=1)
+    options = RankingOptions(candidates=10)
+    by_mean, ranked = (
+        rank_all(make_ranker(name, images, texts, options), 6, 40, (20, 6)).i2t
+        for name in ("faiss-mean", "faiss-rerank")
+    )
+    assert torch.equal(ranked[:, 10:], by_mean[:, 10:])
+    assert torch.equal(ranked[:, :10].sort(dim=1).values, by_mean[:, :10].sort(dim=1).values)
+    assert not torch.equal(ranked[:, :10], by_mean[:, :10])
+    positives = own_captions(torch.arange(40) % 6, 6)
+    assert positives.counts.tolist() == [7, 7, 7, 7, 6, 6]
+
+
+def test_what_is_erased_is_what_was_asked_for():
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.ones(3, 3, 20, 20)
+    for share in (0.0, 0.25, 1.0):
+        erased = erase_pixels(pixels, share, generator)
+        assert (erased == 0).double().mean().item() == pytest.approx(share, abs=0.01)
+    words = "a b c d e f g h i j"
+    assert erase_words(words, 0.0, generator) == words
+    left = erase_words(words, 0.3, generator).split()
+    assert len(left) == 7
+    assert left == sorted(left)
+    assert erase_words("one", 0.8, generator) == ""
+    assert evenly(100, 3) == [0, 50, 99]
+    assert evenly(2, 5) == [0, 1]
+    assert evenly(3, 1) == [0]
+
+
+def test_small_sets_have_projections_and_extremes():
+    pairs = EmbeddedPairs(gaussians(2), gaussians(3, seed=1), torch.tensor([0, 0, 1]), [0, 1], [])
+    found = projection(pairs)
+    assert len(found["captions"]["x"]) == 3
+    assert "PCA" in found["method"] or "t-SNE" in found["method"]
+    assert {len(rows) for rows in extremes(pairs.images).values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--benchmarks", "coco"), "no COCO ids of its captions|are not in the data"),
+        (("--benchmarks", "ecv"), "no benchmark 'ecv'. Did you mean 'eccv'"),
+        (("--benchmarks", "pmrp"), "which objects the images show"),
+        (("--instances", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--instances", __file__), "no instance annotations in COCO's form"),
+        (("--rankings", "cds"), "no ranking 'cds'. Did you mean 'csd'"),
+        (("--rankings", ","), "--rankings names none"),
+        (("--candidates", "0"), "--candidates is 0"),
+        (("--erased", "-1"), "--erased is -1"),
+        (("--images", "nowhere"), "image folder nowhere would not be used"),
+    ],
+)
+def test_bad_input(options, message, run_folder, captioned, tmp_path):
+    with pytest.raises(UserError, match=message):
+        command(run_folder, captioned, tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_missing_is_said(run_folder, captioned, tmp_path):
+    with pytest.raises(UserError, match="--model is missing"):
+        main([])
+    with pytest.raises(UserError, match="--data is missing"):
+        main(["--model", "x"])
+    with pytest.raises(UserError, match="no split 'train'"):
+        main(["--model", str(run_folder), "--data", str(captioned), "--split", "train"])
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(UserError, match="was not written by this command"):
+        command(run_folder, captioned, tmp_path)
+    file = tmp_path / "instances.json"
+    file.write_text(json.dumps({"categories": [{"id": 1}], "annotations": [{"image_id": 7, "category_id": 1}]}))
+    with pytest.raises(UserError, match="None of the 24 images is annotated"):
+        command(run_folder, captioned, tmp_path / "out", "--instances", str(file))
+
+
+def test_help_comes_without_torch():
+    code = "import sys; from finetune.measure import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0
+    assert "--benchmarks" in found.stdout
