@@ -16,7 +16,7 @@ from torch import Tensor
 from probemb.distances import match_probability_of_samples
 from probemb.gaussian import Gaussian, at_least_float32
 
-SAMPLE_ELEMENTS = 1 << 24  # distances between samples computed at a time
+SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class SampledScores:
                 right = self._draw(1, k)[:, None]
                 for some, part in zip(total.split(step), left.split(step)):
                     some += match_probability_of_samples(part, right, self.scale, self.shift)
-        return total / self.n_samples
+        return total.div_(self.n_samples)
 
     def _draw(self, side: int, sample: int) -> Tensor:
         gaussian = (self.left, self.right)[side]

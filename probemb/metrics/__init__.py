@@ -1,6 +1,6 @@
 """Metrics of retrieval and of uncertainty: recall, R-Precision, mAP@R, RSUM, the COCO benchmarks, PMRP, calibration."""
 
-from probemb.metrics.coco import coco_benchmarks, coco_query_metrics, coco_rows
+from probemb.metrics.coco import coco_benchmarks, coco_depth, coco_query_metrics, coco_rows
 from probemb.metrics.plausible import plausible_match_r_precision
 from probemb.metrics.retrieval import (
     Positives,
@@ -32,6 +32,7 @@ __all__ = [
     "RejectionCurve",
     "average_ranks",
     "coco_benchmarks",
+    "coco_depth",
     "coco_query_metrics",
     "coco_rows",
     "first_match_ranks",

@@ -28,7 +28,7 @@ Rank = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @lru_cache(1)
-def _package():
+def package_metrics():
     """eccv_caption's ground truth and scores; asks for its parts by name, as its list of metrics has misspelt one."""
     with warnings.catch_warnings():  # it recommends a faster JSON package
         warnings.simplefilter("ignore")
@@ -40,7 +40,7 @@ def _package():
 @lru_cache(1)
 def coco_test_ids() -> tuple[list[int], list[int]]:
     """Ids of the 5,000 images and of the 25,000 captions in the order of the benchmarks."""
-    package = _package()
+    package = package_metrics()
     captions = [int(i) for i in package.coco_ids]
     return [package.coco_gts["t2i"][i][0] for i in captions[::5]], captions
 
@@ -104,7 +104,7 @@ def coco_benchmarks(
     """
     _check(benchmarks)
     images, captions = coco_rows(image_ids, caption_ids)
-    tops = rank(images, captions, _depth())
+    tops = rank(images, captions, coco_depth())
     out: dict = {}
     if "coco" in benchmarks:
         out["coco_5k"] = _recalls(tops)
@@ -132,10 +132,9 @@ def _recalls(tops: tuple[Tensor, Tensor]) -> dict:
     return out | {"rsum": rsum(out["i2t"], out["t2i"])}
 
 
-@lru_cache(1)
-def _depth() -> int:
+def coco_depth() -> int:
     """How deep lists must go: as deep as the largest number of matches of a query."""
-    package = _package()
+    package = package_metrics()
     truths = [truth[way] for truth in (package.cxc_gts, package.eccv_gts) for way in ("i2t", "t2i")]
     return max(max(KS), *(len(items) for truth in truths for items in truth.values()))
 
@@ -153,7 +152,7 @@ def _named(tops: tuple[Tensor, Tensor]) -> dict[str, dict[int, list[int]]]:
 def _published_scores(retrieved: dict[str, dict[int, list[int]]], benchmarks: Sequence[str]) -> dict:
     from eccv_caption._metrics import compute_rprecision
 
-    package, out = _package(), {}
+    package, out = package_metrics(), {}
     if "cxc" in benchmarks:
         recalls = {k: package.cxc_recalls(retrieved, "all", K=k) for k in KS}
         out["cxc"] = {
@@ -177,7 +176,7 @@ def coco_query_metrics(tops: tuple[Tensor, Tensor], benchmarks: Sequence[str] = 
     NaN for queries that a benchmark does not ask. Lists must be as deep as `coco_benchmarks` asks for them.
     """
     _check(benchmarks)
-    package = _package()
+    package = package_metrics()
     truths = {"coco_5k": package.coco_gts, "cxc": package.cxc_gts, "eccv": package.eccv_gts}
     ids = dict(zip(("i2t", "t2i"), coco_test_ids()))
     place = {way: {name: row for row, name in enumerate(names)} for way, names in ids.items()}

@@ -1,5 +1,6 @@
 """The full evaluation of a model on captioned images."""
 
+import copy
 import json
 import re
 import subprocess
@@ -17,7 +18,7 @@ from probemb.data.captioned import Captioned, find_captioned
 from probemb.data.instances import read_instances
 from probemb.distances import csd
 from probemb.errors import UserError
-from probemb.metrics.coco import coco_test_ids
+from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import load_model
 from probemb.pairs import EmbeddedPairs
 from tests.world import jpeg, write_tar
@@ -134,31 +135,46 @@ def test_plausible_matches_by_an_instances_file(run_folder, tmp_path):
     assert found["plausible matches, pcme"]["t2i"]["per_zeta"]["0"]["r@1"] <= 1
 
 
-def test_coco_benchmarks_beside_the_rest():
-    """Random embeddings under COCO's ids, two captions more than the benchmarks know."""
+def test_coco_benchmarks_beside_the_rest(monkeypatch):
+    """Few images under COCO's ids, two captions more than the benchmarks know; 250 images take the place of 5,000."""
     image_ids, caption_ids = coco_test_ids()
-    captions = [["x"] * 5 for _ in image_ids]
-    ids = [caption_ids[5 * i : 5 * i + 5] for i in range(5000)]
-    for i in (0, 4000):
-        captions[i].append("sixth")
-        ids[i].append(-i - 1)
-    data = Captioned(captions=captions, image_ids=image_ids, caption_ids=ids)
-    owner = torch.tensor(data.owner())
-    images = gaussians(5000)
-    noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
-    texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
-    pairs = EmbeddedPairs(images, texts, owner, list(range(5000)), [])
-    assert choose_benchmarks(MeasureConfig(), data) == ["coco", "cxc", "eccv"]
-    rows, per_query = measure(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
-    found = {row["positives"]: row for row in rows}
-    assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption"]
-    assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
-    for name, metric, key in (("ECCV Caption", "mAP@R", "map_at_r"), ("CxC", "R-P", "r_precision")):
-        for side, way in (("images", "i2t"), ("captions", "t2i")):
-            mean = per_query[side][f"{name}: {metric}"].nanmean().item()
-            assert mean == pytest.approx(found[name][way][key], abs=1e-12)
-    assert per_query["captions"]["COCO 5K: R@1"].isnan().sum() == 2
-    assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
+    n = 250
+    monkeypatch.setattr("probemb.metrics.coco.coco_test_ids", lambda: (image_ids[:n], caption_ids[: 5 * n]))
+    real, few = package_metrics(), copy.copy(package_metrics())
+    for name in ("coco_gts", "cxc_gts", "eccv_gts"):
+        known = {"i2t": set(image_ids[:n]), "t2i": set(caption_ids[: 5 * n])}
+        truth = getattr(real, name)
+        setattr(few, name, {way: {q: items for q, items in truth[way].items() if q in known[way]} for way in known})
+    monkeypatch.setattr("probemb.metrics.coco.package_metrics", lambda: few)
+
+    captions = [["x"] * 5 for _ in range(n)]
+    ids = [caption_ids[5 * i : 5 * i + 5] for i in range(n)]
+    for extra in (False, True):
+        if extra:
+            for i in (0, 200):
+                captions[i].append("sixth")
+                ids[i].append(-i - 1)
+        data = Captioned(captions=captions, image_ids=image_ids[:n], caption_ids=ids)
+        owner = torch.tensor(data.owner())
+        images = gaussians(n)
+        noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
+        texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
+        pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [])
+        assert choose_benchmarks(MeasureConfig(), data) == ["coco", "cxc", "eccv"]
+        rows, per_query = measure(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
+        found = {row["positives"]: row for row in rows}
+        assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption"]
+        assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
+        if not extra:
+            own = {way: {name: found["own captions"][way][name] for name in ("r@1", "r@5")} for way in ("i2t", "t2i")}
+            for way, recalls in own.items():
+                assert {name: found["COCO 5K"][way][name] for name in recalls} == pytest.approx(recalls, abs=1e-12)
+        for name, metric, key in (("ECCV Caption", "mAP@R", "map_at_r"), ("CxC", "R-P", "r_precision")):
+            for side, way in (("images", "i2t"), ("captions", "t2i")):
+                mean = per_query[side][f"{name}: {metric}"].nanmean().item()
+                assert mean == pytest.approx(found[name][way][key], abs=1e-12)
+        assert per_query["captions"]["COCO 5K: R@1"].isnan().sum() == 2 * extra
+        assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
 
 
 def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():

@@ -9,7 +9,7 @@ import torch
 
 from probemb import metrics
 from probemb.errors import UserError
-from probemb.metrics.coco import _depth, _named, _package, coco_test_ids
+from probemb.metrics.coco import _named, coco_depth, coco_test_ids, package_metrics
 
 
 def rank_in(scores):
@@ -45,9 +45,9 @@ def test_equal_the_package_given_our_ranked_ids(recipe):
     scores, image_ids, caption_ids = recipe
     rank = rank_in(scores)
     ours = metrics.coco_benchmarks(rank, image_ids, caption_ids)
-    tops = rank(*metrics.coco_rows(image_ids, caption_ids), _depth())
+    tops = rank(*metrics.coco_rows(image_ids, caption_ids), coco_depth())
     with contextlib.redirect_stderr(io.StringIO()):
-        theirs = _package().compute_all_metrics(
+        theirs = package_metrics().compute_all_metrics(
             _named(tops)["i2t"], _named(tops)["t2i"],
             target_metrics=("coco_5k_recalls", "cxc_recalls", "eccv_map_at_r", "eccv_rprecision"),
         )  # fmt: skip
@@ -101,7 +101,7 @@ def test_equal_the_authors_numbers(parity):
     columns = np.arange(25000)
     scores[columns // 5, columns] += float(ref["boost_own"])
     image_at, caption_at = ({name: i for i, name in enumerate(ids)} for ids in (image_ids, caption_ids))
-    for image, captions in _package().eccv_gts["i2t"].items():
+    for image, captions in package_metrics().eccv_gts["i2t"].items():
         for caption in captions:
             if caption in caption_at:
                 scores[image_at[image], caption_at[caption]] += float(ref["boost_eccv"])
@@ -110,7 +110,7 @@ def test_equal_the_authors_numbers(parity):
 
     rank = rank_in(torch.from_numpy(scores))
     got = metrics.coco_benchmarks(rank, image_ids, caption_ids)
-    tops = rank(torch.arange(5000), torch.arange(25000), _depth())
+    tops = rank(torch.arange(5000), torch.arange(25000), coco_depth())
     single = metrics.coco_query_metrics(tops)
     for way in ("i2t", "t2i"):
         for name in ("coco_1k", "coco_5k", "cxc"):

@@ -55,7 +55,7 @@ def argsort_loops(embedded) -> dict:
     """One query after the other."""
     import numpy as np
 
-    from probemb.metrics.coco import _package, coco_test_ids
+    from probemb.metrics.coco import coco_test_ids, package_metrics
 
     (images, captions), (image_ids, caption_ids) = embedded, (np.array(ids) for ids in coco_test_ids())
     distance = 2 - 2 * images.mean.numpy() @ captions.mean.numpy().T
@@ -72,7 +72,7 @@ def argsort_loops(embedded) -> dict:
         t2i[int(caption_ids[k])] = [int(name) for name in image_ids[order[:KEPT]]]
     targets = ("coco_1k_recalls", "coco_5k_recalls", "cxc_recalls", "eccv_map_at_r", "eccv_rprecision", "eccv_r1")
     with contextlib.redirect_stderr(io.StringIO()):
-        found = _package().compute_all_metrics(i2t, t2i, target_metrics=targets, Ks=(1, 5, 10))
+        found = package_metrics().compute_all_metrics(i2t, t2i, target_metrics=targets, Ks=(1, 5, 10))
     out = {}
     for way in ("i2t", "t2i"):
         for name in ("coco_1k", "coco_5k", "cxc"):
