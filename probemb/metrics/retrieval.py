@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24  # scores ranked at a time
+COLUMN_ELEMENTS = 1 << 21  # of a block's columns transposed and ranked at a time: what the processor's cache holds
 BLOCK_ELEMENTS = 1 << 26  # scores of a block of rows, of which `rank_both` ranks the columns too: 256 MiB in float32
 
 
@@ -68,7 +69,7 @@ def rank_both(
     of_rows, of_columns = (depth, depth) if isinstance(depth, int) else depth
     of_columns = min(of_columns, n_rows)
     height = max(1, min(n_rows, BLOCK_ELEMENTS // max(1, n_columns)))
-    width = max(1, CHUNK_ELEMENTS // height)
+    width = max(1, COLUMN_ELEMENTS // height)
     rows_found: list[Tensor] = []
     best: list[tuple[Tensor, Tensor]] = []  # of each piece of columns: scores and rows
     for first in range(0, n_rows, height):

@@ -69,7 +69,7 @@ def test_scores_that_are_no_numbers_are_refused():
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("block", [190, 10**9])
 def test_lists_of_both_directions_equal_whole_stable_sorts(ties, block, monkeypatch):
-    monkeypatch.setattr(MODULE, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(MODULE, "COLUMN_ELEMENTS", 40)
     monkeypatch.setattr(MODULE, "BLOCK_ELEMENTS", block)
     scores, _ = case(q=23, g=31, ties=ties)
     rows, columns = metrics.rank_both(lambda part: scores[part], 23, 31, (7, 4))
