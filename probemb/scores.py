@@ -68,13 +68,14 @@ class SampledScores:
                 right = self._draw(1, k)[:, None]
                 for some, part in zip(total.split(step), left.split(step)):
                     some += match_probability_of_samples(part, right, self.scale, self.shift)
+                del right  # before the next one is drawn
         return total.div_(self.n_samples)
 
     def _draw(self, side: int, sample: int) -> Tensor:
         gaussian = (self.left, self.right)[side]
         generator = torch.Generator(gaussian.mean.device).manual_seed(self.seeds[side] + 2 * sample)
         noise = torch.randn(gaussian.shape, dtype=gaussian.mean.dtype, device=gaussian.mean.device, generator=generator)
-        return torch.addcmul(gaussian.mean, gaussian.std, noise)
+        return noise.mul_(gaussian.std).add_(gaussian.mean)
 
     @property
     def shape(self) -> tuple[int, int]:
