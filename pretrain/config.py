@@ -10,6 +10,7 @@ from probemb.errors import UserError, nearest
 PRECISIONS = ("auto", "fp32", "bf16")
 CAPTIONS = ("random", "first")
 ON_NONFINITE = ("stop", "skip")
+BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pretrain.config import BUCKET
+
 FP32 = 4  # bytes of an element
-BUCKET = 500_000_000  # elements of one DeepSpeed communication bucket, reduce_bucket_size and allgather_bucket_size
+PLAIN_BUCKET = 500_000_000  # elements that DeepSpeed reduces at a time without ZeRO
 GPO_CODE, GRU_STATES = 32, 17  # GPO's weights: width of its recurrent network, and states that it keeps of a position
 
 
@@ -277,7 +279,7 @@ def memory(model, s: Setting, text_tokens: int | None = None) -> Memory:
     activations = sum(piece.saved for piece in forward)
     loss = sum(loss_bytes(s.rows, w, model.embed_dim, s.pseudo_positive).values())
 
-    bucket = FP32 * BUCKET
+    bucket = FP32 * (BUCKET if stage else PLAIN_BUCKET)
     flat = min(p, bucket)  # a bucket's gradients once more, flattened for the collective
     if stage == 0:
         buckets, accumulated = 0, p

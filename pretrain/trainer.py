@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from pretrain.config import Config
+from pretrain.config import BUCKET, Config
 from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine_state import discard_step, gradient_norm, random_state, set_random_state
 from pretrain.nonfinite import Evidence, as_error
@@ -129,6 +129,8 @@ def make_engine(
             "stage": e.zero_stage,
             "overlap_comm": device.type == "cuda",
             "contiguous_gradients": True,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
             "stage3_param_persistence_threshold": persistent_elements,
             "memory_efficient_linear": False,  # its own backward pass ignores autocast
         },

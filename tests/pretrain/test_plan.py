@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import plan, plan_cost, plan_memory, trainer
 from pretrain.checkpoint import save_checkpoint
-from pretrain.config import Config, Engine, Model
+from pretrain.config import BUCKET, Config, Engine, Model
 from pretrain.plan_memory import FP32, Setting
 from probemb import UserError, create_model
 from probemb.data.index import Shard, write_index
@@ -199,11 +199,11 @@ CASES = [
 def test_a_real_step_needs_what_the_plan_says(name, batch, world, engine):
     """Tensors to the byte (but for ZeRO's padding), the state between steps to 2 %, the peak to 15 %.
 
-    DeepSpeed's bucket is a constant of 2 GB that would hide everything else, so the peak is compared without it.
+    DeepSpeed's bucket is a constant of 200 MB that would hide much of the rest, so the peak is compared without it.
     """
     config = config_of(name, batch, **engine)
     said = plan_memory.memory(plan_memory.build(config), setting_of(config, world))
-    bucket = FP32 * plan_memory.BUCKET if config.engine.zero_stage else 0
+    bucket = FP32 * BUCKET if config.engine.zero_stage else 0
     for found in run_ranks(world, measure_step, config, timeout=400, fresh=True):
         for part in ("weights", "master", "moments"):
             assert getattr(said, part) == pytest.approx(found[part], rel=1e-4), part
@@ -400,8 +400,8 @@ def test_what_no_plan_can_be_made_of_is_refused(change, what):
 
 
 def test_more_memory_is_suggested_only_where_it_helps():
-    big = replace(OPTIONS, model=Model(name="ViT-Tiny-64"), batch_size=512, gpu_memory_gib=1.0)
+    big = replace(OPTIONS, model=Model(name="ViT-Tiny-64"), batch_size=512, gpu_memory_gib=0.5)
     (warning,) = plan.make_plan(big)["warnings"]
     out = plan.make_plan(big)
-    assert out["memory"]["by_zero_stage"]["1"]["peak"] > 2**30 > out["memory"]["by_zero_stage"]["0"]["peak"]
+    assert out["memory"]["by_zero_stage"]["1"]["peak"] > 2**29 > out["memory"]["by_zero_stage"]["0"]["peak"]
     assert "ZeRO 0" in warning
