@@ -1,0 +1,87 @@
+"""sbatch slurm/finetune.sh on a real Slurm over two nodes: preempted and resumed, one method for each array task."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from probemb import load_model
+from tests.slurm.jobs import CPU, TWO_NODES, Jobs
+
+OPTIONS = {
+    "model.name": "ViT-Micro-32",
+    "model.pretrained": "null",
+    "model.embed_dim": 32,
+    "batch_size": 16,
+    "epochs": 2,
+    "log_every": 1,
+    "swa_epochs": 1,
+    "data.workers": 0,
+    "optimizer.freeze_epochs": 1,
+    "optimizer.warmup_epochs": 0,
+    "optimizer.decay_epochs": 1,
+}
+STEPS = 40  # 64 images with five captions each, twice
+
+
+def arguments(jobs: Jobs, run: str, **options) -> list[str]:
+    given = {**OPTIONS, **options, "data.path": jobs.train.parent, "out": jobs.folder / run}
+    return [f"--{key}={value}" for key, value in given.items()]
+
+
+def losses(jobs: Jobs, run: str) -> list[tuple[int, float]]:
+    return [(m["step"], m["loss"]) for m in jobs.metrics(run) if "loss" in m]
+
+
+def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
+    """USR1 to the batch script is what --signal=B:USR1@300 sends before the time limit."""
+    whole = jobs.submit(*arguments(jobs, "whole"), script="finetune.sh", **CPU)
+    job = jobs.submit(*arguments(jobs, "cut"), script="finetune.sh", **CPU)
+    jobs.until_step(job, "cut", 3)
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    seen = jobs.ended(job, "COMPLETED")
+    assert seen["Restarts"] == "1"
+    first, second = jobs.log(job).split("start 2, on ")
+    assert "told to stop: back into the queue" in first
+    assert "engine  2 x cpu" in first
+    assert "resumed at step" in second
+    assert f"step {STEPS}/{STEPS}" in second
+    jobs.ended(whole, "COMPLETED")
+    assert jobs.cluster.job(whole)["Restarts"] == "0"
+    assert [step for step, _ in losses(jobs, "whole")] == list(range(1, STEPS + 1))
+    assert losses(jobs, "cut") == losses(jobs, "whole")
+    for name in ("model", "model-swa"):
+        cut, other = (load_model(jobs.folder / run / name).model.state_dict() for run in ("cut", "whole"))
+        for key, weight in other.items():
+            assert torch.equal(weight, cut[key]), key
+
+
+def test_each_task_of_an_array_trains_its_method(jobs):
+    where = ("--array=1-3", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
+    short = arguments(jobs, "all", epochs=1, **{"optimizer.freeze_epochs": 0, "optimizer.decay_epochs": 0})
+    job = jobs.submit(*short, script="finetune.sh", sbatch=where, PROBEMB_METHODS="vse infonce", **CPU)
+    jobs.cluster.until("the array's end", lambda: not jobs.cluster.run("squeue", "-h", "-j", job).stdout)
+    for task, method in ((1, "vse"), (2, "infonce")):
+        assert f"method  {method}" in jobs.log(str(task))
+        assert len(losses(jobs, f"all/{method}")) == STEPS // 2
+    assert "error: There is no method 3 in METHODS." in jobs.log("3")
+    assert "--array=1-2" in jobs.log("3")
+
+
+REFUSALS = {
+    "no GPUs": ((), (), {}, "The job has no GPUs."),
+    "no time to save": (("--time=5",), (), CPU, "The time limit 5:00 is not longer than the 300 s"),
+    "a method and an array": (("--array=1",), ("--method=vse",), CPU, "and --method names one."),
+    "an unknown method": ((), ("--method=vsee",), CPU, "There is no method 'vsee'. Did you mean 'vse'?"),
+    "a batch for another number of ranks": ((), ("--batch_size=15",), CPU, "which 2 processes cannot share evenly"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_run_is_refused_in_words(jobs, name):
+    options, words, env, what = REFUSALS[name]
+    job = jobs.submit(*arguments(jobs, "run"), *words, script="finetune.sh", sbatch=(*TWO_NODES, *options), **env)
+    seen = jobs.ended(job, "FAILED")
+    assert seen["ExitCode"] == "2:0", jobs.log(job)
+    assert what in jobs.log(job)
+    assert not (jobs.folder / "run").exists()
