@@ -3,8 +3,11 @@
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --time 24:00:00 -- --config pretrain/configs/x.yaml
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --dry-run -- --config …    # prints the sbatch file
     python -m slurm.submit pretrain --local --cpu --tasks-per-node 2 -- --config …         # no Slurm needed
+    python -m slurm.submit finetune --gpus-per-node 1 --methods pcmepp,vse -- --data.path … --out runs/coco
+    python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --sweep sweep.txt -- --config …
 
-What stands after `--` goes to the stage. The run saves `margin` seconds before the time limit, is requeued and goes on.
+What stands after `--` goes to the stage. Several methods, or the lines of a sweep, become a job array. A run saves
+`margin` seconds before the time limit, is requeued and goes on.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from pathlib import Path
 
 from probemb.command import parse_config, run_command
 from probemb.errors import UserError, nearest
+from slurm.sweep import argument_lists
 
 PROG = "python -m slurm.submit"
-STAGES = {"pretrain": "pretrain.run", "zeroshot": "zeroshot.imagenet"}
-RESUMABLE = ("pretrain",)
+STAGES = {"pretrain": "pretrain.run", "finetune": "finetune.run", "zeroshot": "zeroshot.imagenet"}
+RESUMABLE = ("pretrain", "finetune")
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TIMEOUTS = 1000  # submitit gives up after so many; a run of weeks needs more than its default of three
 
@@ -47,6 +51,9 @@ class Submission:
         qos: quality of service.
         constraint: features that nodes must have.
         sbatch: more options of sbatch, as KEY=VALUE, --sbatch '["reservation=course", "exclusive"]'.
+        methods: finetuning methods, separated by commas: a job array, each in the folder of its name in --out.
+        sweep: a file with one line of arguments for each run, with an --out of its own: a job array.
+        parallel: runs of a job array at a time.
         name: of the job; the stage's if empty.
         folder: for sbatch files and logs, on a file system that all nodes share.
         dry_run: print the sbatch file and submit nothing.
@@ -66,6 +73,9 @@ class Submission:
     qos: str | None = None
     constraint: str | None = None
     sbatch: list[str] | str = field(default_factory=list)
+    methods: str | None = None
+    sweep: str | None = None
+    parallel: int = 256
     name: str | None = None
     folder: str = "runs/slurm"
     dry_run: bool = False
@@ -89,14 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse_config(Submission, PROG, description, own)
     if stage is None:
         raise UserError("No stage was named.", f"Write it first: {PROG} pretrain --nodes 4 --gpus-per-node 8 -- ….")
+    runs = argument_lists(stage, passed_on, given.methods, given.sweep)
     check(stage, given)
     os.environ.pop("SUBMITIT_PREEMPT_SIGNAL", None)  # slurm.rank listens to submitit's own signal, USR2
     if given.dry_run:
-        print(sbatch_file(stage, given))
+        print(sbatch_file(stage, given, len(runs)))
         return 0
     if given.local:
-        return run_here(stage, given, passed_on)
-    return submit(stage, given, passed_on)
+        return max(run_here(stage, given, arguments) for arguments in runs)
+    return submit(stage, given, runs)
 
 
 def seconds(text: str) -> int:
@@ -131,6 +142,7 @@ def check(stage: str, given: Submission) -> None:
         ("--cpus-per-task", given.cpus_per_task),
         ("--tasks-per-node", given.tasks_per_node if given.tasks_per_node is not None else 1),
         ("--margin", given.margin),
+        ("--parallel", given.parallel),
     ):
         if value < 1:
             raise UserError(f"{option} is {value}.", "Give 1 or more.")
@@ -182,6 +194,7 @@ def parameters(stage: str, given: Submission) -> dict:
         "partition": given.partition,
         "account": given.account,
         "qos": given.qos,
+        "array_parallelism": given.parallel,
         "constraint": given.constraint,
         "stderr_to_stdout": True,
         "additional_parameters": {"requeue": True} | {key: value or True for key, _, value in pairs},
@@ -201,30 +214,37 @@ def parameters(stage: str, given: Submission) -> dict:
     return {key: value for key, value in wanted.items() if value is not None}
 
 
-def sbatch_file(stage: str, given: Submission) -> str:
+def sbatch_file(stage: str, given: Submission, runs: int = 1) -> str:
     """The file that submitit would hand to sbatch."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     folder = Path(given.folder).absolute()
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    return _make_sbatch_string(command=command, folder=folder, **parameters(stage, given))
+    array = {"map_count": runs} if runs > 1 else {}
+    return _make_sbatch_string(command=command, folder=folder, **parameters(stage, given), **array)
 
 
-def submit(stage: str, given: Submission, arguments: list[str]) -> int:
-    """Hand the job to Slurm, and say how to watch it."""
+def submit(stage: str, given: Submission, runs: list[list[str]]) -> int:
+    """Hand the job to Slurm, an array if there are several runs, and say how to watch it."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
     executor = SlurmExecutor(Path(given.folder).absolute(), max_num_timeout=MAX_TIMEOUTS)
     executor.update_parameters(**parameters(stage, given))
     try:
-        job = executor.submit(make_stage(stage, given, arguments))
+        jobs = executor.submit_array([make_stage(stage, given, arguments) for arguments in runs])
     except (FailedJobError, FailedSubmissionError, OSError) as error:
         said = " ".join(str(error).split())[-300:].rstrip(".")
         raise UserError(f"Slurm refused the job: {said}.", f"Look at it with {PROG} {stage} … --dry-run.") from error
     ranks = given.nodes * given.ranks_per_node
-    print(f"job {job.job_id}: {stage}, {given.nodes} nodes, {ranks} ranks on {'CPUs' if given.cpu else 'GPUs'}")
-    print(f"log {job.paths.stdout} (rank 0)\nsee squeue --job {job.job_id}; end it with scancel {job.job_id}")
+    for job, arguments in zip(jobs, runs):
+        which = "" if len(runs) == 1 else f" ({' '.join(arguments)})"
+        print(
+            f"job {job.job_id}: {stage}, {given.nodes} nodes, {ranks} ranks on {'CPUs' if given.cpu else 'GPUs'}{which}"
+        )
+        print(f"log {job.paths.stdout} (rank 0)")
+    number = jobs[0].job_id.split("_")[0]
+    print(f"see squeue --job {number}; end it with scancel {number}")
     return 0
 
 

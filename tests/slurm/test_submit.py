@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from probemb.command import run_command
+from probemb.errors import UserError
 from slurm.submit import main, seconds
+from slurm.sweep import argument_lists
 from tests.slurm.jobs import ROOT
 
 GPUS = ("--nodes", "4", "--gpus-per-node", "8")
@@ -46,6 +48,24 @@ REFUSALS = {
     "no time": (["pretrain", *GPUS, "--time", "soon"], "--time soon is not a time.", "24:00:00"),
     "no time to save": (["pretrain", *GPUS, "--time", "5"], "--time 5 is not longer than the 300 s", "--margin"),
     "zero-shot on many": (["zeroshot", *GPUS], "runs in one process", "--nodes 1"),
+    "methods of another stage": (
+        ["pretrain", *GPUS, "--methods", "vse"],
+        "The stage pretrain has no methods.",
+        "Leave",
+    ),
+    "an unknown method": (
+        ["finetune", *GPUS, "--methods", "pcmepp,vsee"],
+        "There is no method 'vsee'. Did you mean 'vse'?",
+        "pcmepp",
+    ),
+    "methods without a folder": (["finetune", *GPUS, "--methods", "vse"], "need --out after `--`", "of its own"),
+    "methods and a method": (
+        ["finetune", *GPUS, "--methods", "vse", "--", "--method=daa"],
+        "exclude each other",
+        "Leave one",
+    ),
+    "methods and a sweep": (["finetune", *GPUS, "--methods", "vse", "--sweep", "x"], "exclude each other", "lines"),
+    "no such sweep": (["finetune", *GPUS, "--sweep", "x"], "The list of a sweep, x, cannot be read", "text file"),
     "many nodes here": (["pretrain", *GPUS, "--local"], "--local has one machine, not 4.", "Leave --nodes out"),
     "no Slurm": (["pretrain", *GPUS], "There is no sbatch here.", "--local"),
 }
@@ -86,6 +106,37 @@ def test_the_dry_run_prints_the_file_for_sbatch_and_submits_nothing(tmp_path, mo
         assert f"#SBATCH --{line}" in lines
     assert any(line.startswith("srun ") and "--cpus-per-task=8" in line for line in lines)
     assert not any(tmp_path.iterdir())
+
+
+def test_methods_and_sweeps_become_an_array_of_argument_lists(tmp_path):
+    given = ["--data.path", "x", "--out=runs/a", "--out", "runs/b"]
+    assert argument_lists("finetune", given, methods="vse, pcme,vse") == [
+        [*given, "--method", "vse", "--out", "runs/b/vse"],
+        [*given, "--method", "pcme", "--out", "runs/b/pcme"],
+    ]
+    sweep = tmp_path / "sweep.txt"
+    sweep.write_text("# two runs\n\n--optimizer.lr 1e-3 --out 'runs/lr 1'\n--method=vse --out=runs/2\n")
+    lines = [["--optimizer.lr", "1e-3", "--out", "runs/lr 1"], ["--method=vse", "--out=runs/2"]]
+    assert argument_lists("pretrain", given, sweep=str(sweep)) == [[*given, *line] for line in lines]
+    assert argument_lists("zeroshot", given) == [given]
+    for text, what in (
+        ("--seed 1\n", "Line 1 of .* names no --out"),
+        ("--out a\n--out a\n", "Line 2 of .* has the --out of another line"),
+        ("--out 'a\n", "Line 1 of .* cannot be read"),
+        ("# none\n", "has no line of arguments"),
+    ):
+        sweep.write_text(text)
+        with pytest.raises(UserError, match=what):
+            argument_lists("pretrain", [], sweep=str(sweep))
+
+
+def test_the_dry_run_of_several_methods_is_an_array(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ("finetune", "--gpus-per-node=1", "--methods=pcmepp,vse,daa", "--parallel=2", "--dry-run", "--", "--out=x")
+    assert ends(*words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "#SBATCH --array=0-2%2" in lines
+    assert "#SBATCH --job-name=finetune" in lines
 
 
 def test_without_slurm_a_stage_that_fails_fails_the_command(here):
