@@ -40,7 +40,7 @@ class Data:
     Args:
         path: Karpathy's json, a folder of precomp caption files, or webdataset shards.
         images: folder of the images that the json or the caption files name.
-        format: karpathy, precomp or shards; empty to look.
+        format: karpathy, precomp or webdataset; empty to look.
         train: split to train on; COCO's restval belongs to train.
         validation: split that selects the model; empty for none.
         workers: processes that read and decode, for each rank.
@@ -93,8 +93,8 @@ class Mix:
 
     Args:
         ratio: share of the images of a batch that are mixed with another one; 0 for none.
-        mixup: parameter of Mixup's Beta distribution.
-        cutmix: parameter of CutMix's.
+        mixup: parameter of Mixup's Beta distribution; 0 for CutMix alone.
+        cutmix: parameter of CutMix's; 0 for Mixup alone.
         switch: probability of CutMix rather than Mixup.
         smoothing: label smoothing; a match of 1 becomes 1 - smoothing, of 0 smoothing.
     """
@@ -142,12 +142,14 @@ class Engine:
         grad_checkpointing: trade time for memory in all blocks.
         threads: CPU threads of each process; 0 shares the machine's cores.
         eval_batch_size: images in a batch while validating.
+        timeout: minutes that a process waits for the others, which the first one keeps waiting while it validates.
     """
 
     precision: str = "auto"
     grad_checkpointing: bool = False
     threads: int = 0
     eval_batch_size: int = 64
+    timeout: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class Config:
         size_augment: share of tokens that SizeAugment drops; 0 for none.
         swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.
         stop_after_epochs: end after so many epochs, to go on later with resume; empty to the end.
+        save_every: steps between two checkpoints within an epoch; 0 for those at the ends of epochs alone.
         log_every: steps between two log lines.
         wandb: a Weights & Biases project.
     """
@@ -181,6 +184,7 @@ class Config:
     size_augment: float = 0.2
     swa_epochs: int = 10
     stop_after_epochs: int | None = None
+    save_every: int = 1000
     log_every: int = 50
     wandb: str | None = None
     model: Model = field(default_factory=Model)
@@ -192,34 +196,41 @@ class Config:
 
 
 def with_method_file(argv: list[str]) -> list[str]:
-    """The command line with the method's own YAML before everything else.
+    """The command line in the order in which later words win: the method's own YAML, `--config` files, options.
 
     `--method` decides, else the `method` of the last `--config` that has one, else pcmepp.
 
     Raises:
         UserError: there is no such method.
     """
-    import yaml
-
-    method, from_file = None, None
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        value = value if equals else (argv[i + 1] if i + 1 < len(argv) else "")
-        if name == "--method":
-            method = value
-        elif name == "--config" and Path(value).is_file():
-            try:
-                content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                continue  # refused with its reason when it is parsed
-            if isinstance(content, dict) and "method" in content:
-                from_file = str(content["method"])
-    method = method or from_file or "pcmepp"
-    path = CONFIGS / f"{method}.yaml"
+    files, options, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--config" and words:
+            word = f"--config={words.pop(0)}"
+        (files if word.startswith("--config=") else options).append(word)
+    method = None
+    for i, word in enumerate(options):
+        if word == "--method" or word.startswith("--method="):
+            method = word.partition("=")[2] or (options[i + 1] if word == "--method" and i + 1 < len(options) else "")
+    if method is None:
+        in_files = [found for word in files if (found := _method_in(Path(word.partition("=")[2])))]
+        method = in_files[-1] if in_files else "pcmepp"
     known = method_names()
     if method not in known:
         raise UserError(f"There is no method '{method}'.{nearest(method, known)}", f"Choose from {', '.join(known)}.")
-    return [f"--config={path}", *argv]
+    return [f"--config={CONFIGS / f'{method}.yaml'}", *files, *options]
+
+
+def _method_in(path: Path) -> str | None:
+    """What a YAML sets as the method; None also for a file that is refused when it is parsed."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return str(content["method"]) if isinstance(content, dict) and content.get("method") is not None else None
 
 
 def method_names() -> list[str]:
@@ -239,9 +250,33 @@ def check(config: Config, world_size: int = 1) -> None:
             "Name Karpathy's json, a folder of precomp captions, or webdataset shards; the embedded data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
-    for key, low in (("batch_size", 2), ("epochs", 0), ("swa_epochs", 0), ("log_every", 1)):
-        if getattr(config, key) < low:
-            raise UserError(f"{key} is {getattr(config, key)}.", f"Set it to {low} or more.")
+    if not config.out.strip() or "\0" in config.out:
+        raise UserError("--out is empty.", "Name the folder that the run is to be written to.")
+    limits = [
+        ("seed", config.seed, 0, 2**63 - 1),
+        ("batch_size", config.batch_size, 2, 2**31),
+        ("epochs", config.epochs, 0, 2**31),
+        ("swa_epochs", config.swa_epochs, 0, float("inf")),
+        ("stop_after_epochs", config.stop_after_epochs, 1, float("inf")),
+        ("save_every", config.save_every, 0, float("inf")),
+        ("log_every", config.log_every, 1, float("inf")),
+        ("model.embed_dim", config.model.embed_dim, 1, 2**20),
+        ("data.workers", config.data.workers, 0, 1000),
+        ("engine.threads", config.engine.threads, 0, 10_000),
+        ("engine.eval_batch_size", config.engine.eval_batch_size, 1, 2**31),
+        ("mix.mixup", config.mix.mixup, 0, 1e6),
+        ("mix.cutmix", config.mix.cutmix, 0, 1e6),
+    ]
+    for key, value, low, high in limits:
+        if value is not None and not low <= value <= high:
+            what = f"from {low} to {high:,}" if high < 2**31 else f"from {low} on"
+            raise UserError(f"{key} is {value}.", f"Set it to a number {what}.")
+    if not 0 < config.engine.timeout <= 60 * 24 * 365:
+        raise UserError(f"engine.timeout is {config.engine.timeout}.", "Set it to a number of minutes above 0.")
+    if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:
+        raise UserError(
+            "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
+        )
     if config.batch_size % world_size:
         raise UserError(
             f"batch_size is {config.batch_size}, which {world_size} processes cannot share evenly.",
@@ -275,6 +310,8 @@ def check(config: Config, world_size: int = 1) -> None:
                 f"optimizer.{name} is {getattr(optimizer, name)} of {config.epochs} epochs: {what}.",
                 f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
             )
+    if config.wandb and not _is_installed("wandb"):
+        raise UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")
     if config.engine.precision not in PRECISIONS:
         raise UserError(
             f"engine.precision is '{config.engine.precision}'.{nearest(config.engine.precision, PRECISIONS)}",
@@ -290,3 +327,12 @@ def check(config: Config, world_size: int = 1) -> None:
 def given(loss: Loss) -> list[str]:
     """Names of the loss options that have a value."""
     return [one.name for one in fields(loss) if getattr(loss, one.name) is not None]
+
+
+def _is_installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # it is, or is kept from being imported
+        return False

@@ -32,7 +32,21 @@ from probemb.runs.checkpoints import (
 from probemb.runs.folder import changes, remove_leftovers
 from probemb.runs.log import RunLog, duration
 
-FREE_TO_CHANGE = ("out", "resume", "stop_after_epochs", "log_every", "wandb", "engine", "data")
+FREE_TO_CHANGE = (
+    "out",
+    "resume",
+    "stop_after_epochs",
+    "save_every",
+    "log_every",
+    "wandb",
+    "engine",
+    "data.path",
+    "data.images",
+    "data.format",
+    "data.train",  # the pairs themselves are compared
+    "data.workers",
+    "data.failure_share",
+)
 KEPT = 2  # checkpoints
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -55,21 +69,37 @@ class RunFolder:
         self.log = RunLog(self.path, step, config.wandb, to_dict(config))
 
     def tell(self, step: int, values: dict[str, float]) -> None:
-        """One line for people and one for programs."""
-        self.log.write(step, values)
+        """One line for people and one for programs. Raises UserError: it cannot be written."""
+        self.record(step, values)
         print(_line(step, self.steps, values), flush=True)
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """One line for programs. Raises UserError: it cannot be written."""
+        try:
+            self.log.write(step, values)
+        except OSError as error:
+            raise UserError(
+                f"{self.log.path} cannot be written ({error.strerror}).",
+                "Make room, or make the folder writable, and go on with --resume.",
+            ) from error
 
     def save_model(self, model: ProbabilisticCLIP, name: str = "model") -> None:
         """The weights that `load_model` reads."""
         save_model(model, self.path / name, overwrite=True)
 
     def save(
-        self, joint: Joint, optimizer: torch.optim.Optimizer, average: WeightAverage | None, position: dict
+        self,
+        joint: Joint,
+        optimizer: torch.optim.Optimizer,
+        average: WeightAverage | None,
+        position: dict,
+        window: dict | None = None,
     ) -> None:
         """A checkpoint of this moment.
 
         Args:
             position: {"step", "epoch", "step_in_epoch", "best", "best_epoch"}.
+            window: what was measured since the last log line, see `trainer.Window.state`.
 
         Raises:
             UserError: it cannot be written; earlier ones are as they were.
@@ -87,9 +117,11 @@ class RunFolder:
             "step": position["step"],
             "adam_steps": counts,
             "state": {**position, "config": to_dict(self.config), "data": self.identity},
+            "window": window["counts"] if window else {},
         }
+        sums = {f"window.{name}": value for name, value in window["sums"].items()} if window else {}
         target = self.path / "checkpoints" / f"step-{position['step']}"
-        tensors = {WEIGHTS: weights, OPTIMIZER: moments, RANDOM: {"cpu": torch.get_rng_state()}}
+        tensors = {WEIGHTS: weights, OPTIMIZER: moments, RANDOM: {"cpu": torch.get_rng_state(), **sums}}
         try:
             write_checkpoint(target, tensors, content)
         except OSError as error:
@@ -118,8 +150,11 @@ def read_position(path: Path) -> dict:
     return read_content(path)["state"]
 
 
-def load_checkpoint(path: Path, joint: Joint, optimizer: torch.optim.Optimizer, average: WeightAverage | None) -> None:
+def load_checkpoint(path: Path, joint: Joint, optimizer: torch.optim.Optimizer, average: WeightAverage | None) -> dict:
     """Put everything back to where `RunFolder.save` found it; every process reads it.
+
+    Returns:
+        the window that was saved with it.
 
     Raises:
         UserError: it belongs to another model or method.
@@ -134,7 +169,7 @@ def load_checkpoint(path: Path, joint: Joint, optimizer: torch.optim.Optimizer, 
             average.load_state_dict(averaged)
     except RuntimeError as error:
         raise UserError(
-            f"The checkpoint {path} is a checkpoint of another model: {' '.join(str(error).split())[:300]}.",
+            f"{path} is a checkpoint of another model: {' '.join(str(error).split())[:300].rstrip('.')}.",
             "Resume with the settings in config.yaml of its folder, or begin a new run.",
         ) from error
     parameters, counts = dict(joint.named_parameters()), content["adam_steps"]
@@ -142,6 +177,8 @@ def load_checkpoint(path: Path, joint: Joint, optimizer: torch.optim.Optimizer, 
         parameter = parameters[name]
         state: dict[str, Tensor | int] = {m: moments[f"{m}.{name}"].to(parameter.device) for m in MOMENTS}
         optimizer.state[parameter] = {"step": count, **state}
+    extra = load_file(path / RANDOM)
+    return {"sums": {name: extra[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}
 
 
 def refuse_another_run(config: Config, position: dict, identity: dict, earlier: Path) -> None:
@@ -151,7 +188,9 @@ def refuse_another_run(config: Config, position: dict, identity: dict, earlier: 
         UserError: names what has changed.
     """
     told = changes(position["config"], to_dict(config), ignore=FREE_TO_CHANGE)
-    told += [(f"data.{key}", old, new) for key, old, new in changes(position["data"], identity)]
+    paths = [one["data"]["path"] for one in (position["config"], to_dict(config))]
+    for key, old, new in changes(position["data"], identity):  # sums, which say little: name the paths too
+        told.append((f"the training {key}", *(f"{value} ({path})" for value, path in zip((old, new), paths))))
     if told:
         raise UserError(
             f"The run is not the one that {earlier} belongs to: "

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from probemb.data.captioned import Captioned
 from torch import Tensor, nn
 
 from finetune.config import Config, given
+from probemb.data.captioned import Captioned
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.losses import (
@@ -319,8 +319,11 @@ def check_method(config: Config) -> None:
         raise UserError(
             "SizeAugment drops tokens, and head clip pools one alone.", "Set size_augment to 0, or model.head to gpo."
         )
+    if config.epochs < 1 and method is not ZeroShot:
+        raise UserError("epochs is 0: nothing would be trained.", "Set it to 1 or more, or choose --method clip-zs.")
     if method is ZeroShot:
-        if config.epochs:
-            raise UserError(f"clip-zs trains nothing, and epochs is {config.epochs}.", "Set epochs to 0.")
+        for name in ("epochs", "noise_ratio", "swa_epochs", "stop_after_epochs"):
+            if value := getattr(config, name):
+                raise UserError(f"clip-zs trains nothing, and {name} is {value}.", f"Leave {name} out.")
         if config.model.head != "clip":
             raise UserError("clip-zs measures CLIP's own head.", "Set model.head to clip.")

@@ -7,12 +7,15 @@
 The run folder holds config.yaml (resolved), metrics.jsonl, tensorboard/, checkpoints/, model/ (of the epoch with the
 best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights).
 Add `--resume` to go on. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
+Losses are those of the batch of all processes; mixed images get their partner within a process (docs/finetune.md).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
@@ -21,7 +24,7 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
 from finetune.config import Config, check, with_method_file
 from probemb.command import parse_config, run_command
 from probemb.errors import UserError
-from probemb.runs.preemption import REQUEUE, Preemption
+from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
 
 PROG = "finetune/run.py"
 
@@ -39,10 +42,11 @@ def train(config: Config, preemption: Preemption) -> int:
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import GradientAccumulationPlugin
 
     from finetune.folder import RunFolder, load_checkpoint, read_position, refuse_another_run
-    from finetune.methods import METHODS, check_method
+    from finetune.methods import METHODS, ZeroShot, check_method
     from finetune.noise import noisy_captions
     from finetune.pairs import PairLoader
     from finetune.recipe import (
@@ -66,7 +70,11 @@ def train(config: Config, preemption: Preemption) -> int:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # whatever accelerate's launcher says
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=config.engine.timeout)),
+        ],
     )
     check_engine(accelerator)
     rank, world, main_process = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
@@ -86,7 +94,9 @@ def train(config: Config, preemption: Preemption) -> int:
     data = config.data
     where = {"images": data.images, "format": data.format}
     validation = find_captioned(data.path, data.validation, **where) if data.validation else None
-    if METHODS[config.method].__name__ == "ZeroShot":
+    if validation is not None:
+        refuse_unusable(validation, data.failure_share)
+    if METHODS[config.method] is ZeroShot:
         return measure_only(config, model, tokenizer, transforms, validation, accelerator, say)
     clean = find_captioned(data.path, data.train, **where)
     out = Path(config.out)
@@ -95,16 +105,18 @@ def train(config: Config, preemption: Preemption) -> int:
         train_data, transforms.train, tokenizer, config.batch_size, config.seed, rank, world, data.workers,
         pin_memory=accelerator.device.type == "cuda", failure_share=data.failure_share,
     )  # fmt: skip
-    identity = {**loader.identity, "noise_ratio": config.noise_ratio}
+    identity = {"pairs": loader.identity["pairs"]}
     position = {"step": 0, "epoch": 0, "step_in_epoch": 0, "best": None, "best_epoch": None}
     if earlier:
         position = read_position(earlier)
         refuse_another_run(config, position, identity, earlier)
     steps = config.epochs * loader.steps
-    if position["step"] >= steps:
+    if position["epoch"] >= config.epochs:
+        loader.close()
+        accelerator.end_training()
         say(f"{config.out} is finished: {position['step']} of {steps} steps are done.")
         return 0
-    refuse_full_disk(config.out, model, models=2)
+    refuse_full_disk(config.out, model, models=3 if config.swa_epochs else 1)  # the average is in the checkpoint too
 
     method = METHODS[config.method](config, model, train_data)
     for name in ("scale", "shift", "logit_scale"):
@@ -130,8 +142,7 @@ def train(config: Config, preemption: Preemption) -> int:
         average_epochs=config.swa_epochs,
     )
     average = WeightAverage(model, method) if config.swa_epochs else None
-    if earlier:
-        load_checkpoint(earlier, joint, optimizer, average)
+    window = load_checkpoint(earlier, joint, optimizer, average) if earlier else None
 
     failure = lock = folder = None
     if main_process:
@@ -150,59 +161,82 @@ def train(config: Config, preemption: Preemption) -> int:
         if folder:
             folder.tell(step, values)
 
-    def save(trainer: Trainer) -> None:
+    def save() -> None:
         position.update(step=trainer.step, epoch=trainer.epoch, step_in_epoch=trainer.step_in_epoch)
-        agree(attempt(lambda: folder.save(joint, optimizer, average, position)) if folder else None)
+        agree(attempt(lambda: folder.save(joint, optimizer, average, position, trainer.window.state()), folder))
 
     def end_epoch(epoch: int) -> None:
-        failure = None
-        if folder:  # the others wait
-            failure = attempt(lambda: select(epoch))
-        agree(failure)
-        save(trainer)
+        agree(attempt(lambda: select(epoch), folder))  # on the first process; the others wait
+        save()  # last, so that a run that is killed before does all of this again
 
     def select(epoch: int) -> None:
         best = True
         if validation is not None:
             values = validate(model, tokenizer, transforms, validation, config, accelerator)
             best = position["best"] is None or values["rsum"] > position["best"]
-            tell(epoch * loader.steps, {**values, "is_best": best})
+            folder.tell(epoch * loader.steps, {**values, "is_best": best})
             if best:
                 position.update(best=values["rsum"], best_epoch=epoch)
         if best:
             folder.save_model(model)
+        if average and epoch == config.epochs:
+            finish_average(folder, average, tokenizer, transforms, validation, config, accelerator)
 
     trainer = Trainer(
         accelerator, joint, optimizer, loader, schedule, config, epoch=position["epoch"],
-        step_in_epoch=position["step_in_epoch"], average=average, tell=tell, end_epoch=end_epoch, stop=preemption.asked,
+        step_in_epoch=position["step_in_epoch"], average=average, tell=tell, end_epoch=end_epoch, save=save,
+        stop=preemption.asked, window=window,
     )  # fmt: skip
     try:
         stopped = trainer.fit()
         if stopped:
-            save(trainer)
+            save()
             say(f"step {trainer.step}/{steps} | stopped by {preemption.name or 'a signal to another rank'}; go on "
                 "with --resume")  # fmt: skip
-        elif folder and average and average.n_averaged and trainer.epoch == config.epochs:
-            finish_average(folder, average, tokenizer, transforms, validation, config, accelerator)
     finally:
         loader.close()
         if folder:
             folder.close()
-    if not stopped and position["best"] is not None:
-        say(f"model   {out / 'model'} is of epoch {position['best_epoch']}, validation RSUM {position['best']:.1f}")
+        if lock:
+            lock.release()
+    if main_process and not stopped:
+        of = f"epoch {trainer.epoch}"
+        if position["best"] is not None:
+            of = f"epoch {position['best_epoch']}, validation RSUM {position['best']:.1f}"
+        say(f"model   {out / 'model'} is of {of}")
     accelerator.end_training()
-    if lock:
-        lock.release()
     return REQUEUE if stopped else 0
 
 
-def attempt(call) -> UserError | None:
-    """The error that a person can do something about, for all ranks to hear."""
+def attempt(call, folder) -> UserError | None:
+    """On the process that has the run folder, the error that a person can do something about, for all ranks to hear."""
+    if folder is None:
+        return None
     try:
         call()
     except UserError as error:
         return error
+    except OSError as error:
+        return UserError(
+            f"{folder.path} cannot be written ({error.strerror or error}).",
+            "Make room, or make the folder writable, and go on with --resume.",
+        )
     return None
+
+
+def refuse_unusable(validation, share: float) -> None:
+    """Find out before the training whether the validation split can be read.
+
+    Raises:
+        UserError: images are not here, or more than that share of them were found to be unusable.
+    """
+    bad = validation.images.bad
+    if len(bad) > share * (len(validation) + len(bad)):
+        raise UserError(
+            f"{len(bad)} samples of the split '{validation.split}' of {validation.source} cannot be used "
+            f"({bad[0][0]}: {bad[0][1]}).",
+            "Repair them, or allow a larger --data.failure-share.",
+        )
 
 
 def make_model(config: Config):
@@ -240,11 +274,16 @@ def validate(model, tokenizer, transforms, captioned, config: Config, accelerato
     placement = Placement(str(accelerator.device), torch.bfloat16 if half else None, "bf16" if half else "fp32")
     training = model.training
     model.eval()
-    embedded = embed_pairs(
-        model, tokenizer, transforms.evaluate, captioned, placement=placement, workers=config.data.workers,
-        batch_size=config.engine.eval_batch_size, max_bad=config.data.failure_share,
-    )  # fmt: skip
-    model.train(training)
+    # A scheduler's warning goes to the workers too, and would end them: they inherit that it waits.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        embedded = embed_pairs(
+            model, tokenizer, transforms.evaluate, captioned, placement=placement, workers=config.data.workers,
+            batch_size=config.engine.eval_batch_size, max_bad=config.data.failure_share,
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        model.train(training)
     scores = -csd(embedded.images, embedded.texts)
     match = embedded.owner == torch.arange(len(embedded.images))[:, None]
     i2t, t2i = retrieval_metrics(scores, match), retrieval_metrics(scores.T, match.T)
@@ -257,7 +296,7 @@ def finish_average(folder, average, tokenizer, transforms, validation, config: C
     if validation is not None:
         values = validate(average.model, tokenizer, transforms, validation, config, accelerator)
         print(f"model-swa: mean of {average.n_averaged} epochs, validation RSUM {values['rsum']:.1f}", flush=True)
-        folder.log.write(folder.steps, {f"swa_{name}": value for name, value in values.items()})
+        folder.record(folder.steps, {f"swa_{name}": value for name, value in values.items()})
     folder.save_model(average.model, "model-swa")
 
 
@@ -265,16 +304,25 @@ def measure_only(config: Config, model, tokenizer, transforms, validation, accel
     """clip-zs: the model as it comes, saved so that every evaluation can read it."""
     from finetune.folder import RunFolder
     from probemb.runs.folder import refuse_full_disk
+    from probemb.runs.lock import RunLock
 
     refuse_full_disk(config.out, model)
     if not accelerator.is_main_process:
         return 0
-    folder = RunFolder(config, {}, 0, 0)
     model.to(accelerator.device)
+    values = None
     if validation is not None:
-        folder.tell(0, validate(model, tokenizer, transforms, validation, config, accelerator))
+        values = validate(model, tokenizer, transforms, validation, config, accelerator)
+    try:
+        lock = RunLock(Path(config.out))
+        folder = RunFolder(config, {}, 0, 0)
+    except OSError as error:
+        raise UserError(f"{config.out} cannot be written ({error.strerror}).", "Choose another --out.") from error
+    if values:
+        folder.tell(0, values)
     folder.save_model(model)
     folder.close()
+    lock.release()
     say(f"model   {folder.path / 'model'}: as pretrained")
     return 0
 

@@ -6,6 +6,7 @@ the loss of the whole batch. DDP's mean of the gradients is then that of one pro
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from finetune.pairs import PairLoader
 from finetune.recipe import Schedule, WeightAverage, freeze_image_backbone, set_learning_rates
 from probemb import distributed, labels
 from probemb.errors import UserError
-from probemb.gaussian import Gaussian
+from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
 from probemb.models import ProbabilisticCLIP
 from probemb.models.pooling import size_augment_mask
@@ -52,7 +53,9 @@ class Trainer:
         average: SWA's, or None.
         tell: gets (step, values) at every log step and after every validation.
         end_epoch: called after every epoch with the number of epochs that are done.
+        save: called every `config.save_every` steps within an epoch.
         stop: whether this process was asked to stop.
+        window: of a checkpoint, see `Window.state`.
     """
 
     def __init__(
@@ -69,14 +72,18 @@ class Trainer:
         average: WeightAverage | None = None,
         tell: Callable[[int, dict], object] = lambda step, values: None,
         end_epoch: Callable[[int], object] = lambda epoch: None,
+        save: Callable[[], object] = lambda: None,
         stop: Callable[[], bool] = lambda: False,
+        window: dict | None = None,
     ):
         self.accelerator, self.joint, self.optimizer, self.loader = accelerator, joint, optimizer, loader
         self.schedule, self.config, self.average = schedule, config, average
         self.epoch, self.step_in_epoch = epoch, step_in_epoch
-        self.tell, self.end_epoch, self.stop = tell, end_epoch, stop
+        self.tell, self.end_epoch, self.save, self.stop = tell, end_epoch, save, stop
         self.device = accelerator.device
-        self.stopping = False
+        self.window = Window(loader, window, self.device)
+        self.wrapped: nn.Module | None = None
+        self.stopping = False  # agreed by all ranks
 
     @property
     def step(self) -> int:
@@ -84,9 +91,12 @@ class Trainer:
         return self.epoch * self.loader.steps + self.step_in_epoch
 
     def fit(self) -> bool:
-        """Train to the end; returns whether it was asked to stop before, having finished its step."""
+        """Train to the end; returns whether it was asked to stop before, having finished its step.
+
+        Raises:
+            UserError: the loss or its gradient is NaN or Inf, or data cannot be read; nothing is stepped.
+        """
         last = min(self.config.epochs, self.config.stop_after_epochs or self.config.epochs)
-        self.wrapped = None
         while self.epoch < last:
             changed = freeze_image_backbone(self.joint.model, self.schedule.frozen(self.epoch))
             if changed or self.wrapped is None:  # DDP looks at requires_grad once, when it wraps
@@ -94,7 +104,7 @@ class Trainer:
             if self.step_in_epoch == 0:
                 self.joint.method.begin_epoch(self.epoch)
             self._train_epoch()
-            if self.stopping:
+            if self.stopping:  # also behind the last step: what comes after an epoch may take long
                 return True
             if self.average and self.schedule.averages(self.epoch):
                 self.average.update(self.joint.model, self.joint.method)
@@ -103,13 +113,15 @@ class Trainer:
         return False
 
     def _wrap(self) -> nn.Module:
-        for name in ("forward", "_original_forward"):  # what accelerate hung on it for autocast the last time
+        self.wrapped = None
+        self.accelerator.free_memory()  # it holds on to what it has wrapped before, with buffers for all gradients
+        for name in ("forward", "_original_forward"):  # what it hung on the module for autocast the last time
             self.joint.__dict__.pop(name, None)
         return self.accelerator.prepare_model(self.joint)
 
     def _train_epoch(self) -> None:
-        config, steps = self.config, self.loader.steps
-        window = _Window(self.loader)
+        config, steps, window = self.config, self.loader.steps, self.window
+        window.begin()
         for pairs in self.loader.epoch(self.epoch, self.step_in_epoch):
             # ------------------------------------------------------------------------------------------- load, augment
             images, tokens, mask, mix = self._augment(pairs)
@@ -118,57 +130,67 @@ class Trainer:
             batch = self._gather(embedded, pairs, mix)
             # -------------------------------------------------------------------------------------------------- loss
             out: LossOutput = self.joint.method(batch, self.joint.model)
-            self._refuse_nonfinite(out)
-            # -------------------------------------------------------------------------------------- backward and step
+            # ---------------------------------------------------------------------------------------------- backward
             self.optimizer.zero_grad(set_to_none=True)
             self.accelerator.backward(out.loss)
-            if config.optimizer.clip_grad_norm:
-                norm = self.accelerator.clip_grad_norm_(self.joint.parameters(), config.optimizer.clip_grad_norm)
-                out.terms["gradient_norm"] = norm.detach()
+            longest = config.optimizer.clip_grad_norm or math.inf
+            norm = self.accelerator.clip_grad_norm_(self.joint.parameters(), longest).detach()
+            finite = out.loss.isfinite().all() & norm.isfinite()
+            nonfinite, self.stopping = distributed.any_rank([~finite, self.stop()], self.device)
+            if nonfinite:
+                raise self._nonfinite(out, norm)
+            # -------------------------------------------------------------------------------------------------- step
             set_learning_rates(self.optimizer, self.schedule, self.epoch, (self.step_in_epoch + 1) / steps)
             self.optimizer.step()
+            scalars = self._scalars(batch)
             self.step_in_epoch += 1
-            # --------------------------------------------------------------------------------------------------- log
-            window.add({"loss": out.loss.detach(), **out.terms, **self._scalars(batch)})
+            # --------------------------------------------------------------------------------------------- log, save
+            window.add({"loss": out.loss.detach(), **out.terms, "gradient_norm": norm, **scalars})
             if self.step % config.log_every == 0 or self.step_in_epoch == steps:
                 left = config.epochs * steps - self.step
                 values = window.close(config.batch_size, left)
                 self.tell(self.step, {"epoch": self.step / steps, **values, "lr": self._head_lr()})
-            (self.stopping,) = distributed.any_rank([self.stop()], self.device)
-            if self.stopping and self.step_in_epoch < steps:
+            if self.stopping:
                 return
-        self.stopping = False  # a whole epoch is finished as one; the signal is looked at again in the next
+            if config.save_every and self.step % config.save_every == 0 and self.step_in_epoch < steps:
+                self.save()
+                window.skip_time()
 
     def _augment(self, pairs) -> tuple[Tensor, Tensor, Tensor | None, Mix | None]:
         config, rank = self.config, distributed.rank()
         images = pairs.images.to(self.device, non_blocking=True)
         tokens, mask, mix = pairs.tokens, None, None
         if config.mix.ratio:
-            rng = np.random.default_rng([config.seed, self.step, rank, _MIX])
+            rng = np.random.default_rng([config.seed, self.step, rank, _MIX])  # partners are of the same rank
             mix = draw_mix(
                 len(images), *images.shape[-2:], rng, config.mix.ratio, config.mix.mixup, config.mix.cutmix,
                 config.mix.switch,
             )  # fmt: skip
             images = mix_images(images, mix)
         if config.size_augment:
-            tokens = size_augment_text(tokens, config.size_augment, generator=self._generator(_TEXT, rank))
+            # Drawn for the whole batch, so that it does not depend on the number of ranks.
+            rows = slice(rank * len(images), (rank + 1) * len(images))
+            everyone = tokens.new_zeros(config.batch_size, tokens.shape[1])
+            everyone[rows] = tokens
+            tokens = size_augment_text(everyone, config.size_augment, generator=self._generator(_TEXT))[rows]
             mask = size_augment_mask(
-                len(images), self._image_tokens(), config.size_augment, self._generator(_IMAGE, rank)
-            ).to(self.device, non_blocking=True)
+                config.batch_size, self._image_tokens(), config.size_augment, self._generator(_IMAGE)
+            )[rows].to(self.device, non_blocking=True)
         tokens = self.joint.model.cut_padding(tokens)
         return images, tokens.to(self.device, non_blocking=True), mask, mix
 
     def _image_tokens(self) -> int:
         return self.joint.model.visual.positional_embedding.shape[0]
 
-    def _generator(self, what: int, rank: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
-        seed = np.random.SeedSequence([self.config.seed, self.step, rank, what]).generate_state(2, np.uint32)
+    def _generator(self, what: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """The same on all ranks."""
+        seed = np.random.SeedSequence([self.config.seed, self.step, 0, what]).generate_state(2, np.uint32)
         return torch.Generator(device).manual_seed(int(seed[0]) << 31 | int(seed[1]) >> 1)
 
     def _gather(self, embedded: tuple[Tensor, ...], pairs, mix: Mix | None) -> Batch:
         """The pairs of all ranks, with gradient; labels from the images' numbers and what was mixed with what."""
         n = len(pairs.image_index)
-        mean_i, log_var_i, mean_t, log_var_t = (e.float() for e in embedded)
+        mean_i, log_var_i, mean_t, log_var_t = map(at_least_float32, embedded)
         image, text = distributed.gather_pairs(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t))
         numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
         numbers = distributed.gather(numbers)
@@ -182,14 +204,13 @@ class Trainer:
         generator = self._generator(_LOSS, device=self.device)
         return Batch(image, text, match, numbers[:, 0], numbers[:, 1], self.epoch, self.step, generator)
 
-    def _refuse_nonfinite(self, out: LossOutput) -> None:
-        # The loss is that of the whole batch, so that all ranks see the same.
-        if not out.loss.isfinite():
-            terms = ", ".join(f"{name} {float(value):.4g}" for name, value in out.terms.items())
-            raise UserError(
-                f"At step {self.step + 1} the loss is NaN or Inf ({terms}); nothing was stepped.",
-                "Lower optimizer.lr, and go on from the last epoch with --resume.",
-            )
+    def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
+        terms = {"loss": out.loss, **out.terms, "gradient norm": norm}
+        told = ", ".join(f"{name} {float(value):.4g}" for name, value in terms.items())
+        return UserError(
+            f"At step {self.step + 1} the loss or its gradient is NaN or Inf ({told}); nothing was stepped.",
+            "Begin a new run with a lower optimizer.lr: --resume would come to the same step again.",
+        )
 
     @torch.no_grad()
     def _scalars(self, batch: Batch) -> dict[str, Tensor]:
@@ -203,23 +224,39 @@ class Trainer:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
 
-class _Window:
-    """Means over the steps between two log lines; scalars stay on the device until then."""
+class Window:
+    """Means over the steps between two log lines; scalars stay on the device until then.
 
-    def __init__(self, loader: PairLoader):
+    Args:
+        state: of the run that this one goes on from, or None; see `state`.
+    """
+
+    def __init__(self, loader: PairLoader, state: dict | None = None, device: torch.device | str = "cpu"):
         self.loader = loader
-        self._restart()
+        state = state or {"sums": {}, "counts": {}}
+        self.sums = {name: value.to(device) for name, value in state["sums"].items()}
+        self.counts = dict(state["counts"])
+        self.begin()
 
-    def _restart(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
+    def begin(self) -> None:
+        """Measure time from now on."""
         self.n, self.began, self.waited = 0, time.perf_counter(), self.loader.waited
+        self.last = self.began
 
-    def add(self, terms: dict[str, Tensor]) -> None:
-        self.n += 1
+    def skip_time(self) -> None:
+        """Leave out the time since the last step."""
+        self.began += time.perf_counter() - self.last
+
+    def add(self, terms: dict[str, Tensor | float]) -> None:
+        """One step's scalars; not every step has all of them."""
+        self.n, self.last = self.n + 1, time.perf_counter()
         for name, value in terms.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.sums[name] = self.sums[name] + value if name in self.sums else torch.as_tensor(value)
             self.counts[name] = self.counts.get(name, 0) + 1
+
+    def state(self) -> dict:
+        """{"sums": CPU tensors by name, "counts": numbers of steps}, for a checkpoint between two log lines."""
+        return {"sums": {name: value.detach().cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
 
     def close(self, batch_size: int, steps_left: int) -> dict[str, float]:
         """Means, pairs a second over all ranks, share of time waiting for data, seconds to the end."""
@@ -230,5 +267,6 @@ class _Window:
             "pairs_per_second": self.n * batch_size / seconds,
             "eta": steps_left * seconds / self.n,
         }
-        self._restart()
+        self.sums, self.counts = {}, {}
+        self.begin()
         return values

@@ -1,16 +1,5 @@
-"""The pretraining command in processes forked from this one, which has imported everything: a start costs a second.
+"""The pretraining command in processes forked from this one: `tests.jobs.Job` with all that it imports."""
 
-The processes are real: own process group, own ranks that meet at a port, killed with real signals. What a fork does not
-show is the launcher; tests of torchrun start it.
-"""
-
-import os
-import signal
-import socket
-import sys
-import time
-import traceback
-from contextlib import suppress
 from pathlib import Path
 
 # DeepSpeed's first ZeRO engine imports torch's compiler, which takes seconds: here rather than in every process.
@@ -23,125 +12,12 @@ torch.compile(len)
 from torch.utils.tensorboard import SummaryWriter  # noqa: E402, F401
 
 import pretrain.folder  # noqa: E402, F401
+import tests.jobs  # noqa: E402
 from pretrain.run import main  # noqa: E402
-from probemb.command import run_command  # noqa: E402
 
 
-class Job:
-    """`python -m pretrain.run` on `ranks` ranks, begun at once.
-
-    Args:
-        options: of the command, without the dashes.
-        words: more words of the command line.
-        output: where stdout and stderr of all ranks go, appended.
-        prepare: called in every process before the command, with its rank.
-    """
+class Job(tests.jobs.Job):
+    """`python -m pretrain.run` on `ranks` ranks; arguments as there."""
 
     def __init__(self, options: dict, *words: str, ranks: int, output: Path, prepare=lambda rank: None):
-        argv = ["pretrain.run", *(f"--{name}={value}" for name, value in options.items()), *words]
-        output.touch()
-        self.output, self.before = output, output.stat().st_size
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        sys.stdout.flush()
-        self.pids: list[int] = []
-        for rank in range(ranks):
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    os.setpgid(0, self.pids[0] if self.pids else 0)
-                    _become(argv, rank, ranks, port, output)
-                    prepare(rank)
-                    run_command(main)
-                except SystemExit as ended:
-                    _end(ended.code)
-                except BaseException:
-                    traceback.print_exc()
-                    _end(1)
-            self.pids.append(pid)
-            with suppress(PermissionError, ProcessLookupError):
-                os.setpgid(pid, self.pids[0])  # here as well: whoever comes first
-        self.codes: dict[int, int] = {}
-
-    def signal(self, number: int, rank: int | None = None) -> None:
-        """To one rank, or to all of them and their data workers."""
-        if rank is None:
-            os.killpg(self.pids[0], number)
-        else:
-            os.kill(self.pids[rank], number)
-
-    def poll(self) -> bool:
-        """Whether all ranks have ended."""
-        for pid in self.pids:
-            if pid not in self.codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.codes[pid] = os.waitstatus_to_exitcode(status)
-        return len(self.codes) == len(self.pids)
-
-    def wait(self, seconds: float = 120) -> list[int]:
-        """Exit codes in rank order, minus the signal's number where one ended a rank.
-
-        Raises:
-            TimeoutError: with the output, after killing what is left.
-        """
-        until = time.monotonic() + seconds
-        while not self.poll():
-            if time.monotonic() > until:
-                self.kill()
-                raise TimeoutError(self.text())
-            time.sleep(0.01)
-        return [self.codes[pid] for pid in self.pids]
-
-    def kill(self) -> list[int]:
-        """SIGKILL to everything, and wait for the end."""
-        with suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        for pid in self.pids:
-            if pid not in self.codes:
-                self.codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return [self.codes[pid] for pid in self.pids]
-
-    def text(self) -> str:
-        """What this job has written so far."""
-        with open(self.output, "rb") as file:
-            file.seek(self.before)
-            return file.read().decode()
-
-    def until(self, words: str, seconds: float = 120) -> None:
-        """Wait until these words are in the output."""
-        until = time.monotonic() + seconds
-        while words not in self.text():
-            if self.poll() or time.monotonic() > until:
-                self.kill()
-                raise AssertionError(f"'{words}' never came:\n{self.text()}")
-            time.sleep(0.01)
-
-
-def _become(argv: list[str], rank: int, ranks: int, port: int, output: Path) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    sys.argv = argv
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-
-
-def _end(code: int) -> None:
-    """As the interpreter does: non-daemon threads finish first."""
-    import threading
-
-    threading._shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        super().__init__(main, options, *words, ranks=ranks, output=output, prepare=prepare)

@@ -73,9 +73,10 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None
     n = sum(p.numel() for p in model.parameters())
     needed, free = n * (BYTES_OF_CHECKPOINT + models * BYTES_OF_MODEL), free_bytes(Path(out))
     if free < needed:
+        what = "one model" if models == 1 else f"{models} models"
         raise UserError(
-            f"The disk of {out} has {_size(free)} free, and one checkpoint and {models} model of {n:,} parameters "
-            f"need {_size(needed)}.".replace("1 model", "one model"),
+            f"The disk of {out} has {_size(free)} free, and one checkpoint and {what} of {n:,} parameters need "
+            f"{_size(needed)}.",
             "Make room, or choose an --out on another disk.",
         )
 
