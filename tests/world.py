@@ -7,14 +7,14 @@ import tarfile
 import pytest
 import torch
 
-from probemb.data.scenes import class_names, class_scene, sample_to_json, scene
+from probemb.data.scenes import class_names, class_scene, draw_captions, render, sample_to_json, scene
 
 N_CLASSES, PER_CLASS = 8, 4
 
 
 def jpeg(one, size=32):
     data = io.BytesIO()
-    one.render(size).save(data, "JPEG", quality=90)
+    render(one, size).save(data, "JPEG", quality=90)
     return data.getvalue()
 
 
@@ -71,6 +71,6 @@ def captioned(tmp_path_factory):
     members = []
     for i in range(24):
         one = scene("test", i)
-        row = sample_to_json(one, one.captions(3))
+        row = sample_to_json(one, draw_captions(one, 3))
         members += [(f"{i:03d}.jpg", jpeg(one)), (f"{i:03d}.json", json.dumps(row).encode())]
     return write_tar(tmp_path_factory.mktemp("captioned") / "val.tar", members)

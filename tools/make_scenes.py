@@ -70,10 +70,10 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
         text = {"cls": str(scenes.class_label(scene)).encode()}
     else:
         scene = scenes.scene(seed, index)
-        row = scenes.sample_to_json(scene, scene.captions(plan.captions))
+        row = scenes.sample_to_json(scene, scenes.draw_captions(scene, plan.captions))
         text = {"json": json.dumps(row, separators=(",", ":")).encode()}
     encoded = io.BytesIO()
-    scene.render(plan.size).save(encoded, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    scenes.render(scene, plan.size).save(encoded, "JPEG", quality=JPEG_QUALITY, subsampling=0)
     return {"jpg": encoded.getvalue(), **text}
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from probemb.data.captioned import missing_images
+from probemb.data.captioned_set import missing_images
 from probemb.data.reading import Images, Place
 
 _IMAGE_FOLDERS = ("images", "flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "")

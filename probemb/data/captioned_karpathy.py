@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path, PurePosixPath
 
-from probemb.data.captioned import (
+from probemb.data.captioned_images import is_inside, locate
+from probemb.data.captioned_set import (
     Captioned,
     Entry,
     assemble,
@@ -16,7 +17,6 @@ from probemb.data.captioned import (
     read_text,
     split_name,
 )
-from probemb.data.captioned_images import is_inside, locate
 from probemb.data.shards import MAX_CAPTION_CHARS
 from probemb.errors import UserError
 

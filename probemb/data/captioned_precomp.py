@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from probemb.data.captioned import (
+from probemb.data.captioned_images import is_inside, locate
+from probemb.data.captioned_set import (
     Captioned,
     Entry,
     assemble,
@@ -19,7 +20,6 @@ from probemb.data.captioned import (
     only_file,
     read_text,
 )
-from probemb.data.captioned_images import is_inside, locate
 from probemb.data.shards import MAX_CAPTION_CHARS
 from probemb.errors import UserError
 

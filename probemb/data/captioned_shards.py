@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from probemb.data.captioned import Captioned, Entry, assemble, choose_split, is_id, split_name
+from probemb.data.captioned_set import Captioned, Entry, assemble, choose_split, is_id, split_name
 from probemb.data.reading import Images, Place, find_tars
 from probemb.data.shards import (
     IMAGE_EXTENSIONS,

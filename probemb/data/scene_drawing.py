@@ -35,8 +35,8 @@ _JITTER = 0.015
 _TURN = math.radians(10)
 
 
-def render(scene: Scene, size: int) -> Image.Image:
-    """The scene as an RGB image of size x size pixels."""
+def render(scene: Scene, size: int = 64) -> Image.Image:
+    """The scene as an RGB image of size x size pixels; the same scene gives the same pixels."""
     draw = random.Random(f"pixels {scene.seed}")
     factor = 3 if size <= 160 else 2  # drawn larger and averaged, which smooths the edges
     side = size * factor

@@ -11,12 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from probemb.data.scene_captions import Caption
+from typing import TypeVar
 
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "cross", "ring", "heart")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "white", "black")
@@ -64,18 +59,6 @@ class Scene:
     light: str
     focus: str
     seed: int
-
-    def render(self, size: int = 64) -> Image.Image:
-        """The image, RGB, size x size pixels. The same scene gives the same pixels."""
-        from probemb.data.scene_drawing import render
-
-        return render(self, size)
-
-    def captions(self, count: int = 5) -> list[Caption]:
-        """`count` true captions, from exact to vague. The same scene gives the same captions."""
-        from probemb.data.scene_captions import draw_captions
-
-        return draw_captions(self, count)
 
     def to_json(self) -> dict:
         """A compact description that `scene_from_json` reads."""

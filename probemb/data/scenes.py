@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from probemb.data.scene_captions import draw_captions
+from probemb.data.scene_drawing import render
 from probemb.data.scene_predicates import (
     Caption,
     Pattern,
@@ -43,6 +44,7 @@ __all__ = [
     "match_matrix",
     "matches",
     "predicate_from_json",
+    "render",
     "sample_from_json",
     "sample_to_json",
     "scene",

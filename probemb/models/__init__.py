@@ -1,8 +1,9 @@
 """Models: create, save, load; what prepares their input; which parameters decay."""
 
+from probemb.models.create import create_model
 from probemb.models.hub import LoadedModel, load_model, push_to_hub, save_model
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
-from probemb.models.model import ModelOutput, ProbabilisticCLIP, create_model, no_weight_decay
+from probemb.models.model import ModelOutput, ProbabilisticCLIP, no_weight_decay
 from probemb.models.published import import_pcmepp
 from probemb.models.towers import POINT_LOG_VAR
 

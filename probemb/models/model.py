@@ -1,9 +1,6 @@
 """PCME++: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
 
-model = create_model("ViT-B-16", n_unc_layers=2)        # CLIP's own pooling, D = 512, as in pretraining
-model = create_model("ViT-B-32-quickgelu", head="gpo", pretrained="openai", init_scale=5, init_shift=5)  # COCO
-model = create_model("ViT-B-16", head="gpo", pretrained="runs/x")              # from a run of `pretrain`
-image = model.encode_image(pixels)                      # Gaussian, (B, D)
+`create.py` makes one from a name, `hub.py` from a file.
 """
 
 from __future__ import annotations
@@ -14,17 +11,14 @@ from typing import NamedTuple
 
 import torch
 from open_clip.model import CustomTextCLIP
-from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
 from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
-from probemb.models.architectures import architecture, check_supported
+from probemb.models.architectures import check_supported
 from probemb.models.pooling import GPOHead
-from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 from probemb.models.towers import HEADS, ImageTower, TextTower
 
-GPO_EMBED_DIM = 1024  # PCME++ §B.2
 POOLING = {"code_dim": 32, "hidden_dim": 32}
 
 
@@ -65,7 +59,7 @@ class ProbabilisticCLIP(nn.Module):
     def __init__(self, config: dict, stock: CustomTextCLIP | None = None):
         super().__init__()
         self._config = {"probabilistic": True, **deepcopy(config)}
-        _check_head(config["head"])
+        check_head(config["head"])
         stock = stock or build_stock(config["architecture"])
         image_unc, text_unc = _uncertainty_branches(config) if self.probabilistic else (None, None)
         head = (config["head"], config["embed_dim"], config["uncertainty_bias"], config["pooling"])
@@ -161,99 +155,6 @@ class ProbabilisticCLIP(nn.Module):
                 nn.init.zeros_(tower.mean_head.linear.bias)
 
 
-def create_model(
-    name: str,
-    embed_dim: int | None = None,
-    n_unc_layers: int | None = None,
-    head: str = "clip",
-    pretrained: str | None = None,
-    image_size: int | None = None,
-    grad_checkpointing: bool = False,
-    uncertainty_bias: bool = True,
-    init_scale: float = 1.0,
-    init_shift: float = 1.0,
-    probabilistic: bool = True,
-) -> ProbabilisticCLIP:
-    """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
-
-    Args:
-        name: an open_clip ViT configuration, or ViT-Micro-32, ViT-Tiny-64, ViT-Small-112.
-        embed_dim: D; None for the configuration's own (head "clip") or 1024 (head "gpo").
-        n_unc_layers: blocks of the uncertainty branch, 0 to the number of blocks. With 0 only the head is its own.
-            None for 1, or for 0 in a point model, which has no such branch.
-        head: "clip" (class token and end token) or "gpo" (all tokens).
-        pretrained: a weight tag of open_clip, or a file with open_clip weights (.safetensors, .pt). They fill the trunk
-            and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
-            `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
-            taken from there. In every case a and b start from `init_scale` and `init_shift`.
-        image_size: pixels, if not the configuration's; position embeddings are resized.
-        grad_checkpointing: trade time for memory in all blocks.
-        uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
-        init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO.
-        probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
-            POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
-
-    Raises:
-        UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
-    """
-    _check_head(head)
-    if n_unc_layers is None:
-        n_unc_layers = 1 if probabilistic else 0
-    if n_unc_layers and not probabilistic:
-        raise UserError(
-            f"A point model has no uncertainty branch, but n_unc_layers is {n_unc_layers}.",
-            "Leave n_unc_layers out, or set it to 0.",
-        )
-    config = architecture(name, image_size)
-    if embed_dim is not None and embed_dim < 1:
-        raise UserError(f"embed_dim is {embed_dim}.", "Set it to 1 or more.")
-    source = None
-    if pretrained and is_saved_model(pretrained):
-        from probemb.models.hub import load_model  # builds on this module
-
-        with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
-            source = load_model(pretrained).model
-    if head == "clip" and embed_dim not in (None, config["embed_dim"]):
-        if pretrained and source is None:
-            raise UserError(
-                f"Pretrained weights of '{name}' embed into {config['embed_dim']} dimensions, not {embed_dim}.",
-                "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
-            )
-        config["embed_dim"] = embed_dim
-    _check_n_unc_layers(config, n_unc_layers)
-    preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
-    weights = None
-    if pretrained and source is None:
-        weights, wanted = find_pretrained(name, pretrained, config.get("quick_gelu", False))
-        preprocess.update(plain(wanted))
-    if source is not None:
-        preprocess = source.config["preprocess"]
-    stock = build_stock(config)
-    if weights:
-        fill_stock(stock, weights)
-    model = ProbabilisticCLIP(
-        {
-            "name": name,
-            "head": head,
-            "embed_dim": embed_dim or (config["embed_dim"] if head == "clip" else GPO_EMBED_DIM),
-            "n_unc_layers": n_unc_layers,
-            "probabilistic": probabilistic,
-            "uncertainty_bias": uncertainty_bias,
-            "pooling": dict(POOLING),
-            "architecture": plain(config),
-            "preprocess": preprocess,
-        },
-        stock,
-    )
-    if source is not None:
-        fill_from_model(model, source, pretrained)
-    with torch.no_grad():
-        model.scale.fill_(init_scale)
-        model.shift.fill_(init_shift)
-    model.set_grad_checkpointing(grad_checkpointing)
-    return model
-
-
 def build_stock(config: dict) -> CustomTextCLIP:
     """open_clip's own model of an architecture, with `logit_scale` of shape (1,)."""
     options = {key: value for key, value in config.items() if key != "custom_text"}
@@ -273,7 +174,7 @@ def _uncertainty_branches(config: dict) -> tuple[nn.Module, nn.Module]:
     shape = config["architecture"]
     check_supported(shape, config["name"])
     n, vision, text = config["n_unc_layers"], shape["vision_cfg"], shape["text_cfg"]
-    _check_n_unc_layers(shape, n)
+    check_n_unc_layers(shape, n)
     patch = vision.get("patch_size", 16)
     small = {  # open_clip builds the blocks; around them everything is as small as it can be, and is dropped
         **{key: value for key, value in shape.items() if key not in ("custom_text", "embed_dim")},
@@ -292,12 +193,14 @@ def _uncertainty_branches(config: dict) -> tuple[nn.Module, nn.Module]:
     return image, text_branch
 
 
-def _check_head(head: str) -> None:
+def check_head(head: str) -> None:
+    """Raises UserError for an unknown one."""
     if head not in HEADS:
         raise UserError(f"There is no head '{head}'.{nearest(head, HEADS)}", "Choose 'clip' or 'gpo'.")
 
 
-def _check_n_unc_layers(architecture: dict, n: int) -> None:
+def check_n_unc_layers(architecture: dict, n: int) -> None:
+    """Raises UserError for a branch longer than a tower."""
     image, text = (architecture[tower].get("layers", 12) for tower in ("vision_cfg", "text_cfg"))
     if not 0 <= n <= min(image, text):
         raise UserError(

@@ -12,7 +12,7 @@ from PIL import Image
 from probemb.data.captioned import FORMATS, find_captioned
 from probemb.data.captioned_images import is_inside
 from probemb.data.reading import ImageBatches
-from probemb.data.scenes import sample_to_json, scene
+from probemb.data.scenes import draw_captions, sample_to_json, scene
 from probemb.errors import UserError
 from tests.world import jpeg
 from tests.world import write_tar as write
@@ -451,7 +451,7 @@ def test_scenes_keep_what_their_captions_state(tmp_path):
     members = []
     for i in range(3):
         one = scene("captioned", i)
-        told = one.captions(2)
+        told = draw_captions(one, 2)
         members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(sample_to_json(one, told)).encode())]
     found = find_captioned(write(tmp_path / "val-0.tar", members), "val")
     assert [[caption.text for caption in told] for _, told in found.scenes] == found.captions

@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 from probemb.data.scene_world import COLOURS, OBJECT_COUNTS, RELATIONS, SHAPES
-from probemb.data.scenes import Caption, Pattern, Predicate, Scene, Thing, ambiguity, match_matrix, matches, scene
+from probemb.data.scenes import (
+    Caption,
+    Pattern,
+    Predicate,
+    Scene,
+    Thing,
+    ambiguity,
+    draw_captions,
+    match_matrix,
+    matches,
+    scene,
+)
 
 WORDS = {  # word -> the predicate's field and value that it stands for
     "photo": ("medium", "photo"),
@@ -25,7 +36,7 @@ WORDS = {  # word -> the predicate's field and value that it stands for
 @pytest.fixture(scope="module")
 def drawn():
     scenes = [scene("captions", i) for i in range(400)]
-    return scenes, [one.captions() for one in scenes]
+    return scenes, [draw_captions(one) for one in scenes]
 
 
 def test_every_caption_is_true_of_its_scene(drawn):
@@ -42,7 +53,7 @@ def test_captions_go_from_exact_to_vague(drawn):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_any_number_of_captions(count):
-    assert len(scene(0, 0).captions(count)) == count
+    assert len(draw_captions(scene(0, 0), count)) == count
 
 
 def test_the_text_says_what_the_predicate_says(drawn):

@@ -18,7 +18,7 @@ from finetune.noise import NOISE_FILE, assign_captions, is_clean, load_noise, no
 from finetune.noise import shuffle_captions as shuffle
 from finetune.pairs import PairLoader, epoch_order
 from probemb.data.captioned import find_captioned
-from probemb.data.scenes import matches, sample_to_json, scene
+from probemb.data.scenes import draw_captions, matches, sample_to_json, scene
 from probemb.errors import UserError
 from tests.world import jpeg, write_tar
 
@@ -278,7 +278,7 @@ def test_ids_and_scenes_move_with_their_captions(tmp_path):
     members = []
     for i in range(6):
         one = scene("noise", i)
-        row = sample_to_json(one, one.captions(2)) | {"image_id": i, "caption_ids": [10 * i, 10 * i + 1]}
+        row = sample_to_json(one, draw_captions(one, 2)) | {"image_id": i, "caption_ids": [10 * i, 10 * i + 1]}
         members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(row).encode())]
     captioned = find_captioned(write_tar(tmp_path / "a.tar", members))
     noisy, image_of = shuffle(captioned, 1.0, seed=0)

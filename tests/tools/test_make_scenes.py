@@ -10,7 +10,16 @@ import tarfile
 import numpy as np
 import pytest
 
-from probemb.data.scenes import class_label, class_names, class_scene, match_matrix, matches, sample_from_json, scene
+from probemb.data.scenes import (
+    class_label,
+    class_names,
+    class_scene,
+    match_matrix,
+    matches,
+    render,
+    sample_from_json,
+    scene,
+)
 from probemb.data.shards import decode_image, iterate_samples, read_index
 from probemb.errors import UserError
 from tools.make_scenes import Plan, main, make
@@ -51,7 +60,7 @@ def test_samples_carry_the_truth(made):
         assert found == scene("0 train", index)
         assert [caption.text for caption in stated] == sample.captions
         assert len(stated) == 5
-        drawn = np.asarray(found.render(32)).astype(int)
+        drawn = np.asarray(render(found, 32)).astype(int)
         stored = np.asarray(decode_image(sample.image)).astype(int)
         assert np.abs(drawn - stored).mean() < 8  # JPEG
         scenes.append(found)
