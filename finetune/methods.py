@@ -217,7 +217,7 @@ class NCR(Method):
     def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
         image, text, match = batch.image, batch.text, batch.match
         pairs = batch.pair_index.to(match.device)
-        self.last_loss[pairs] = self.loss.pair_losses(image, text, match).float()
+        self.last_loss[pairs] = self.loss.pair_losses(image, text, match).to(self.last_loss.dtype)
         if batch.epoch < self.config.loss.warmup_epochs:
             return self.loss(image, text, match, hardest=False)
         probability, clean = self.clean_probability[pairs], self.clean[pairs]

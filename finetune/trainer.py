@@ -113,8 +113,9 @@ class Trainer:
         return False
 
     def _wrap(self) -> nn.Module:
-        self.wrapped = None
-        self.accelerator.free_memory()  # it holds on to what it has wrapped before, with buffers for all gradients
+        if self.wrapped is not None and self.wrapped is not self.joint:
+            self.wrapped = None
+            self.accelerator.free_memory()  # it holds on to what it wrapped before, with buffers for all gradients
         for name in ("forward", "_original_forward"):  # what it hung on the module for autocast the last time
             self.joint.__dict__.pop(name, None)
         return self.accelerator.prepare_model(self.joint)
@@ -206,7 +207,7 @@ class Trainer:
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}
-        told = ", ".join(f"{name} {float(value):.4g}" for name, value in terms.items())
+        told = ", ".join(f"{name} {float(torch.as_tensor(value).detach()):.4g}" for name, value in terms.items())
         return UserError(
             f"At step {self.step + 1} the loss or its gradient is NaN or Inf ({told}); nothing was stepped.",
             "Begin a new run with a lower optimizer.lr: --resume would come to the same step again.",

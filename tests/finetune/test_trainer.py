@@ -1,0 +1,286 @@
+"""The loop itself: ranks against one process, labels of mixed images, averaging, freezing, NaN."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState
+
+from finetune.augment import Mix, draw_mix
+from finetune.config import Config, with_method_file
+from finetune.methods import METHODS, check_method
+from finetune.noise import shuffle_captions
+from finetune.pairs import PairLoader
+from finetune.recipe import Schedule, WeightAverage, create_optimizer, parameter_groups
+from finetune.trainer import Joint, Trainer, Window
+from probemb import labels
+from probemb.command import parse_config
+from probemb.data.captioned import find_captioned
+from probemb.errors import UserError
+from probemb.losses import CaptionSimilarity
+from probemb.models import create_model, create_tokenizer, create_transforms
+from tests.ranks import run_ranks
+from tools.make_scenes import Plan, make
+
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """Eight images with three captions each: two batches of twelve."""
+    out = tmp_path_factory.mktemp("few") / "world"
+    make(Plan(train=8, val=0, classes_images=0, size=32, shard_size=8, captions=3), out, workers=1)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def configured(method: str, *words: str) -> Config:
+    base = ["--epochs=2", f"--batch_size={BATCH}", "--optimizer.decay_epochs=1", "--optimizer.freeze_epochs=1"]
+    base += ["--log_every=1", f"--method={method}", "--swa-epochs=0", "--data.path=x", "--loss.warmup_epochs=1"]
+    if "warmup_epochs" not in METHODS[method].options:
+        base.pop()
+    config = parse_config(Config, "test", "", with_method_file([*base, *words]))
+    check_method(config)
+    return config
+
+
+def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bool = True, **callbacks) -> Trainer:
+    """As finetune/run.py puts it together, in float64."""
+    torch.manual_seed(0)
+    method = METHODS[config.method]
+    model = create_model(
+        "ViT-Micro-32", embed_dim=8, head="gpo", probabilistic=method.probabilistic, init_scale=5, init_shift=5
+    )
+    for name in ("scale", "shift", "logit_scale"):
+        getattr(model, name).requires_grad_(name in method.trains)
+    joint = Joint(model, method(config, model, data))
+    joint = joint.double() if double else joint
+    loader = PairLoader(
+        data, create_transforms(model).train, create_tokenizer(model), config.batch_size, config.seed, rank, world
+    )
+    o = config.optimizer
+    schedule = Schedule(config.epochs, config.epochs - o.decay_epochs, 0.1, o.freeze_epochs, o.warmup_epochs)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    optimizer = create_optimizer(parameter_groups(model, joint.method, lr=0.01))
+    return Trainer(accelerator, joint, optimizer, loader, schedule, config, **callbacks)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def trained(rank, world, few, methods, words):
+    """Losses and all weights after four steps, by method."""
+    out = {}
+    for name in methods:
+        data = find_captioned(few, "train")
+        told = []
+        config = configured(name, *words)
+        trainer = make_trainer(config, data, rank, world, tell=lambda step, values, told=told: told.append(values))
+        assert trainer.accelerator.num_processes == world
+        assert not trainer.fit()
+        if world > 1:  # DDP's buffers are as large as the gradients: those of the frozen epoch are gone
+            assert len(trainer.accelerator._models) == 1
+        state = {key: value.numpy().copy() for key, value in trainer.joint.state_dict().items()}
+        out[name] = ([values["loss"] for values in told], state)
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(few):
+    return run_ranks(1, trained, few, TRAINED, WORDS)[0]
+
+
+TRAINED = ("pcmepp", "pcme", "infonce", "vse", "daa", "p2rm", "ncr", "decl")
+# SizeAugment is on: it is drawn for the whole batch. Mixing is off: partners are of the same rank.
+WORDS = ("--mix.ratio=0", "--size-augment=0.2")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_equal_one_process(world, few, alone):
+    """Losses and weights through the real loop and DDP, with the backbone frozen, and thawed and wrapped anew."""
+    names = TRAINED if world == 2 else TRAINED[:4]
+    for one in run_ranks(world, trained, few, names, WORDS):
+        for name in names:
+            (losses, state), (expected, weights) = one[name], alone[name]
+            assert len(losses) == 4
+            np.testing.assert_allclose(losses, expected, rtol=1e-7, err_msg=name)
+            for key, value in weights.items():
+                np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-7, err_msg=f"{name} {key}")
+
+
+def labels_of_ranks(rank, world, few):
+    """The labels that every rank makes of a gathered batch, and what it mixed."""
+    data = find_captioned(few, "train")
+    config = configured("pcmepp", "--mix.ratio=1", "--mix.smoothing=0.01", "--size-augment=0")
+    trainer = make_trainer(config, data, rank, world)
+    pairs = next(trainer.loader.epoch(0))
+    images, _, _, mix = trainer._augment(pairs)
+    n = len(images)
+    embedded = [torch.zeros(n, 8, dtype=torch.float64)] * 4
+    batch = trainer._gather(embedded, pairs, mix)
+    return batch.match.numpy(), batch.image_index.numpy(), [x.numpy() for x in mix], images.numpy()
+
+
+def test_labels_of_mixed_images_of_several_ranks(few):
+    """Row i is lam of its own image's matches and 1 - lam of its partner's, which is of the same rank."""
+    ranks = run_ranks(2, labels_of_ranks, few)
+    mixes = [Mix(*map(torch.from_numpy, mix)) for _, _, mix, _ in ranks]
+    assert not torch.equal(mixes[0].lam, mixes[1].lam)  # ranks draw their own
+    together = Mix.cat(mixes)
+    images = ranks[0][1]
+    expected = np.empty((BATCH, BATCH))
+    for i in range(BATCH):
+        partner = i // 6 * 6 + 5 - i % 6
+        assert together.partner[i] == partner
+        lam = float(together.lam[i])
+        for j in range(BATCH):
+            mixed = lam * (images[i] == images[j]) + (1 - lam) * (images[partner] == images[j])
+            expected[i, j] = mixed * 0.98 + 0.01
+    for match, index, _, _ in ranks:
+        np.testing.assert_array_equal(index, images)
+        np.testing.assert_allclose(match, expected, atol=1e-6)
+    assert (together.lam < 1).sum() > BATCH // 2
+    torch.testing.assert_close(
+        torch.from_numpy(ranks[0][0]),
+        labels.smooth(
+            labels.mixed(
+                labels.same_image(torch.from_numpy(images), torch.from_numpy(images)), together.lam, together.partner
+            ),
+            0.01,
+        ),
+    )
+
+
+def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
+    data = find_captioned(few, "train")
+    config = configured("pcmepp", "--mix.ratio=1", "--size-augment=0.9")
+    trainer = make_trainer(config, data)
+    pairs = next(trainer.loader.epoch(0))
+    first, again = trainer._augment(pairs), trainer._augment(pairs)
+    for a, b in zip((*first[:3], *first[3]), (*again[:3], *again[3])):
+        assert torch.equal(a, b)
+    trainer.step_in_epoch = 1
+    later = trainer._augment(pairs)
+    assert not torch.equal(first[2], later[2])
+    assert not torch.equal(first[3].lam, later[3].lam)
+    rng = np.random.default_rng([0, 1, 0, 2])
+    torch.testing.assert_close(later[3].lam, draw_mix(BATCH, 32, 32, rng, 1.0).lam)
+
+
+def diverging(rank, world, few):
+    """Rank 1's images are NaN at the third step: what every rank is told, and whether it stepped."""
+    trainer = make_trainer(configured("pcmepp"), find_captioned(few, "train"), rank, world)
+    augment = trainer._augment
+
+    def broken(pairs):
+        images, *others = augment(pairs)
+        if trainer.step == 2:
+            trainer.before = {k: v.clone() for k, v in trainer.joint.state_dict().items()}
+            images = images * (float("nan") if rank == 1 else 1)
+        return images, *others
+
+    trainer._augment = broken
+    try:
+        trainer.fit()
+    except UserError as error:
+        state = trainer.joint.state_dict()
+        return str(error), trainer.step, all(torch.equal(state[k], v) for k, v in trainer.before.items())
+
+
+def test_nan_on_one_rank_ends_all_before_the_step(few):
+    for told, step, unchanged in run_ranks(2, diverging, few):
+        assert "At step 3 the loss or its gradient is NaN or Inf" in told
+        assert "nothing was stepped" in told
+        assert step == 2
+        assert unchanged
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(few):
+    trainer = make_trainer(configured("vse"), find_captioned(few, "train"))
+    parameter = next(trainer.joint.model.text.parameters())
+    before = parameter.detach().clone()
+    parameter.register_hook(lambda grad: grad * float("inf"))
+    with pytest.raises(UserError, match=r"At step 1 .*gradient norm (nan|inf)"):
+        trainer.fit()
+    assert torch.equal(parameter, before)
+
+
+def test_the_backbone_is_frozen_first_and_trained_after(few):
+    images = "model.visual.transformer.resblocks.0.mlp.c_fc.weight"
+    head = "model.visual.mean_head.linear.weight"
+    seen = []
+    trainer = make_trainer(configured("vse"), find_captioned(few, "train"), double=False)
+    trainer.end_epoch = lambda epoch: seen.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
+    start = {k: v.clone() for k, v in trainer.joint.state_dict().items()}
+    trainer.fit()
+    assert torch.equal(seen[0][images], start[images])
+    assert not torch.equal(seen[0][head], start[head])
+    assert not torch.equal(seen[1][images], start[images])
+
+
+def test_the_average_is_that_of_both_towers_and_the_loss(few):
+    data = find_captioned(few, "train")
+    config = configured("infonce", "--epochs=3")
+    trainer = make_trainer(config, data)
+    trainer.schedule = Schedule(epochs=3, lr_drop_epoch=3, freeze_epochs=1, average_epochs=2)
+    trainer.average = WeightAverage(trainer.joint.model, trainer.joint.method)
+    ends = []
+    trainer.end_epoch = lambda epoch: ends.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
+    trainer.fit()
+    assert trainer.average.n_averaged == 2
+    averaged = {f"model.{k}": v for k, v in trainer.average.model.state_dict().items()}
+    averaged |= {f"method.{k}": v for k, v in trainer.average.loss_module.state_dict().items()}
+    moved = 0
+    for key, value in averaged.items():
+        torch.testing.assert_close(value, (ends[1][key] + ends[2][key]) / 2, rtol=0, atol=1e-12, msg=key)
+        moved += not torch.equal(value, ends[2][key])
+    assert moved > 20
+    assert not torch.equal(averaged["method.loss.tau"], ends[2]["method.loss.tau"])
+
+
+def test_daa_sees_the_captions_as_they_are_trained_on(few):
+    """Moved captions count as captions of the image that they were moved to: a method cannot know better."""
+    clean = find_captioned(few, "train")
+    noisy, _ = shuffle_captions(clean, 0.9, seed=1)
+    assert noisy.captions != clean.captions
+    trainer = make_trainer(configured("daa"), noisy)
+    semantic, used = [], trainer.joint.method.semantic
+
+    def spy(images, captions):
+        semantic.append((images, captions, used(images, captions)))
+        return semantic[-1][-1]
+
+    trainer.joint.method.semantic = spy
+    trainer.fit()
+    images, captions, values = semantic[0]
+    texts, owner = noisy.flat(), noisy.owner()
+    assert images == [owner[c] for c in captions]
+    rows = CaptionSimilarity(texts, range(len(texts)))  # every caption an image of its own: plain cosines
+    for i, image in enumerate(images):
+        own = [c for c in range(len(texts)) if owner[c] == image]
+        expected = rows(own, captions).mean(0)
+        torch.testing.assert_close(values[i], expected, rtol=0, atol=1e-6)
+
+
+def test_means_over_the_steps_between_two_log_lines():
+    loader = SimpleNamespace(waited=0.0)
+    window = Window(loader)
+    window.add({"loss": torch.tensor(1.0), "clean": 0.5})
+    window.add({"loss": torch.tensor(4.0)})
+    again = Window(loader, window.state())
+    for one in (window, again):
+        one.add({"loss": torch.tensor(4.0)})
+        values = one.close(batch_size=8, steps_left=3)
+        assert (values["loss"], values["clean"]) == (3.0, 0.5)
+        assert one.state() == {"sums": {}, "counts": {}}
+        assert values["pairs_per_second"] > 0
