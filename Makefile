@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo's two processes need a GPU each, or none.
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 
-.PHONY: help install demo test test-slow lint format clean
+.PHONY: help install demo claims test test-slow lint format clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ demo: install    ## the whole path on embedded data in minutes; run again to go 
 		--nproc-per-node 2 -m pretrain.run --config pretrain/configs/scenes.yaml --out demo/run --resume \
 		--data.train demo/scenes/train --evaluate.classes demo/scenes/classes
 	$(BIN)/python -m zeroshot.imagenet --model demo/run --data demo/scenes/classes --filter every --select-on folds:5
+
+claims: install  ## the paper's main claims in miniature, half an hour; run again to go on with it
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims
 
 test: install    ## the tests, but for a few minutes of larger models (test-slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"

@@ -1,0 +1,130 @@
+"""The claims in miniature: the plan, how verdicts follow from numbers, and one tiny run that is taken up again."""
+
+import json
+import math
+import os
+import time
+
+import pytest
+import torch
+
+from finetune.pairs import PairLoader
+from probemb.errors import UserError
+from probemb.pairs import exact_match
+from tools import claims
+from tools.claims_findings import FAILS, HOLDS, ONE_SEED, WITHIN, Value, compare, value, verdict
+from tools.claims_training import CHOSEN, GRID, Settings, Training
+from tools.claims_world import MemoryLoader, Sizes, draw_world
+
+SIZES = Sizes(pixels=16, pretraining=16, training=12, validation=8, test=12, class_images=128)
+SETTINGS = Settings(
+    SIZES, width=16, image_blocks=1, text_blocks=1, embed_dim=8, batch_size=30, pretraining_epochs=1, epochs=2
+)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return draw_world(SIZES, [0])
+
+
+def test_the_plan_has_every_variant_for_every_seed():
+    plan = claims.plan(range(3))
+    assert len(plan) == 54
+    assert len({(one.name, one.seed) for one in plan}) == 54
+    for one in plan:
+        one.config(SETTINGS)  # finetune refuses options that a method does not use
+    noisy = {one.name: one for one in plan if one.noise}
+    assert noisy["pcmepp noise 20%"].pseudo_positive == 0.01
+    assert noisy["pcmepp noise 50%"].pseudo_positive == 0.0
+    assert {one.distance for one in plan if one.name == "wasserstein2"} == {"wasserstein2"}
+    assert set(GRID) == set(CHOSEN) == set(claims.METHODS)
+
+
+def test_verdicts():
+    assert verdict(1.0, 0.5) == HOLDS
+    assert verdict(0.4, 0.5) == verdict(-0.5, 0.5) == WITHIN
+    assert verdict(-0.6, 0.5) == FAILS
+    assert verdict(1.0, None) == ONE_SEED
+    one = value([1.0, 2.0, 3.0])
+    assert one == Value(2.0, 1.0, 3)
+    assert value([1.0, None]) is None
+    found = compare("a", one, Value(0.5, 0.5, 3), factor=1)
+    assert found["difference"] == 1.5
+    assert math.isclose(found["spread"], math.sqrt(1.25))
+    assert found["verdict"] == HOLDS
+    assert compare("a", None, one)["verdict"] == "undefined"
+
+
+def test_the_world_is_as_its_scenes_say(world):
+    part = world.training[0]
+    assert len(part.pixels) == 12
+    assert len(part.tokens) == 60
+    assert int(part.tokens.max()) == world.vocabulary - 1  # the end token
+    assert all((part.tokens == world.vocabulary - 1).sum(1) == 1)
+    assert len(world.pretraining[0].tokens) == 48
+    match = exact_match(part.captioned, range(12))
+    assert torch.equal(part.positives.counts, match.sum(1))
+    assert match[part.captioned.owner(), range(60)].all()
+    assert world.classes.tokens.shape[:2] == (64, 80)
+    again = draw_world(SIZES, [0])
+    assert torch.equal(again.test.pixels, world.test.pixels)
+
+
+def test_noise_moves_tokens_with_their_captions(world):
+    clean, noisy = world.training[0], world.training[0].noisy(0.5, 0)
+    tokens = dict(zip(clean.captioned.flat(), clean.tokens))
+    assert noisy.captioned.flat() != clean.captioned.flat()
+    for text, row in zip(noisy.captioned.flat(), noisy.tokens):
+        assert torch.equal(tokens[text], row)
+
+
+def test_batches_come_in_finetunes_order(world):
+    part = world.training[0]
+    loader = MemoryLoader(part, 7, seed=3)
+    order = PairLoader.order(loader, 2)
+    for batch, pairs in zip(loader.epoch(2), order):
+        assert batch.pair_index.tolist() == pairs.tolist()
+        assert batch.image_index.tolist() == [part.captioned.owner()[pair] for pair in pairs]
+        assert batch.images.shape == (7, 3, 16, 16)
+    assert len(list(loader.epoch(0, start_step=loader.steps - 1))) == 1
+
+
+def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
+    torch.set_num_threads(1)
+    content = claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
+    assert len(content["trainings"]) == 18
+    assert [len(claim["comparisons"]) for claim in content["claims"]] == [6, 6, 2, 7, 4, 2]
+    written = json.loads((tmp_path / "claims" / "claims.json").read_text())
+    assert [claim["title"] for claim in written["claims"]] == [claim["title"] for claim in content["claims"]]
+    page = (tmp_path / "claims" / "report.html").read_text()
+    assert page.count("<svg") == 9
+    out = capsys.readouterr().out
+    assert "left]" in out
+    assert "4. What the uncertainty" in out
+
+    lost = tmp_path / "claims" / "trainings" / "vse-seed-0.json"
+    stamps = {path: path.stat().st_mtime_ns for path in lost.parent.iterdir() if path != lost}
+    before = json.loads(lost.read_text())["found"]
+    os.remove(lost)
+    time.sleep(0.01)
+    claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
+    assert {path: path.stat().st_mtime_ns for path in lost.parent.iterdir() if path != lost} == stamps
+    after = json.loads(lost.read_text())["found"]
+    assert after["retrieval"] == before["retrieval"]  # the same training gives the same numbers
+    assert "17 of 18 trainings are kept" in capsys.readouterr().out
+
+    with pytest.raises(UserError, match="other settings"):
+        claims.Kept(tmp_path / "claims", Settings())
+
+
+def test_a_kept_training_with_other_values_is_not_used(tmp_path):
+    keep = claims.Kept(tmp_path, SETTINGS)
+    keep.write(Training("vse", 0, "vse"), {"x": 1})
+    assert keep.read(Training("vse", 0, "vse")) == {"x": 1}
+    assert keep.read(Training("vse", 0, "vse", chosen=(("lr", 0.1),))) is None
+    assert keep.read(Training("vse", 1, "vse")) is None
+
+
+def test_arguments_are_checked():
+    with pytest.raises(UserError, match="seeds"):
+        claims.main(["--seeds", "0"])

@@ -1,0 +1,351 @@
+"""One training of `tools.claims`, with finetune's own methods, trainer, recipe and augmentation, and what it measures.
+
+D dimensions, N images, M captions. Nothing here looks at the test scenes before a training is over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from open_clip.transform import PreprocessCfg
+from torch import Tensor
+
+from finetune.config import Config, Loss, Mix, Optimizer
+from finetune.methods import METHODS, check_method
+from finetune.recipe import Schedule, create_optimizer, parameter_groups
+from finetune.trainer import Joint, Trainer
+from probemb.classify import encode_images, encode_texts
+from probemb.gaussian import Gaussian
+from probemb.metrics import (
+    Positives,
+    average_ranks,
+    mean_metrics,
+    pearson,
+    query_metrics,
+    rank_both,
+    uncertainty_bins,
+)
+from probemb.models.model import POOLING, ProbabilisticCLIP, plain
+from probemb.models.pretrained import fill_from_model
+from probemb.scores import csd_scores, match_probability_scores, mean_scores, wasserstein2_scores
+from tools.claims_world import MemoryLoader, Part, Sizes, World
+
+BINS = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all trainings share.
+
+    Attributes:
+        sizes: of the world.
+        width, image_blocks, text_blocks, patch, embed_dim: of the towers.
+        batch_size: pairs in a batch.
+        pretraining_epochs, pretraining_lr: of the common start of a seed.
+        epochs: of every training; in the last one the learning rate is a tenth.
+    """
+
+    sizes: Sizes = field(default_factory=Sizes)
+    width: int = 64
+    image_blocks: int = 3
+    text_blocks: int = 2
+    patch: int = 8
+    embed_dim: int = 64
+    batch_size: int = 128
+    pretraining_epochs: int = 5
+    pretraining_lr: float = 2e-3
+    epochs: int = 4
+
+
+# Chosen once on the validation scenes, see `tools.claims`. scale: a = b of the match probability.
+CHOSEN: dict[str, dict[str, float]] = {
+    "infonce": {"lr": 1e-3, "temperature": 5.0},
+    "vse": {"lr": 1e-3, "margin": 0.2},
+    "pcme": {"lr": 1e-3, "scale": 5.0},
+    "pcmepp": {"lr": 1e-3, "scale": 5.0},
+}
+GRID: dict[str, dict[str, tuple[float, ...]]] = {
+    "infonce": {"temperature": (1.0, 5.0, 15.0)},
+    "vse": {"margin": (0.1, 0.2, 0.4)},
+    "pcme": {"scale": (5.0, 10.0, 20.0)},
+    "pcmepp": {"scale": (5.0, 10.0, 20.0)},
+}
+LEARNING_RATES = (5e-4, 1e-3, 2e-3)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: a variant with a name, and a seed, which decides scenes, order, noise and random weights.
+
+    pseudo_positive, vib and mix are PCME++'s; `chosen` replaces values of CHOSEN.
+    """
+
+    name: str
+    seed: int
+    method: str
+    noise: float = 0.0
+    distance: str | None = None
+    pseudo_positive: float = 0.1
+    vib: float = 1e-4
+    mix: float = 0.25
+    chosen: tuple[tuple[str, float], ...] = ()
+
+    def config(self, settings: Settings) -> Config:
+        """The run as finetune describes it: losses, batch and step decay; the miniature's towers learn at one rate."""
+        value = {**CHOSEN[self.method], **dict(self.chosen)}
+        scale = {"scale": value.get("scale"), "shift": value.get("scale")}
+        loss = {
+            "infonce": lambda: Loss(temperature=value["temperature"]),
+            "vse": lambda: Loss(margin=value["margin"], warmup_epochs=1),
+            "pcme": lambda: Loss(**scale, samples=8, vib=1e-4),
+            "pcmepp": lambda: Loss(**scale, pseudo_positive=self.pseudo_positive, vib=self.vib),
+        }[self.method]()
+        mix = Mix(ratio=self.mix, smoothing=1e-4) if self.method == "pcmepp" else Mix()
+        config = Config(
+            method=self.method,
+            seed=self.seed,
+            batch_size=settings.batch_size,
+            epochs=settings.epochs,
+            distance=(self.distance or "csd") if self.method == "pcmepp" else None,
+            noise_ratio=self.noise,
+            size_augment=0.0,
+            swa_epochs=0,
+            loss=loss,
+            mix=mix,
+            optimizer=_optimizer(value["lr"], decay_epochs=1 if settings.epochs > 1 else 0),
+        )
+        check_method(config)
+        return config
+
+
+def pretraining_config(settings: Settings, seed: int) -> Config:
+    """InfoNCE from random weights."""
+    epochs = settings.pretraining_epochs
+    return Config(
+        method="infonce",
+        seed=seed,
+        batch_size=settings.batch_size,
+        epochs=epochs,
+        size_augment=0.0,
+        swa_epochs=0,
+        loss=Loss(temperature=10.0),
+        optimizer=_optimizer(settings.pretraining_lr, decay_epochs=epochs // 4),
+    )
+
+
+def _optimizer(lr: float, decay_epochs: int) -> Optimizer:
+    return Optimizer(
+        lr=lr,
+        image_backbone=1.0,
+        text_backbone=1.0,
+        layer_decay=1.0,
+        freeze_epochs=0,
+        warmup_epochs=0.25,
+        decay_epochs=decay_epochs,
+    )
+
+
+def create(world: World, settings: Settings, config: Config, start: dict[str, Tensor] | None) -> ProbabilisticCLIP:
+    """A model of the miniature's size; its mean branch begins as the pretraining ended, its uncertainty at random."""
+    torch.manual_seed(config.seed)
+    model = _model(world, settings, METHODS[config.method].probabilistic)
+    if start is not None:
+        source = _model(world, settings, False)
+        source.load_state_dict(start)
+        fill_from_model(model, source, "the pretraining")
+    with torch.no_grad():
+        model.scale.fill_(config.loss.scale or 1.0)
+        model.shift.fill_(config.loss.shift or 1.0)
+    return model
+
+
+def _model(world: World, settings: Settings, probabilistic: bool) -> ProbabilisticCLIP:
+    pixels, width = settings.sizes.pixels, settings.width
+    vision = {"image_size": pixels, "patch_size": settings.patch, "width": width, "layers": settings.image_blocks}
+    text = {"context_length": world.context, "vocab_size": world.vocabulary, "width": width}
+    architecture = {
+        "embed_dim": settings.embed_dim,
+        "vision_cfg": {**vision, "head_width": width // 2},
+        "text_cfg": {**text, "heads": 2, "layers": settings.text_blocks},
+    }
+    return ProbabilisticCLIP(
+        {
+            "name": "miniature",
+            "architecture": architecture,
+            "preprocess": plain(vars(PreprocessCfg(size=pixels))),
+            "head": "clip",
+            "embed_dim": settings.embed_dim,
+            "n_unc_layers": 1 if probabilistic else 0,
+            "probabilistic": probabilistic,
+            "uncertainty_bias": True,
+            "pooling": dict(POOLING),
+        }
+    )
+
+
+def fit(
+    world: World,
+    settings: Settings,
+    config: Config,
+    part: Part,
+    start: dict[str, Tensor] | None = None,
+    step_done: Callable[[], object] = lambda: None,
+    select: bool = True,
+) -> tuple[ProbabilisticCLIP, list[float]]:
+    """Train; returns the model of the epoch with the best validation, and the validation after every epoch.
+
+    `select` False takes the last epoch and validates nothing.
+    """
+    from accelerate import Accelerator
+
+    model = create(world, settings, config, start)
+    method = METHODS[config.method](config, model, part.captioned)
+    for name in ("scale", "shift", "logit_scale"):
+        getattr(model, name).requires_grad_(name in method.trains)
+    joint, best, values = Joint(model, method), {}, []
+    options = config.optimizer
+    optimizer = create_optimizer(
+        parameter_groups(
+            model, method, lr=options.lr, weight_decay=options.weight_decay, image_backbone=options.image_backbone,
+            text_backbone=options.text_backbone, layer_decay=options.layer_decay,
+        )
+    )  # fmt: skip
+    schedule = Schedule(
+        epochs=config.epochs,
+        lr_drop_epoch=config.epochs - options.decay_epochs,
+        freeze_epochs=options.freeze_epochs,
+        warmup_epochs=options.warmup_epochs,
+        average_epochs=0,
+    )
+
+    def end_epoch(epoch: int) -> None:
+        if not select:
+            return
+        values.append(both_ways(model, config, world.validation)["map_at_r"])
+        if values[-1] == max(values):
+            best.update(copy.deepcopy(model.state_dict()))
+
+    loader = MemoryLoader(part, config.batch_size, config.seed, step_done)
+    Trainer(Accelerator(cpu=True), joint, optimizer, loader, schedule, config, end_epoch=end_epoch).fit()
+    if best:
+        model.load_state_dict(best)
+    return model.eval(), values
+
+
+def pretrain(world: World, settings: Settings, seed: int, step_done: Callable[[], object]) -> dict[str, Tensor]:
+    """The weights that all trainings of a seed start from."""
+    part = world.pretraining[seed]
+    return fit(world, settings, pretraining_config(settings, seed), part, None, step_done, select=False)[0].state_dict()
+
+
+def train(
+    world: World, settings: Settings, training: Training, start: dict[str, Tensor], step_done: Callable[[], object],
+    test: bool = True,
+) -> dict:  # fmt: skip
+    """Train and measure; `test` False looks at the validation scenes alone."""
+    config = training.config(settings)
+    part = world.training[training.seed]
+    if training.noise:
+        part = part.noisy(training.noise, training.seed)
+    model, values = fit(world, settings, config, part, start, step_done)
+    found = {"validation": values, "scale": float(model.scale.detach()), "shift": float(model.shift.detach())}
+    return {**found, **measure(model, config, world)} if test else found
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def embed(model: ProbabilisticCLIP, part: Part) -> tuple[Gaussian, Gaussian]:
+    """Gaussians (N, D) of the images and (M, D) of the captions."""
+    training = model.training
+    model.eval()
+    images = encode_images(
+        model.encode_image, (part.images(rows) for rows in torch.arange(len(part.pixels)).split(250))
+    )
+    texts = encode_texts(model.encode_text, part.tokens, cut=model.cut_padding)
+    model.train(training)
+    return images, texts
+
+
+def own_scores(model: ProbabilisticCLIP, config: Config, images: Gaussian, texts: Gaussian):
+    """Scores by the distance that the method trains: each ranks in its own way."""
+    if config.method == "pcme":
+        return match_probability_scores(images, texts, model.scale.item(), model.shift.item(), 8)
+    if config.distance == "wasserstein2":
+        return wasserstein2_scores(images, texts)
+    return csd_scores(images, texts) if METHODS[config.method].probabilistic else mean_scores(images, texts)
+
+
+def both_ways(model: ProbabilisticCLIP, config: Config, part: Part) -> dict[str, float]:
+    """mAP@R, R-Precision and recalls with the exact positives, mean of both directions."""
+    images, texts = embed(model, part)
+    i2t, t2i = (mean_metrics(found) for found in per_query(own_scores(model, config, images, texts), part))
+    return {name: (i2t[name] + t2i[name]) / 2 for name in i2t}
+
+
+def per_query(scores, part: Part, match: Positives | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every metric of every image and of every caption; `match` None takes the exact positives."""
+    match = match or part.positives
+    back = match.transposed()
+    depth = tuple(max(10, int(one.counts.max())) for one in (match, back))
+    rows, columns = rank_both(scores, *scores.shape, depth)
+    return query_metrics(rows, match), query_metrics(columns, back)
+
+
+def measure(model: ProbabilisticCLIP, config: Config, world: World) -> dict:
+    """All that the claims need, on the test scenes: plain numbers."""
+    part = world.test
+    images, texts = embed(model, part)
+    rankings = {"own": own_scores(model, config, images, texts)}
+    if METHODS[config.method].probabilistic:
+        rankings |= {"csd": csd_scores(images, texts), "mean": mean_scores(images, texts)}
+    found = {}
+    for name, scores in rankings.items():
+        i2t, t2i = (mean_metrics(one) for one in per_query(scores, part))
+        found[name] = {"i2t": i2t, "t2i": t2i}
+    found = {"retrieval": found}
+    if METHODS[config.method].probabilistic:
+        found["uncertainty"] = uncertainty(rankings["own"], images, texts, part)
+    if config.method == "pcmepp" and config.distance == "csd":
+        found["prompts"] = prompts(model, world)
+    return found
+
+
+def uncertainty(scores, images: Gaussian, texts: Gaussian, part: Part) -> dict:
+    """Captions' u against the share of all images that they fit; u of both sides against recall, in bins."""
+    ambiguity = part.ambiguity
+    u_text, u_image = texts.uncertainty().double(), images.uncertainty().double()
+    owner = torch.tensor(part.captioned.owner())
+    own_pairs = Positives.from_pairs(owner, torch.arange(len(owner)), len(part.captioned), len(owner))
+    out = {
+        "spearman": pearson(average_ranks(u_text), average_ranks(ambiguity)),
+        "mean_u": {"images": float(u_image.mean()), "captions": float(u_text.mean())},
+    }
+    bins = uncertainty_bins(u_text, ambiguity, BINS)
+    out["ambiguity"] = vars(bins)
+    for name, match in (("exact", None), ("own", own_pairs)):
+        i2t, t2i = per_query(scores, part, match)
+        for side, u, metrics in (("images", u_image, i2t), ("captions", u_text, t2i)):
+            for metric in ("r@1", "map_at_r"):
+                bins = uncertainty_bins(u, metrics[metric], BINS)
+                out[f"{side} {metric} {name}"] = vars(bins)
+    return out
+
+
+def prompts(model: ProbabilisticCLIP, world: World, folds: int = 5) -> dict:
+    """Zero-shot classification by every filter, K chosen on folds and, as an oracle, on the scored images."""
+    from zeroshot.evaluation import evaluate_embeddings
+    from zeroshot.filters import Selection
+
+    classes = world.classes
+    holder = replace(world.test, pixels=classes.pixels, tokens=classes.tokens.flatten(0, 1))
+    images, texts = embed(model, holder)
+    texts = Gaussian(*(x.view(*classes.tokens.shape[:2], -1) for x in (texts.mean, texts.log_var)))
+    found = evaluate_embeddings(
+        images.mean, classes.labels, classes.names, texts, ["single", "all", "topk", "best-topk"],
+        selection=Selection("folds", folds),
+    )  # fmt: skip
+    return {"rows": [vars(row) for row in found.rows], "curve": found.curve1.tolist()}
