@@ -23,6 +23,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -115,7 +117,7 @@ def describe(settings, trainings: int, seeds: int) -> str:
     """What was trained, in two sentences."""
     sizes = settings.sizes
     return (
-        f"{trainings} trainings, {seeds} seeds. Each sees {sizes.training:,} scenes with five captions "
+        f"{trainings} trainings, seeds 0 to {seeds - 1}. Each sees {sizes.training:,} scenes with five captions "
         f"{settings.epochs} times, after a common pretraining on {sizes.pretraining:,} others, and is tested on "
         f"{sizes.test:,} scenes of which every true caption is known."
     )
@@ -250,7 +252,7 @@ def train_all(
     total = first * len(unstarted) + sum(steps * VARIANT_COST[one.method] for one in missing)
     progress = Progress(total, len(missing), lambda: done.value, tell)
     queue = [one for seed in seeds if seed not in unstarted for one in waiting[seed]]
-    pool = ProcessPoolExecutor(workers, mp_context=context)
+    pool = ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),))
     running = {}
     try:
         while unstarted or queue or running:
@@ -304,6 +306,18 @@ class Progress:
 
 def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _end_with_parent(parent: int) -> None:
+    """A worker whose parent was killed would wait for work for ever; Ctrl-C ends it without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _step_done(cost: float) -> Callable[[], None]:
