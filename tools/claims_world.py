@@ -15,7 +15,7 @@ from finetune.noise import shuffle_captions
 from finetune.pair_samples import PairBatch, epoch_order
 from probemb.classify import imagenet_templates, prompt_texts
 from probemb.data.captioned import Captioned
-from probemb.data.scenes import Scene, class_names, class_scene, scene
+from probemb.data.scenes import Scene, class_names, class_scene, draw_captions, render, scene
 from probemb.metrics import Positives
 from probemb.models.inputs import Tokenizer
 from probemb.pairs import exact_match, true_ambiguity
@@ -161,7 +161,7 @@ def _scenes(name: str, count: int) -> list[Scene]:
 
 
 def _captioned(name: str, scenes: list[Scene], which: slice) -> Captioned:
-    told = [one.captions()[which] for one in scenes]
+    told = [draw_captions(one)[which] for one in scenes]
     return Captioned(
         captions=[[caption.text for caption in captions] for captions in told],
         image_ids=list(range(len(scenes))),
@@ -171,7 +171,7 @@ def _captioned(name: str, scenes: list[Scene], which: slice) -> Captioned:
 
 
 def _pixels(scenes: Sequence[Scene], size: int) -> Tensor:
-    pictures = np.stack([np.asarray(one.render(size)) for one in scenes])
+    pictures = np.stack([np.asarray(render(one, size)) for one in scenes])
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous()
 
 
