@@ -315,7 +315,7 @@ def check_method(config: Config) -> None:
             f"{config.model.n_unc_layers}.",
             "Leave model.n_unc_layers out.",
         )
-    if config.size_augment and config.model.head != "gpo":
+    if config.size_augment and config.model.head == "clip":
         raise UserError(
             "SizeAugment drops tokens, and head clip pools one alone.", "Set size_augment to 0, or model.head to gpo."
         )

@@ -1,12 +1,16 @@
 """Every method and distance through the whole command, and options that do not belong together."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from finetune.config import DISTANCES, method_names
+from finetune.methods import METHODS
 from probemb import load_model
+from probemb.data.captioned import find_captioned
+from probemb.data.reading import Images
 from probemb.errors import UserError
 from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 
@@ -50,6 +54,41 @@ def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsy
     told = capsys.readouterr().out
     assert f"method  {method}" in told
     assert "validation RSUM" in told
+
+
+class Some:
+    """The first images of a split, as a `Captioned`."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __call__(self, *where, **options):
+        whole = find_captioned(*where, **options)
+        images = Images(whole.images.places[: self.n], whole.images.source)
+        return replace(whole, captions=whole.captions[: self.n], image_ids=whole.image_ids[: self.n], located=images)
+
+
+@pytest.mark.parametrize("method", [*TERMS, "clip-zs"])
+def test_every_method_on_real_images_and_captions(method, shared_data, tmp_path, monkeypatch):
+    """Flickr8k: three steps on images of its validation split, and retrieval among some of its test split."""
+    import probemb.data.captioned
+
+    monkeypatch.setattr(probemb.data.captioned, "find_captioned", Some(12))
+    data = shared_data("flickr8k")
+    options = {"data.path": data, "data.train": "val", "data.validation": "test", "out": tmp_path / "run"}
+    if method == "clip-zs":
+        options |= {"epochs": 0, "swa-epochs": 0, "model.embed_dim": "null"}
+    else:
+        options |= {"batch-size": 20, "model.embed_dim": 64, **ONE_EPOCH}
+    if "warmup_epochs" in METHODS[method].options:
+        options |= {"loss.warmup_epochs": 0}
+    assert run_here({"method": method, **options}) == 0
+    lines = metrics(tmp_path / "run")
+    assert [m["step"] for m in lines if "loss" in m] == ([] if method == "clip-zs" else [1, 2, 3])
+    assert all(math.isfinite(m["loss"]) and m["gradient_norm"] > 0 for m in lines if "loss" in m)
+    (validated,) = (m for m in lines if "rsum" in m)
+    assert 0 <= validated["rsum"] <= 600
+    load_model(tmp_path / "run")
 
 
 @pytest.mark.parametrize("method", ["pcmepp", "vse", "p2rm"])
