@@ -13,9 +13,9 @@ losses, mixing, optimizer and trainer are those of `finetune`, without SizeAugme
 after a training; the epoch is chosen by mAP@R on validation scenes.
 
 How the values in CHOSEN were found: `python -m tools.claims --choose` trains InfoNCE, VSE, PCME and PCME++ with a seed
-of its own, each with three values of its loss's own scalar at the middle learning rate, then with the two other
-learning rates at the best of them, and prints mAP@R on the validation scenes: five trainings a method, the same effort
-for all. Weights of the regularisers (PP, VIB, share of mixed images) are the paper's.
+of its own, each with three values of its loss's own scalar, one more beyond the end if the best is at an end, and with
+another learning rate at the best of them, and prints mAP@R on the validation scenes: the same effort for all. Weights
+of the regularisers (PP, VIB, share of mixed images) are the paper's.
 """
 
 from __future__ import annotations
@@ -124,17 +124,13 @@ def describe(settings, trainings: int, seeds: int) -> str:
 
 
 def choose(settings, out: Path, workers: int) -> None:
-    """Print validation mAP@R for every value of GRID and LEARNING_RATES."""
+    """Print validation mAP@R for the values of GRID and LEARNING_RATES."""
     from tools.claims_training import CHOSEN, GRID, LEARNING_RATES, Training
 
     keep = Kept(out, settings)
-    middle = LEARNING_RATES[len(LEARNING_RATES) // 2]
-    grid, best = {}, {}
-    for method, values in GRID.items():
-        ((key, options),) = values.items()
-        grid[method] = [{key: option, "lr": middle} for option in options]
+    seen: dict[str, list[tuple[float, dict]]] = {method: [] for method in GRID}
 
-    def look(grid: dict) -> None:
+    def look(grid: dict[str, list[dict]]) -> None:
         trainings = [
             Training(_title(method, value), SELECTION_SEED, method, chosen=tuple(sorted(value.items())))
             for method, values in grid.items()
@@ -144,14 +140,24 @@ def choose(settings, out: Path, workers: int) -> None:
         for training in trainings:
             value = max(found[keep.name(training)]["validation"])
             print(f"{training.name}: {100 * value:.2f}", flush=True)
-            if value > best.get(training.method, (0.0,))[0]:
-                best[training.method] = value, dict(training.chosen)
+            seen[training.method].append((value, dict(training.chosen)))
 
-    look(grid)
-    look({m: [{**best[m][1], "lr": lr} for lr in LEARNING_RATES if lr != middle] for m in GRID})
-    print("validation mAP@R, best of five:")
-    for method, (value, chosen) in best.items():
-        print(f"  {method}: {100 * value:.2f} with {chosen}; CHOSEN has {CHOSEN[method]}")
+    def best(method: str) -> dict:
+        return max(seen[method], key=lambda pair: pair[0])[1]
+
+    first, *others = LEARNING_RATES
+    look({method: [{key: one, "lr": first} for one in values] for method, (key, values) in GRID.items()})
+    beyond = {}
+    for method, (key, values) in GRID.items():
+        if best(method)[key] in (values[0], values[-1]):
+            end, neighbour = values[:2] if best(method)[key] == values[0] else values[:-3:-1]
+            beyond[method] = [{key: end * end / neighbour, "lr": first}]
+    look(beyond)
+    look({method: [{**best(method), "lr": lr} for lr in others] for method in GRID})
+    print("validation mAP@R, the best of each:")
+    for method, pairs in seen.items():
+        value = max(pair[0] for pair in pairs)
+        print(f"  {method}: {100 * value:.2f} with {best(method)}; CHOSEN has {CHOSEN[method]}")
 
 
 def _title(method: str, value: dict) -> str:
