@@ -64,7 +64,7 @@ class Some:
 
     def __call__(self, *where, **options):
         whole = find_captioned(*where, **options)
-        images = Images(whole.images.places[: self.n], whole.images.source)
+        images = Images(places=whole.images.places[: self.n], source=whole.images.source)
         return replace(whole, captions=whole.captions[: self.n], image_ids=whole.image_ids[: self.n], located=images)
 
 
