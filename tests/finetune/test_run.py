@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +36,45 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def starting(request, scenes, tmp_path_factory):
+    """accelerate without more words, torchrun with two, and accelerate that is asked for two and starts one.
+
+    They begin with the first test of this file, and end beside the others.
+    """
+    started = {}
+    if any("launched" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        folder = tmp_path_factory.mktemp("launched")
+        accelerate = [sys.executable, "-m", "accelerate.commands.launch"]  # it looks for a configuration in HF_HOME
+        commands = {
+            "plain": accelerate,
+            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            "alone": [*accelerate, "--num_processes=2", "--cpu"],
+        }
+        env = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
+        for name, command in commands.items():
+            argv = words({"data.path": scenes, "out": folder / name, **ONE_EPOCH, "batch-size": 24})
+            process = subprocess.Popen(
+                [*command, "finetune/run.py", *argv], cwd=ROOT, env=env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            started[name] = process, folder / name
+    yield started
+    for process, _ in started.values():
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def launched(starting):
+    """By name: exit code, stdout, stderr, run folder."""
+    ended = {}
+    for name, (process, run) in starting.items():
+        out, err = process.communicate(timeout=300)
+        ended[name] = (process.returncode, out, err, run)
+    return ended
 
 
 def resolved(*argv: str) -> Config:
@@ -91,7 +131,7 @@ class Interruption:
 )
 def test_stopped_and_resumed_equals_undisturbed(method, more, scenes, tmp_path, monkeypatch, capsys):
     """Bit for bit: weights of model, method and average, optimizer, metrics; behind an epoch and within one."""
-    options = {"method": method, "data.path": scenes, "epochs": 3, **more}
+    options = {"method": method, "data.path": scenes, **more}
     assert run_here({**options, "out": tmp_path / "whole"}) == 0
 
     # Behind an epoch, by choice.
@@ -100,7 +140,7 @@ def test_stopped_and_resumed_equals_undisturbed(method, more, scenes, tmp_path, 
     assert run_here({**options, "out": out}, "--resume") == 0
     # In the middle of an epoch, and at the last step of all, by a signal.
     stopped = tmp_path / "signals"
-    for at, seen, number in ((5, [1, 2, 3, 4, 5], signal.SIGTERM), (9, [6, 7, 8, 9], signal.SIGUSR1)):
+    for at, seen, number in ((2, [1, 2], signal.SIGTERM), (6, [3, 4, 5, 6], signal.SIGUSR1)):
         with monkeypatch.context() as patch:
             interruption = Interruption(patch, at, number)
             assert run_here({**options, "out": stopped}, "--resume") == REQUEUE == 85
@@ -108,24 +148,24 @@ def test_stopped_and_resumed_equals_undisturbed(method, more, scenes, tmp_path, 
         told = capsys.readouterr().out
         assert f"stopped by {signal.Signals(number).name}; go on with --resume" in told
     assert run_here({**options, "out": stopped}, "--resume") == 0
-    assert "resumed at step 9" in capsys.readouterr().out
+    assert "resumed at step 6" in capsys.readouterr().out
 
     for run in (out, stopped):
         assert metrics(run) == metrics(tmp_path / "whole")
-        for step in (6, 9) if run == out else (9,):
+        for step in (3, 6) if run == out else (6,):
             assert checkpoint(run, step) == checkpoint(tmp_path / "whole", step)
         for name in ("model", "model-swa"):
             ours, theirs = saved(run, name), saved(tmp_path / "whole", name)
             assert all(torch.equal(ours[key], value) for key, value in theirs.items())
-    state = json.loads((out / "checkpoints/step-9/state.json").read_text())
+    state = json.loads((out / "checkpoints/step-6/state.json").read_text())
     assert len(state["adam_steps"]) > 50
     assert run_here({**options, "out": out}, "--resume") == 0
-    assert "is finished: 9 of 9 steps are done" in capsys.readouterr().out
+    assert "is finished: 6 of 6 steps are done" in capsys.readouterr().out
 
 
 def test_checkpoints_within_an_epoch_and_what_a_kill_loses(scenes, tmp_path, capsys):
     """Killed in its third step of four, with a checkpoint every two: it goes on behind the second."""
-    options = {"data.path": scenes, "batch-size": 12, "save-every": 2, "log-every": 3, "swa-epochs": 0}
+    options = {"data.path": scenes, "batch-size": 12, "save-every": 2, "log-every": 3, **ONE_EPOCH}
     job = Job({**options, "out": tmp_path / "run"}, ranks=1, output=tmp_path / "log", prepare=_die_at(4))
     assert job.wait() == [-signal.SIGKILL], job.text()
     (before,) = (tmp_path / "run/checkpoints").iterdir()
@@ -134,8 +174,8 @@ def test_checkpoints_within_an_epoch_and_what_a_kill_loses(scenes, tmp_path, cap
     assert "resumed at step 2" in capsys.readouterr().out
     assert run_here({**options, "out": tmp_path / "whole"}) == 0
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    assert checkpoint(tmp_path / "run", 8) == checkpoint(tmp_path / "whole", 8)
-    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-6", "step-8"]
+    assert checkpoint(tmp_path / "run", 4) == checkpoint(tmp_path / "whole", 4)
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-4"]
 
 
 def _die_at(step: int):
@@ -154,24 +194,49 @@ def _die_at(step: int):
 
 def test_two_processes_stop_together_and_go_on(scenes, tmp_path):
     """A signal to one rank ends both with a checkpoint; resumed on two and on one they train the same pairs."""
-    options = {"method": "pcme", "data.path": scenes, "batch-size": 8, "save-every": 0, "out": tmp_path / "run"}
-    job = Job(options, ranks=2, output=tmp_path / "log", prepare=_signal_at(3, rank_of_signal=1))
+    options = {"method": "pcme", "data.path": scenes, "save-every": 0, "out": tmp_path / "run"}
+    job = Job(options, ranks=2, output=tmp_path / "log", prepare=_signal_at(2, rank_of_signal=1))
     assert job.wait() == [REQUEUE, REQUEUE], job.text()
-    assert "engine  2 x cpu, fp32, batch 8 = 2 ranks x 4" in job.text()
+    assert "engine  2 x cpu, fp32, batch 16 = 2 ranks x 8" in job.text()
     assert "stopped by a signal to another rank; go on with --resume" in job.text()
-    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-3"]
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
     shutil.copytree(tmp_path / "run", tmp_path / "one")
     on = Job(options, "--resume", ranks=2, output=tmp_path / "on")
     assert on.wait() == [0, 0], on.text()
     whole = Job({**options, "out": tmp_path / "whole"}, ranks=2, output=tmp_path / "whole.log")
     assert whole.wait() == [0, 0], whole.text()
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "whole", 12)
+    assert checkpoint(tmp_path / "run", 6) == checkpoint(tmp_path / "whole", 6)
     assert run_here({**options, "out": tmp_path / "one"}, "--resume") == 0
     for ours, theirs in zip(metrics(tmp_path / "one"), metrics(tmp_path / "whole")):
         assert ours["step"] == theirs["step"]
         if "loss" in ours:
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+def test_a_signal_while_validating_spares_the_workers_and_stops_behind(scenes, tmp_path):
+    """Schedulers signal the whole process group, workers included."""
+    options = {"method": "vse", "data.path": scenes, "data.workers": 1, "out": tmp_path / "run"}
+    job = Job(options, ranks=1, output=tmp_path / "log", prepare=_read_slowly)
+    job.until("reading 4")
+    job.signal(signal.SIGTERM)
+    assert job.wait() == [REQUEUE], job.text()
+    assert "step 3/6 | validation RSUM" in job.text()
+    assert "step 4/6 | stopped by SIGTERM" in job.text()
+
+
+def _read_slowly(rank: int) -> None:
+    from probemb.data.reading import _Decoded
+
+    getitem = _Decoded.__getitem__
+
+    def slowly(data, index: int):
+        if index == 4:
+            print("reading 4", flush=True)
+            time.sleep(1)
+        return getitem(data, index)
+
+    _Decoded.__getitem__ = slowly
 
 
 def _signal_at(step: int, rank_of_signal: int):
@@ -282,12 +347,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_run_of_other_settings_refused
             assert word in caught.value.what, caught.value
         assert "config.yaml" in caught.value.remedy
 
-    refused({"optimizer.lr": 1e-3}, "optimizer.lr: 0.0005 -> 0.001")
-    refused({"model.head": "clip", "size-augment": 0}, "model.head: gpo -> clip")
-    refused({"model.embed_dim": 24}, "model.embed_dim: 16 -> 24")
-    refused({"method": "pcme"}, "method: pcmepp -> pcme", "loss.samples: None -> 8")
-    refused({"noise-ratio": 0.5}, "noise_ratio: 0.0 -> 0.5")
-    refused({"batch-size": 8, "seed": 1}, "batch_size: 16 -> 8", "seed: 0 -> 1")
+    refused(
+        {"model.head": "clip", "model.embed_dim": 24, "size-augment": 0, "optimizer.lr": 1e-3},
+        "model.head: gpo -> clip", "model.embed_dim: 16 -> 24", "optimizer.lr: 0.0005 -> 0.001",
+    )  # fmt: skip
+    refused({"method": "pcme", "batch-size": 8}, "method: pcmepp -> pcme", "loss.samples: None -> 8", "batch_size: 16")
+    refused({"noise-ratio": 0.5}, "noise_ratio: 0.0 -> 0.5", "the training pairs")
     refused({"data.train": "val", "data.validation": "train"}, "data.validation: val -> train", "the training pairs")
     with pytest.raises(UserError, match="already holds a run"):
         run_here(options)
@@ -309,10 +374,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_run_of_other_settings_refused
 
 
 def test_training_in_bfloat16_and_with_recomputed_blocks(scenes, tmp_path, capsys):
-    options = {"data.path": scenes, "engine.precision": "bf16", "engine.grad_checkpointing": "true"}
+    options = {"data.path": scenes, "engine.precision": "bf16", "engine.grad_checkpointing": "true", **ONE_EPOCH}
     assert run_here({**options, "out": tmp_path / "half"}) == 0
     assert ", bf16, " in capsys.readouterr().out
-    assert run_here({"data.path": scenes, "out": tmp_path / "full"}) == 0
+    assert run_here({"data.path": scenes, "out": tmp_path / "full", **ONE_EPOCH}) == 0
     half, full = metrics(tmp_path / "half"), metrics(tmp_path / "full")
     assert half != full
     for a, b in zip(half, full):
@@ -401,58 +466,6 @@ def run_argv(argv: list[str]) -> int:
         sys.argv = before
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-
-
-# ------------------------------------------------------------------------------------------------------------ launchers
-
-
-@pytest.fixture(scope="module")
-def launched(scenes, tmp_path_factory):
-    """accelerate with one process, torchrun with two, and accelerate that is asked for two and starts one; at once."""
-    folder = tmp_path_factory.mktemp("launched")
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]  # it looks for a configuration in HF_HOME
-    commands = {
-        "plain": accelerate,
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-        "alone": [*accelerate, "--num_processes=2", "--cpu"],
-    }
-    env = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
-    started = {}
-    for name, command in commands.items():
-        argv = words({"data.path": scenes, "out": folder / name, **ONE_EPOCH, "batch-size": 24})
-        started[name] = subprocess.Popen(
-            [*command, "finetune/run.py", *argv], cwd=ROOT, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-    ended = {}
-    for name, process in started.items():
-        out, err = process.communicate(timeout=300)
-        ended[name] = (process.returncode, out, err, folder / name)
-    return ended
-
-
-def test_accelerate_without_a_configuration_is_one_process(launched):
-    code, out, err, run = launched["plain"]
-    assert code == 0, err
-    assert "engine  1 x cpu, fp32, batch 24 = 1 ranks x 24" in out
-    assert load_model(run).model.embed_dim == 16
-
-
-def test_torchrun_with_two_processes_is_two_and_equals_one(launched):
-    code, out, err, _ = launched["torchrun"]
-    assert code == 0, err
-    assert "engine  2 x cpu, fp32, batch 24 = 2 ranks x 12" in out
-    assert out.count("method  pcmepp") == 1  # one of them speaks
-    losses = {name: [m["loss"] for m in metrics(launched[name][3]) if "loss" in m] for name in ("plain", "torchrun")}
-    assert losses["torchrun"] == pytest.approx(losses["plain"], rel=0.05)
-
-
-def test_accelerate_that_starts_fewer_processes_than_asked_for_is_refused(launched):
-    code, _, err, run = launched["alone"]
-    assert code != 0
-    assert "accelerate was asked for several processes, but it has started one." in err
-    assert not run.exists()
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -632,3 +645,29 @@ def test_the_run_is_described_by_its_defaults():
     assert OPTIONS["batch-size"] == 16
     config = resolved()
     assert (config.batch_size, config.epochs, config.save_every, config.swa_epochs) == (128, 25, 1000, 10)
+
+
+# ------------------------------------------------------------------------------------------------------------ launchers
+
+
+def test_accelerate_without_a_configuration_is_one_process(launched):
+    code, out, err, run = launched["plain"]
+    assert code == 0, err
+    assert "engine  1 x cpu, fp32, batch 24 = 1 ranks x 24" in out
+    assert load_model(run).model.embed_dim == 16
+
+
+def test_torchrun_with_two_processes_is_two_and_equals_one(launched):
+    code, out, err, _ = launched["torchrun"]
+    assert code == 0, err
+    assert "engine  2 x cpu, fp32, batch 24 = 2 ranks x 12" in out
+    assert out.count("method  pcmepp") == 1  # one of them speaks
+    losses = {name: [m["loss"] for m in metrics(launched[name][3]) if "loss" in m] for name in ("plain", "torchrun")}
+    assert losses["torchrun"] == pytest.approx(losses["plain"], rel=0.05)
+
+
+def test_accelerate_that_starts_fewer_processes_than_asked_for_is_refused(launched):
+    code, _, err, run = launched["alone"]
+    assert code != 0
+    assert "accelerate was asked for several processes, but it has started one." in err
+    assert not run.exists()

@@ -1,5 +1,7 @@
 """The loop itself: ranks against one process, labels of mixed images, averaging, freezing, NaN."""
 
+import gc
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,10 +31,18 @@ BATCH = 12
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """Eight images with three captions each: two batches of twelve."""
+    """Four images with three captions each: one batch an epoch."""
     out = tmp_path_factory.mktemp("few") / "world"
-    make(Plan(train=8, val=0, classes_images=0, size=32, shard_size=8, captions=3), out, workers=1)
-    return out
+    make(Plan(train=4, val=0, classes_images=0, size=32, shard_size=4, captions=3), out, workers=1)
+    tokenizer()  # before ranks are forked
+    gc.freeze()  # what is there already is not looked through, nor copied, in every one of them
+    yield out
+    gc.unfreeze()
+
+
+@cache
+def tokenizer():
+    return create_tokenizer(create_model("ViT-Micro-32"))
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +71,7 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
         getattr(model, name).requires_grad_(name in method.trains)
     joint = Joint(model, method(config, model, data))
     joint = joint.double() if double else joint
-    loader = PairLoader(
-        data, create_transforms(model).train, create_tokenizer(model), config.batch_size, config.seed, rank, world
-    )
+    loader = PairLoader(data, create_transforms(model).train, tokenizer(), config.batch_size, config.seed, rank, world)
     o = config.optimizer
     schedule = Schedule(config.epochs, config.epochs - o.decay_epochs, 0.1, o.freeze_epochs, o.warmup_epochs)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
@@ -78,8 +86,12 @@ def fresh_accelerator():
     GradientState._reset_state()
 
 
+def weights_of(trainer):
+    return trainer.joint.state_dict().items()
+
+
 def trained(rank, world, few, methods, words):
-    """Losses and all weights after four steps, by method."""
+    """Losses and all weights after two steps, by method."""
     out = {}
     for name in methods:
         data = find_captioned(few, "train")
@@ -90,7 +102,8 @@ def trained(rank, world, few, methods, words):
         assert not trainer.fit()
         if world > 1:  # DDP's buffers are as large as the gradients: those of the frozen epoch are gone
             assert len(trainer.accelerator._models) == 1
-        state = {key: value.numpy().copy() for key, value in trainer.joint.state_dict().items()}
+        state = {key: value.flatten()[:: 1 + len(value.flatten()) // 20_000] for key, value in weights_of(trainer)}
+        state = {key: value.numpy().copy() for key, value in state.items()}  # of large ones, some
         out[name] = ([values["loss"] for values in told], state)
     return out
 
@@ -112,7 +125,7 @@ def test_ranks_equal_one_process(world, few, alone):
     for one in run_ranks(world, trained, few, names, WORDS):
         for name in names:
             (losses, state), (expected, weights) = one[name], alone[name]
-            assert len(losses) == 4
+            assert len(losses) == 2
             np.testing.assert_allclose(losses, expected, rtol=1e-7, err_msg=name)
             for key, value in weights.items():
                 np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-7, err_msg=f"{name} {key}")
@@ -169,7 +182,7 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
     first, again = trainer._augment(pairs), trainer._augment(pairs)
     for a, b in zip((*first[:3], *first[3]), (*again[:3], *again[3])):
         assert torch.equal(a, b)
-    trainer.step_in_epoch = 1
+    trainer.epoch = 1
     later = trainer._augment(pairs)
     assert not torch.equal(first[2], later[2])
     assert not torch.equal(first[3].lam, later[3].lam)
@@ -178,13 +191,13 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
 
 
 def diverging(rank, world, few):
-    """Rank 1's images are NaN at the third step: what every rank is told, and whether it stepped."""
+    """Rank 1's images are NaN at the second step: what every rank is told, and whether it stepped."""
     trainer = make_trainer(configured("pcmepp"), find_captioned(few, "train"), rank, world)
     augment = trainer._augment
 
     def broken(pairs):
         images, *others = augment(pairs)
-        if trainer.step == 2:
+        if trainer.step == 1:
             trainer.before = {k: v.clone() for k, v in trainer.joint.state_dict().items()}
             images = images * (float("nan") if rank == 1 else 1)
         return images, *others
@@ -199,9 +212,9 @@ def diverging(rank, world, few):
 
 def test_nan_on_one_rank_ends_all_before_the_step(few):
     for told, step, unchanged in run_ranks(2, diverging, few):
-        assert "At step 3 the loss or its gradient is NaN or Inf" in told
+        assert "At step 2 the loss or its gradient is NaN or Inf" in told
         assert "nothing was stepped" in told
-        assert step == 2
+        assert step == 1
         assert unchanged
 
 
