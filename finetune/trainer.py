@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -118,7 +119,9 @@ class Trainer:
             self.accelerator.free_memory()  # it holds on to what it wrapped before, with buffers for all gradients
         for name in ("forward", "_original_forward"):  # what it hung on the module for autocast the last time
             self.joint.__dict__.pop(name, None)
-        return self.accelerator.prepare_model(self.joint)
+        with warnings.catch_warnings():  # accelerate says it the old way, which every version of PyTorch understands
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+            return self.accelerator.prepare_model(self.joint)
 
     def _train_epoch(self) -> None:
         config, steps, window = self.config, self.loader.steps, self.window

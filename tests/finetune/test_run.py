@@ -205,6 +205,7 @@ def test_two_processes_stop_together_and_go_on(scenes, tmp_path):
     assert on.wait() == [0, 0], on.text()
     whole = Job({**options, "out": tmp_path / "whole"}, ranks=2, output=tmp_path / "whole.log")
     assert whole.wait() == [0, 0], whole.text()
+    assert "Warning" not in whole.text()
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert checkpoint(tmp_path / "run", 6) == checkpoint(tmp_path / "whole", 6)
     assert run_here({**options, "out": tmp_path / "one"}, "--resume") == 0
@@ -371,6 +372,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_run_of_other_settings_refused
     assert "resumed at step 3" in told
     assert run_here({**options, "out": tmp_path / "whole"}) == 0
     assert checkpoint(out, 9)["weights.safetensors"] == checkpoint(tmp_path / "whole", 9)["weights.safetensors"]
+
+
+def test_two_processes_in_bfloat16_with_mixed_images(scenes, tmp_path):
+    """The module is wrapped again, autocast and all, when the backbone thaws."""
+    options = {"data.path": scenes, "engine.precision": "bf16", "mix.ratio": 0.5, "out": tmp_path / "run"}
+    job = Job(options, ranks=2, output=tmp_path / "log")
+    assert job.wait() == [0, 0], job.text()
+    assert "engine  2 x cpu, bf16, batch 16 = 2 ranks x 8" in job.text()
+    assert len([m for m in metrics(tmp_path / "run") if "loss" in m]) == 6
 
 
 def test_training_in_bfloat16_and_with_recomputed_blocks(scenes, tmp_path, capsys):

@@ -64,8 +64,9 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
     """As finetune/run.py puts it together, in float64."""
     torch.manual_seed(0)
     method = METHODS[config.method]
+    size = {"embed_dim": 8} if config.model.head == "gpo" else {}
     model = create_model(
-        "ViT-Micro-32", embed_dim=8, head="gpo", probabilistic=method.probabilistic, init_scale=5, init_shift=5
+        "ViT-Micro-32", head=config.model.head, probabilistic=method.probabilistic, init_scale=5, init_shift=5, **size
     )
     for name in ("scale", "shift", "logit_scale"):
         getattr(model, name).requires_grad_(name in method.trains)
@@ -129,6 +130,23 @@ def test_ranks_equal_one_process(world, few, alone):
             np.testing.assert_allclose(losses, expected, rtol=1e-7, err_msg=name)
             for key, value in weights.items():
                 np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-7, err_msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("head", ["gpo", "clip"])
+@pytest.mark.parametrize("method", ["pcmepp", "pcmepp-mu", "p2rm"])
+def test_every_parameter_that_is_trained_gets_a_gradient(method, head, few):
+    """DDP waits for each of them."""
+    trainer = make_trainer(configured(method, f"--model.head={head}", "--size-augment=0"), find_captioned(few, "train"))
+    without, step = [], trainer.optimizer.step
+
+    def spy():
+        named = trainer.joint.named_parameters()
+        without.append([name for name, p in named if p.requires_grad and p.grad is None])
+        step()
+
+    trainer.optimizer.step = spy
+    trainer.fit()
+    assert without == [[], []]  # frozen, thawed
 
 
 def labels_of_ranks(rank, world, few):
