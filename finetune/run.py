@@ -295,7 +295,10 @@ def finish_average(folder, average, tokenizer, transforms, validation, config: C
     """Validate and save the mean of the last epochs' weights, of both towers."""
     if validation is not None:
         values = validate(average.model, tokenizer, transforms, validation, config, accelerator)
-        print(f"model-swa: mean of {average.n_averaged} epochs, validation RSUM {values['rsum']:.1f}", flush=True)
+        print(
+            f"model-swa: mean of {_count(average.n_averaged, 'epoch')}, validation RSUM {values['rsum']:.1f}",
+            flush=True,
+        )
         folder.record(folder.steps, {f"swa_{name}": value for name, value in values.items()})
     folder.save_model(average.model, "model-swa")
 
@@ -350,10 +353,14 @@ def headline(config: Config, joint, loader, accelerator, precision: str, steps: 
         + noise,
         f"engine  {world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
         f"{loader.rows}",
-        f"run     {config.out}, {config.epochs} epochs, {steps} steps"
+        f"run     {config.out}, {_count(config.epochs, 'epoch')}, {_count(steps, 'step')}"
         + (f", resumed at step {step} from {earlier}" if earlier else ""),
     ]
     return "\n".join(lines)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 if __name__ == "__main__":

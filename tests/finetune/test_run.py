@@ -425,9 +425,10 @@ def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys
         "step 1/6 | epoch 0.33 | loss",
         "pairs/s, data",
         "ETA",
+        "2 epochs, 6 steps",
         "step 3/6 | validation RSUM",
         "(best)",
-        "model-swa: mean of 1 epochs, validation RSUM",
+        "model-swa: mean of 1 epoch, validation RSUM",
     ):
         assert word in told, told
     assert max(map(len, told.splitlines())) < 220
