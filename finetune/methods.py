@@ -211,7 +211,7 @@ class NCR(Method):
     def begin_epoch(self, epoch: int) -> None:
         seen = self.last_loss.isfinite()
         if epoch >= self.config.loss.warmup_epochs and seen.any():
-            self.clean_probability[seen] = clean_probability(self.last_loss[seen])
+            self.clean_probability[seen] = clean_probability(self.last_loss[seen]).to(seen.device)
             self.clean.copy_(split_clean(self.clean_probability))
 
     def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:

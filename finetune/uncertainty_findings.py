@@ -120,7 +120,7 @@ def erasing(
 
 
 def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
-    """Means of some images and their captions in a plane: t-SNE if scikit-learn is installed, else PCA.
+    """Means of some images and their captions in a plane, by scikit-learn's t-SNE.
 
     Returns:
         "method", "images" and "captions": rows, "x", "y", "uncertainty".
@@ -139,19 +139,11 @@ def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
 
 
 def _plane(points: Tensor) -> tuple[Tensor, str]:
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError:
-        centred = points - points.mean(0)
-        directions = torch.linalg.svd(centred, full_matrices=False)
-        spread = directions.S.square()
-        share = float(spread[:2].sum() / spread.sum().clamp_min(1e-30))
-        plane = centred @ directions.Vh[:2].T
-        plane = torch.nn.functional.pad(plane, (0, 2 - plane.shape[1]))
-        return plane, f"PCA ({100 * share:.0f} % of the variance; t-SNE needs scikit-learn)"
-    perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
+    from sklearn.manifold import TSNE
+
     if len(points) < 4:
         return torch.nn.functional.pad(points, (0, 2))[:, :2], "the first two dimensions"
+    perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
     plane = TSNE(init="pca", random_state=0, perplexity=perplexity).fit_transform(points.numpy())
     return torch.from_numpy(plane), f"t-SNE (perplexity {perplexity:.0f})"
 

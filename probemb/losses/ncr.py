@@ -8,6 +8,7 @@ published training is of two networks, each with the other one's split; one netw
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -90,54 +91,33 @@ def refine_labels(predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Ten
 def clean_probability(
     losses_N: Tensor, max_iterations: int = 10, tolerance: float = 1e-2, variance_floor: float = 5e-4
 ) -> Tensor:
-    """Posterior probability that a pair belongs to the normal with the lower mean, (N,) float64.
+    """Posterior probability that a pair belongs to the normal with the lower mean, (N,) float64 on the CPU.
 
-    The losses of the whole training set, scaled to [0, 1], are fitted by a mixture of two normals: from a split by
-    two means, expectation maximisation until the mean log-likelihood changes by less than `tolerance`.
-    `variance_floor` is added to both variances. Losses that are all equal are all clean: probability 1.
+    The losses of the whole training set, scaled to [0, 1], are fitted by scikit-learn's mixture of two normals, with
+    the published settings. Losses that are all equal are all clean: probability 1. Source: NCR.
+
+    Args:
+        max_iterations, tolerance: of the expectation maximisation, in the mean log-likelihood.
+        variance_floor: added to both variances.
 
     Raises:
         ValueError: losses that are not finite, or none.
     """
-    x = losses_N.detach().double().flatten()
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.mixture import GaussianMixture
+
+    x = losses_N.detach().double().flatten().cpu()
     if not len(x) or not torch.isfinite(x).all():
         raise ValueError("a mixture is fitted to finite losses, at least one")
     low, high = x.min(), x.max()
     if low == high:
         return torch.ones_like(x)
-    x = (x - low) / (high - low)
-    posterior_2N = _two_means(x)
-    before = -math.inf
-    for _ in range(max_iterations):
-        log_joint_2N, mean_2 = _fit(x, posterior_2N, variance_floor)
-        log_likelihood_N = log_joint_2N.logsumexp(0)
-        posterior_2N = (log_joint_2N - log_likelihood_N).exp()
-        now = log_likelihood_N.mean().item()
-        if abs(now - before) < tolerance:
-            break
-        before = now
-    return posterior_2N[mean_2.argmin()]
-
-
-def _two_means(x_N: Tensor) -> Tensor:
-    """Memberships (2, N) of k-means with k = 2 from the smallest and the largest value, the lower cluster first."""
-    means = torch.stack([x_N.min(), x_N.max()])
-    while True:
-        upper = x_N > means.mean()
-        new = torch.stack([x_N[~upper].mean(), x_N[upper].mean()])  # neither is empty: they hold the extremes
-        if torch.equal(new, means):
-            return torch.stack([~upper, upper]).to(x_N.dtype)
-        means = new
-
-
-def _fit(x_N: Tensor, posterior_2N: Tensor, variance_floor: float) -> tuple[Tensor, Tensor]:
-    """Weights, means and variances for given posteriors; log of weight times density (2, N), and the means (2,)."""
-    mass_2 = posterior_2N.sum(1).clamp(min=torch.finfo(x_N.dtype).tiny)
-    mean_2 = (posterior_2N @ x_N) / mass_2
-    squares_2N = (x_N - mean_2[:, None]).square()
-    var_2 = (posterior_2N * squares_2N).sum(1) / mass_2 + variance_floor
-    log_density_2N = -0.5 * (squares_2N / var_2[:, None] + (2 * math.pi * var_2).log()[:, None])
-    return (mass_2 / len(x_N)).log()[:, None] + log_density_2N, mean_2
+    x_N1 = ((x - low) / (high - low)).numpy()[:, None]
+    mixture = GaussianMixture(2, max_iter=max_iterations, tol=tolerance, reg_covar=variance_floor, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # ten iterations are what is published
+        mixture.fit(x_N1)
+    return torch.from_numpy(mixture.predict_proba(x_N1)[:, mixture.means_[:, 0].argmin()].copy())
 
 
 def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:

@@ -73,24 +73,6 @@ def test_mixture_finds_its_two_normals():
     assert torch.equal(clean_probability(x), p)
 
 
-def test_mixture_is_expectation_maximisation():
-    x, _ = mixture(60)
-    scaled = ((x - x.min()) / (x.max() - x.min())).tolist()
-    lower = [v < 0.5 for v in scaled]  # where two means settle on this sample
-    posterior = [[float(b), float(not b)] for b in lower]
-    for _ in range(3):
-        part = []
-        for k in range(2):
-            mass = sum(r[k] for r in posterior)
-            mean = sum(r[k] * v for r, v in zip(posterior, scaled)) / mass
-            part.append((mass / 60, mean, sum(r[k] * (v - mean) ** 2 for r, v in zip(posterior, scaled)) / mass + 5e-4))
-        posterior = []
-        for v in scaled:
-            joint = [w * math.exp(-((v - m) ** 2) / (2 * s)) / math.sqrt(2 * math.pi * s) for w, m, s in part]
-            posterior.append([j / sum(joint) for j in joint])
-    close(clean_probability(x, 3, 0.0), torch.tensor(posterior, dtype=torch.float64)[:, 0])
-
-
 def test_losses_that_cannot_be_split():
     assert torch.equal(clean_probability(torch.full((5,), 0.3)), torch.ones(5).double())
     assert clean_probability(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([1, 0], abs=1e-6)
