@@ -299,3 +299,15 @@ def text_tables(claims: Sequence[dict]) -> list[str]:
         lines += [f"  {one['verdict']:<17}  {one['what']}: {one['text']}" for one in claim["comparisons"]]
         lines += [f"  {note}" for note in claim["notes"]]
     return lines
+
+
+def markdown_tables(claims: Sequence[dict]) -> list[str]:
+    """Lines of Markdown."""
+    lines = []
+    for claim in claims:
+        lines += [f"### {claim['title']}", f"Claim: {claim['claim']}", ""]
+        lines += ["| " + " | ".join(claim["head"]) + " |", "|---" + "|---:" * (len(claim["head"]) - 1) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in claim["rows"]]
+        lines += ["", *(f"- {one['verdict']}: {one['what']}, {one['text']}" for one in claim["comparisons"])]
+        lines += ["", *(f"{note}" for note in claim["notes"]), ""]
+    return lines[:-1]

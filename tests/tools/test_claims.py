@@ -13,6 +13,7 @@ from probemb.errors import UserError
 from probemb.pairs import exact_match
 from tools import claims
 from tools.claims_findings import FAILS, HOLDS, ONE_SEED, WITHIN, Value, compare, value, verdict
+from tools.claims_queue import Kept
 from tools.claims_training import CHOSEN, GRID, Settings, Training
 from tools.claims_world import MemoryLoader, Sizes, draw_world
 
@@ -109,16 +110,26 @@ def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     time.sleep(0.01)
     claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
     assert {path: path.stat().st_mtime_ns for path in lost.parent.iterdir() if path != lost} == stamps
-    after = json.loads(lost.read_text())["found"]
+    kept = lost.read_text()
+    after = json.loads(kept)["found"]
     assert after["retrieval"] == before["retrieval"]  # the same training gives the same numbers
     assert "17 of 18 trainings are kept" in capsys.readouterr().out
 
+    os.remove(lost)
+    with pytest.raises(UserError, match="No seed is finished"):
+        claims.run(SETTINGS, tmp_path / "claims", n_seeds=1, report_only=True)
+    lost.write_text(kept)
+    assert claims.run(SETTINGS, tmp_path / "claims", report_only=True)["seeds"] == [0]
+    told = (tmp_path / "claims" / "claims.md").read_text()
+    assert "\n| PCME++ | " in told
+    assert told.count("###") == 6
+
     with pytest.raises(UserError, match="other settings"):
-        claims.Kept(tmp_path / "claims", Settings())
+        Kept(tmp_path / "claims", Settings())
 
 
 def test_a_kept_training_with_other_values_is_not_used(tmp_path):
-    keep = claims.Kept(tmp_path, SETTINGS)
+    keep = Kept(tmp_path, SETTINGS)
     keep.write(Training("vse", 0, "vse"), {"x": 1})
     assert keep.read(Training("vse", 0, "vse")) == {"x": 1}
     assert keep.read(Training("vse", 0, "vse", chosen=(("lr", 0.1),))) is None
