@@ -40,6 +40,7 @@ SELECTION_SEED = 1000
 
 def plan(seeds: Sequence[int]) -> list:
     """All trainings, seed after seed."""
+    from tools.claims_findings import PAPERS_START
     from tools.claims_training import Training
 
     trainings = []
@@ -56,6 +57,7 @@ def plan(seeds: Sequence[int]) -> list:
             Training("without MSDA", seed, "pcmepp", mix=0.0),
             Training("without VIB", seed, "pcmepp", vib=0.0),
             replace(plain, name="without all", vib=0.0),
+            Training(PAPERS_START, seed, "pcmepp", chosen=(("scale", 5.0),)),
         ]
     return trainings
 

@@ -41,7 +41,7 @@ class Kept:
 
     def name(self, training) -> str:
         """Of the file, without its ending: "pcmepp-noise-20 seed 0"."""
-        return f"{training.name} seed {training.seed}".replace(" ", "-").replace("%", "")
+        return f"{training.name} seed {training.seed}".replace(" ", "-").replace("%", "").replace("=", "")
 
     def start(self, seed: int) -> Path:
         """Weights of a pretraining."""

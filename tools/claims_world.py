@@ -22,6 +22,7 @@ from probemb.pairs import exact_match, true_ambiguity
 
 CONTEXT = 32
 MEAN, STD = (0.481, 0.458, 0.408), (0.269, 0.261, 0.276)  # CLIP's
+WORD_SCENES = 4000  # whose captions have all words that there are
 SURE_CAPTIONS = 3  # of five, from exact to vague: those that the pretraining sees
 
 
@@ -115,7 +116,10 @@ class Words:
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """(n, L) int64 of texts whose words are known."""
         distinct = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        tokens = torch.searchsorted(self.known, self._tokenizer(list(distinct)))[:, : self.context]
+        tokens = self._tokenizer(list(distinct))
+        if not torch.isin(tokens, self.known).all() or (tokens != 0).sum(1).max() > self.context:
+            raise ValueError("a text has words, or a length, that the vocabulary was not made for")
+        tokens = torch.searchsorted(self.known, tokens)[:, : self.context]
         return tokens[[distinct[text] for text in texts]]
 
 
@@ -130,7 +134,8 @@ def draw_world(sizes: Sizes, seeds: Sequence[int], tell: Callable[[str], object]
         for name, scenes in drawn.items()
     }
     prompts = prompt_texts(class_names(), imagenet_templates())
-    words = Words([text for captioned in told.values() for text in captioned.flat()] + prompts)
+    spoken = _captioned("words", _scenes("claims words", WORD_SCENES), slice(None)).flat()
+    words = Words([*spoken, *prompts])  # the same whatever the seeds and sizes: weights are kept between runs
     parts, total, done = {}, sum(map(len, told.values())) + sizes.class_images, 0
     for name, captioned in told.items():
         parts[name] = Part(captioned, _pixels(drawn[name], sizes.pixels), words(captioned.flat()))

@@ -30,8 +30,8 @@ def world():
 
 def test_the_plan_has_every_variant_for_every_seed():
     plan = claims.plan(range(3))
-    assert len(plan) == 54
-    assert len({(one.name, one.seed) for one in plan}) == 54
+    assert len(plan) == 57
+    assert len({(one.name, one.seed) for one in plan}) == 57
     for one in plan:
         one.config(SETTINGS)  # finetune refuses options that a method does not use
     noisy = {one.name: one for one in plan if one.noise}
@@ -93,8 +93,8 @@ def test_batches_come_in_finetunes_order(world):
 def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     torch.set_num_threads(1)
     content = claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
-    assert len(content["trainings"]) == 18
-    assert [len(claim["comparisons"]) for claim in content["claims"]] == [6, 6, 2, 7, 4, 2]
+    assert len(content["trainings"]) == 19
+    assert [len(claim["comparisons"]) for claim in content["claims"]] == [6, 6, 2, 8, 4, 2]
     written = json.loads((tmp_path / "claims" / "claims.json").read_text())
     assert [claim["title"] for claim in written["claims"]] == [claim["title"] for claim in content["claims"]]
     page = (tmp_path / "claims" / "report.html").read_text()
@@ -113,7 +113,7 @@ def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     kept = lost.read_text()
     after = json.loads(kept)["found"]
     assert after["retrieval"] == before["retrieval"]  # the same training gives the same numbers
-    assert "17 of 18 trainings are kept" in capsys.readouterr().out
+    assert "18 of 19 trainings are kept" in capsys.readouterr().out
 
     os.remove(lost)
     with pytest.raises(UserError, match="No seed is finished"):
