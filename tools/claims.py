@@ -6,7 +6,8 @@
 
 Every training that is finished stays in OUT/trainings and is not repeated. OUT/claims.json holds all numbers,
 OUT/claims.md the tables, OUT/report.html tables and plots. Verdicts follow from the numbers: a difference of two means
-over the seeds counts if it is larger than the spread, the root of the sum of both standard deviations squared.
+over the seeds counts if it is larger than the spread, the standard deviation over the seeds of the difference within
+a seed.
 
 All methods of a seed start from one pretraining (InfoNCE on other scenes with exact captions), as the paper's start
 from one CLIP, and see the same scenes in the same order. Towers, data and schedule are far smaller than the paper's;

@@ -37,10 +37,10 @@ def report(path: Path, claims: Sequence[dict], found: Found, told: str, generato
     body += "".join(_section(claim, drawn) for claim, drawn in zip(claims, charts))
     body += (
         "<section><h2>How to read this</h2><p>Numbers are means over the seeds ± their standard deviation. A "
-        "comparison holds if the difference of two means is larger than the spread, the root of the sum of both "
-        "variances; it does not hold if the difference is as large the other way round; else it is within the spread. "
-        "All methods of a seed start from the same pretraining and see the same scenes in the same order. Nothing was "
-        "chosen on the test scenes but what is called oracle.</p></section>"
+        "comparison holds if the difference of two means is larger than the spread, the standard deviation over the "
+        "seeds of the difference within a seed; it does not hold if the difference is as large the other way round; "
+        "else it is within the spread. All methods of a seed start from the same pretraining and see the same scenes "
+        "in the same order. Nothing was chosen on the test scenes but what is called oracle.</p></section>"
     )
     replace_text(path, html_page("The main claims in miniature", body, generator, STYLE))
 
@@ -136,7 +136,7 @@ def _uncertainty(found: Found) -> list[str]:
 
 def _parts(found: Found) -> list[str]:
     short = {"pcmepp": "full", "without PP": "no PP", "without MSDA": "no MSDA", "without VIB": "no VIB"}
-    return [_clouds(found, {**short, "without all": "none"}, PART_COLOURS, "map_at_r")]
+    return [_clouds(found, short, PART_COLOURS, "map_at_r")]
 
 
 def _prompts(found: Found) -> list[str]:

@@ -47,11 +47,11 @@ def test_verdicts():
     assert verdict(-0.6, 0.5) == FAILS
     assert verdict(1.0, None) == ONE_SEED
     one = value([1.0, 2.0, 3.0])
-    assert one == Value(2.0, 1.0, 3)
+    assert one == Value(2.0, 1.0, (1.0, 2.0, 3.0))
     assert value([1.0, None]) is None
-    found = compare("a", one, Value(0.5, 0.5, 3), factor=1)
+    found = compare("a", one, value([0.0, 0.5, 1.0]), factor=1)
     assert found["difference"] == 1.5
-    assert math.isclose(found["spread"], math.sqrt(1.25))
+    assert math.isclose(found["spread"], 0.5)  # of 1, 1.5 and 2: seeds are compared with themselves
     assert found["verdict"] == HOLDS
     assert compare("a", None, one)["verdict"] == "undefined"
 
@@ -94,7 +94,7 @@ def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     torch.set_num_threads(1)
     content = claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
     assert len(content["trainings"]) == 19
-    assert [len(claim["comparisons"]) for claim in content["claims"]] == [6, 6, 2, 8, 4, 2]
+    assert [len(claim["comparisons"]) for claim in content["claims"]] == [6, 6, 3, 8, 4, 2]
     written = json.loads((tmp_path / "claims" / "claims.json").read_text())
     assert [claim["title"] for claim in written["claims"]] == [claim["title"] for claim in content["claims"]]
     page = (tmp_path / "claims" / "report.html").read_text()
