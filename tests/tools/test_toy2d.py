@@ -1,0 +1,29 @@
+"""The toy of PCME++ §A.2: under CSD confusable points get the larger variance, under 2-Wasserstein they do not."""
+
+import pytest
+
+from probemb.errors import UserError
+from tools import toy2d
+
+
+def test_only_csd_puts_variance_where_the_confusion_is():
+    certain, confusable = toy2d.train("csd", epochs=40).variances
+    assert confusable > 1.1 * certain
+    certain, confusable = toy2d.train("wasserstein2", epochs=40).variances
+    assert confusable < certain
+
+
+def test_the_command_draws_what_it_found(tmp_path, capsys):
+    out = tmp_path / "toy.html"
+    assert toy2d.main(["--distance", "csd", "--seeds", "1", "--epochs", "2", "--out", str(out)]) == 0
+    assert "1.68 / 3.05" in capsys.readouterr().out
+    page = out.read_text()
+    assert page.count("<circle") > toy2d.CLASSES * toy2d.POINTS
+    assert toy2d.main(["--distance", "csd", "--seeds", "1", "--epochs", "1", "--out", str(out)]) == 0
+    out.write_text("somebody else's")
+    with pytest.raises(UserError, match="was not written by this command"):
+        toy2d.main(["--out", str(out)])
+    with pytest.raises(UserError, match="no distance 'cds'"):
+        toy2d.main(["--distance", "cds", "--out", str(tmp_path / "x.html")])
+    with pytest.raises(UserError, match="--epochs is 0"):
+        toy2d.main(["--epochs", "0"])
