@@ -57,6 +57,9 @@ class Batch:
 class Method(nn.Module):
     """A loss and what belongs to it.
 
+    `forward(batch, model) -> LossOutput` is the loss of the whole batch; its gradient on every rank is that of the
+    whole batch too. A method without it trains nothing.
+
     Attributes:
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
         soft_labels: whether mixed images and label smoothing make sense.
@@ -72,10 +75,6 @@ class Method(nn.Module):
     def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
         super().__init__()
         self.config = config
-
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
-        """The loss of the whole batch; its gradient on every rank is that of the whole batch too."""
-        raise NotImplementedError
 
     def begin_epoch(self, epoch: int) -> None:
         """Called on all ranks before an epoch."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from probemb.data.captioned import Captioned
+from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.data.tar import BadSample
 from probemb.errors import UserError
 
@@ -65,7 +64,7 @@ class Pairs:
     def __getitems__(self, rows: list[tuple[int, int, int]]):
         failures: list[tuple[str, str]] = []
         try:
-            with _isolated_randomness():
+            with isolated_randomness():
                 return self._batch(rows, failures), failures
         except UserError as error:  # PyTorch could not hand it over: its exceptions take one argument
             return error, failures
@@ -109,7 +108,7 @@ class Pairs:
     def _example(self, epoch: int, pair: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = self.images.open(self.owner[pair])
         try:
-            _seed_all(_number(_TRANSFORM, self.seed, epoch, pair))
+            seed_all(_number(_TRANSFORM, self.seed, epoch, pair))
             return self.transform(image), torch.as_tensor(self.tokenizer([self.texts[pair]]))[0]
         except (UserError, MemoryError):
             raise
@@ -119,21 +118,3 @@ class Pairs:
 
 def whole(batch):
     return batch
-
-
-@contextmanager
-def _isolated_randomness() -> Iterator[None]:
-    """Leaves the global random numbers of torch (CPU), numpy and Python as they were before."""
-    states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also queue a call for every CUDA device
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import logging
 import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,20 +25,10 @@ from torch.utils.data import DataLoader
 
 from finetune.pair_samples import PairBatch, Pairs, epoch_order, whole
 from probemb.data.captioned import Captioned
+from probemb.data.failures import Failure, Tally
 from probemb.errors import UserError
 
-_WORST = 5  # images that an error names
-_MOST_WARNINGS = 20  # images whose first failure is told at once
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_log = logging.getLogger(__name__)
-
-
-@dataclass
-class Failure:
-    """How often one image could not be used, and the last reason."""
-
-    count: int
-    reason: str
 
 
 class PairLoader:
@@ -107,13 +95,11 @@ class PairLoader:
                 f"{world} processes cannot share a batch of {batch_size} evenly.",
                 f"Use a batch size that {world} divides, such as {max(1, batch_size // world) * world}.",
             )
-        _refuse_unusable(captioned, failure_share)
+        refuse_unusable(captioned, failure_share)
         self.steps, self.rows, self.seed = self.n_pairs // batch_size, batch_size // world, seed
         self.batch_size, self.waited = batch_size, 0.0
-        self.failures: dict[str, Failure] = {}
-        self._captioned, self._failed, self._read = captioned, 0, 0
-        self._allowed_share = failure_share
-        self._judged_from = min(failure_minimum, self.steps * self.rows)
+        self._captioned = captioned
+        self._tally = Tally(failure_share, min(failure_minimum, self.steps * self.rows))
         self._turn = 0
         self._sampler = _Rows(rank * self.rows, self.rows, self.steps)
         self._loader: DataLoader | None = DataLoader(
@@ -205,30 +191,28 @@ class PairLoader:
     def __exit__(self, *_) -> None:
         self.close()
 
+    @property
+    def failures(self) -> dict[str, Failure]:
+        return self._tally.failures
+
     def _count(self, failures: list[tuple[str, str]]) -> None:
-        self._read += self.rows
-        for name, reason in failures:
-            if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
-                _log.warning("data: %s: %s", name, reason)  # now, and not only when the run is over
-            failure = self.failures.setdefault(name, Failure(0, reason))
-            failure.count, failure.reason = failure.count + 1, reason
-            self._failed += 1
-        if self._read >= self._judged_from and self._failed > self._allowed_share * self._read:
-            worst = sorted(self.failures.items(), key=lambda item: -item[1].count)[:_WORST]
-            named = "; ".join(f"{name}: {failure.reason}" for name, failure in worst)
+        if self._tally.add(self.rows, failures):
+            t = self._tally
+            named = "; ".join(f"{name}: {failure.reason}" for name, failure in t.worst())
             raise UserError(
-                f"The images of {self._failed} of {self._read} pairs cannot be used ({self._failed / self._read:.1%}, "
-                f"allowed are {self._allowed_share:.1%}): {named}.",
+                f"The images of {t.failed} of {t.read} pairs cannot be used ({t.failed / t.read:.1%}, "
+                f"allowed are {t.share:.1%}): {named}.",
                 "Repair these images or leave them out, or allow a larger failure share.",
             )
 
 
-def _refuse_unusable(captioned: Captioned, share: float) -> None:
-    """Raises UserError if listing the samples has found more than this share of them to be unusable."""
+def refuse_unusable(captioned: Captioned, share: float) -> None:
+    """Raises UserError if images are not here, or listing has found more than this share of samples unusable."""
     bad, total = captioned.images.bad, len(captioned) + len(captioned.images.bad)
+    of = f", split '{captioned.split}'," if captioned.split else ""
     if len(bad) > share * total:
         raise UserError(
-            f"{len(bad)} of {total} samples of {captioned.source} cannot be used ({bad[0][0]}: {bad[0][1]}).",
+            f"{len(bad)} of {total} samples of {captioned.source}{of} cannot be used ({bad[0][0]}: {bad[0][1]}).",
             "Repair them or leave their shards out, or allow a larger failure share.",
         )
 

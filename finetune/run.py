@@ -48,7 +48,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from finetune.folder import RunFolder, load_checkpoint, read_position, refuse_another_run
     from finetune.methods import METHODS, ZeroShot, check_method
     from finetune.noise import noisy_captions
-    from finetune.pairs import PairLoader
+    from finetune.pairs import PairLoader, refuse_unusable
     from finetune.recipe import (
         Schedule,
         WeightAverage,
@@ -58,8 +58,9 @@ def train(config: Config, preemption: Preemption) -> int:
     )
     from finetune.trainer import Joint, Trainer
     from probemb.data.captioned import find_captioned
+    from probemb.data.failures import describe_failures
     from probemb.models import create_tokenizer, create_transforms
-    from probemb.runs.agreement import agree, same_everywhere
+    from probemb.runs.agreement import agree, all_of, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.lock import RunLock
 
@@ -199,6 +200,8 @@ def train(config: Config, preemption: Preemption) -> int:
             folder.close()
         if lock:
             lock.release()
+    for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
+        say(line)
     if main_process and not stopped:
         of = f"epoch {trainer.epoch}"
         if position["best"] is not None:
@@ -222,21 +225,6 @@ def attempt(call, folder) -> UserError | None:
             "Make room, or make the folder writable, and go on with --resume.",
         )
     return None
-
-
-def refuse_unusable(validation, share: float) -> None:
-    """Find out before the training whether the validation split can be read.
-
-    Raises:
-        UserError: images are not here, or more than that share of them were found to be unusable.
-    """
-    bad = validation.images.bad
-    if len(bad) > share * (len(validation) + len(bad)):
-        raise UserError(
-            f"{len(bad)} samples of the split '{validation.split}' of {validation.source} cannot be used "
-            f"({bad[0][0]}: {bad[0][1]}).",
-            "Repair them, or allow a larger --data.failure-share.",
-        )
 
 
 def make_model(config: Config):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections import Counter
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
@@ -46,6 +45,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain import trainer
     from pretrain.checkpoint import load_checkpoint, read_state
     from pretrain.folder import RunFolder, refuse_another_run
+    from probemb.data.failures import describe_failures
     from probemb.models import create_tokenizer, create_transforms
     from probemb.runs.agreement import agree, all_of, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
@@ -119,7 +119,7 @@ def train(config: Config, preemption: Preemption) -> int:
     finally:
         stream.close()
         folder.close()
-    for line in describe_failures(all_of(stream.failures)):
+    for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
         say(line)
     if stopped:
         say(
@@ -129,19 +129,6 @@ def train(config: Config, preemption: Preemption) -> int:
     if lock:
         lock.release()
     return REQUEUE if stopped else 0
-
-
-def describe_failures(of_ranks: list[dict]) -> list[str]:
-    """Lines on the samples that could not be read, from every rank's {shard: Failure}, the worst shards first."""
-    counts, reasons = Counter(), {}
-    for failures in of_ranks:
-        for name, failure in failures.items():
-            counts[name] += failure.count
-            reasons.setdefault(name, failure.reason)
-    if not counts:
-        return []
-    worst = "; ".join(f"{name}: {count} ({reasons[name]})" for name, count in counts.most_common(5))
-    return [f"unreadable samples, replaced by others: {counts.total():,} in {len(counts)} shards; {worst}"]
 
 
 def take_lock(config: Config):

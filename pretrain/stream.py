@@ -10,7 +10,6 @@ size that divides the lanes and for any number of workers, and the position is o
 """
 
 import hashlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,17 +23,16 @@ import torch
 from PIL import Image
 
 from pretrain.order import Order
-from pretrain.stream_samples import Report, Rows, SampleMaker, isolated_randomness
+from pretrain.stream_samples import Report, Rows, SampleMaker
 from pretrain.stream_workers import Team, shared_tensors
 from probemb.data.cache import GIB, Scratch, ShardCache
+from probemb.data.failures import Failure, Tally
+from probemb.data.randomness import isolated_randomness
 from probemb.data.shards import Shard
 from probemb.data.sources import PATIENT, Fetch, Remote
 from probemb.errors import UserError, nearest
 
 CAPTIONS = ("random", "first")
-_WORST = 5  # shards that an error names
-_MOST_WARNINGS = 20  # shards whose first failure is told at once
-_log = logging.getLogger(__name__)
 
 
 class Corpus(NamedTuple):
@@ -62,14 +60,6 @@ class Batch:
     replaced: torch.Tensor
     keys: list[str]
     samples_seen: int
-
-
-@dataclass
-class Failure:
-    """Samples of one shard that could not be used."""
-
-    count: int
-    reason: str  # of the last one
 
 
 class Stream:
@@ -175,11 +165,8 @@ class Stream:
         self.samples_seen = start_samples
         self.rows = batch_size // world_size
         self._labels = labels_of(self.shards)
-        self.failures: dict[str, Failure] = {}
         self.wait_seconds = 0.0
-        self._failed = self._read = 0
-        self._allowed_share = failure_share
-        self._judged_from = min(failure_minimum, self.order.steps * self.rows)
+        self._tally = Tally(failure_share, min(failure_minimum, self.order.steps * self.rows))
         self._start, self._end = start_samples, None if steps is None else start_samples + steps * batch_size
         self._caption, self._draft, self._pin = caption, draft, pin_memory
 
@@ -305,21 +292,18 @@ class Stream:
         rows = self._ring[step % self._prefetch].part(*self._parts[part])
         return self._makers[part].fill(self._start + step * self.order.batch_size, rows)
 
+    @property
+    def failures(self) -> dict[str, Failure]:
+        return self._tally.failures
+
     def _count(self, reports: list[Report]) -> None:
-        self._read += self.rows
-        for number, reason in (failure for report in reports for failure in report.failures):
-            name = self._labels[number]
-            if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
-                _log.warning("data: %s: %s", name, reason)  # now, and not only when the run is over
-            failure = self.failures.setdefault(name, Failure(0, reason))
-            failure.count, failure.reason = failure.count + 1, reason
-            self._failed += 1
-        if self._read >= self._judged_from and self._failed > self._allowed_share * self._read:
-            worst = sorted(self.failures.items(), key=lambda item: -item[1].count)[:_WORST]
-            named = "; ".join(f"{name}: {failure.count}, last {failure.reason}" for name, failure in worst)
+        failures = ((self._labels[number], reason) for report in reports for number, reason in report.failures)
+        if self._tally.add(self.rows, failures):
+            t = self._tally
+            named = "; ".join(f"{name}: {failure.count}, last {failure.reason}" for name, failure in t.worst())
             raise UserError(
-                f"{self._failed} of {self._read} samples cannot be used ({self._failed / self._read:.1%}, allowed are "
-                f"{self._allowed_share:.1%}); the worst shards are {named}.",
+                f"{t.failed} of {t.read} samples cannot be used ({t.failed / t.read:.1%}, allowed are {t.share:.1%}); "
+                f"the worst shards are {named}.",
                 "Repair these shards or leave them out, or allow a larger failure share.",
             )
 

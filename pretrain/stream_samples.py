@@ -4,9 +4,7 @@ Everything is a function of the seed and the slot: the caption that is drawn and
 uses do not depend on the rank, on the worker, or on what was read before.
 """
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
@@ -19,6 +17,7 @@ from pretrain.order import Order, draw
 from pretrain.stream_draft import CropDraft
 from pretrain.stream_reader import OpenShards
 from probemb.data.cache import ShardCache
+from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.data.shards import BadSample, Shard, decode_image, parse_sample
 from probemb.errors import UserError
 
@@ -51,25 +50,6 @@ class _Example(NamedTuple):
     image: torch.Tensor
     tokens: torch.Tensor
     key: str
-
-
-@contextmanager
-def isolated_randomness() -> Iterator[None]:
-    """Leaves the global random states of torch (CPU), numpy and Python as they were before."""
-    states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-def _seed_all(seed: int) -> None:
-    # torch.manual_seed would also queue a call for every CUDA device, at each sample.
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
 
 
 class SampleMaker:
@@ -115,7 +95,7 @@ class SampleMaker:
             UserError: if the transform's or tokenizer's result is not of the kind that a batch holds.
         """
         with isolated_randomness():
-            _seed_all(0)
+            seed_all(0)
             image = self.transform(Image.new("RGB", (256, 256)))
         tokens = torch.as_tensor(self.tokenizer(["a"]))
         if not isinstance(image, torch.Tensor) or image.dtype != torch.float32 or image.ndim != 3:
@@ -180,7 +160,7 @@ class SampleMaker:
         key, parts = reader.read(index)
         try:
             sample = parse_sample(parts, key)
-            seed = partial(_seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
+            seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
             image = decode_image(sample.image, self._draft and partial(self._draft.needed, seed=seed))
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
             caption = sample.captions[which if self.caption == "random" else 0]

@@ -1,0 +1,30 @@
+"""Random numbers of a sample: seeded for it alone, with the global states left as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def isolated_randomness() -> Iterator[None]:
+    """Leaves the global random states of torch (CPU), numpy and Python as they were before."""
+    states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (CPU), numpy and Python, from which transforms draw."""
+    # torch.manual_seed would also queue a call for every CUDA device, at each sample.
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
