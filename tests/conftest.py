@@ -2,12 +2,16 @@
 
 import ctypes
 import gc
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else every command under test would ignore Ctrl-C too
 
 
 @pytest.fixture(autouse=True, scope="module")

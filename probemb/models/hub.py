@@ -21,7 +21,7 @@ from probemb.errors import UserError
 from probemb.files import replace_file
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.model import ProbabilisticCLIP
-from probemb.models.pretrained import HUB_NAME, load_strictly, read_state_dict
+from probemb.models.pretrained import HUB_NAME, is_hub_name, load_strictly, read_state_dict
 from probemb.models.published import import_pcmepp, is_pcmepp
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -140,7 +140,7 @@ def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
             "Give the folder of a run that has saved its model, or a folder with model.safetensors and config.json.",
         )
     name = str(path_or_name)
-    if not HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         raise UserError(
             f"There is no model at {path}: the path does not exist.",
             "Give a run folder, a model folder, a .safetensors file, or a hub name (owner/name).",

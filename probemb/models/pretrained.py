@@ -93,7 +93,12 @@ def is_saved_model(source: str) -> bool:
                 return "config" in (file.metadata() or {})
         except (SafetensorError, OSError):
             return False
-    return path.is_dir() or bool(HUB_NAME.fullmatch(source))
+    return path.is_dir() or is_hub_name(source)
+
+
+def is_hub_name(source: str) -> bool:
+    """Whether a source is to be looked for on the hub: owner/name, unless a folder `owner` is here, as in runs/x."""
+    return bool(HUB_NAME.fullmatch(source)) and not Path(source).parent.is_dir()
 
 
 def fill_from_model(model: ProbabilisticCLIP, source: ProbabilisticCLIP, where: str) -> None:

@@ -146,11 +146,15 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         save_model(model_with(), tmp_path / "file" / "x")
 
 
-def test_paths_without_a_model(tmp_path):
+def test_paths_without_a_model(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="does not exist"):
         load_model(tmp_path / "nowhere" / "at" / "all")
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="runs/absent: the path does not exist"):  # not looked for on the hub
+        load_model("runs/absent")
     with pytest.raises(UserError, match=r"model/model.safetensors.*pytorch_model.bin"):
-        load_model(tmp_path)
+        load_model(tmp_path / "runs")
     (tmp_path / "weights.pt").write_bytes(b"x")
     with pytest.raises(UserError, match=r"not a \.safetensors file"):
         load_model(tmp_path / "weights.pt")

@@ -121,10 +121,13 @@ def test_one_process_without_a_launcher_all_features(scenes, tmp_path):
 def test_ctrl_c_ends_a_run_without_a_traceback(scenes, tmp_path):
     argv = command({"data.train": scenes / "train", "out": tmp_path / "run", "samples": 10**7, "log-every": 1})
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while "step" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    try:
+        while "step" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "Traceback" not in stderr
 
