@@ -12,7 +12,8 @@ import torch
 from probemb.classify import encode_images, prompt_texts
 from probemb.data.classes import Classes
 from probemb.data.labelled import LabelledImages
-from probemb.data.reading import ImageBatches
+from probemb.data.reading import ImageBatches, in_both
+from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.placement import Placement, loader_workers
 from probemb.progress import silent
@@ -73,8 +74,14 @@ def evaluate(
         show: context manager (title, total) -> advance, as `probemb.progress.progress`; None is silent.
 
     Raises:
-        UserError: too many unreadable images, folds that are not possible, embeddings that are not finite.
+        UserError: too many unreadable images, folds that are not possible, embeddings that are not finite, images that
+            are both evaluated and chosen on.
     """
+    if select_images is not None and (known := in_both(select_images[0], images)):
+        raise UserError(
+            f"{len(known):,} of the images in {select_images[0].source} are also evaluated (such as {known[0]}).",
+            "Choose K on other images, or on parts of these with --select-on folds:5.",
+        )
     show = show or silent
     options, selection = options or FilterOptions(), selection or Selection("oracle")
     placement = placement or Placement("cpu", None, "fp32")

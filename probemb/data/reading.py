@@ -5,6 +5,7 @@ What cannot be read is counted and named; above a stated share it stops the comm
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -91,6 +92,28 @@ def find_tars(data: str | Path) -> list[Path]:
         except UnbalancedBracesError as error:
             raise UserError(f"The braces of {data} do not pair up.", "Write a range, as in {00000..00009}.") from error
     return [Path(found) for name in names for found in sorted(glob(name))]
+
+
+def in_both(these: Images, those: Images) -> list[str]:
+    """Names of images of `these` whose bytes are also in `those`: of equal size, and alike in their last 4 KiB."""
+    ends = {_end(place) for place in those.places} - {None}
+    return [place.name for place in these.places if _end(place) in ends]
+
+
+def _end(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
+    """Size and digest of an image's last bytes; None where it cannot be read."""
+    try:
+        fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        size = os.fstat(fd).st_size if place.size < 0 else place.size
+        read = min(size, length)
+        return size, hashlib.blake2b(os.pread(fd, read, place.offset + size - read), digest_size=16).digest()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 class _Decoded:

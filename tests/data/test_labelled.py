@@ -9,7 +9,7 @@ from PIL import Image
 
 from probemb.data.classes import imagenet_classes
 from probemb.data.labelled import find_images, resolve_classes
-from probemb.data.reading import ImageBatches, describe_bad
+from probemb.data.reading import ImageBatches, describe_bad, in_both
 from probemb.data.tar import BadSample
 from probemb.errors import UserError
 from tests.world import N_CLASSES, write_tar
@@ -46,6 +46,13 @@ def test_shards_a_tar_and_folders_give_the_same_pictures(shards, folders, pictur
         found = sorted((classes.names[label], images.open(i).tobytes()) for i, label in enumerate(labels))
         assert found == expected, kind
         assert len({place.name for place in images.places}) == len(pictures)
+
+
+def test_images_in_two_sets_are_found_by_their_bytes(shards, folders, pictures):
+    everything, first, second = (find_images(data) for data in (folders, shards / "00000.tar", shards / "00001.tar"))
+    assert in_both(first, second) == []
+    assert len(in_both(first, everything)) == len(first)
+    assert len(in_both(everything, first)) == len(first) < len(pictures)
 
 
 def test_one_tar_of_the_shards_alone(shards, names):

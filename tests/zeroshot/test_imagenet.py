@@ -128,6 +128,11 @@ def bad_inputs(shards, run_folder, tmp):
         "ImageNet is not at": {"--model": str(run_folder)},
         "not a way to choose K": {**good, "--select-on": "test"},
         "needs the images to choose K on": {**good, "--select-on": "train"},
+        "of the images in .* are also evaluated": {
+            **good,
+            "--select-on": "train",
+            "--select-data": str(shards / "00001.tar"),
+        },
         "but K is not chosen on it": {**good, "--select-data": str(shards)},
         "chooses no K": {**good, "--filter": "all", "--select-on": "folds:5"},
         "--k has no effect": {**good, "--filter": "best-topk", "--k": "3"},
@@ -144,7 +149,7 @@ def bad_inputs(shards, run_folder, tmp):
     }
 
 
-@pytest.mark.parametrize("case", range(20))
+@pytest.mark.parametrize("case", range(21))
 def test_bad_input_is_refused_before_anything_is_written(case, shards, run_folder, tmp_path):
     message, options = list(bad_inputs(shards, run_folder, tmp_path).items())[case]
     out = tmp_path / "out"
