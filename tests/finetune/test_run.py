@@ -178,6 +178,16 @@ def test_checkpoints_within_an_epoch_and_what_a_kill_loses(scenes, tmp_path, cap
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-4"]
 
 
+def test_what_the_launcher_says_of_accumulation_changes_no_step(scenes, tmp_path, monkeypatch):
+    """`accelerate launch --gradient_accumulation_steps 3` sets the variable; it would leave out two steps of three."""
+    options = {"data.path": scenes, **ONE_EPOCH}
+    assert run_here({**options, "out": tmp_path / "plain"}) == 0
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    assert run_here({**options, "out": tmp_path / "told"}) == 0
+    ours, theirs = (saved(tmp_path / name) for name in ("told", "plain"))
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+
+
 def _die_at(step: int):
     def prepare(rank: int) -> None:
         augment = Trainer._augment
