@@ -217,11 +217,14 @@ def _line(step: int, steps: int, v: dict[str, float]) -> str:
         "gradient_norm",
         "scale",
         "shift",
+        "temperature",
     )
     terms = ", ".join(f"{name} {value:.3f}" for name, value in v.items() if name not in (*known, "u_image", "u_text"))
     parts = [at, f"epoch {v['epoch']:.2f}", f"loss {v['loss']:.3f}" + (f" ({terms})" if terms else "")]
     if "scale" in v:
         parts.append(f"a {v['scale']:.2f} b {v['shift']:.2f}")
+    if "temperature" in v:
+        parts.append(f"temperature {v['temperature']:.2f}")
     if "u_image" in v:
         parts.append(f"u image {v['u_image']:.3f} text {v['u_text']:.3f}")
     speed = f"{v['pairs_per_second']:.0f} pairs/s, data {100 * v['data_wait']:.0f} %"

@@ -79,6 +79,10 @@ class Method(nn.Module):
     def begin_epoch(self, epoch: int) -> None:
         """Called on all ranks before an epoch."""
 
+    def scalars(self, model: ProbabilisticCLIP) -> dict[str, Tensor]:
+        """What is trained besides the weights and worth a place in the log."""
+        return {name: getattr(model, name) for name in self.trains}
+
 
 class PCMEPlusPlus(Method):
     """PCME++: match loss over all pairs, pseudo-positives, information bottleneck; any distance."""
@@ -107,6 +111,11 @@ class PCMEPlusPlusMean(PCMEPlusPlus):
 
     probabilistic = False
     options = ("scale", "shift", "pseudo_positive")
+
+    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+        out = super().forward(batch, model)
+        del out.terms["vib"]  # of no weight
+        return out
 
 
 class PCME(Method):
@@ -142,6 +151,9 @@ class InfoNCE(Method):
 
     def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
         return self.loss(batch.image, batch.text, batch.match)
+
+    def scalars(self, model: ProbabilisticCLIP) -> dict[str, Tensor]:
+        return {"temperature": self.loss.tau}
 
 
 class VSE(Method):

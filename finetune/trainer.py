@@ -218,8 +218,8 @@ class Trainer:
 
     @torch.no_grad()
     def _scalars(self, batch: Batch) -> dict[str, Tensor]:
-        model, method = self.joint.model, self.joint.method
-        values = {name: getattr(model, name).detach().reshape(()).clone() for name in method.trains}
+        method = self.joint.method
+        values = {name: x.detach().reshape(()).clone() for name, x in method.scalars(self.joint.model).items()}
         if method.probabilistic:
             values |= {"u_image": batch.image.uncertainty().mean(), "u_text": batch.text.uncertainty().mean()}
         return values

@@ -17,7 +17,7 @@ from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 TERMS = {
     "pcmepp": {"match", "pseudo_positive", "vib", "n_pseudo", "scale", "shift", "u_image", "u_text"},
     "pcmepp-mu": {"match", "pseudo_positive", "scale", "shift"},
-    "infonce": {"i2t", "t2i"},
+    "infonce": {"i2t", "t2i", "temperature"},
     "vse": set(),
     "pcme": {"match", "vib", "scale", "shift", "u_image"},
     "daa": {"triplet", "daa"},
@@ -47,6 +47,7 @@ def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsy
     assert [m["step"] for m in validated] == [3, 6]
     assert all(math.isfinite(m["loss"]) and m["gradient_norm"] > 0 for m in trained)
     assert TERMS[method] <= set(trained[-1])
+    assert ("vib" in trained[-1]) == ("vib" in TERMS[method])
     assert {"swa_rsum", "swa_t2i_r1"} <= set(lines[-1])
     for name in ("model", "model-swa"):
         model = load_model(out / name).model
