@@ -1,0 +1,303 @@
+"""Fetch a corpus by its published lists, and turn it into the shards that training streams.
+
+    python -m tools.download cc3m Train_GCC-training.tsv --out data/cc3m
+    python -m tools.download cc12m cc12m.tsv --out data/cc12m --processes 16 --threads 64
+    python -m tools.download redcaps annotations --out data/redcaps      # a folder of SUBREDDIT_YEAR.json
+    python -m tools.download cc3m --out data/cc3m --retry-failed         # what may work the second time
+    python -m tools.download coco 2014 --out data/coco                   # or its zip archives, as files or addresses
+    python -m tools.download flickr8k Flickr8k_Dataset.zip Flickr8k_text.zip --out data/flickr8k
+
+Leaves KEY.jpg + KEY.json shards and their index.json in --out, and in its folder `download` what became of every row
+(`records`), report.json and report.html. The same command goes on where it was interrupted; lists that are named
+later are added. docs/download.md says what is lost and why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from probemb.command import parse_config, run_command
+from probemb.data.corpora import CORPORA, find_lists
+from probemb.errors import UserError, nearest
+
+PROG = "python -m tools.download"
+ARCHIVES = ("coco", "flickr8k")
+RESIZE = ("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no")
+HASHES = ("sha256", "sha512", "md5")
+DISTRIBUTORS = ("multiprocessing", "pyspark", "ray")
+MAY_PASS = "no answer,too slow,connection,cut off,host not found,HTTP 408,HTTP 425,HTTP 429,HTTP 5"
+SHAPING = ("image_size", "resize", "upscale", "min_size", "quality", "hash", "shard_size", "captions")
+
+
+@dataclass(frozen=True)
+class Download:
+    """How a corpus is fetched and stored.
+
+    Args:
+        out: the folder of the shards.
+        image_size: pixels of the shorter side (keep_ratio, center_crop) or the longer one.
+        resize: keep_ratio, keep_ratio_largest, center_crop, border (padded with white) or no; "keep_ratio" for lists
+            and "no" (the bytes as they are) for archives if nothing is said.
+        upscale: resize smaller images too.
+        min_size: pixels of the shorter side below which an image is dropped.
+        quality: of the JPEGs, 1 to 100.
+        hash: of the bytes as fetched, by which duplicates are found: sha256, sha512 or md5.
+        captions: clean (no markup, "person" for <PERSON>) or raw.
+        shard_size: rows of a shard.
+        patience: seconds without a byte after which an address is given up.
+        seconds: for one address in all.
+        max_mib: MiB of one answer at most.
+        redirects: followed for one address.
+        user_agent: a token to add to the user agent, by which servers may address this project.
+        respect_opt_out: leave out images whose server says noai, noimageai, noindex or noimageindex.
+        private_hosts: ask hosts in private networks, and this machine, too.
+        distributor: multiprocessing, pyspark or ray.
+        processes: at a time, each with a shard of its own.
+        threads: addresses that a process asks for at a time.
+        part: only part I/N of the shards, as tasks of a job array fetch; a command without it finishes the corpus.
+        retry_failed: ask once more for what failed for a cause that may pass.
+        retry_causes: those causes, separated by commas.
+        prepare: read the lists and fetch nothing.
+        json: print the report as JSON.
+    """
+
+    out: str = ""
+    image_size: int = 256
+    resize: str | None = None
+    upscale: bool = False
+    min_size: int = 32
+    quality: int = 95
+    hash: str = "sha256"
+    captions: str = "clean"
+    shard_size: int = 10_000
+    patience: float = 10.0
+    seconds: float = 60.0
+    max_mib: float = 32.0
+    redirects: int = 5
+    user_agent: str | None = None
+    respect_opt_out: bool = True
+    private_hosts: bool = False
+    distributor: str = "multiprocessing"
+    processes: int = min(16, os.cpu_count() or 1)
+    threads: int = 64
+    part: str | None = None
+    retry_failed: bool = False
+    retry_causes: str = MAY_PASS
+    prepare: bool = False
+    json: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    corpus, sources = (words[0] if own else None), words[1:own]
+    given = parse_config(
+        Download,
+        f"{PROG} {{{','.join([*CORPORA, *ARCHIVES])}}} LIST …",
+        "Fetch a corpus by its published lists, and turn it into indexed shards.",
+        words[own:],
+    )
+    if corpus is None:
+        raise UserError("No corpus was named.", f"Write it first: {PROG} cc3m Train_GCC-training.tsv --out data/cc3m.")
+    if corpus not in CORPORA and corpus not in ARCHIVES:
+        known = [*CORPORA, *ARCHIVES]
+        raise UserError(f"There is no corpus {corpus}.{nearest(corpus, known)}", f"Choose one of {', '.join(known)}.")
+    part = check(given)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        if corpus in ARCHIVES:
+            from tools.download_archives import fetch_archives
+
+            return fetch_archives(corpus, sources, given)
+        return fetch_lists(corpus, sources, given, part)
+    except OSError as error:
+        raise UserError(
+            f"{given.out} cannot be written: {error.strerror or error}.",
+            "Free some space or make it writable; the same command then goes on where it stopped.",
+        ) from error
+
+
+def _stop(*_) -> None:
+    raise KeyboardInterrupt
+
+
+def check(given: Download) -> tuple[int, int]:
+    """Refuse values out of range, before anything is read; returns the part as (i, n).
+
+    Raises:
+        UserError: names the option.
+    """
+    if not given.out:
+        raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
+    for name, known in (("resize", RESIZE), ("hash", HASHES), ("captions", ("clean", "raw"))):
+        value = getattr(given, name)
+        if value is not None and value not in known:
+            raise UserError(f"--{name} is {value}.{nearest(value, known)}", f"Choose one of {', '.join(known)}.")
+    if given.distributor not in DISTRIBUTORS:
+        hint = nearest(given.distributor, DISTRIBUTORS)
+        raise UserError(f"--distributor is {given.distributor}.{hint}", f"Choose one of {', '.join(DISTRIBUTORS)}.")
+    for name in ("image_size", "shard_size", "processes", "threads", "patience", "seconds", "max_mib"):
+        if not getattr(given, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(given, name)}.", "Give a number above 0.")
+    for name in ("min_size", "redirects"):
+        if getattr(given, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(given, name)}.", "Give 0 or more.")
+    if not 1 <= given.quality <= 100:
+        raise UserError(f"--quality is {given.quality}.", "Give a number from 1 to 100.")
+    if given.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", given.user_agent):
+        raise UserError(f"--user-agent is '{given.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
+    if given.part is None:
+        return 1, 1
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", given.part)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part is {given.part}.", "Write it as 3/8: the third of eight parts.")
+    if given.retry_failed:
+        raise UserError("--part and --retry-failed exclude each other.", "Retry with one command for all parts.")
+    return int(found[1]), int(found[2])
+
+
+def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tuple[int, int]) -> int:
+    """A web corpus, from its lists to its report."""
+    from probemb.runs.lock import RunLock
+    from tools import download_plan as plan
+    from tools.download_shard import STATE
+
+    folder = Path(given.out)
+    settings = {name: getattr(given, name) for name in SHAPING} | {"resize": given.resize or "keep_ratio"}
+    state = plan.read_state(folder)
+    if state is not None:
+        plan.check_same(folder, state, corpus, settings)
+    elif not sources:
+        raise UserError("No list was named.", f"Name the published list of {CORPORA[corpus].title} after {corpus}.")
+    paths = find_lists(corpus, sources)
+    for name in ("plan", "records", "work", "locks"):
+        (folder / STATE / name).mkdir(parents=True, exist_ok=True)
+    lock = _lock_part(folder / STATE, part)
+    reading = _wait_for_lock(folder / STATE / "locks" / "lists")
+    state = plan.read_state(folder) or plan.State(corpus, settings)
+    plan.check_same(folder, state, corpus, settings)
+    plan.extend(folder, state, paths)
+    reading.release()
+    if given.prepare:
+        print(f"{state.rows:,} rows, {sum(one.rows for one in state.lists):,} to be asked for, {state.shards:,} shards")
+        return 0
+
+    run(folder, state, given, part)
+    if part[1] > 1:
+        report(folder, state, given, write=False)
+        lock.release()
+        return 0
+    if given.retry_failed:
+        count = plan.plan_retry(folder, state, [cause.strip() for cause in given.retry_causes.split(",") if cause])
+        print(f"asking again for {count:,} images", file=sys.stderr)
+        run(folder, state, given, part)
+    finish(folder, state, given)
+    shutil.rmtree(folder / STATE / "work", ignore_errors=True)
+    assert isinstance(lock, RunLock)
+    lock.release()
+    return 0
+
+
+def _lock_part(state: Path, part: tuple[int, int]):
+    """One command for the whole folder, or one for each of its parts."""
+    from probemb.runs.lock import RunLock, refuse_locked
+
+    if part[1] == 1:
+        lock = RunLock(state / "locks" / "whole")
+        for one in (state / "locks").glob("part-*"):
+            refuse_locked(one)
+        return lock
+    lock = RunLock(state / "locks" / f"part-{part[0]}-of-{part[1]}")
+    refuse_locked(state / "locks" / "whole")
+    for one in (state / "locks").glob("part-*"):
+        if not one.name.endswith(f"-of-{part[1]}"):
+            refuse_locked(one)
+    return lock
+
+
+def _wait_for_lock(path: Path):
+    """The tasks of an array come at once, and one of them reads the lists for all."""
+    from probemb.runs.lock import RunLock
+
+    told = False
+    while True:
+        try:
+            return RunLock(path)
+        except UserError:
+            if not told:
+                print("another task is reading the lists; waiting for it", file=sys.stderr, flush=True)
+            told = True
+            time.sleep(1)
+
+
+def run(folder: Path, state, given: Download, part: tuple[int, int]) -> None:
+    """Fetch the shards that are not finished."""
+    from tools.download_plan import pending
+    from tools.download_run import fetch_shards
+
+    numbers = pending(folder, state, part)
+    if numbers:
+        fetch_shards(folder, numbers, given, state.settings)
+
+
+def finish(folder: Path, state, given: Download) -> None:
+    """Drop duplicates across shards, write the index and the report."""
+    from probemb.data.index import INDEX_NAME, Shard, write_index
+    from tools.download_finish import drop_duplicates
+    from tools.download_plan import markers
+    from tools.download_shard import ShardPaths
+
+    drop_duplicates(folder, state.shards)
+    shards = [(ShardPaths(folder, one.shard).tar, one) for one in markers(folder, state) if one.samples]
+    made = report(folder, state, given)
+    if not shards:
+        (folder / INDEX_NAME).unlink(missing_ok=True)
+        cause, count = next(iter(made["lost"].items()), ("nothing was asked", 0))
+        raise UserError(
+            f"No image was fetched: {count:,} of {made['asked']:,} for the cause '{cause}'.",
+            f"See {folder}/download/report.html, and try again with --retry-failed.",
+        )
+    write_index(folder, [Shard(path.name, path, one.samples, one.bytes) for path, one in shards])
+
+
+def report(folder: Path, state, given: Download, write: bool = True) -> dict:
+    """Print what there is, as a table or JSON; with `write`, as files too."""
+    from tools.download_plan import markers
+    from tools.download_report import Outcome, print_report, totals, write_report
+    from tools.download_shard import ShardPaths
+
+    done = markers(folder, state)
+    outcome = Outcome(
+        title=CORPORA[state.corpus].title,
+        asked=state.rows,
+        dropped=sum((Counter(one.dropped) for one in state.lists), Counter()),
+        markers=done,
+        retried=sum((Counter(one.causes) for one in state.retries), Counter()),
+        shards=state.shards,
+        tars=[ShardPaths(folder, one.shard).tar for one in done if one.samples],
+        lists=[asdict(one) for one in state.lists],
+        settings=state.settings,
+    )
+    made = totals(outcome)
+    page = write_report(folder, made, outcome) if write else None
+    if given.json:
+        print(json.dumps(made))
+        return made
+    print_report(made)
+    if page:
+        print(f"wrote {page}")
+    return made
+
+
+if __name__ == "__main__":
+    run_command(main)

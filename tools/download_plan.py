@@ -1,0 +1,267 @@
+"""What a corpus folder is to hold: which lists were read into which shards, under which settings.
+
+    OUT/download/state.json          corpus, settings, lists and retries with their first shard and counts
+    OUT/download/plan/00012.parquet  the rows of shard 12: id (the sample's key), url, caption, extra (JSON)
+
+A row's key is its number in the corpus. Lists that are added later get further shards, and so do rows that are retried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from probemb.data.corpora import CORPORA, Dropped, Row, read_list
+from probemb.errors import UserError
+from probemb.files import replace_file, replace_text
+from probemb.progress import progress
+from tools.download_shard import STATE, Marker, ShardPaths, read_marker, read_records
+
+TWICE = "duplicate address"
+_HEAD = 1 << 20  # bytes at either end of a list by which a change of it is noticed
+
+
+@dataclass
+class Listed:
+    """One list that was read. `dropped` counts rows that are asked for nowhere, `first_dropped` names one of each."""
+
+    name: str
+    bytes: int
+    mark: str
+    rows: int
+    first_shard: int
+    shards: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    first_dropped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Retry:
+    """Rows that were asked for once more: what had become of them before, and the shards that they are in now."""
+
+    first_shard: int
+    shards: int
+    causes: dict[str, int]
+
+
+@dataclass
+class State:
+    """`settings` are those that decide what the shards hold."""
+
+    corpus: str
+    settings: dict
+    lists: list[Listed] = field(default_factory=list)
+    retries: list[Retry] = field(default_factory=list)
+    format: int = 1
+
+    @property
+    def shards(self) -> int:
+        """How many there are to be."""
+        return sum(one.shards for one in (*self.lists, *self.retries))
+
+    @property
+    def rows(self) -> int:
+        """Rows of all lists, with those that were dropped."""
+        return sum(one.rows + sum(one.dropped.values()) for one in self.lists)
+
+
+def read_state(folder: Path) -> State | None:
+    """None where nothing was begun. Raises UserError: the folder holds something else."""
+    path = folder / STATE / "state.json"
+    if not path.is_file():
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--out {folder} is a file.", "Name a folder.")
+        if folder.is_dir() and any(not one.name.startswith(".") and one.name != STATE for one in folder.iterdir()):
+            raise UserError(
+                f"{folder} holds files that this command did not write.", "Name a new or empty folder with --out."
+            )
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        state = State(**content)
+        if state.format != 1:
+            raise ValueError(state.format)
+        state.lists = [Listed(**one) for one in state.lists]
+        state.retries = [Retry(**one) for one in state.retries]
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"{path} cannot be read.", "Name another folder with --out.") from None
+    return state
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Replace the state as a whole."""
+    replace_text(folder / STATE / "state.json", json.dumps(asdict(state), indent=1) + "\n")
+
+
+def check_same(folder: Path, state: State, corpus: str, settings: dict) -> None:
+    """Refuse to mix corpora or settings in one folder.
+
+    Raises:
+        UserError: names both.
+    """
+    if state.corpus != corpus:
+        raise UserError(
+            f"{folder} holds {state.corpus}, and {corpus} was asked for.", "Name another folder with --out."
+        )
+    for name, value in settings.items():
+        if name in state.settings and state.settings[name] != value:
+            raise UserError(
+                f"{folder} was begun with --{name.replace('_', '-')} {state.settings[name]}, not {value}.",
+                "Give the same value, or name another folder with --out.",
+            )
+
+
+def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
+    """Read the lists that are not in the folder yet into plans; returns how many there were.
+
+    Raises:
+        UserError: a list has changed since it was read, is of another format, or holds no usable row.
+        OSError: from writing.
+    """
+    known = {one.name: one for one in state.lists}
+    new = []
+    for path in paths:
+        mark = _mark(path)
+        if path.name not in known:
+            new.append((path, mark))
+        elif known[path.name].mark != mark:
+            raise UserError(
+                f"{path} is not the list that {folder} was begun with: it has changed.",
+                "Restore it, or name another folder with --out.",
+            )
+    if not new:
+        return 0
+    seen = set(_addresses(folder, state))
+    with progress("Reading", sum(path.stat().st_size for path, _ in new)) as advance:
+        for path, mark in new:
+            state.lists.append(_read_one(folder, state, path, mark, seen, advance))
+    if not any(one.rows for one in state.lists):
+        dropped = sum((Counter(one.dropped) for one in state.lists), Counter())
+        why = ", ".join(f"{count:,} {cause}" for cause, count in dropped.most_common())
+        raise UserError(
+            f"The lists hold no row that can be asked for{f' ({why})' if why else ''}.",
+            f"Check that they are the published lists of {CORPORA[state.corpus].title}.",
+        )
+    write_state(folder, state)
+    return len(new)
+
+
+def _read_one(folder: Path, state: State, path: Path, mark: str, seen: set[bytes], advance) -> Listed:
+    size, first = state.settings["shard_size"], state.shards
+    next_key = sum(one.rows for one in state.lists)
+    listed = Listed(path.name, path.stat().st_size, mark, 0, first, 0)
+    rows: list[tuple[str, Row]] = []
+    dropped: Counter[str] = Counter()
+    for row in read_list(state.corpus, path, advance, clean=state.settings["captions"] == "clean"):
+        if isinstance(row, Row):
+            address = _digest(row.url)
+            if address not in seen:
+                seen.add(address)
+                rows.append((f"{next_key + listed.rows:09d}", row))
+                listed.rows += 1
+                if len(rows) == size:
+                    write_plan(folder, first + listed.shards, rows)
+                    listed.shards, rows = listed.shards + 1, []
+                continue
+            row = Dropped(row.url, TWICE)
+        dropped[row.why] += 1
+        listed.first_dropped.setdefault(row.why, row.where[:300])
+    if rows:
+        write_plan(folder, first + listed.shards, rows)
+        listed.shards += 1
+    listed.dropped = dict(dropped.most_common())
+    return listed
+
+
+def write_plan(folder: Path, number: int, rows: Sequence[tuple[str, Row]]) -> None:
+    """The rows of one shard, with their keys."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table(
+        {
+            "id": pa.array([key for key, _ in rows], pa.string()),
+            "url": pa.array([row.url for _, row in rows], pa.string()),
+            "caption": pa.array([row.caption for _, row in rows], pa.string()),
+            "extra": pa.array([json.dumps(row.extra) for _, row in rows], pa.string()),
+        }
+    )
+    replace_file(ShardPaths(folder, number).plan, lambda aside: pq.write_table(table, aside, compression="zstd"))
+
+
+def pending(folder: Path, state: State, part: tuple[int, int] = (1, 1)) -> list[int]:
+    """Shards that are not finished; of part (i, n), from 1 on, every n-th."""
+    return [n for n in range(part[0] - 1, state.shards, part[1]) if read_marker(ShardPaths(folder, n)) is None]
+
+
+def markers(folder: Path, state: State) -> list[Marker]:
+    """Of all finished shards, in their order."""
+    found = (read_marker(ShardPaths(folder, number)) for number in range(state.shards))
+    return [one for one in found if one is not None]
+
+
+def plan_retry(folder: Path, state: State, causes: Sequence[str]) -> int:
+    """Put all rows that failed for one of `causes` ("HTTP 5" stands for HTTP 500 to 599) into shards of their own.
+
+    All shards must be finished. Returns how many rows there are.
+    """
+    failed: dict[str, tuple[str, int]] = {}  # key -> cause and shard of the last time
+    retried_from = min((one.first_shard for one in state.retries), default=state.shards)
+    for number in range(state.shards):
+        for row in read_records(ShardPaths(folder, number), ["key", "cause"]):
+            if any(row["cause"].startswith(cause) for cause in causes):
+                failed[row["key"]] = (row["cause"], number)
+            elif number >= retried_from:
+                failed.pop(row["key"], None)
+    if not failed:
+        return 0
+    first, size = state.shards, state.settings["shard_size"]
+    rows: list[tuple[str, Row]] = []
+    shards = 0
+    for key, row in _planned(folder, failed):
+        rows.append((key, row))
+        if len(rows) == size:
+            write_plan(folder, first + shards, rows)
+            shards, rows = shards + 1, []
+    if rows:
+        write_plan(folder, first + shards, rows)
+        shards += 1
+    state.retries.append(Retry(first, shards, dict(Counter(cause for cause, _ in failed.values()).most_common())))
+    write_state(folder, state)
+    return len(failed)
+
+
+def _planned(folder: Path, failed: dict[str, tuple[str, int]]) -> Iterator[tuple[str, Row]]:
+    import pyarrow.parquet as pq
+
+    for number in sorted({number for _, number in failed.values()}):
+        for row in pq.read_table(ShardPaths(folder, number).plan).to_pylist():
+            if failed.get(row["id"], ("", -1))[1] == number:
+                yield row["id"], Row(row["url"], row["caption"], json.loads(row["extra"]))
+
+
+def _addresses(folder: Path, state: State) -> Iterator[bytes]:
+    import pyarrow.parquet as pq
+
+    for number in range(sum(one.shards for one in state.lists) and state.shards):
+        for url in pq.read_table(ShardPaths(folder, number).plan, columns=["url"])["url"].to_pylist():
+            yield _digest(url)
+
+
+def _digest(url: str) -> bytes:
+    return hashlib.blake2b(url.encode(), digest_size=8).digest()
+
+
+def _mark(path: Path) -> str:
+    """Size and both ends of a file: enough to notice another list, without reading gigabytes again."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        found = hashlib.sha256(f"{size} ".encode() + file.read(_HEAD))
+        file.seek(max(0, size - _HEAD), os.SEEK_SET)
+        found.update(file.read(_HEAD))
+    return found.hexdigest()

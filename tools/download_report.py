@@ -1,0 +1,174 @@
+"""What was asked for, what came, and what was lost and why: a table, report.json, and report.html with pictures."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from probemb.charts import escape
+from probemb.data.shards import BadSample, decode_image, list_samples, parse_sample, read_sample
+from probemb.files import replace_text
+from probemb.page import html_page, thumbnail
+from tools.download_shard import ASPECTS, GOT, SIDES, STATE, WORDS, Marker
+
+GENERATOR = "python -m tools.download"
+SHOWN_PICTURES = 18
+_STYLE = """
+.bars td:nth-child(2){width:60%;text-align:left}.bars td{padding:3px 10px;border:0}.bars td:last-child{text-align:right}
+.bar{display:block;height:14px;border-radius:3px;background:#2a6fb0;min-width:1px}.bar.lost{background:#b8560f}
+@media(max-width:560px){.bars td:last-child{display:table-cell}}
+"""
+
+
+@dataclass
+class Outcome:
+    """Everything that the report is made of.
+
+    Args:
+        title: of the corpus.
+        asked: rows of the published lists (images of the archives).
+        dropped: rows that were never asked for, by cause.
+        markers: of the finished shards.
+        retried: causes of failures that were asked for again, and are counted there.
+        shards: how many there are to be.
+        tars: of the finished shards.
+        lists: what each list held, for the JSON.
+        settings: for the JSON.
+    """
+
+    title: str
+    asked: int
+    dropped: Counter
+    markers: Sequence[Marker]
+    retried: Counter = field(default_factory=Counter)
+    shards: int = 0
+    tars: Sequence[Path] = ()
+    lists: Sequence[dict] = ()
+    settings: dict = field(default_factory=dict)
+
+
+def totals(outcome: Outcome) -> dict:
+    """The report as plain numbers: asked = got + the sum of lost + not_asked_yet."""
+    causes = sum((Counter(one.causes) for one in outcome.markers), Counter())
+    causes.subtract(outcome.retried)
+    got = causes.pop(GOT, 0)
+    lost = +(causes + outcome.dropped)
+    return {
+        "generator": GENERATOR,
+        "corpus": outcome.title,
+        "asked": outcome.asked,
+        "got": got,
+        "lost": dict(lost.most_common()),
+        "not_asked_yet": outcome.asked - got - sum(lost.values()),
+        "retried": sum(outcome.retried.values()),
+        "shards": {"finished": len(outcome.markers), "of": outcome.shards, "tars": len(outcome.tars)},
+        "bytes": sum(one.bytes for one in outcome.markers),
+        "shorter_side": _histogram(SIDES, [one.sides for one in outcome.markers]),
+        "aspect_ratio": _histogram(ASPECTS, [one.aspects for one in outcome.markers]),
+        "caption_words": _histogram(WORDS, [one.words for one in outcome.markers]),
+        "lists": list(outcome.lists),
+        "settings": outcome.settings,
+    }
+
+
+def _histogram(edges: Sequence[float], counts: Sequence[Sequence[int]]) -> dict[str, int]:
+    names = [f"below {edges[0]:g}", *(f"{a:g} to {b:g}" for a, b in zip(edges, edges[1:])), f"from {edges[-1]:g}"]
+    return {name: sum(one[i] for one in counts) for i, name in enumerate(names)}
+
+
+def write_report(folder: Path, report: dict, outcome: Outcome) -> Path:
+    """`folder/download/report.json` and `report.html`; returns the page. Raises OSError."""
+    replace_text(folder / STATE / "report.json", json.dumps(report, indent=1) + "\n")
+    page = folder / STATE / "report.html"
+    replace_text(page, html_page(f"{report['corpus']}: download", _body(report, outcome.tars), GENERATOR, _STYLE))
+    return page
+
+
+def print_report(report: dict) -> None:
+    """The counts as a table on stdout."""
+    from rich.console import Console
+    from rich.markup import escape as plain
+    from rich.table import Table
+
+    console = Console()
+    table = Table()
+    table.add_column(f"{report['corpus']}")
+    for name in "images", "%":
+        table.add_column(name, justify="right")
+    rows = [("asked", report["asked"]), ("got", report["got"])]
+    rows += [(f"lost: {cause}", count) for cause, count in report["lost"].items()]
+    if report["not_asked_yet"]:
+        rows.append(("not asked yet", report["not_asked_yet"]))
+    for name, count in rows:
+        table.add_row(plain(name), f"{count:,}", f"{100 * count / max(report['asked'], 1):.1f}")
+    console.print(table)
+    console.print(
+        f"{report['shards']['tars']:,} shards, {report['bytes'] / 1e9:.3g} GB; "
+        f"{report['shards']['finished']:,} of {report['shards']['of']:,} done"
+    )
+
+
+def _body(report: dict, tars: Sequence[Path]) -> str:
+    asked, got = report["asked"], report["got"]
+    lost = sum(report["lost"].values())
+    tiles = [
+        (f"{asked:,}", "asked"),
+        (f"{got:,}", f"got, {100 * got / max(asked, 1):.1f} %"),
+        (f"{lost:,}", f"lost, {100 * lost / max(asked, 1):.1f} %"),
+        (f"{report['bytes'] / 1e9:.3g} GB", f"in {report['shards']['tars']:,} shards"),
+    ]
+    if report["not_asked_yet"]:
+        tiles.append((f"{report['not_asked_yet']:,}", "not asked yet"))
+    parts = [
+        f"<h1>{escape(report['corpus'])}</h1>",
+        '<div class="tiles">',
+        *(f'<div class="tile"><b>{value}</b><span>{escape(what)}</span></div>' for value, what in tiles),
+        "</div>",
+        _bars("Why images were lost", report["lost"], asked, "lost"),
+        '<section><div class="pair">',
+        f"<div>{_bars('Shorter side as fetched, pixels', report['shorter_side'], got, '', False)}</div>",
+        f"<div>{_bars('Longer side / shorter side', report['aspect_ratio'], got, '', False)}</div>",
+        f"<div>{_bars('Words in a caption', report['caption_words'], got, '', False)}</div>",
+        "</div></section>",
+        _pictures(tars),
+    ]
+    return "".join(parts)
+
+
+def _bars(title: str, counts: dict[str, int], whole: int, css: str, section: bool = True) -> str:
+    most = max([*counts.values(), 1])
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td><i class="bar {css}" style="width:{100 * count / most:.1f}%"></i></td>'
+        f"<td>{count:,} ({100 * count / max(whole, 1):.1f} %)</td></tr>"
+        for name, count in counts.items()
+    )
+    inside = f'<h2>{escape(title)}</h2><div class="scroll"><table class="bars">{rows}</table></div>'
+    if not counts:
+        inside = f"<h2>{escape(title)}</h2><p>None was.</p>"
+    return f"<section>{inside}</section>" if section else inside
+
+
+def _pictures(tars: Sequence[Path]) -> str:
+    """A few samples drawn at random, the same for the same shards."""
+    draw = random.Random(len(tars))
+    chosen = draw.sample(list(tars), min(3, len(tars)))
+    shown = []
+    for path in chosen:
+        with open(path, "rb") as file:
+            spans = list_samples(file)[0]
+            for span in draw.sample(spans, min(SHOWN_PICTURES // len(chosen), len(spans))):
+                try:
+                    sample = parse_sample(read_sample(file.fileno(), span), span.key)
+                    shown.append(thumbnail(decode_image(sample.image), f"{span.key}: {sample.captions[0]}"))
+                except BadSample:  # damaged since; --verify of tools.index_shards says so
+                    continue
+    if not shown:
+        return ""
+    return (
+        f"<section><h2>{len(shown)} samples at random</h2><p>The caption is under the pointer.</p>"
+        f'<div class="thumbs">{"".join(shown)}</div></section>'
+    )

@@ -1,0 +1,245 @@
+"""One finished shard: a tar of KEY.jpg + KEY.json, what became of every row that was asked for, and a done-marker.
+
+    OUT/00012.tar                        there as a whole or not at all
+    OUT/download/records/00012.parquet   a row an image that was asked for: key, url, cause, detail, sizes, hash, caption
+    OUT/download/records/00012.json      written last: counts by cause, histograms, samples and bytes of the tar
+
+A shard without its marker is made anew.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from probemb.data.shards import list_samples, read_sample
+from probemb.files import flush, replace_file, replace_text
+
+STATE = "download"  # the folder in OUT for everything that is not a shard
+GOT, DUPLICATE = "got", "duplicate image"
+NAME_DIGITS = 5
+
+SIDES = (64, 128, 256, 384, 512, 768, 1024, 2048)  # pixels of the shorter side as fetched
+ASPECTS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0)  # longer side / shorter side
+WORDS = (2, 4, 8, 12, 16, 24, 32, 64)  # of a caption
+
+
+class NotWritten(Exception):
+    """A shard that could not be finished; the message is the reason."""
+
+
+@dataclass
+class Record:
+    """What became of one row. `cause` is GOT, DUPLICATE or why there is no image."""
+
+    key: str
+    url: str
+    cause: str
+    detail: str = ""
+    width: int = 0  # as fetched
+    height: int = 0
+    bytes: int = 0  # as stored
+    hash: str = ""  # of the bytes as fetched
+    words: int = 0
+
+
+@dataclass
+class Marker:
+    """What a shard holds: `samples` and `bytes` of its tar (0, 0 if there is none), and sums over its records."""
+
+    shard: int
+    samples: int = 0
+    bytes: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+    sides: list[int] = field(default_factory=lambda: [0] * (len(SIDES) + 1))
+    aspects: list[int] = field(default_factory=lambda: [0] * (len(ASPECTS) + 1))
+    words: list[int] = field(default_factory=lambda: [0] * (len(WORDS) + 1))
+
+
+class ShardPaths:
+    """Where the files of shard `number` of the corpus in `folder` lie."""
+
+    def __init__(self, folder: Path, number: int):
+        name = f"{number:0{NAME_DIGITS}d}"
+        self.tar = folder / f"{name}.tar"
+        self.part = folder / f".{name}.tar.part"
+        self.records = folder / STATE / "records" / f"{name}.parquet"
+        self.marker = folder / STATE / "records" / f"{name}.json"
+        self.error = folder / STATE / "records" / f"{name}.error"
+        self.count = folder / STATE / "records" / f"{name}.count"
+        self.plan = folder / STATE / "plan" / f"{name}.parquet"
+        self.arrow = folder / STATE / "work" / f"{name}.arrow"
+
+
+class ShardWriter:
+    """Write one shard. `add` and `drop` every row that was asked for, then `finish`, which raises what went wrong.
+
+    An image whose hash was seen in this shard before is dropped.
+    """
+
+    def __init__(self, folder: Path, number: int):
+        self.paths, self.number = ShardPaths(folder, number), number
+        self.records: list[Record] = []
+        self.problem: Exception | None = None
+        self._hashes: set[str] = set()
+        self._file = open(self.paths.part, "wb")  # noqa: SIM115
+        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
+
+    def add(self, record: Record, image: bytes, meta: dict) -> None:
+        """An image that was got: its encoded bytes, and what KEY.json is to say ("captions" and more)."""
+        if record.hash and record.hash in self._hashes:
+            record.cause = DUPLICATE
+        else:
+            self._hashes.add(record.hash)
+            record.bytes = len(image)
+            self._store(f"{record.key}.jpg", image)
+            self._store(f"{record.key}.json", json.dumps(meta, ensure_ascii=False).encode("utf-8", "replace"))
+        self.records.append(record)
+
+    def drop(self, record: Record) -> None:
+        """A row without an image, and its cause."""
+        self.records.append(record)
+
+    def _store(self, name: str, data: bytes) -> None:
+        if self.problem is not None:
+            return
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        try:
+            self._tar.addfile(member, io.BytesIO(data))
+        except (OSError, ValueError) as error:  # a full disk is told once, by finish()
+            self.problem = error
+
+    def finish(self, asked: int | None = None) -> Marker:
+        """Close the tar, read it back as training will, put it in its place, and set the marker.
+
+        Raises:
+            NotWritten: rows are missing (of `asked`), or the tar does not read back.
+            OSError: from writing.
+        """
+        from tools.verify_shards import verify_shard
+
+        try:
+            if self.problem is not None:
+                raise self.problem
+            if asked is not None and len(self.records) != asked:
+                raise NotWritten(f"{asked - len(self.records)} of {asked} rows were lost on the way")
+            self._tar.close()
+            self._file.flush()
+            self._file.close()
+            got = sum(record.cause == GOT for record in self.records)
+            seen = verify_shard(self.paths.part, None)
+            if seen.samples != got or seen.bad or seen.damage:
+                first = (seen.damage or [one["reason"] for one in seen.bad_samples] or ["samples are missing"])[0]
+                raise NotWritten(f"the shard does not read back: {first}")
+            flush(self.paths.part)
+        except BaseException:
+            self.abandon()
+            raise
+        if got:
+            size = self.paths.part.stat().st_size
+            self.paths.part.replace(self.paths.tar)
+            flush(self.paths.tar.parent)
+        else:
+            size = 0
+            self.paths.part.unlink()
+        return write_records(self.paths, self.number, self.records, got, size)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        try:
+            self._file.close()
+        except OSError:  # what was buffered had no room
+            pass
+        self.paths.part.unlink(missing_ok=True)
+
+
+def write_records(paths: ShardPaths, number: int, records: Sequence[Record], samples: int, size: int) -> Marker:
+    """Records first, the marker last."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({name: [getattr(one, name) for one in records] for name in Record.__dataclass_fields__}, _schema())
+    replace_file(paths.records, lambda aside: pq.write_table(table, aside, compression="zstd"))
+    marker = summarise(number, records, samples, size)
+    replace_text(paths.marker, json.dumps(vars(marker)) + "\n")
+    return marker
+
+
+def summarise(number: int, records: Sequence[Record], samples: int, size: int) -> Marker:
+    """Counts by cause, and histograms of the images that were got."""
+    marker = Marker(number, samples, size, dict(Counter(one.cause for one in records).most_common()))
+    for one in records:
+        if one.cause == GOT:
+            short, long = sorted((one.width, one.height))
+            marker.sides[_bin(short, SIDES)] += 1
+            marker.aspects[_bin(long / max(short, 1), ASPECTS)] += 1
+            marker.words[_bin(one.words, WORDS)] += 1
+    return marker
+
+
+def _bin(value: float, edges: Sequence[float]) -> int:
+    """Bin i holds the values below edges[i] and not below edges[i - 1]."""
+    return next((i for i, edge in enumerate(edges) if value < edge), len(edges))
+
+
+def _schema():
+    import pyarrow as pa
+
+    kinds = {"str": pa.string(), "int": pa.int64()}
+    return pa.schema([(name, kinds[field.type]) for name, field in Record.__dataclass_fields__.items()])
+
+
+def read_records(paths: ShardPaths, columns: Sequence[str] | None = None) -> list[dict]:
+    """Rows of a finished shard."""
+    import pyarrow.parquet as pq
+
+    return pq.read_table(paths.records, columns=columns).to_pylist()
+
+
+def read_marker(paths: ShardPaths) -> Marker | None:
+    """None: the shard is not finished, or its tar is not as it was then."""
+    try:
+        content = json.loads(paths.marker.read_text(encoding="utf-8"))
+        marker = Marker(**content)
+        size = paths.tar.stat().st_size if marker.samples else 0
+    except (OSError, ValueError, TypeError):
+        return None
+    return marker if size == marker.bytes else None
+
+
+def remove_samples(folder: Path, number: int, keys: Collection[str]) -> Marker:
+    """Take duplicates out of a finished shard, whose tar is replaced as a whole. Raises OSError."""
+    paths = ShardPaths(folder, number)
+    keys = set(keys)
+    kept = 0
+    with open(paths.tar, "rb") as file, open(paths.part, "wb") as out:
+        with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for span in list_samples(file)[0]:
+                if span.key in keys:
+                    continue
+                kept += 1
+                for extension, data in read_sample(file.fileno(), span).items():
+                    member = tarfile.TarInfo(f"{span.key}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+        out.flush()
+        size = out.tell()
+    paths.marker.unlink()  # until the new one is there, the shard does not count as finished
+    records = [Record(**row) for row in read_records(paths)]
+    for record in records:
+        if record.key in keys and record.cause == GOT:
+            record.cause, record.bytes = DUPLICATE, 0
+    if kept:
+        flush(paths.part)
+        paths.part.replace(paths.tar)
+    else:
+        size = 0
+        paths.part.unlink()
+        paths.tar.unlink()
+    return write_records(paths, number, records, kept, size)

@@ -1,0 +1,252 @@
+"""Asking servers that nobody vouches for: every address has an end in time and in bytes, whatever its server does.
+
+img2dataset asks through urllib, whose time-out holds for each read alone and whose answers have no limit: a server that
+sends a byte now and then holds a thread for ever, and one that never stops fills the memory. `bounded` puts an opener
+into urllib for as long as a shard is fetched, which ends both, follows few redirects, and connects to no private
+address (a list may name those of the machine's own network).
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+CHUNK = 1 << 18
+PLACEHOLDERS = (  # where hosts send those who ask for an image that is gone; each would be kept as a picture
+    ("imgur.com", "/removed.png"),
+    ("yimg.com", "/photo_unavailable"),
+    ("redditstatic.com", "/image_removed"),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one address may cost.
+
+    seconds    in all: redirects, waiting and the transfer
+    patience   seconds without a byte
+    size       bytes of the answer
+    redirects  that are followed
+    private    whether hosts of private networks, and this machine, may be asked
+    """
+
+    seconds: float = 60.0
+    patience: float = 10.0
+    size: int = 32 << 20
+    redirects: int = 5
+    private: bool = False
+
+
+class Refused(OSError):
+    """Why there is no image: `cause` for the histogram, and the particulars. str() is "cause|particulars"."""
+
+    def __init__(self, cause: str, detail: str = ""):
+        super().__init__(f"{cause}|{' '.join(detail.split())[:200]}")
+        self.cause = cause
+
+
+_now = threading.local()  # .limits, .end: of the address that this thread is asking for
+
+
+def _left() -> float:
+    left = _now.end - time.monotonic()
+    if left <= 0:
+        raise Refused("too slow", f"not finished in {_now.limits.seconds:g} s")
+    return min(left, _now.limits.patience)
+
+
+class _Socket(socket.socket):
+    """No read or write may outlast the address' end."""
+
+    def recv_into(self, *args):
+        self.settimeout(_left())
+        return super().recv_into(*args)
+
+    def sendall(self, *args):
+        self.settimeout(_left())
+        return super().sendall(*args)
+
+
+class _TLSSocket(ssl.SSLSocket):
+    def read(self, *args):
+        self.settimeout(_left())
+        return super().read(*args)
+
+    def sendall(self, *args):
+        self.settimeout(_left())
+        return super().sendall(*args)
+
+
+def _connect(address: tuple[str, int], *_) -> socket.socket:
+    """A connection to the first address of the host that answers."""
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise Refused("host not found", str(error)) from None
+    problem: Exception = Refused("host not found", address[0])
+    for family, kind, protocol, _, place in found:
+        if not (_now.limits.private or ipaddress.ip_address(place[0].partition("%")[0]).is_global):
+            problem = Refused("private address", place[0])
+            continue
+        connection = _Socket(family, kind, protocol)
+        try:
+            connection.settimeout(_left())
+            connection.connect(place)
+            return connection
+        except OSError as error:
+            connection.close()
+            problem = error
+    raise problem
+
+
+class _Answer(http.client.HTTPResponse):
+    def read(self, amt: int | None = None) -> bytes:
+        """The body, or at most `amt` bytes of it. Raises Refused: it is too large, or ends early."""
+        if amt is not None:
+            return super().read(amt)
+        size = _now.limits.size
+        if self.length is not None and self.length > size:
+            raise Refused("too many bytes", f"{self.length:,}")
+        parts, count = [], 0
+        while part := super().read(CHUNK):
+            parts.append(part)
+            count += len(part)
+            if count > size:
+                raise Refused("too many bytes", f"more than {size:,}")
+        if self.length:
+            raise Refused("cut off", f"{self.length:,} bytes missing")
+        return b"".join(parts)
+
+
+class _HTTP(http.client.HTTPConnection):
+    response_class = _Answer
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self._create_connection = _connect
+
+
+class _HTTPS(http.client.HTTPSConnection):
+    response_class = _Answer
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self._create_connection = _connect
+
+
+class _HTTPHandler(urllib.request.HTTPHandler):
+    def http_open(self, request):
+        return self.do_open(_HTTP, request)
+
+
+class _HTTPSHandler(urllib.request.HTTPSHandler):
+    def __init__(self):
+        self.tls = ssl.create_default_context()
+        self.tls.sslsocket_class = _TLSSocket
+        super().__init__(context=self.tls)
+
+    def https_open(self, request):
+        return self.do_open(_HTTPS, request, context=self.tls)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    max_repeats = 2
+
+    def __init__(self, most: int):
+        self.max_redirections = most
+
+    def redirect_request(self, request, answer, code, message, headers, address):
+        parts = urllib.parse.urlsplit(address)
+        host = parts.hostname or ""
+        if any(host.endswith(name) and parts.path.startswith(path) for name, path in PLACEHOLDERS):
+            raise Refused("image removed", host)
+        return super().redirect_request(request, answer, code, message, headers, address)
+
+
+class BoundedOpener(urllib.request.OpenerDirector):
+    """urllib's opener for http and https alone, within `limits`; whatever goes wrong becomes `Refused`."""
+
+    def __init__(self, limits: Limits):
+        super().__init__()
+        # Behind a proxy the addresses that we connect to are the proxy's.
+        self.limits = limits if not urllib.request.getproxies() else Limits(**{**vars(limits), "private": True})
+        for handler in (
+            urllib.request.ProxyHandler(),
+            urllib.request.UnknownHandler(),
+            urllib.request.HTTPDefaultErrorHandler(),
+            urllib.request.HTTPErrorProcessor(),
+            _Redirects(limits.redirects),
+            _HTTPHandler(),
+            _HTTPSHandler(),
+        ):
+            self.add_handler(handler)
+        self.stopped = False  # set when nothing can be stored any more: what is still to be asked for fails at once
+
+    def open(self, request, data=None, timeout=None):
+        """As urllib's; an open within an open is a redirect, and shares the time of the first."""
+        if getattr(_now, "within", False):
+            return super().open(request, data, self.limits.patience)
+        if self.stopped:
+            raise Refused("stopped")
+        _now.within, _now.limits, _now.end = True, self.limits, time.monotonic() + self.limits.seconds
+        try:
+            answer = super().open(request, data, self.limits.patience)
+        except Exception as error:
+            raise _explain(error) from None
+        finally:
+            _now.within = False
+        read = answer.read
+
+        def explained(*args):
+            try:
+                return read(*args)
+            except Exception as error:
+                raise _explain(error) from None
+
+        answer.read = explained
+        return answer
+
+
+def _explain(error: Exception) -> Refused:
+    """The cause of a failure in a word for the histogram."""
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+        if error.code < 400:
+            return Refused("redirects", str(error.msg))
+        return Refused(f"HTTP {error.code}", str(error.reason))
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
+        error = error.reason
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, TimeoutError):
+        return Refused("no answer", "time-out")
+    if isinstance(error, ssl.SSLError):
+        return Refused("TLS", getattr(error, "verify_message", "") or str(error))
+    if isinstance(error, http.client.IncompleteRead):
+        return Refused("cut off", "the body ends early")
+    if isinstance(error, (ConnectionError, http.client.RemoteDisconnected)):
+        return Refused("connection", str(error))
+    if isinstance(error, (http.client.HTTPException, ValueError)):
+        return Refused("not HTTP", f"{type(error).__name__} {error}")
+    return Refused("connection", f"{type(error).__name__} {error}")
+
+
+@contextmanager
+def bounded(limits: Limits) -> Iterator[BoundedOpener]:
+    """While this lasts, all that urllib opens in this process is bounded by `limits`."""
+    before = urllib.request._opener
+    opener = BoundedOpener(limits)
+    urllib.request.install_opener(opener)
+    try:
+        yield opener
+    finally:
+        urllib.request.install_opener(before)
