@@ -15,6 +15,7 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +119,8 @@ class RowWriter:
             self.fetch.opener.stopped = True
         if time.monotonic() - self._told > COUNT_EVERY:
             self._told = time.monotonic()
-            try:
+            with suppress(OSError):  # only for the progress bar
                 self.writer.paths.count.write_text(str(len(self.writer.records)))
-            except OSError:  # only for the progress bar
-                pass
 
     def close(self) -> None:
         self.writer.finish(self.fetch.asked)
@@ -201,10 +200,8 @@ class Fetcher(Downloader):
 
 def _note(paths: ShardPaths, error: Exception) -> None:
     """For the command, which may be on another machine."""
-    try:
+    with suppress(OSError):  # no room even for that; the command sees that the shard is not there
         paths.error.write_text(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-    except OSError:  # no room even for that; the command sees that the shard is not there
-        pass
 
 
 def follow_parent() -> None:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from probemb.charts import escape
@@ -76,7 +77,7 @@ def totals(outcome: Outcome) -> dict:
 
 
 def _histogram(edges: Sequence[float], counts: Sequence[Sequence[int]]) -> dict[str, int]:
-    names = [f"below {edges[0]:g}", *(f"{a:g} to {b:g}" for a, b in zip(edges, edges[1:])), f"from {edges[-1]:g}"]
+    names = [f"below {edges[0]:g}", *(f"{a:g} to {b:g}" for a, b in pairwise(edges)), f"from {edges[-1]:g}"]
     return {name: sum(one[i] for one in counts) for i, name in enumerate(names)}
 
 

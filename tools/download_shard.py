@@ -1,7 +1,7 @@
 """One finished shard: a tar of KEY.jpg + KEY.json, what became of every row that was asked for, and a done-marker.
 
     OUT/00012.tar                        there as a whole or not at all
-    OUT/download/records/00012.parquet   a row an image that was asked for: key, url, cause, detail, sizes, hash, caption
+    OUT/download/records/00012.parquet   a row an image that was asked for: key, url, cause, detail, sizes, hash
     OUT/download/records/00012.json      written last: counts by cause, histograms, samples and bytes of the tar
 
 A shard without its marker is made anew.
@@ -14,6 +14,7 @@ import json
 import tarfile
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,20 +80,21 @@ class ShardPaths:
 class ShardWriter:
     """Write one shard. `add` and `drop` every row that was asked for, then `finish`, which raises what went wrong.
 
-    An image whose hash was seen in this shard before is dropped.
+    With `unique`, an image whose hash was seen in this shard before is dropped.
     """
 
-    def __init__(self, folder: Path, number: int):
+    def __init__(self, folder: Path, number: int, unique: bool = True):
+        self.unique = unique
         self.paths, self.number = ShardPaths(folder, number), number
         self.records: list[Record] = []
         self.problem: Exception | None = None
         self._hashes: set[str] = set()
         self._file = open(self.paths.part, "wb")  # noqa: SIM115
-        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
+        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
 
     def add(self, record: Record, image: bytes, meta: dict) -> None:
         """An image that was got: its encoded bytes, and what KEY.json is to say ("captions" and more)."""
-        if record.hash and record.hash in self._hashes:
+        if self.unique and record.hash in self._hashes:
             record.cause = DUPLICATE
         else:
             self._hashes.add(record.hash)
@@ -152,10 +154,8 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        try:
+        with suppress(OSError):  # what was buffered had no room
             self._file.close()
-        except OSError:  # what was buffered had no room
-            pass
         self.paths.part.unlink(missing_ok=True)
 
 
