@@ -14,6 +14,7 @@ later are added. docs/download.md says what is lost and why.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -22,7 +23,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -146,6 +148,11 @@ def check(given: Download) -> tuple[int, int]:
     if given.distributor not in DISTRIBUTORS:
         hint = nearest(given.distributor, DISTRIBUTORS)
         raise UserError(f"--distributor is {given.distributor}.{hint}", f"Choose one of {', '.join(DISTRIBUTORS)}.")
+    if given.distributor != "multiprocessing" and not importlib.util.find_spec(given.distributor):
+        raise UserError(
+            f"--distributor {given.distributor} needs the package {given.distributor}.",
+            f"Install it with pip install {given.distributor}, or leave the option out.",
+        )
     for name in ("image_size", "shard_size", "processes", "threads", "patience", "seconds", "max_mib"):
         if not getattr(given, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(given, name)}.", "Give a number above 0.")
@@ -168,7 +175,6 @@ def check(given: Download) -> tuple[int, int]:
 
 def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tuple[int, int]) -> int:
     """A web corpus, from its lists to its report."""
-    from probemb.runs.lock import RunLock
     from tools import download_plan as plan
     from tools.download_shard import STATE
 
@@ -182,62 +188,64 @@ def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tupl
     paths = find_lists(corpus, sources)
     for name in ("plan", "records", "work", "locks"):
         (folder / STATE / name).mkdir(parents=True, exist_ok=True)
-    lock = _lock_part(folder / STATE, part)
-    reading = _wait_for_lock(folder / STATE / "locks" / "lists")
-    state = plan.read_state(folder) or plan.State(corpus, settings)
-    plan.check_same(folder, state, corpus, settings)
-    plan.extend(folder, state, paths)
-    reading.release()
-    if given.prepare:
-        print(f"{state.rows:,} rows, {sum(one.rows for one in state.lists):,} to be asked for, {state.shards:,} shards")
-        return 0
-
-    run(folder, state, given, part)
-    if part[1] > 1:
-        report(folder, state, given, write=False)
-        lock.release()
-        return 0
-    if given.retry_failed:
-        count = plan.plan_retry(folder, state, [cause.strip() for cause in given.retry_causes.split(",") if cause])
-        print(f"asking again for {count:,} images", file=sys.stderr)
+    with _lock_part(folder / STATE, part):
+        with _wait_for_lock(folder / STATE / "locks" / "lists"):
+            state = plan.read_state(folder) or plan.State(corpus, settings)
+            plan.check_same(folder, state, corpus, settings)
+            plan.extend(folder, state, paths)
+        if given.prepare:
+            asked = sum(one.rows for one in state.lists)
+            print(f"{state.rows:,} rows, {asked:,} to be asked for, {state.shards:,} shards")
+            return 0
         run(folder, state, given, part)
-    finish(folder, state, given)
-    shutil.rmtree(folder / STATE / "work", ignore_errors=True)
-    assert isinstance(lock, RunLock)
-    lock.release()
+        if part[1] > 1:
+            report(folder, state, given, write=False)
+            return 0
+        if given.retry_failed:
+            count = plan.plan_retry(folder, state, [cause.strip() for cause in given.retry_causes.split(",") if cause])
+            print(f"asking again for {count:,} images", file=sys.stderr)
+            run(folder, state, given, part)
+        finish(folder, state, given)
+        shutil.rmtree(folder / STATE / "work", ignore_errors=True)
     return 0
 
 
-def _lock_part(state: Path, part: tuple[int, int]):
+@contextmanager
+def _lock_part(state: Path, part: tuple[int, int]) -> Iterator[None]:
     """One command for the whole folder, or one for each of its parts."""
     from probemb.runs.lock import RunLock, refuse_locked
 
-    if part[1] == 1:
-        lock = RunLock(state / "locks" / "whole")
-        for one in (state / "locks").glob("part-*"):
-            refuse_locked(one)
-        return lock
-    lock = RunLock(state / "locks" / f"part-{part[0]}-of-{part[1]}")
-    refuse_locked(state / "locks" / "whole")
-    for one in (state / "locks").glob("part-*"):
-        if not one.name.endswith(f"-of-{part[1]}"):
-            refuse_locked(one)
-    return lock
+    name = "whole" if part[1] == 1 else f"part-{part[0]}-of-{part[1]}"
+    lock = RunLock(state / "locks" / name)
+    try:
+        for one in (state / "locks").iterdir():
+            fellow = one.name.endswith(f"-of-{part[1]}") or one.name == "lists"
+            if one.name != name and not fellow:
+                refuse_locked(one)
+        yield
+    finally:
+        lock.release()
 
 
-def _wait_for_lock(path: Path):
+@contextmanager
+def _wait_for_lock(path: Path) -> Iterator[None]:
     """The tasks of an array come at once, and one of them reads the lists for all."""
     from probemb.runs.lock import RunLock
 
     told = False
     while True:
         try:
-            return RunLock(path)
+            lock = RunLock(path)
+            break
         except UserError:
             if not told:
                 print("another task is reading the lists; waiting for it", file=sys.stderr, flush=True)
             told = True
             time.sleep(1)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def run(folder: Path, state, given: Download, part: tuple[int, int]) -> None:

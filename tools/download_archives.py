@@ -9,15 +9,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -33,17 +29,15 @@ from probemb.data.annotations import (
 from probemb.data.images import decode_image
 from probemb.data.index import Shard, write_index
 from probemb.data.shards import MAX_IMAGE_BYTES
-from probemb.data.sources import Fetch, Remote, fetch, is_remote
-from probemb.data.tar import BadSample, BadShard
+from probemb.data.tar import BadSample
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.progress import progress
 from probemb.runs.lock import RunLock
 from tools.download_report import Outcome, print_report, totals, write_report
 from tools.download_shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker
+from tools.download_zips import Place, fetched, members, read_bytes, read_text
 
-MAX_ARCHIVE_BYTES = 64 << 30
-MAX_TEXT_BYTES = 2 << 30
 _COCO = "http://images.cocodataset.org"
 PUBLISHED = {
     year: [
@@ -55,15 +49,6 @@ PUBLISHED = {
 }
 ABSENT = "not in the archives"
 TITLES = {"coco": "COCO", "flickr8k": "Flickr8k"}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an image lies: a file in a folder, or a member of a zip."""
-
-    archive: str
-    member: str | None
-    size: int
 
 
 @dataclass(frozen=True)
@@ -99,36 +84,52 @@ def fetch_archives(corpus: str, sources: Sequence[str], given) -> int:
     _check_folder(folder, corpus, settings)
     (folder / STATE).mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder / STATE / "locks" / "whole")
-    replace_text(
-        folder / STATE / "state.json", json.dumps({"corpus": corpus, "settings": settings, "format": 1}) + "\n"
-    )
-    paths = [_fetched(one, folder / STATE / "archives") for one in sources]
-    splits, images, dropped = _read(corpus, paths)
-    asked = sum(map(len, splits.values())) + sum(dropped.values())
-    done = {split: _write_split(folder / split, chosen, images, settings, given) for split, chosen in splits.items()}
-    markers = [one for found in done.values() for one in found]
+    try:
+        state = {"corpus": corpus, "settings": settings, "format": 1}
+        replace_text(folder / STATE / "state.json", json.dumps(state) + "\n")
+        paths = [fetched(one, folder / STATE / "archives") for one in sources]
+        splits, images, dropped = _read(corpus, paths)
+        done = {name: _write_split(folder / name, chosen, images, settings, given) for name, chosen in splits.items()}
+        asked = sum(map(len, splits.values())) + sum(dropped.values())
+        report = _finish(corpus, folder, done, asked, dropped, settings, given.json)
+    finally:
+        lock.release()
+    if not report["got"]:
+        raise UserError(
+            f"None of the {asked:,} images is in the archives.",
+            "Name the zip files of the images beside those of the captions.",
+        )
+    return 0
+
+
+def _finish(
+    corpus: str,
+    folder: Path,
+    done: dict[str, list[Marker]],
+    asked: int,
+    dropped: Counter,
+    settings: dict,
+    as_json: bool,
+) -> dict:
+    """Indexes and report."""
+    tars = []
     for split, found in done.items():
         shards = [(ShardPaths(folder / split, one.shard).tar, one) for one in found if one.samples]
         if shards:
             write_index(folder / split, [Shard(path.name, path, one.samples, one.bytes) for path, one in shards])
-    tars = [ShardPaths(folder / split, one.shard).tar for split, found in done.items() for one in found if one.samples]
+        tars += [path for path, _ in shards]
+    markers = [one for found in done.values() for one in found]
     outcome = Outcome(TITLES[corpus], asked, dropped, markers, shards=len(markers), tars=tars, settings=settings)
     report = totals(outcome)
     report["splits"] = {split: sum(one.samples for one in found) for split, found in done.items()}
     page = write_report(folder, report, outcome)
-    if given.json:
+    if as_json:
         print(json.dumps(report))
     else:
         print_report(report)
         print(", ".join(f"{split} {count:,}" for split, count in report["splits"].items()))
         print(f"wrote {page}")
-    lock.release()
-    if not report["got"]:
-        raise UserError(
-            f"None of the {asked:,} images is in the archives.",
-            "Name the zip files of the images beside the captions'.",
-        )
-    return 0
+    return report
 
 
 def _check_folder(folder: Path, corpus: str, settings: dict) -> None:
@@ -139,42 +140,12 @@ def _check_folder(folder: Path, corpus: str, settings: dict) -> None:
         check_same(folder, state, corpus, settings)
 
 
-def _fetched(source: str, folder: Path) -> Path:
-    """The archive as a file or folder here. Raises UserError."""
-    if not is_remote(source):
-        path = Path(source)
-        if not path.exists():
-            raise UserError(f"The archive {path} does not exist.", "Check the path.")
-        return path
-    remote = Remote(source)
-    if remote.scheme not in ("http", "https"):
-        raise UserError(f"{remote} is no web address.", "Name a file, a folder or an http(s) address.")
-    name = Path(remote.split()[0]).name
-    path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:8]}-{name}"
-    if path.exists():
-        return path
-    folder.mkdir(exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with progress(f"Fetching {name}", 1) as advance:
-        try:
-            with open(part, "w+b", buffering=0) as file:
-                fetch(remote, file, None, Fetch(), MAX_ARCHIVE_BYTES)
-                os.fsync(file.fileno())
-            part.replace(path)
-        except BadShard as error:
-            raise UserError(f"{error}.", "Fetch it by other means and name the file.") from None
-        finally:
-            part.unlink(missing_ok=True)
-        advance(1)
-    return path
-
-
 def _read(corpus: str, paths: Sequence[Path]) -> tuple[dict[str, list[Picture]], dict[str, Place], Counter]:
     """Images by split, where every image lies by its name, and counts of those that are dropped beforehand."""
     texts: dict[str, tuple[str, Place]] = {}
     images: dict[str, Place] = {}
     for path in paths:
-        for name, place in _members(path):
+        for name, place in members(path):
             base = name.rpartition("/")[2]
             if base.lower().endswith((".jpg", ".jpeg", ".png")):
                 images.setdefault(base, place)
@@ -189,9 +160,9 @@ def _read(corpus: str, paths: Sequence[Path]) -> tuple[dict[str, list[Picture]],
             "Name Flickr8k_text.zip or Flickr8k.token.txt, beside the images.",
         )
     label, place = texts[tokens[0]]
-    pictures, bad = token_pictures(_text(place, label), label)
+    pictures, bad = token_pictures(read_text(place, label), label)
     lists = {
-        found[1]: _text(place, label)
+        found[1]: read_text(place, label)
         for base, (label, place) in sorted(texts.items())
         if (found := SPLIT_FILE.fullmatch(base))
     }
@@ -209,7 +180,7 @@ def _read_coco(texts: dict, images: dict[str, Place]) -> tuple[dict[str, list[Pi
             continue
         if found[1] in splits:
             raise UserError(f"The archives hold captions of several years for {found[1]}.", "Name those of one year.")
-        splits[found[1]], without = coco_pictures(_text(place, label), label)
+        splits[found[1]], without = coco_pictures(read_text(place, label), label)
         dropped["no caption"] += without
     if not any(splits.values()):
         raise UserError(
@@ -217,49 +188,6 @@ def _read_coco(texts: dict, images: dict[str, Place]) -> tuple[dict[str, list[Pi
             "Name annotations_trainval2014.zip beside the images.",
         )
     return splits, images, +dropped
-
-
-def _members(path: Path) -> list[tuple[str, Place]]:
-    """Names and places of what a zip, a folder or a single file holds. Nothing is unpacked."""
-    if path.is_dir():
-        found = sorted(one for one in path.rglob("*") if one.is_file())
-        return [(one.relative_to(path).as_posix(), Place(str(one), None, one.stat().st_size)) for one in found]
-    if path.suffix.lower() != ".zip" and not zipfile.is_zipfile(path):
-        return [(path.name, Place(str(path), None, path.stat().st_size))]
-    try:
-        members = _archive(str(path)).infolist()
-    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise UserError(f"{path} is not a whole zip archive: {error}.", "Fetch it again.") from None
-    return [(one.filename, Place(str(path), one.filename, one.file_size)) for one in members if not one.is_dir()]
-
-
-@lru_cache(maxsize=8)
-def _archive(path: str) -> zipfile.ZipFile:
-    return zipfile.ZipFile(path)
-
-
-def _text(place: Place, label: str) -> bytes:
-    try:
-        return _bytes(place, MAX_TEXT_BYTES)
-    except BadSample as error:
-        raise UserError(f"{label} is of no use: {error}.", "Fetch the archive again.") from None
-
-
-def _bytes(place: Place, limit: int) -> bytes:
-    """What lies there. Raises BadSample: it is larger than `limit` or than it says, or damaged."""
-    if place.size > limit:
-        raise BadSample(f"it has {place.size:,} bytes, more than {limit:,}")
-    try:
-        if place.member is None:
-            with open(place.archive, "rb") as file:
-                return file.read(limit)
-        with _archive(place.archive).open(place.member) as file:
-            data = file.read(place.size + 1)
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
-        raise BadSample(f"it cannot be read ({type(error).__name__})") from None
-    if len(data) != place.size:
-        raise BadSample("it has another size than its archive says")
-    return data
 
 
 def _write_split(
@@ -285,7 +213,10 @@ def _run(tasks: Sequence[Task], processes: int):
     if processes <= 1:
         yield from map(write_shard, tasks)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    context = get_context("forkserver")
+    if tasks[0].settings["resize"] != "no":  # which needs img2dataset
+        context.set_forkserver_preload(["tools.download_worker"])
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
         try:
             for job in as_completed([pool.submit(write_shard, task) for task in tasks]):
                 yield job.result()
@@ -309,7 +240,7 @@ def write_shard(task: Task) -> Marker:
                 writer.drop(record)
                 continue
             try:
-                data = _bytes(place, MAX_IMAGE_BYTES)
+                data = read_bytes(place, MAX_IMAGE_BYTES)
                 image = decode_image(data)
             except BadSample as error:
                 record.cause, record.detail = "broken image", str(error)

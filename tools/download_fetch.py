@@ -13,7 +13,6 @@ import functools
 import io
 import json
 import os
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -202,15 +201,3 @@ def _note(paths: ShardPaths, error: Exception) -> None:
     """For the command, which may be on another machine."""
     with suppress(OSError):  # no room even for that; the command sees that the shard is not there
         paths.error.write_text(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-
-
-def follow_parent() -> None:
-    """End this process when the one that started it has ended."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

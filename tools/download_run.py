@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from probemb.errors import UserError
@@ -24,11 +22,6 @@ def fetch_shards(folder: Path, numbers: Sequence[int], given, settings: dict) ->
     Raises:
         UserError: a shard could not be finished (no room, a process was killed); all others are.
     """
-    if given.distributor != "multiprocessing" and not importlib.util.find_spec(given.distributor):
-        raise UserError(
-            f"--distributor {given.distributor} needs the package {given.distributor}.",
-            f"Install it with pip install {given.distributor}, or leave the option out.",
-        )
     tasks = [(number, str(ShardPaths(folder, number).plan.absolute())) for number in numbers]
     for number in numbers:  # what an interrupted command left
         ShardPaths(folder, number).part.unlink(missing_ok=True)
@@ -77,47 +70,49 @@ def _here(folder: Path, tasks: list, given, settings: dict) -> None:
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")  # img2dataset is imported once for all
-    context.set_forkserver_preload(["tools.download_fetch"])
-    count = min(given.processes, len(tasks))
-    turn = context.Value("l", 0)
-    workers = [
-        context.Process(target=_work, args=(folder, tasks, turn, given, settings), daemon=True) for _ in range(count)
-    ]
+    context.set_forkserver_preload(["tools.download_worker"])
+    # Of a process that is ended, Python's tracker of semaphores would say that some are left, and removes them.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    workers = {}
+    left = list(reversed(tasks))
     with _counting(folder, tasks) as look:
         try:
-            for worker in workers:
+            for _ in range(min(given.processes, len(tasks))):
+                line, other = context.Pipe()
+                worker = context.Process(target=_work, args=(folder, other, given, settings), daemon=True)
                 worker.start()
-            while any(worker.is_alive() for worker in workers):
-                time.sleep(LOOK_EVERY)
+                other.close()
+                workers[line] = worker
+            busy = set(workers)
+            while busy:
+                for line in wait(list(busy), LOOK_EVERY):
+                    try:
+                        line.recv()  # ready for the next shard
+                        line.send(left.pop() if left else None)
+                    except (EOFError, ConnectionError):
+                        busy.discard(line)
+                        _check_end(workers[line])
                 look()
-                killed = [worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
-                if killed:
-                    raise UserError(
-                        f"A process was ended by signal {-killed[0]}, usually for want of memory.",
-                        "Start the same command again, with fewer --processes or --threads; it goes on.",
-                    )
         finally:
-            for worker in workers:
-                if worker.pid is not None:
-                    worker.kill()
-                    worker.join()
+            for line, worker in workers.items():
+                worker.kill()
+                worker.join()
+                line.close()
 
 
-def _work(folder: Path, tasks: list, turn, given, settings: dict) -> None:
-    from tools.download_fetch import follow_parent
+def _check_end(worker) -> None:
+    worker.join()
+    if worker.exitcode < 0:
+        raise UserError(
+            f"A process was ended by signal {-worker.exitcode}, usually for want of memory.",
+            "Start the same command again, with fewer --processes or --threads; it goes on.",
+        )
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends us
-    follow_parent()
-    fetcher = make_fetcher(folder, given, settings)
-    while True:
-        with turn.get_lock():
-            number = turn.value
-            turn.value += 1
-        if number >= len(tasks):
-            return
-        done, _ = fetcher(tasks[number])
-        if not done:
-            os._exit(1)  # the next shard would fail as well
+
+def _work(*arguments) -> None:
+    from tools.download_worker import work
+
+    work(*arguments)
 
 
 def _elsewhere(folder: Path, tasks: list, given, settings: dict) -> None:

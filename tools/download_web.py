@@ -228,7 +228,10 @@ def _explain(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeoutError):
-        return Refused("no answer", "time-out")
+        late = time.monotonic() > _now.end - 0.02  # the last read had only what was left
+        return Refused(
+            "too slow" if late else "no answer", f"nothing in {_now.limits.patience:g} s" if not late else ""
+        )
     if isinstance(error, ssl.SSLError):
         return Refused("TLS", getattr(error, "verify_message", "") or str(error))
     if isinstance(error, http.client.IncompleteRead):

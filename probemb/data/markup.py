@@ -10,11 +10,11 @@ from probemb.data.shards import MAX_CAPTION_CHARS
 PERSON = "person"  # the word that CC3M's own captions use where a name stood
 
 _ANONYMOUS = re.compile(r"<\s*(?:person|usr|user)\s*>|\[\s*(?:PERSON|USR)\s*\]", re.IGNORECASE)
-_HIDDEN = re.compile(r"<(script|style)\b[^<>]*>.{0,10000}?</\1\s*>|<!--.{0,10000}?-->", re.IGNORECASE | re.DOTALL)
-_TAG = re.compile(r"</?[a-z][^<>]{0,2000}>|<[!?|][^<>]{0,2000}>", re.IGNORECASE)
+_HIDDEN = re.compile(r"<(script|style)\b[^<>]*>.{0,2000}?</\1\s*>|<!--.{0,2000}?-->", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r"</?[a-z][^<>]{0,1000}>|<[!?|][^<>]{0,1000}>", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x20\x7f-\xa0\u1680\u2000-\u200b\u2028-\u202f\u205f-\u2069\u3000\ufeff\ud800-\udfff]+")
 _PASSES = 10
-_LONGEST = 20 * MAX_CAPTION_CHARS  # beyond that nothing is looked at
+_LONGEST = 4 * MAX_CAPTION_CHARS  # beyond that nothing is looked at
 
 
 def clean_caption(text: str) -> str:

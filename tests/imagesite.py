@@ -1,0 +1,273 @@
+"""A real web server on the loopback that serves images and misbehaves by path: the first word of a path says how."""
+
+from __future__ import annotations
+
+import io
+import socket
+import ssl
+import struct
+import threading
+import time
+import zlib
+from collections import Counter
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+from PIL import Image
+
+DRIP = 0.05  # seconds between two bytes
+
+
+def picture(name: object, size: tuple[int, int] = (96, 64), form: str = "JPEG", mode: str = "RGB") -> bytes:
+    """An encoded image that depends on its name alone."""
+    colours = np.random.default_rng(zlib.crc32(str(name).encode())).integers(0, 256, (4, 4, 3), np.uint8)
+    image = Image.fromarray(colours).resize(size, Image.Resampling.BILINEAR).convert(mode)
+    data = io.BytesIO()
+    image.save(data, form)
+    return data.getvalue()
+
+
+def bomb() -> bytes:
+    """A PNG of a few bytes whose header states 40,000 x 40,000 pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+class ImageSite(ThreadingHTTPServer):
+    """`requests` counts paths; `broken` is a set of first words that are answered with 503 while they are in it."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: Counter[str] = Counter()
+        self.agents: set[str] = set()
+        self.broken: set[str] = set()
+        self.pause = 0.0  # seconds before an image
+        self.ended = threading.Event()
+        self.scheme = "http"
+
+    @property
+    def address(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address) -> None:
+        pass  # clients that have had enough
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        site = self.server
+        site.requests[self.path] += 1
+        site.agents.add(self.headers.get("User-Agent", ""))
+        word, _, rest = self.path.lstrip("/").partition("/")
+        if word in site.broken:
+            return self.answer(b"", 503)
+        return getattr(self, f"do_{word}", self.missing)(rest)
+
+    def answer(self, body: bytes, code: int = 200, kind: str = "image/jpeg", **headers: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = True
+
+    def missing(self, rest: str) -> None:
+        self.answer(b"gone", 404, "text/plain")
+
+    # ------------------------------------------------------------------------------------------------- what is fine
+    def do_ok(self, rest: str) -> None:
+        time.sleep(self.server.pause)
+        self.answer(picture(rest))
+
+    def do_same(self, rest: str) -> None:
+        self.answer(picture("the same"))
+
+    def do_large(self, rest: str) -> None:
+        self.answer(picture(rest, (900, 600)))
+
+    def do_alpha(self, rest: str) -> None:
+        self.answer(picture(rest, form="PNG", mode="RGBA"), kind="image/png")
+
+    def do_cmyk(self, rest: str) -> None:
+        self.answer(picture(rest, mode="CMYK"))
+
+    def do_webp(self, rest: str) -> None:
+        self.answer(picture(rest, form="WEBP"))
+
+    def do_mislabelled(self, rest: str) -> None:  # an image all the same
+        self.answer(picture(rest), kind="text/html; charset=utf-8")
+
+    def do_chunked(self, rest: str) -> None:
+        self.chunks(picture(rest), whole=True)
+
+    def do_moved(self, rest: str) -> None:
+        self.answer(b"", 301, Location=f"/ok/{rest}")
+
+    # ------------------------------------------------------------------------------------------- what cannot be used
+    def do_status(self, rest: str) -> None:
+        self.answer(b"no", int(rest.partition("/")[0]), "text/plain")
+
+    def do_loop(self, rest: str) -> None:
+        self.answer(b"", 302, Location=self.path)
+
+    def do_chain(self, rest: str) -> None:  # never twice the same
+        self.answer(b"", 302, Location=f"/chain/{int(rest) + 1}")
+
+    def do_inward(self, rest: str) -> None:
+        self.answer(b"", 302, Location="file:///etc/hostname")
+
+    def do_removed(self, rest: str) -> None:
+        self.answer(b"", 302, Location="http://i.imgur.com/removed.png")
+
+    def do_html(self, rest: str) -> None:
+        self.answer(b"<!DOCTYPE html><html><body>Log in</body></html>")
+
+    def do_text(self, rest: str) -> None:
+        self.answer(b"not found, sorry", kind="image/png")
+
+    def do_empty(self, rest: str) -> None:
+        self.answer(b"")
+
+    def do_half(self, rest: str) -> None:  # a whole answer with half an image
+        data = picture(rest, (400, 300))
+        self.answer(data[: len(data) // 3])
+
+    def do_gif(self, rest: str) -> None:
+        self.answer(picture(rest, form="GIF", mode="P"), kind="image/gif")
+
+    def do_bomb(self, rest: str) -> None:
+        self.answer(bomb(), kind="image/png")
+
+    def do_tiny(self, rest: str) -> None:
+        self.answer(picture(rest, (8, 8)))
+
+    def do_strip(self, rest: str) -> None:
+        self.answer(picture(rest, (5000, 40)))
+
+    def do_noai(self, rest: str) -> None:
+        self.answer(picture(rest), X_Robots_Tag="noindex, noai")
+
+    def do_nobots(self, rest: str) -> None:
+        self.answer(picture(rest), X_Robots_Tag="probemb: noai")
+
+    # --------------------------------------------------------------------------------------------- what does not end
+    def do_announced(self, rest: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(1 << 40))
+        self.end_headers()
+        self.forever(bytes(1 << 16))
+
+    def do_endless(self, rest: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.forever(bytes(1 << 16))
+
+    def do_silent(self, rest: str) -> None:
+        self.server.ended.wait(30)
+        self.close_connection = True
+
+    def do_stalled(self, rest: str) -> None:
+        data = picture(rest)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[:100])
+        self.do_silent(rest)
+
+    def do_drip(self, rest: str) -> None:
+        data = picture(rest)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.dripping(data)
+
+    def do_dripheaders(self, rest: str) -> None:
+        self.dripping(b"HTTP/1.1 200 OK\r\n" + b"X-Wait: a little longer\r\n" * 1000)
+
+    def do_dripchunks(self, rest: str) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.dripping(b"1\r\nx\r\n" * 1000)
+
+    # ------------------------------------------------------------------------------------------ what ends too early
+    def do_cut(self, rest: str) -> None:
+        data = picture(rest)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2])
+        self.close_connection = True
+
+    def do_cutchunks(self, rest: str) -> None:
+        self.chunks(picture(rest), whole=False)
+
+    def do_reset(self, rest: str) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def do_garbage(self, rest: str) -> None:
+        self.wfile.write(b"\x00\xff\xfe not a protocol\r\n\r\n")
+        self.close_connection = True
+
+    def chunks(self, data: bytes, whole: bool) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        half = len(data) // 2
+        self.wfile.write(b"%x\r\n%b\r\n" % (half, data[:half]))
+        if whole:
+            self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data) - half, data[half:]))
+        self.close_connection = True
+
+    def forever(self, data: bytes) -> None:
+        with suppress(OSError):
+            while not self.server.ended.is_set():
+                self.wfile.write(data)
+        self.close_connection = True
+
+    def dripping(self, data: bytes) -> None:
+        with suppress(OSError):
+            for byte in data:
+                if self.server.ended.wait(DRIP):
+                    break
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+        self.close_connection = True
+
+
+@contextmanager
+def serve_images(certificate: str | None = None):
+    """A running ImageSite; with a PEM file of key and certificate, over TLS."""
+    site = ImageSite()
+    if certificate:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate)
+        site.socket = tls.wrap_socket(site.socket, server_side=True, do_handshake_on_connect=False)
+        site.scheme = "https"
+    thread = threading.Thread(target=site.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield site
+    finally:
+        site.ended.set()
+        site.shutdown()
+        site.server_close()
+        thread.join()
