@@ -1,4 +1,4 @@
-"""A real web server on the loopback that serves images and misbehaves by path: the first word of a path says how."""
+"""A real web server here that serves images and misbehaves by path: the first word of a path says how."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class ImageSite(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, host: str):
+        super().__init__((host, 0), _Handler)
+        self.host = host
         self.requests: Counter[str] = Counter()
         self.agents: set[str] = set()
         self.broken: set[str] = set()
@@ -55,7 +56,7 @@ class ImageSite(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.server_port}"
+        return f"{self.scheme}://{self.host}:{self.server_port}"
 
     def handle_error(self, request, client_address) -> None:
         pass  # clients that have had enough
@@ -254,9 +255,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve_images(certificate: str | None = None):
+def serve_images(certificate: str | None = None, host: str = "127.0.0.1"):
     """A running ImageSite; with a PEM file of key and certificate, over TLS."""
-    site = ImageSite()
+    site = ImageSite(host)
     if certificate:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(certificate)
