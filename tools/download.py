@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fetch_lists(corpus, sources, given, part)
     except OSError as error:
         raise UserError(
-            f"{given.out} cannot be written: {error.strerror or error}.",
+            f"{error.filename or given.out} cannot be used: {error.strerror or error}.",
             "Free some space or make it writable; the same command then goes on where it stopped.",
         ) from error
 

@@ -108,7 +108,7 @@ def print_report(report: dict) -> None:
         table.add_row(plain(name), f"{count:,}", f"{100 * count / max(report['asked'], 1):.1f}")
     console.print(table)
     console.print(
-        f"{report['shards']['tars']:,} shards, {report['bytes'] / 1e9:.3g} GB; "
+        f"{report['shards']['tars']:,} shards, {_size(report['bytes'])}; "
         f"{report['shards']['finished']:,} of {report['shards']['of']:,} done"
     )
 
@@ -120,7 +120,7 @@ def _body(report: dict, tars: Sequence[Path]) -> str:
         (f"{asked:,}", "asked"),
         (f"{got:,}", f"got, {100 * got / max(asked, 1):.1f} %"),
         (f"{lost:,}", f"lost, {100 * lost / max(asked, 1):.1f} %"),
-        (f"{report['bytes'] / 1e9:.3g} GB", f"in {report['shards']['tars']:,} shards"),
+        (_size(report["bytes"]), f"in {report['shards']['tars']:,} shards"),
     ]
     if report["not_asked_yet"]:
         tiles.append((f"{report['not_asked_yet']:,}", "not asked yet"))
@@ -138,6 +138,10 @@ def _body(report: dict, tars: Sequence[Path]) -> str:
         _pictures(tars),
     ]
     return "".join(parts)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 def _bars(title: str, counts: dict[str, int], whole: int, css: str, section: bool = True) -> str:

@@ -117,7 +117,7 @@ def _work(*arguments) -> None:
 
 def _elsewhere(folder: Path, tasks: list, given, settings: dict) -> None:
     """img2dataset's distributors; the folder must be on a file system that all machines see."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    fetcher = make_fetcher(folder, given, settings)  # first: it quietens what img2dataset imports
     from img2dataset import distributor
 
     start = distributor.pyspark_distributor if given.distributor == "pyspark" else distributor.ray_distributor
@@ -132,7 +132,7 @@ def _elsewhere(folder: Path, tasks: list, given, settings: dict) -> None:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        start(given.processes, make_fetcher(folder, given, settings), tasks, 1000, 0)
+        start(given.processes, fetcher, tasks, 1000, 0)
     finally:
         ended.set()
         watcher.join()
