@@ -92,7 +92,7 @@ class RowWriter:
     def __init__(self, number, output_folder, save_caption, oom_shard_count, schema, encode_format, *, fetch):
         self.fetch, self.writer = fetch, ShardWriter(fetch.folder, number)
         fetch.writer = self.writer
-        self._told = 0.0
+        self._told = time.monotonic()
 
     def write(self, img_str, key, caption, meta) -> None:
         record = Record(meta["id"], meta["url"], GOT, words=len(caption.split()))

@@ -1,9 +1,10 @@
 """What a corpus folder is to hold: which lists were read into which shards, under which settings.
 
-    OUT/download/state.json          corpus, settings, lists and retries with their first shard and counts
+    OUT/download/state.json          corpus, settings, the lists with their counts, and which shards were planned when
     OUT/download/plan/00012.parquet  the rows of shard 12: id (the sample's key), url, caption, extra (JSON)
 
-A row's key is its number in the corpus. Lists that are added later get further shards, and so do rows that are retried.
+A row's key is its number in the corpus. Lists that are named together fill shards together; lists that are added later
+get further shards, and so do rows that are retried.
 """
 
 from __future__ import annotations
@@ -33,20 +34,18 @@ class Listed:
     name: str
     bytes: int
     mark: str
-    rows: int
-    first_shard: int
-    shards: int
+    rows: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     first_dropped: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
-class Retry:
-    """Rows that were asked for once more: what had become of them before, and the shards that they are in now."""
+class Batch:
+    """Shards that were planned together; `retried` counts the causes for which their rows are asked for once more."""
 
     first_shard: int
     shards: int
-    causes: dict[str, int]
+    retried: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,13 +55,13 @@ class State:
     corpus: str
     settings: dict
     lists: list[Listed] = field(default_factory=list)
-    retries: list[Retry] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     format: int = 1
 
     @property
     def shards(self) -> int:
         """How many there are to be."""
-        return sum(one.shards for one in (*self.lists, *self.retries))
+        return sum(one.shards for one in self.batches)
 
     @property
     def rows(self) -> int:
@@ -87,7 +86,7 @@ def read_state(folder: Path) -> State | None:
         if state.format != 1:
             raise ValueError(state.format)
         state.lists = [Listed(**one) for one in state.lists]
-        state.retries = [Retry(**one) for one in state.retries]
+        state.batches = [Batch(**one) for one in state.batches]
     except (OSError, ValueError, TypeError):
         raise UserError(f"{path} cannot be read.", "Name another folder with --out.") from None
     return state
@@ -137,9 +136,12 @@ def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
     if not new:
         return 0
     seen = set(_addresses(folder, state))
+    batch = _Planner(folder, state)
     with progress("Reading", sum(path.stat().st_size for path, _ in new)) as advance:
         for path, mark in new:
-            state.lists.append(_read_one(folder, state, path, mark, seen, advance))
+            listed = Listed(path.name, path.stat().st_size, mark)
+            state.lists.append(listed)
+            _read_one(state, path, listed, seen, batch, advance)
     if not any(one.rows for one in state.lists):
         dropped = sum((Counter(one.dropped) for one in state.lists), Counter())
         why = ", ".join(f"{count:,} {cause}" for cause, count in dropped.most_common())
@@ -147,35 +149,50 @@ def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
             f"The lists hold no row that can be asked for{f' ({why})' if why else ''}.",
             f"Check that they are the published lists of {CORPORA[state.corpus].title}.",
         )
-    write_state(folder, state)
+    batch.finish({})
     return len(new)
 
 
-def _read_one(folder: Path, state: State, path: Path, mark: str, seen: set[bytes], advance) -> Listed:
-    size, first = state.settings["shard_size"], state.shards
+class _Planner:
+    """Rows into plans of full shards, but for the last one."""
+
+    def __init__(self, folder: Path, state: State):
+        self.folder, self.state, self.batch = folder, state, Batch(state.shards, 0)
+        self._rows: list[tuple[str, Row]] = []
+
+    def add(self, key: str, row: Row) -> None:
+        self._rows.append((key, row))
+        if len(self._rows) == self.state.settings["shard_size"]:
+            self._write()
+
+    def _write(self) -> None:
+        write_plan(self.folder, self.batch.first_shard + self.batch.shards, self._rows)
+        self.batch.shards, self._rows = self.batch.shards + 1, []
+
+    def finish(self, retried: dict[str, int]) -> None:
+        """The last plan, and the state: only now do the shards exist."""
+        if self._rows:
+            self._write()
+        self.batch.retried = retried
+        self.state.batches.append(self.batch)
+        write_state(self.folder, self.state)
+
+
+def _read_one(state: State, path: Path, listed: Listed, seen: set[bytes], batch: _Planner, advance) -> None:
     next_key = sum(one.rows for one in state.lists)
-    listed = Listed(path.name, path.stat().st_size, mark, 0, first, 0)
-    rows: list[tuple[str, Row]] = []
     dropped: Counter[str] = Counter()
     for row in read_list(state.corpus, path, advance, clean=state.settings["captions"] == "clean"):
         if isinstance(row, Row):
             address = _digest(row.url)
             if address not in seen:
                 seen.add(address)
-                rows.append((f"{next_key + listed.rows:09d}", row))
+                batch.add(f"{next_key + listed.rows:09d}", row)
                 listed.rows += 1
-                if len(rows) == size:
-                    write_plan(folder, first + listed.shards, rows)
-                    listed.shards, rows = listed.shards + 1, []
                 continue
             row = Dropped(row.url, TWICE)
         dropped[row.why] += 1
         listed.first_dropped.setdefault(row.why, row.where[:300])
-    if rows:
-        write_plan(folder, first + listed.shards, rows)
-        listed.shards += 1
     listed.dropped = dict(dropped.most_common())
-    return listed
 
 
 def write_plan(folder: Path, number: int, rows: Sequence[tuple[str, Row]]) -> None:
@@ -211,7 +228,7 @@ def plan_retry(folder: Path, state: State, causes: Sequence[str]) -> int:
     All shards must be finished. Returns how many rows there are.
     """
     failed: dict[str, tuple[str, int]] = {}  # key -> cause and shard of the last time
-    retried_from = min((one.first_shard for one in state.retries), default=state.shards)
+    retried_from = min((one.first_shard for one in state.batches if one.retried), default=state.shards)
     for number in range(state.shards):
         for row in read_records(ShardPaths(folder, number), ["key", "cause"]):
             if any(row["cause"].startswith(cause) for cause in causes):
@@ -220,19 +237,10 @@ def plan_retry(folder: Path, state: State, causes: Sequence[str]) -> int:
                 failed.pop(row["key"], None)
     if not failed:
         return 0
-    first, size = state.shards, state.settings["shard_size"]
-    rows: list[tuple[str, Row]] = []
-    shards = 0
+    batch = _Planner(folder, state)
     for key, row in _planned(folder, failed):
-        rows.append((key, row))
-        if len(rows) == size:
-            write_plan(folder, first + shards, rows)
-            shards, rows = shards + 1, []
-    if rows:
-        write_plan(folder, first + shards, rows)
-        shards += 1
-    state.retries.append(Retry(first, shards, dict(Counter(cause for cause, _ in failed.values()).most_common())))
-    write_state(folder, state)
+        batch.add(key, row)
+    batch.finish(dict(Counter(cause for cause, _ in failed.values()).most_common()))
     return len(failed)
 
 
@@ -248,7 +256,7 @@ def _planned(folder: Path, failed: dict[str, tuple[str, int]]) -> Iterator[tuple
 def _addresses(folder: Path, state: State) -> Iterator[bytes]:
     import pyarrow.parquet as pq
 
-    for number in range(sum(one.shards for one in state.lists) and state.shards):
+    for number in range(state.shards):
         for url in pq.read_table(ShardPaths(folder, number).plan, columns=["url"])["url"].to_pylist():
             yield _digest(url)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
+import io
 import os
+import urllib.request
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -44,9 +48,9 @@ def fetched(source: str, folder: Path) -> Path:
         return path
     folder.mkdir(exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    with progress(f"Fetching {name}", 1) as advance:
+    with progress(f"Fetching {name}", _stated_size(remote)) as advance:
         try:
-            with open(part, "w+b", buffering=0) as file:
+            with _Growing(part, advance) as file:
                 fetch(remote, file, None, Fetch(), MAX_ARCHIVE_BYTES)
                 os.fsync(file.fileno())
             part.replace(path)
@@ -54,8 +58,32 @@ def fetched(source: str, folder: Path) -> Path:
             raise UserError(f"{error}.", "Fetch it by other means and name the file.") from None
         finally:
             part.unlink(missing_ok=True)
-        advance(1)
     return path
+
+
+class _Growing(io.FileIO):
+    """A file that tells by how much it has grown; a transfer that begins again does not count twice."""
+
+    def __init__(self, path: Path, advance: Callable[[int], object]):
+        super().__init__(path, "w+")
+        self._advance, self._most = advance, 0
+
+    def write(self, data) -> int:
+        count = super().write(data)
+        if self.tell() > self._most:
+            self._advance(self.tell() - self._most)
+            self._most = self.tell()
+        return count
+
+
+def _stated_size(remote: Remote) -> int:
+    """Bytes that the server says the file has, for the time that is left; 0 where it does not say."""
+    request = urllib.request.Request(remote.address, method="HEAD", headers={"User-Agent": "probemb"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.headers.get("Content-Length") or 0)
+    except (OSError, ValueError, http.client.HTTPException):
+        return 0
 
 
 def members(path: Path) -> list[tuple[str, Place]]:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from probemb.data.shards import iterate_samples, read_index
@@ -86,10 +87,14 @@ def test_the_whole_way(site, cc3m, tmp_path, capsys):
     assert site.requests == before
     assert [path.read_bytes() for path in sorted(out.glob("*.tar"))] == bytes_before
 
-    site.broken = set()
+    again = download(capsys, "cc3m", "--out", str(out), "--shard-size", "10", "--retry-failed")  # in vain
+    assert site.requests - before == {"/moved/a": 1, "/moved/b": 1}
+    assert (again["lost"], again["got"], again["retried"]) == (report["lost"], 21, 2)
+
+    site.broken, before = set(), site.requests.copy()
     report = download(capsys, "cc3m", "--out", str(out), "--shard-size", "10", "--retry-failed")
     assert site.requests - before == {"/moved/a": 1, "/moved/b": 1, "/ok/a": 1, "/ok/b": 1}
-    assert (report["asked"], report["got"], report["retried"]) == (28, 23, 2)
+    assert (report["asked"], report["got"], report["retried"]) == (28, 23, 4)
     assert "HTTP 503" not in report["lost"]
     assert adds_up(report)
 
@@ -116,6 +121,29 @@ def test_parts_of_a_job_array(site, cc3m, tmp_path, capsys):
     assert download(capsys, *argv)["got"] == 12
     assert sum(site.requests.values()) - before == 3
     assert len(read_index(out)) == 4
+
+
+def test_subreddits_fill_shards_together(tmp_path, capsys):
+    folder, out = tmp_path / "annotations", tmp_path / "out"
+    folder.mkdir()
+    for name in ("cats_2017", "cats_2018", "dogs_2017"):
+        rows = [{"url": f"https://i.redd.it/{name}{i}.jpg", "caption": f"{name} {i}"} for i in range(4)]
+        (folder / f"{name}.json").write_text(json.dumps({"annotations": rows}))
+    (folder / "empty_2017.json").write_text('{"annotations": []}')
+    words = ["redcaps", str(folder), "--out", str(out), "--prepare", "--shard-size", "10"]
+    assert main(words) == 0
+    assert "12 rows, 12 to be asked for, 2 shards" in capsys.readouterr().out
+    (folder / "birds_2017.json").write_text(json.dumps({"annotations": [{"url": "http://a.b/c.jpg", "caption": "x"}]}))
+    assert main(words) == 0
+    assert "13 rows, 13 to be asked for, 3 shards" in capsys.readouterr().out
+    state = json.loads((out / "download" / "state.json").read_text())
+    assert [one["name"] for one in state["lists"]][-1] == "birds_2017.json"
+    keys = [
+        key
+        for number in range(3)
+        for key in pq.read_table(out / "download" / "plan" / f"{number:05d}.parquet")["id"].to_pylist()
+    ]
+    assert keys == [f"{i:09d}" for i in range(13)]
 
 
 def test_one_task_reads_the_lists_for_all(cc3m, tmp_path):

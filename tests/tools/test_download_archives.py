@@ -180,6 +180,20 @@ def test_real_flickr8k(shared_data, tmp_path, capsys):
     assert all((folder / f"{key}.jpg").read_bytes() == sample.image for key, sample in samples.items())
 
 
+def test_hostile_captions_stay_text(tmp_path, capsys):
+    folder, token, out = tmp_path / "images", tmp_path / "x.token", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(picture("a"))
+    hostile = '"><script>alert(1)</script>'
+    token.write_text(f"a.jpg#0\t{hostile}\n")
+    download(capsys, "flickr8k", str(folder), str(token), "--out", str(out))
+    (sample,) = iterate_samples(read_index(out / "train"))
+    assert sample.captions == [hostile]
+    page = (out / "download" / "report.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
 def test_hostile_archives(tmp_path, capsys):
     """Names that lead elsewhere, a member that is larger than it says, encryption: nothing is unpacked or trusted."""
     zips = write_coco(tmp_path / "zips")
