@@ -215,31 +215,37 @@ def read_marker(paths: ShardPaths) -> Marker | None:
 
 def remove_samples(folder: Path, number: int, keys: Collection[str]) -> Marker:
     """Take duplicates out of a finished shard, whose tar is replaced as a whole. Raises OSError."""
-    paths = ShardPaths(folder, number)
-    keys = set(keys)
-    kept = 0
-    with open(paths.tar, "rb") as file, open(paths.part, "wb") as out:
-        with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for span in list_samples(file)[0]:
-                if span.key in keys:
-                    continue
-                kept += 1
-                for extension, data in read_sample(file.fileno(), span).items():
-                    member = tarfile.TarInfo(f"{span.key}.{extension}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
-        out.flush()
-        size = out.tell()
-    paths.marker.unlink()  # until the new one is there, the shard does not count as finished
+    paths, keys = ShardPaths(folder, number), set(keys)
+    try:
+        kept = _copy_without(paths, keys)
+    except BaseException:
+        paths.part.unlink(missing_ok=True)
+        raise
+    size = paths.part.stat().st_size if kept else 0
     records = [Record(**row) for row in read_records(paths)]
     for record in records:
         if record.key in keys and record.cause == GOT:
             record.cause, record.bytes = DUPLICATE, 0
+    paths.marker.unlink()  # until the new one is there, the shard does not count as finished
     if kept:
-        flush(paths.part)
         paths.part.replace(paths.tar)
     else:
-        size = 0
         paths.part.unlink()
         paths.tar.unlink()
     return write_records(paths, number, records, kept, size)
+
+
+def _copy_without(paths: ShardPaths, keys: set[str]) -> int:
+    """The tar without the samples `keys`, written beside it; returns how many are left."""
+    kept = 0
+    with open(paths.tar, "rb") as file, tarfile.open(paths.part, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for span in list_samples(file)[0]:
+            if span.key in keys:
+                continue
+            kept += 1
+            for extension, data in read_sample(file.fileno(), span).items():
+                member = tarfile.TarInfo(f"{span.key}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    flush(paths.part)
+    return kept
