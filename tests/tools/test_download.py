@@ -38,7 +38,7 @@ def cc3m(site, tmp_path):
     return make
 
 
-QUICK = ("--private-hosts", "--seconds", "2", "--patience", "1", "--threads", "8", "--processes", "2")
+QUICK = ("--private-hosts", "--seconds", "30", "--patience", "20", "--threads", "8", "--processes", "2")
 
 
 def download(capsys, *words) -> dict:

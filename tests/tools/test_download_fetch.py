@@ -61,7 +61,7 @@ def fetch(folder, addresses, settings=None, extra=None, **options):
         (folder / STATE / name).mkdir(parents=True, exist_ok=True)
     rows = [(f"{i:09d}", Row(address, f"caption {i} of it", extra or {})) for i, address in enumerate(addresses)]
     write_plan(folder, 0, rows)
-    options = {"seconds": 1.5, "patience": 0.8, "max_mib": 1, "threads": 16, "private_hosts": True} | options
+    options = {"seconds": 4, "patience": 2, "max_mib": 1, "threads": 16, "private_hosts": True} | options
     given = Download(**options)
     fetcher = make_fetcher(folder, given, SETTINGS | (settings or {}))
     paths = ShardPaths(folder, 0)

@@ -15,7 +15,8 @@ from tests.imagesite import picture, serve_images
 from tools.download_web import Limits, Refused, bounded
 
 QUICK = Limits(seconds=1.0, patience=0.6, size=1 << 20, redirects=3, private=True)
-AMPLE = 2.5  # seconds after which a request that should have ended counts as hanging, on a busy machine
+PATIENT = Limits(seconds=30, patience=20, private=True)
+AMPLE = 8  # seconds after which a request that should have ended counts as hanging, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def ask(address: str, limits: Limits = QUICK) -> bytes:
 
 @pytest.mark.parametrize("word", ["ok", "moved", "chunked", "mislabelled"])
 def test_images_come_as_they_are(site, word):
-    assert ask(f"{site.address}/{word}/a") == picture("a")
+    assert ask(f"{site.address}/{word}/a", PATIENT) == picture("a")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_tls(certificate, monkeypatch):
         assert refused.value.cause == "TLS"
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         assert ssl.create_default_context().cert_store_stats()["x509"] >= 1
-        assert ask(f"{site.address}/ok/a") == picture("a")
+        assert ask(f"{site.address}/ok/a", PATIENT) == picture("a")
         for word, cause in (("drip", "too slow"), ("silent", "no answer"), ("dripheaders", "too slow")):
             started = time.monotonic()
             with pytest.raises(Refused) as refused:
