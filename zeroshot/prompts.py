@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,15 +120,12 @@ def embed_texts(
 
 
 def _identity(model: torch.nn.Module, tokens: Tensor, autocast: torch.dtype | None) -> str:
-    import torch
+    from probemb.models import digest_model
 
     digest = hashlib.sha256(CACHE_FORMAT.encode())
-    digest.update(json.dumps(model.config, sort_keys=True, default=str).encode())
     digest.update(f"{autocast}|{tuple(tokens.shape)}|{tokens.dtype}".encode())
     digest.update(tokens.contiguous().numpy().tobytes())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    digest_model(digest, model)
     return digest.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Models: create, save, load; what prepares their input; which parameters decay."""
 
 from probemb.models.create import create_model
-from probemb.models.hub import LoadedModel, load_model, push_to_hub, save_model
+from probemb.models.hub import LoadedModel, digest_model, load_model, push_to_hub, save_model, weights_sha256
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
 from probemb.models.model import ModelOutput, ProbabilisticCLIP, no_weight_decay
 from probemb.models.published import import_pcmepp
@@ -17,9 +17,11 @@ __all__ = [
     "create_model",
     "create_tokenizer",
     "create_transforms",
+    "digest_model",
     "import_pcmepp",
     "load_model",
     "no_weight_decay",
     "push_to_hub",
     "save_model",
+    "weights_sha256",
 ]

@@ -6,6 +6,7 @@ so that each of the two files is replaced as a whole and a model never exists in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable
@@ -85,6 +86,21 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> 
     weights, config = _locate(path_or_name)
     model = _build(weights, config).to(device).eval()
     return LoadedModel(model, create_tokenizer(model), create_transforms(model))
+
+
+def digest_model(digest, model: torch.nn.Module) -> None:
+    """Feed a hash with everything that a model's embeddings depend on: its configuration and its weights."""
+    digest.update(json.dumps(model.config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """What tells one model from another, wherever its files lie: 64 hexadecimal digits over `digest_model`."""
+    digest = hashlib.sha256()
+    digest_model(digest, model)
+    return digest.hexdigest()
 
 
 def push_to_hub(

@@ -28,30 +28,59 @@ from probemb.gaussian import Gaussian
 if TYPE_CHECKING:
     import faiss
 
+    from probemb.search.items import Items
+
 FORMS = ("csd", "mean")
 CANDIDATES = 10  # times k that are re-ranked by default
 
 
 @dataclass(frozen=True)
 class Index:
-    """A searchable gallery.
+    """A searchable gallery, in memory or in the files of an index folder.
 
     Attributes:
-        faiss: the FAISS index, over vectors of `width` dimensions (padded with zeros where a quantizer needs it).
+        parts: FAISS indexes over vectors of `width` dimensions (padded with zeros where a quantizer needs it), which
+            hold the gallery's items one part after the other.
         form: "csd" (D + 1 dimensions) or "mean" (D).
         dim: D.
-        width: dimensions of the FAISS index.
+        width: dimensions of the FAISS indexes.
         uncertainty: (N,) float32, u of the gallery.
+        kind: "image" or "text", of an index folder; None for one made in memory.
+        model, weights: that embedded the gallery, as typed and as a SHA-256; None likewise.
+        factory, why: of an index folder, the FAISS factory string and why it was taken.
+        items: what stands behind each item, of an index folder.
     """
 
-    faiss: faiss.Index
+    parts: tuple[faiss.Index, ...]
     form: str
     dim: int
     width: int
     uncertainty: Tensor
+    kind: str | None = None
+    model: str | None = None
+    weights: str | None = None
+    factory: str | None = None
+    why: str | None = None
+    items: Items | None = None
 
     def __len__(self) -> int:
         return len(self.uncertainty)
+
+    @property
+    def faiss(self) -> faiss.Index:
+        """The FAISS index of a gallery that has one part. Raises ValueError for several."""
+        (part,) = self.parts
+        return part
+
+    def item(self, i: int) -> dict:
+        """key, captions, shard, offset and size of a gallery item; see `probemb.search.items`.
+
+        Raises:
+            UserError: the index was made in memory, which knows only embeddings.
+        """
+        if self.items is None:
+            raise UserError("This index has no list of its items.", "Load an index folder of tools.build_index.")
+        return self.items[i]
 
 
 def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> Index:
@@ -66,33 +95,58 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
         UserError: an empty gallery, numbers that are not finite, a factory string that FAISS does not know or that
             needs a larger gallery.
     """
-    import faiss
 
     if form not in FORMS:
         raise UserError(f"There is no form of search '{form}'.{nearest(form, FORMS)}", f"Choose {' or '.join(FORMS)}.")
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
     u = gallery.uncertainty().float().cpu()
-    vectors = _vectors(gallery.mean, u.sqrt() if form == "csd" else None, _multiple(factory))
+    vectors = gallery_vectors(gallery.mean.detach().float().cpu().numpy(), u.numpy(), form, factory)
+    index = new_index(vectors.shape[1], factory)
+    fill(index, vectors, factory, train=vectors)
+    return Index((index,), form, gallery.shape[1], vectors.shape[1], u)
+
+
+def gallery_vectors(mean: np.ndarray, u: np.ndarray, form: str, factory: str) -> np.ndarray:
+    """What FAISS is given of a gallery's (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
+    last = np.sqrt(u) if form == "csd" else None
+    vectors = _vectors(mean, last, width_of(mean.shape[1], form, factory))
     if not np.isfinite(vectors).all():
         raise UserError("The gallery holds NaN or infinity.", "Leave those items out, or use another checkpoint.")
+    return vectors
+
+
+def width_of(dim: int, form: str, factory: str) -> int:
+    """Dimensions of the vectors: D, or D + 1, up to the next number that the factory's quantizers can cut."""
+    columns = dim + (form == "csd")
+    return -(-columns // _multiple(factory)) * _multiple(factory)
+
+
+def new_index(width: int, factory: str) -> faiss.Index:
+    """An empty, untrained index. Raises UserError for a string that FAISS does not know."""
+    import faiss
+
     try:
-        index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_L2)
+        return faiss.index_factory(width, factory, faiss.METRIC_L2)
     except (RuntimeError, MemoryError) as error:
         raise UserError(
-            f"FAISS makes no index of '{factory}' in {vectors.shape[1]} dimensions ({_reason(error)}).",
+            f"FAISS makes no index of '{factory}' in {width} dimensions ({_reason(error)}).",
             "Use a string such as Flat, HNSW32, or IVF256,Flat.",
         ) from error
+
+
+def fill(index: faiss.Index, vectors: np.ndarray, factory: str, train: np.ndarray | None = None) -> None:
+    """Train an index, if `train` is given and it needs that, and add vectors. Raises UserError."""
     try:
-        if not index.is_trained:
-            index.train(vectors)
+        if train is not None and not index.is_trained:
+            index.train(train)
         index.add(vectors)
     except (RuntimeError, MemoryError) as error:
         raise UserError(
-            f"The index '{factory}' cannot be made from {len(u):,} items ({_reason(error)}).",
+            f"The index '{factory}' cannot be made from {len(vectors if train is None else train):,} items "
+            f"({_reason(error)}).",
             "Use a smaller index, or Flat.",
         ) from error
-    return Index(index, form, gallery.shape[1], vectors.shape[1], u)
 
 
 def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +160,7 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
         gallery indices (Q, k) int64. An approximate index may find fewer than k: the rest is infinity and -1.
 
     Raises:
-        UserError: k is out of range, or the queries have another dimension than the gallery.
+        UserError: k is out of range, or the queries have another dimension than the gallery or are not finite.
     """
     if not 1 <= k <= len(index):
         raise UserError(f"{k} neighbours are asked of a gallery of {len(index)}.", f"Ask for 1 to {len(index)}.")
@@ -115,12 +169,22 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
             f"The queries have the shape {tuple(queries.shape)}, the gallery has {index.dim} dimensions.",
             "Embed both with the same model.",
         )
-    zero = torch.zeros(len(queries)) if index.form == "csd" else None
-    distance, found = index.faiss.search(_vectors(queries.mean, zero, 1, index.width), k)
-    distance, found = torch.from_numpy(distance), torch.from_numpy(found)
+    vectors = _vectors(queries.mean.detach().float().cpu().numpy(), None, index.width)
+    if not np.isfinite(vectors).all():
+        raise UserError("A query holds NaN or infinity.", "Leave it out, or use another checkpoint.")
+    distances, places, start = [], [], 0
+    for part in index.parts:
+        distance, found = (torch.from_numpy(one) for one in part.search(vectors, min(k, part.ntotal)))
+        distances.append(distance.masked_fill(found < 0, torch.inf))
+        places.append(found.where(found < 0, found + start))
+        start += part.ntotal
+    distance, found = torch.cat(distances, 1), torch.cat(places, 1)
+    if len(index.parts) > 1:
+        distance, order = distance.sort(dim=1, stable=True)
+        distance, found = distance[:, :k], found.gather(1, order[:, :k])
     if index.form == "csd":
         distance = distance + queries.uncertainty().float().cpu()[:, None]
-    return distance.masked_fill(found < 0, torch.inf), found
+    return distance, found
 
 
 def rerank(index: Index, queries: Gaussian, k: int, candidates: int | None = None) -> tuple[Tensor, Tensor]:
@@ -146,20 +210,49 @@ def rerank(index: Index, queries: Gaussian, k: int, candidates: int | None = Non
     return distance[:, :k], found.gather(1, order)[:, :k]
 
 
-def _vectors(mean: Tensor, last: Tensor | None, multiple: int, width: int | None = None) -> np.ndarray:
-    """Means with one more column and zeros up to a width, (N, width) float32."""
-    mean = mean.detach().float().cpu()
-    columns = mean.shape[1] + (last is not None)
-    width = width or -(-columns // multiple) * multiple
+def set_effort(index: Index, effort: int) -> str | None:
+    """How many candidates an approximate index looks at: `nprobe` cells of IVF, `efSearch` nodes of HNSW.
+
+    Returns:
+        the name of what was set, None for an index that has no such choice.
+    """
+    import faiss
+
+    name = None
+    for part in index.parts:
+        name = next((key for key, kind in (("nprobe", "IVF"), ("efSearch", "HNSW")) if _is_a(part, kind)), None)
+        if name:
+            space = faiss.GpuParameterSpace() if "Gpu" in type(part).__name__ else faiss.ParameterSpace()
+            space.set_index_parameter(part, name, effort)
+    return name
+
+
+def _is_a(index: faiss.Index, kind: str) -> bool:
+    """Whether an index is, behind its transforms, of the family "IVF" or "HNSW"."""
+    import faiss
+
+    index = faiss.downcast_index(index)
+    while isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
+        index = faiss.downcast_index(index.index if isinstance(index, faiss.IndexPreTransform) else index.base_index)
+    return kind in type(index).__name__
+
+
+def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarray:
+    """Means (N, D), one more column, and zeros up to a width: (N, width) float32."""
     out = np.zeros((len(mean), width), dtype=np.float32)
-    out[:, : mean.shape[1]] = mean.numpy()
+    out[:, : mean.shape[1]] = mean
     if last is not None:
-        out[:, mean.shape[1]] = last.numpy()
+        out[:, mean.shape[1]] = last
     return out
 
 
 def _multiple(factory: str) -> int:
-    """Product quantizers cut vectors into equal parts: the number of parts, by which the width must be divisible."""
+    """Product quantizers cut vectors into equal parts: the number of parts, by which the width must be divisible.
+
+    Where a transform gives the vectors a width of its own, as in OPQ64_512 or PCA256, any width will do before it.
+    """
+    if re.match(r"(OPQ\d+_\d+|PCA[RW]*\d+)", factory):
+        return 1
     return int(np.lcm.reduce([int(n) for n in re.findall(r"PQ(\d+)", factory) if int(n) > 0] or [1]))
 
 

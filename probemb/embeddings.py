@@ -1,0 +1,252 @@
+"""The embeddings of shards in a folder: one partition a shard, complete once its marker is there.
+
+    OUT/embeddings.json          {"format", "model", "weights", "dim", "data", "items": {"image": n, "text": m}}
+    OUT/image/SHARD.npz          mean (n, D) float16, u (n,) float32 = sum of the variances
+    OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
+    OUT/image/SHARD.done.json    {"shard", "bytes", "samples", "count", "failures", "examples"}, written last
+    OUT/text/…                   the same, a row for each caption: captions has that one, `number` says which it was
+
+SHARD is the tar's folder and name, so that several corpora fit into one folder of embeddings. `items` is there once
+every shard of `data` has been embedded. `tools.embed` writes the folder, `tools.build_index` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from probemb.errors import UserError
+from probemb.files import replace_file, replace_text
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FORMAT = 1
+KINDS = ("image", "text")
+NAME = "embeddings.json"
+MARKER = ".done.json"
+MAX_JSON_BYTES = 64 << 20
+MAX_DIM = 1 << 16
+_REPAIR = "Embed that shard again: delete its .done.json and repeat the command of tools.embed."
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One embedded shard.
+
+    Attributes:
+        kind: "image" or "text".
+        name: of its files, without an extension.
+        count: rows.
+        shard: path of the tar.
+    """
+
+    kind: str
+    name: str
+    count: int
+    shard: str
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """A folder of embeddings that is there.
+
+    Attributes:
+        folder: where it lies.
+        model: as it was typed; weights: SHA-256 of it (`probemb.models.weights_sha256`).
+        dim: D.
+        data: the corpora, as they were typed.
+        items: rows by kind, once all of `data` is embedded; {} before.
+    """
+
+    folder: Path
+    model: str
+    weights: str
+    dim: int
+    data: tuple[str, ...]
+    items: dict[str, int]
+
+    def partitions(self, kind: str) -> list[Partition]:
+        """Those that are complete, in the order of their names. Raises UserError for a marker that is none."""
+        found = []
+        for marker in sorted((self.folder / kind).glob(f"*{MARKER}")):
+            content = _read_json(marker, _REPAIR)
+            count, shard = content.get("count"), content.get("shard")
+            if type(count) is not int or count < 0 or type(shard) is not str:
+                raise UserError(f"{marker} is not the marker of an embedded shard.", _REPAIR)
+            found.append(Partition(kind, marker.name.removesuffix(MARKER), count, shard))
+        return found
+
+    def read(self, part: Partition) -> tuple[np.ndarray, np.ndarray]:
+        """mean (n, D) float16 and u (n,) float32. Raises UserError for files that do not fit the marker."""
+        path = self.folder / part.kind / f"{part.name}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                mean, u = arrays["mean"], arrays["u"]
+        except Exception as error:  # a damaged zip makes numpy raise whatever its parts raise
+            raise UserError(f"{path} cannot be read ({type(error).__name__}).", _REPAIR) from error
+        if mean.shape != (part.count, self.dim) or mean.dtype != np.float16 or u.shape != (part.count,):
+            raise UserError(
+                f"{path} holds {mean.dtype} of the shape {mean.shape}, not float16 of ({part.count}, {self.dim}).",
+                _REPAIR,
+            )
+        return mean, np.ascontiguousarray(u, dtype=np.float32)
+
+    def read_items(self, part: Partition) -> pyarrow.Table:
+        """key, captions, shard, offset, size (and number, of captions) of every row. Raises UserError."""
+        import pyarrow.parquet as pq
+
+        path = self.folder / part.kind / f"{part.name}.parquet"
+        try:
+            table = pq.read_table(path)
+        except Exception as error:  # pyarrow raises OSError, its own errors, or what a damaged file makes it raise
+            raise UserError(f"{path} cannot be read ({type(error).__name__}).", _REPAIR) from error
+        if table.num_rows != part.count or not set(item_schema(part.kind).names) <= set(table.column_names):
+            raise UserError(f"{path} does not fit its marker.", _REPAIR)
+        return table.select(item_schema(part.kind).names).cast(item_schema(part.kind))
+
+    def marker(self, kind: str, name: str) -> dict | None:
+        """What the marker of a partition says; None if there is none that can be read."""
+        path = self.folder / kind / f"{name}{MARKER}"
+        try:
+            return _read_json(path, _REPAIR) if path.is_file() else None
+        except UserError:
+            return None
+
+    def write(self, kind: str, name: str, mean: np.ndarray, u: np.ndarray, items: pyarrow.Table, marker: dict) -> None:
+        """A partition, each file aside and renamed, the marker last. `marker` gets the count.
+
+        Raises:
+            UserError: it cannot be written, as on a full disk.
+        """
+        import pyarrow.parquet as pq
+
+        folder = self.folder / kind
+        mean, u = np.asarray(mean, dtype=np.float16), np.asarray(u, dtype=np.float32)
+
+        def arrays(path: Path) -> None:
+            with open(path, "wb") as file:
+                np.savez(file, mean=mean, u=u)
+
+        try:
+            (folder / f"{name}{MARKER}").unlink(missing_ok=True)  # of a shard that has changed since
+            replace_file(folder / f"{name}.npz", arrays)
+            replace_file(folder / f"{name}.parquet", lambda path: pq.write_table(items, path, compression="zstd"))
+            replace_text(folder / f"{name}{MARKER}", json.dumps({**marker, "count": len(u)}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"The embeddings cannot be written to {folder}: {error.strerror or error}.",
+                "Free some space or make the folder writable, and repeat the command: it goes on where it stopped.",
+            ) from error
+
+
+def item_schema(kind: str) -> pyarrow.Schema:
+    """The columns of a partition's parquet file."""
+    import pyarrow as pa
+
+    columns = [("key", pa.string()), ("captions", pa.list_(pa.string())), ("shard", pa.string())]
+    columns += [("offset", pa.int64()), ("size", pa.int64())]
+    return pa.schema(columns + ([("number", pa.int32())] if kind == "text" else []))
+
+
+def open_embeddings(folder: str | Path) -> Embeddings:
+    """A folder of embeddings.
+
+    Raises:
+        UserError: there is none, or its embeddings.json is damaged or of another version.
+    """
+    path = Path(folder) / NAME
+    if not path.is_file():
+        raise UserError(f"There are no embeddings in {folder}.", "Make them with `python -m tools.embed`.")
+    content = _read_json(path, "Embed the data anew into another folder.")
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path} has the format {content.get('format')!r}, not {FORMAT}.", "Embed the data anew.")
+    try:
+        model, weights, dim, data = (content[key] for key in ("model", "weights", "dim", "data"))
+        items = content.get("items", {})
+        fine = type(model) is type(weights) is str and type(dim) is int and 0 < dim <= MAX_DIM
+        fine &= all(type(one) is str for one in data) and all(items.get(kind, 0) >= 0 for kind in items)
+        if not fine:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{path} does not describe embeddings.", "Embed the data anew into another folder.") from None
+    return Embeddings(Path(folder), model, weights, dim, tuple(data), items)
+
+
+def create_embeddings(folder: str | Path, model: str, weights: str, dim: int, data: Sequence[str]) -> Embeddings:
+    """The folder for the embeddings of `data`, which may hold some of them, or of other corpora, already.
+
+    Raises:
+        UserError: it holds embeddings of another model, or something else, or cannot be written to.
+    """
+    folder = Path(folder)
+    path, data = folder / NAME, tuple(data)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file.", "Name a folder.")
+    if path.exists():
+        held = open_embeddings(folder)
+        if held.weights != weights or held.dim != dim:
+            raise UserError(
+                f"{folder} holds embeddings of {held.model} ({held.weights[:12]}, {held.dim} dimensions), not of "
+                f"{model} ({weights[:12]}, {dim} dimensions).",
+                "Name another folder with --out, or the model that it was made with.",
+            )
+        if set(data) <= set(held.data):
+            return held
+        data = tuple(dict.fromkeys((*held.data, *data)))
+        model = held.model
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
+    made = Embeddings(folder, model, weights, dim, data, {})
+    save(made)
+    return made
+
+
+def save(embeddings: Embeddings) -> None:
+    """Write embeddings.json. Raises UserError."""
+    content = {
+        "format": FORMAT,
+        "model": embeddings.model,
+        "weights": embeddings.weights,
+        "dim": embeddings.dim,
+        "data": list(embeddings.data),
+    }
+    if embeddings.items:
+        content["items"] = embeddings.items
+    try:
+        replace_text(embeddings.folder / NAME, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"{embeddings.folder} cannot be written to: {error.strerror or error}.", "Name another folder with --out."
+        ) from error
+
+
+def same_model(several: Sequence[Embeddings]) -> None:
+    """Refuse folders that different models have made. Raises UserError, which names both."""
+    first = several[0]
+    for other in several[1:]:
+        if (other.weights, other.dim) != (first.weights, first.dim):
+            raise UserError(
+                f"{first.folder} was embedded by {first.model} ({first.weights[:12]}, {first.dim} dimensions), "
+                f"{other.folder} by {other.model} ({other.weights[:12]}, {other.dim} dimensions).",
+                "Embed both with the same model.",
+            )
+
+
+def _read_json(path: Path, remedy: str) -> dict:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError("too large")
+        content = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable JSON.", remedy) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object.", remedy)
+    return content

@@ -1,0 +1,102 @@
+"""Which FAISS index suits a gallery, and why.
+
+The bounds follow FAISS' own guide (exact search while it is fast, a graph while it fits into memory, inverted lists
+with compressed codes beyond); `tools.bench.search` measures what they cost in recall.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GIB = 1 << 30
+FLAT_ITEMS = 100_000  # up to here an exact answer takes a few hundredths of a second on one core
+GRAPH_ITEMS = 20_000_000  # a graph of more takes days to build
+LINKS = 32  # of each node of the graph
+EF_SEARCH = 64
+TRAIN_PER_CELL = 40  # FAISS warns below 39
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A FAISS factory string, why it was taken, and how many candidates a search looks at (None: all)."""
+
+    factory: str
+    why: str
+    effort: int | None
+
+
+def choose_factory(count: int, dim: int, memory: int) -> Choice:
+    """The index for a gallery.
+
+    Args:
+        count: items. dim: D. memory: bytes that the index may take while it answers.
+    """
+    flat, graph = count * 4 * (dim + 1), count * (4 * (dim + 1) + 8 * LINKS)
+    shape = f"{count:,} items of {dim} + 1 dimensions"
+    if count <= FLAT_ITEMS and flat <= memory:
+        return Choice("Flat", f"Flat, exact: {shape} are {_size(flat)}, which is fast to search as a whole.", None)
+    if count <= GRAPH_ITEMS and graph <= memory:
+        why = f"HNSW{LINKS}, a graph: {shape} are too many to search all of them, and fit as {_size(graph)} into the "
+        return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.", EF_SEARCH)
+    cells, parts = cell_count(count), _code_bytes(dim)
+    factory = f"OPQ{parts}_{8 * parts if 8 * parts <= dim else parts * (dim // parts)},IVF{cells},PQ{parts}"
+    size = count * (parts + 8)
+    why = f"IVF-PQ, compressed: {shape} would take {_size(graph)} as a graph"
+    why += f", and {_size(memory)} are given" if graph > memory else ", which takes too long to build"
+    why += f"; codes of {parts} bytes in {cells:,} cells take {_size(size)}. Distances are approximate."
+    return Choice(factory, why, default_effort(factory))
+
+
+def cell_count(count: int) -> int:
+    """Cells of an inverted file: a power of two near 8·√N that N items can train."""
+    cells = 1
+    while cells * 2 <= min(8 * count**0.5, count / TRAIN_PER_CELL, 1 << 20):
+        cells *= 2
+    return cells
+
+
+def default_effort(factory: str) -> int | None:
+    """Candidates to look at where nobody says: a sixty-fourth of the cells, at least 16, or EF_SEARCH nodes."""
+    found = re.search(r"IVF(\d+)", factory)
+    if found:
+        return min(int(found[1]), max(16, int(found[1]) // 64))
+    return EF_SEARCH if "HNSW" in factory else None
+
+
+def training_count(factory: str, count: int) -> int:
+    """Items to train an index on, drawn from all; 0 for indexes that need no training."""
+    if re.fullmatch(r"(Flat|HNSW\d*(,Flat)?|IDMap2?,Flat)", factory):
+        return 0
+    cells = re.search(r"IVF(\d+)", factory)
+    wanted = max(50_000, 2 * TRAIN_PER_CELL * int(cells[1])) if cells else 100_000
+    return min(count, wanted)
+
+
+def _code_bytes(dim: int) -> int:
+    """Bytes of a product quantizer's code: an eighth of the dimensions, 8 to 64, that divides them."""
+    parts = 64
+    while parts > 8 and (parts * 8 > dim or dim % parts):
+        parts //= 2
+    return min(parts, dim)
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):,.0f} MiB"
+
+
+def bytes_per_item(factory: str, dim: int) -> int:
+    """About how many bytes an item takes in an index; the vectors themselves where the string is not understood."""
+    codes = re.search(r"(?<!O)PQ(\d+)(?:x(\d+))?", factory)
+    scalar = re.search(r"SQ(4|6|8|fp16|bf16)", factory)
+    vector = 4 * (dim + 1)
+    if codes:
+        vector = -(-int(codes[1]) * int(codes[2] or 8) // 8)
+    elif scalar:
+        vector = -(-(dim + 1) * {"4": 4, "6": 6, "8": 8}.get(scalar[1], 16) // 8)
+    if re.search(r"RFlat|Refine\(Flat\)", factory):
+        vector += 4 * (dim + 1)
+    links = re.search(r"HNSW(\d*)", factory)
+    if links and "IVF" not in factory:
+        vector += 8 * int(links[1] or 32)
+    return vector + (8 if "IVF" in factory else 0)

@@ -1,0 +1,173 @@
+"""An index in a folder: FAISS files that are read through the page cache, so that a gallery may exceed the memory.
+
+    INDEX/index.json             {"format", "model", "weights", "dim", "width", "kind", "form", "factory", "why",
+                                  "effort", "count", "parts": [{"file", "count"}]}
+    INDEX/part-00000.faiss …     FAISS' own files, together the gallery in its order
+    INDEX/u.f32                  N little-endian float32: the items' uncertainty, found by an item's number. It is the
+                                 key-value store that re-ranking reads
+    INDEX/items/00000.parquet …  what stands behind each item; see `items.py`
+
+`writing.py` makes such a folder. FAISS reads its files without checking them: load only what you made yourself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from probemb.errors import UserError
+from probemb.search.index import FORMS, Index, set_effort
+from probemb.search.items import Items
+
+FORMAT = 1
+NAME, UNCERTAINTY, ITEMS = "index.json", "u.f32", "items"
+MAX_JSON_BYTES = 64 << 20
+DEVICES = ("auto", "cpu", "cuda")
+GPU_SHARE = 0.8  # of a GPU's free memory that an index may take where nobody asked for the GPU
+_REBUILD = "Build the index anew with `python -m tools.build_index`."
+
+
+def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True) -> Index:
+    """The index in a folder that `tools.build_index` wrote.
+
+    Args:
+        device: "cpu", "cuda" (all GPUs take parts in turn), or "auto": the GPUs if the index fits into them.
+        memory_map: leave the parts in their files and read what a search needs; else read all of them now.
+
+    Raises:
+        UserError: there is none, a file is missing, damaged or of another size than index.json says; no GPU, or an
+            index that FAISS cannot search there.
+    """
+    import faiss
+
+    if device not in DEVICES:
+        raise UserError(f"There is no device '{device}' for an index.", f"Choose {', '.join(DEVICES)}.")
+    folder = Path(folder)
+    about = read_about(folder)
+    flags = 0
+    parts = []
+    for row in about["parts"]:
+        path = folder / row["file"]
+        if memory_map:
+            inverted = "IVF" in about["factory"]
+            flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY if inverted else faiss.IO_FLAG_MMAP_IFC
+        try:
+            part = faiss.read_index(str(path), flags)
+        except RuntimeError as error:
+            raise UserError(f"{path} cannot be read as an index of FAISS.", _REBUILD) from error
+        if part.ntotal != row["count"] or part.d != about["width"]:
+            raise UserError(
+                f"{path} holds {part.ntotal:,} vectors of {part.d} dimensions, but index.json says "
+                f"{row['count']:,} of {about['width']}.",
+                _REBUILD,
+            )
+        parts.append(part)
+    if device != "cpu":
+        parts = _on_gpus(parts, folder, about, must=device == "cuda")
+    u = _read_uncertainty(folder, about["count"])
+    index = Index(
+        tuple(parts), about["form"], about["dim"], about["width"], u, about["kind"], about["model"], about["weights"],
+        about["factory"], about["why"], Items(folder / ITEMS, about["count"]),
+    )  # fmt: skip
+    if about["effort"]:
+        set_effort(index, about["effort"])
+    return index
+
+
+def require_model(index: Index, model: str, weights: str, dim: int) -> None:
+    """Refuse queries of another model than the gallery's.
+
+    Args:
+        model: as typed; weights: `probemb.models.weights_sha256` of it; dim: D.
+
+    Raises:
+        UserError: names both.
+    """
+    if (index.weights, index.dim) != (weights, dim):
+        raise UserError(
+            f"The index was made with {index.model} ({str(index.weights)[:12]}, {index.dim} dimensions), the query's "
+            f"model is {model} ({weights[:12]}, {dim} dimensions).",
+            f"Search with --model {index.model}, or build an index with the other model.",
+        )
+
+
+def read_about(folder: Path) -> dict:
+    """index.json, checked. Raises UserError."""
+    path = folder / NAME
+    if not path.is_file():
+        raise UserError(f"There is no index in {folder}.", "Build one with `python -m tools.build_index`.")
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        about = json.loads(text) if len(text) <= MAX_JSON_BYTES else None
+        if not isinstance(about, dict):
+            raise ValueError
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable JSON.", _REBUILD) from error
+    if about.get("format") != FORMAT:
+        raise UserError(f"{path} has the format {about.get('format')!r}, not {FORMAT}.", _REBUILD)
+    if not _is_fine(about):
+        raise UserError(f"{path} does not describe an index.", _REBUILD)
+    missing = [row["file"] for row in about["parts"] if not (folder / row["file"]).is_file()]
+    if missing:
+        raise UserError(f"{folder} lacks {missing[0]}.", _REBUILD)
+    return about
+
+
+def _is_fine(about: dict) -> bool:
+    texts = all(type(about.get(key)) is str for key in ("model", "weights", "factory", "why"))
+    whole = all(type(about.get(key)) is int and about[key] > 0 for key in ("dim", "width", "count"))
+    rows, effort = about.get("parts"), about.setdefault("effort", None)
+    if not (texts and whole and isinstance(rows, list) and (effort is None or (type(effort) is int and effort > 0))):
+        return False
+    for row in rows:
+        if not isinstance(row, dict) or type(row.get("count")) is not int or row["count"] < 1:
+            return False
+        if not re.fullmatch(r"part-\d{5,9}\.faiss", str(row.get("file"))):
+            return False
+    kinds = about.get("kind") in ("image", "text") and about.get("form") in FORMS
+    return kinds and sum(row["count"] for row in rows) == about["count"] and about["width"] >= about["dim"]
+
+
+def _read_uncertainty(folder: Path, count: int) -> torch.Tensor:
+    path = folder / UNCERTAINTY
+    try:
+        if os.path.getsize(path) != 4 * count:
+            raise UserError(f"{path} does not hold {count:,} numbers.", _REBUILD)
+        # Copy on write, as torch wants an array that it could write to.
+        return torch.from_numpy(np.memmap(path, dtype="<f4", mode="c", shape=(count,)))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).", _REBUILD) from error
+
+
+def _on_gpus(parts: list, folder: Path, about: dict, must: bool) -> list:
+    """The parts on the GPUs in turn; where it is not a must, only if they fit and FAISS can."""
+    import faiss
+
+    count = getattr(faiss, "get_num_gpus", lambda: 0)()
+    if not count:
+        if must:
+            raise UserError("FAISS sees no GPU here.", "Search with --device cpu.")
+        return parts
+    size = sum((folder / row["file"]).stat().st_size for row in about["parts"])
+    free = sum(torch.cuda.mem_get_info(i)[0] for i in range(min(count, torch.cuda.device_count())))
+    if not must and size > GPU_SHARE * free:
+        return parts
+    try:
+        resources = [faiss.StandardGpuResources() for _ in range(count)]
+        moved = [faiss.index_cpu_to_gpu(resources[i % count], i % count, part) for i, part in enumerate(parts)]
+    except RuntimeError as error:
+        if must:
+            raise UserError(
+                f"FAISS cannot search {about['factory']} on the GPU ({' '.join(str(error).split())[-120:]}).",
+                "Search with --device cpu, or build a Flat or IVF index.",
+            ) from error
+        return parts
+    for part in moved:
+        part.referenced_resources = resources  # FAISS does not keep them alive
+    return moved

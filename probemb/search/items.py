@@ -1,0 +1,82 @@
+"""What stands behind each row of a gallery, in parquet files from which single rows are read.
+
+    items/00000.parquet, items/00001.parquet, …    65,536 rows each, in groups of 1,024, in the order of the gallery
+
+so that the place of a row follows from its number, and looking one up reads one group.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ROWS_PER_FILE = 1 << 16
+ROWS_PER_GROUP = 1 << 10
+_CACHED_GROUPS = 64
+
+
+class ItemsWriter:
+    """Writes tables one after another; `close` ends the last file. Raises OSError."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True)
+        self.folder, self.count, self._waiting, self._files = folder, 0, [], 0
+
+    def add(self, table: pyarrow.Table) -> None:
+        self._waiting.append(table)
+        self.count += table.num_rows
+        while self.count - self._files * ROWS_PER_FILE >= ROWS_PER_FILE:
+            self._write(ROWS_PER_FILE)
+
+    def close(self) -> None:
+        if self.count > self._files * ROWS_PER_FILE:
+            self._write(ROWS_PER_FILE)
+
+    def _write(self, rows: int) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = pa.concat_tables(self._waiting)
+        path = self.folder / f"{self._files:05d}.parquet"
+        pq.write_table(table.slice(0, rows), path, row_group_size=ROWS_PER_GROUP, compression="zstd")
+        self._waiting = [table.slice(rows)]
+        self._files += 1
+
+
+class Items:
+    """The rows of a gallery, `items[i]` -> dict."""
+
+    def __init__(self, folder: Path, count: int):
+        self.folder, self.count = folder, count
+        self._group = lru_cache(_CACHED_GROUPS)(self._read_group)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> dict:
+        """key, captions (list), shard (path of the tar), offset and size of the image's bytes in it; for a gallery of
+        captions also number, which of its image's captions it is. Raises IndexError, UserError."""
+        if not 0 <= i < self.count:
+            raise IndexError(i)
+        file, row = divmod(int(i), ROWS_PER_FILE)
+        group, row = divmod(row, ROWS_PER_GROUP)
+        rows = self._group(file, group)
+        if row >= len(rows):
+            raise UserError(f"{self.folder} has fewer rows than its index says.", "Build the index anew.")
+        return dict(rows[row])
+
+    def _read_group(self, file: int, group: int) -> list[dict]:
+        import pyarrow.parquet as pq
+
+        path = self.folder / f"{file:05d}.parquet"
+        try:
+            with pq.ParquetFile(path) as opened:
+                return opened.read_row_group(group).to_pylist()
+        except Exception as error:  # pyarrow raises OSError, its own errors, or what a damaged file makes it raise
+            raise UserError(f"{path} cannot be read ({type(error).__name__}).", "Build the index anew.") from error

@@ -1,0 +1,153 @@
+"""Build an index for search from embeddings.
+
+    python -m tools.build_index --embeddings embeddings/x --out indexes/x
+    python -m tools.build_index --embeddings embeddings/x --out indexes/x-graph --factory HNSW32
+    python -m tools.build_index --embeddings embeddings/x --out indexes/x-two-step --form mean       # for re-ranking
+
+Distances are CSD, through one more dimension than the embeddings have. Without --factory the index follows from the
+number of items and the memory, and the command says why; with it any of FAISS' factory strings will do.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.command import Parser, run_command
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from probemb.embeddings import Embeddings
+    from probemb.search import Choice
+
+PROG = "python -m tools.build_index"
+GIB = 1 << 30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parse(argv)
+
+    from probemb.embeddings import open_embeddings, same_model
+
+    sources = [open_embeddings(folder) for folder in options.embeddings]
+    same_model(sources)
+    refuse_repeated(sources)
+    for source in sources:
+        if options.kind not in source.items and not options.incomplete:
+            raise UserError(
+                f"The {options.kind} embeddings of {source.folder} are not complete.",
+                "Let tools.embed finish, or take what is there with --incomplete.",
+            )
+    count = sum(part.count for source in sources for part in source.partitions(options.kind))
+    if count and options.train_items and options.train_items > count:
+        raise UserError(f"--train-items is {options.train_items:,} of {count:,} items.", "Give fewer.")
+    choice = choose(options, count, sources[0].dim)
+    print(choice.why, flush=True)
+
+    from probemb.progress import progress
+    from probemb.search import load_index
+    from probemb.search.writing import write_index
+
+    with progress("items", count) as advance:
+        write_index(
+            options.out, sources, options.kind, choice, form=options.form, part_items=options.part_items,
+            train_items=options.train_items, seed=options.seed, gpu=use_gpu(options.device), advance=advance,
+        )  # fmt: skip
+    index = load_index(options.out)
+    print_table(index, options.out)
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    """The options, checked as far as they can be without reading anything."""
+    parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
+    parser.add_argument("--embeddings", required=True, nargs="+", type=Path, help="folders that tools.embed wrote")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the index")
+    parser.add_argument("--kind", choices=("image", "text"), default="image", help="what is searched (%(default)s)")
+    parser.add_argument("--factory", default="auto", help="FAISS factory string, or auto (%(default)s)")
+    parser.add_argument(
+        "--form", choices=("csd", "mean"), default="csd", help="CSD, or the means alone, to re-rank (%(default)s)"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, help="memory that the index may take in search; by default half of this machine's"
+    )
+    parser.add_argument("--part-items", type=int, help="items in one FAISS file; by default what the memory holds")
+    parser.add_argument("--train-items", type=int, help="items to train on; by default as the factory needs")
+    parser.add_argument("--effort", type=int, help="cells (IVF) or nodes (HNSW) that a search looks at")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of the items to train on (%(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="for training (%(default)s)")
+    parser.add_argument("--incomplete", action="store_true", help="take what has been embedded so far")
+    options = parser.parse_args(argv)
+    for name in "memory_gib", "part_items", "train_items", "effort":
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a number above 0.")
+    if options.seed < 0:
+        raise UserError(f"--seed is {options.seed}.", "Give 0 or more.")
+    return options
+
+
+def refuse_repeated(sources: Sequence[Embeddings]) -> None:
+    """Raises UserError for a folder that is named twice."""
+    folders = [source.folder.resolve() for source in sources]
+    if len(set(folders)) < len(folders):
+        raise UserError("A folder of embeddings is named twice.", "Name each once.")
+
+
+def choose(options: Namespace, count: int, dim: int) -> Choice:
+    """The factory that was asked for, or the one that suits."""
+    from probemb.search import Choice, choose_factory
+    from probemb.search.choice import bytes_per_item, default_effort
+
+    memory = int((options.memory_gib or machine_memory() / GIB / 2) * GIB)
+    if options.factory == "auto":
+        choice = choose_factory(count, dim, memory)
+    else:
+        choice = Choice(options.factory, f"{options.factory}, as asked for.", default_effort(options.factory))
+    if options.part_items is None:
+        options.part_items = max(1, min(count, memory // bytes_per_item(choice.factory, dim)))
+    return Choice(choice.factory, choice.why, options.effort or choice.effort)
+
+
+def machine_memory() -> int:
+    """Bytes of memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def use_gpu(device: str) -> bool:
+    """Whether to train on GPUs. Raises UserError where there is none."""
+    import faiss
+
+    gpus = getattr(faiss, "get_num_gpus", lambda: 0)()
+    if device == "cuda" and not gpus:
+        raise UserError("FAISS sees no GPU here.", "Leave --device out.")
+    return bool(gpus) and device != "cpu"
+
+
+def print_table(index, folder: Path) -> None:
+    """What was made."""
+    from rich.console import Console
+    from rich.table import Table
+
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    u = index.uncertainty.double()
+    table = Table()
+    for heading in ("items", "kind", "dimensions", "form", "factory", "parts", "size", "mean u"):
+        table.add_column(heading, justify="right" if heading in ("items", "size", "mean u") else "left")
+    table.add_row(
+        f"{len(index):,}", index.kind, str(index.dim), index.form, index.factory, str(len(index.parts)),
+        f"{size / (1 << 20):,.1f} MiB", f"{float(u.mean()):.4g}",
+    )  # fmt: skip
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    console.print(table)
+    console.print(f"written: {folder}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

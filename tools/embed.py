@@ -1,0 +1,367 @@
+"""Embed the images and captions of shards.
+
+    python -m tools.embed --model runs/x --data data/cc3m data/cc12m --out embeddings/x
+    torchrun --nproc-per-node 8 -m tools.embed --model runs/x --data data/cc3m --out embeddings/x     # eight GPUs
+    python -m tools.embed --part 3/16 …                                       # one of sixteen jobs; see docs/search.md
+
+One partition a shard, written when the shard is done: a command that is repeated goes on where the last one stopped.
+Several processes share the shards among themselves by their order. What cannot be read is left out and counted; a
+shard of which too much fails gets no partition, and the command says so at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.command import Parser, check_numbers, run_command
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from probemb.embeddings import Embeddings
+    from tools.embed_reading import Batch, Work
+
+PROG = "python -m tools.embed"
+EXAMPLES = 20  # failures that a marker names; all are counted
+SHOWN = 5  # damaged shards that an error names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns 0, or 85 when a signal asked it to stop and a repeated command will go on."""
+    options = parse(argv)
+    kinds = ("image", "text") if options.items == "both" else (options.items,)
+    part = share(options.part)
+
+    from probemb.placement import place
+
+    shards = find_shards(options.data)
+    names = partition_names(shards)
+    placement = place(local_device(options.device), options.precision)
+
+    from probemb.embeddings import create_embeddings
+    from probemb.models import load_model, weights_sha256
+    from probemb.runs.preemption import REQUEUE, Preemption
+
+    loaded = load_model(options.model, device=placement.device)
+    data = [str(Path(one).absolute()) for one in options.data]
+    out = create_embeddings(options.out, options.model, weights_sha256(loaded.model), loaded.model.embed_dim, data)
+    mine = list(zip(shards, names))[part[0] :: part[1]]
+    works = pending(out, mine, kinds)
+    if len(works) < len(mine):
+        print(f"{len(mine) - len(works):,} of {len(mine):,} shards are embedded already", flush=True)
+    with Preemption() as preemption:
+        stopped = embed(loaded, out, works, options, placement, preemption)
+    if stopped:
+        print(f"stopped by {preemption.name}; the same command goes on from here", file=sys.stderr, flush=True)
+        return REQUEUE
+    complete = finish(out, kinds)
+    refuse_damaged([work for work in works if work.damage], options.skip_damaged)
+    if complete:
+        print(f"{' and '.join(f'{count:,} {kind}s' for kind, count in complete.items())} in {out.folder}")
+    else:
+        print(f"this part is done; other shards of {out.folder} are not yet")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    """The options, checked as far as they can be without reading anything."""
+    parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="run folder, model folder, .safetensors file or hub name")
+    parser.add_argument("--data", required=True, nargs="+", help="folders or patterns of webdataset shards, or tars")
+    parser.add_argument("--out", required=True, help="folder for the embeddings")
+    parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images in a batch (%(default)s)")
+    parser.add_argument("--text-batch-size", type=int, default=256, help="captions in a batch (%(default)s)")
+    parser.add_argument("--workers", type=int, help="processes that read and decode; by default as the machine allows")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    parser.add_argument("--precision", default="auto", help="auto, fp32, bf16, fp16")
+    parser.add_argument(
+        "--max-bad", type=float, default=0.05, help="largest share of a shard's samples that may fail (%(default)s)"
+    )
+    parser.add_argument("--skip-damaged", action="store_true", help="leave out what is damaged, for good")
+    options = parser.parse_args(argv)
+    check_numbers(options)
+    return options
+
+
+def share(part: str) -> tuple[int, int]:
+    """(first, step) of the shards of this process: --part, shared among a launcher's ranks. Raises UserError."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part {part} is not a part.", "Write it as 3/16, the third of sixteen.")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(found[1]) - 1) * world + rank, int(found[2]) * world
+
+
+def local_device(device: str) -> str:
+    """The GPU of this rank, where a launcher started one for each."""
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is None or device not in ("auto", "cuda"):
+        return device
+    import torch
+
+    return f"cuda:{rank}" if torch.cuda.is_available() or device == "cuda" else "cpu"
+
+
+def find_shards(data: Sequence[str]) -> list[Path]:
+    """The tars that --data names, each once, in order. Raises UserError."""
+    from probemb.data.reading import find_tars
+    from probemb.data.sources import is_remote
+
+    found: dict[Path, None] = {}
+    for one in data:
+        if is_remote(one):
+            raise UserError(f"{one} is not a file here.", "Copy the shards to a disk first: search shows their images.")
+        tars = find_tars(one)
+        if not tars:
+            there = "holds no webdataset shards" if Path(one).exists() else "does not exist"
+            raise UserError(f"The data path {one} {there}.", "Name a folder of .tar files, a pattern, or one tar.")
+        found |= dict.fromkeys(tar.resolve() for tar in tars)
+    return list(found)
+
+
+def partition_names(shards: Sequence[Path]) -> list[str]:
+    """FOLDER-SHARD for each tar. Raises UserError if two tars would have the same."""
+    names = [f"{shard.parent.name}-{shard.stem}".encode("utf-8", "backslashreplace").decode() for shard in shards]
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        both = [str(shard) for shard, name in zip(shards, names) if name == twice]
+        raise UserError(
+            f"{both[0]} and {both[1]} have the same folder name and name.",
+            "Embed them into two folders; tools.build_index takes several.",
+        )
+    return names
+
+
+def pending(out: Embeddings, shards: Sequence[tuple[Path, str]], kinds: Sequence[str]) -> list[Work]:
+    """What is left to do of these shards. Raises UserError if a partition is another shard's."""
+    from tools.embed_reading import Work
+
+    works = []
+    for path, name in shards:
+        left = []
+        for kind in kinds:
+            marker = out.marker(kind, name)
+            if marker and marker.get("shard") != str(path):
+                raise UserError(
+                    f"{out.folder} has embeddings of {marker.get('shard')} under the name {name}.",
+                    f"Embed {path} into another folder; tools.build_index takes several.",
+                )
+            if not marker or marker.get("bytes") != path.stat().st_size:
+                left.append(kind)
+        if left:
+            works.append(Work(path, name, tuple(left)))
+    return works
+
+
+def count_samples(works: Sequence[Work]) -> int:
+    """Samples of the shards, as their indexes say or else as their headers do; 0 for one that cannot be read."""
+    from probemb.data.index import INDEX_NAME, read_index_file
+    from probemb.data.shards import BadShard, list_samples
+
+    known: dict[Path, dict[str, int]] = {}
+    total = 0
+    for work in works:
+        folder = work.path.parent
+        if folder not in known:
+            indexed = (folder / INDEX_NAME).is_file()
+            known[folder] = {shard.name: shard.samples for shard in read_index_file(folder)} if indexed else {}
+        if work.path.name in known[folder]:
+            total += known[folder][work.path.name]
+            continue
+        with contextlib.suppress(BadShard, OSError):
+            total += len(list_samples(work.path)[0])
+    return total
+
+
+def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, placement, preemption) -> bool:
+    """Embed every shard of `works` and write its partitions; True if a signal stopped it between two batches."""
+    import torch
+
+    from probemb.progress import progress
+    from tools.embed_reading import default_workers, read_batches
+
+    model, tokenizer, transforms = loaded
+    samples = count_samples(works)
+    workers = default_workers(options.workers, placement.device, samples)
+    batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers)
+    means, uncertainties = [], []
+    with progress("samples", samples) as advance, torch.inference_mode(), contextlib.closing(batches):
+        for batch in reading(batches):
+            if preemption.asked():
+                return True
+            work = works[batch.number]
+            if batch.pixels is not None:
+                pixels = batch.pixels.to(placement.device, non_blocking=True)
+                with autocast(placement):
+                    found = model.encode_image(pixels)
+                means.append(found.mean.half())
+                uncertainties.append(found.uncertainty().float())
+            note(work, batch)
+            advance(len(batch.captions))
+            if batch.last:
+                judge(work, options)
+                if not work.damage or options.skip_damaged:
+                    write(out, work, means, uncertainties, model, options, placement)
+                means, uncertainties = [], []
+                work.spans, work.captions, work.tokens = [], [], []
+    return False
+
+
+def reading(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same, with words for a worker that the system ended."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"A process that reads samples was ended ({' '.join(str(error).split())[:200]}).",
+            "It may lack memory: give it more, or fewer --workers; the same command goes on where this one stopped.",
+        ) from error
+
+
+def autocast(placement):
+    """The precision of --precision."""
+    import torch
+
+    if placement.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(placement.device).type, dtype=placement.autocast)
+
+
+def note(work: Work, batch: Batch) -> None:
+    """What a batch says about its shard."""
+    work.images += batch.rows
+    for row, captions in batch.captions.items():
+        work.captions[row] = captions
+    work.failures += [(work.spans[row].key, why) for row, why in batch.failures]
+    if batch.tokens is not None:
+        work.tokens.append(batch.tokens)
+
+
+def judge(work: Work, options: Namespace) -> None:
+    """Call a shard damaged if too many of its samples failed."""
+    if len(work.failures) > options.max_bad * len(work.spans) and not work.damage:
+        key, why = work.failures[0]
+        work.damage = f"{len(work.failures):,} of {len(work.spans):,} samples cannot be used ({key}: {why})"
+
+
+def write(out: Embeddings, work: Work, means, uncertainties, model, options: Namespace, placement) -> None:
+    """The partitions of one shard."""
+    import torch
+
+    from probemb.classify import encode_texts
+
+    marker = {
+        "shard": str(work.path),
+        "bytes": work.path.stat().st_size,
+        "samples": len(work.spans),
+        "failures": causes(work),
+        "examples": [{"key": plain(key), "reason": plain(why)} for key, why in work.failures[:EXAMPLES]],
+    }
+    if "image" in work.kinds:
+        mean = torch.cat(means).cpu() if means else torch.zeros(0, model.embed_dim)
+        u = torch.cat(uncertainties).cpu() if means else torch.zeros(0)
+        refuse_nonfinite(mean, u, work)
+        rows = [(row, work.captions[row], None) for row in work.images]
+        out.write("image", work.name, mean.numpy(), u.numpy(), table("image", work, rows), marker)
+    if "text" in work.kinds:
+        rows = [(row, [one], i) for row, some in enumerate(work.captions) for i, one in enumerate(some or [])]
+        mean, u = torch.zeros(0, model.embed_dim), torch.zeros(0)
+        if rows:
+            found = encode_texts(
+                model.encode_text, torch.cat(work.tokens).long(), batch_size=options.text_batch_size,
+                device=placement.device, autocast=placement.autocast, cut=model.cut_padding,
+            )  # fmt: skip
+            mean, u = found.mean, found.uncertainty()
+        refuse_nonfinite(mean, u, work)
+        out.write("text", work.name, mean.numpy(), u.numpy(), table("text", work, rows), marker)
+
+
+def table(kind: str, work: Work, rows: Sequence[tuple[int, list[str], int | None]]):
+    """What stands behind the rows of a partition: (row of the shard, captions, number of the caption)."""
+    import pyarrow as pa
+
+    from probemb.data.shards import IMAGE_EXTENSIONS
+    from probemb.embeddings import item_schema
+
+    spans = [work.spans[row] for row, _, _ in rows]
+    images = [next(span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts) for span in spans]
+    columns = {
+        "key": [plain(span.key) for span in spans],
+        "captions": [[plain(one) for one in captions] for _, captions, _ in rows],
+        "shard": [plain(str(work.path))] * len(rows),
+        "offset": [image.offset for image in images],
+        "size": [image.size for image in images],
+    }
+    if kind == "text":
+        columns["number"] = [number for _, _, number in rows]
+    return pa.table(columns, schema=item_schema(kind))
+
+
+def causes(work: Work) -> dict[str, int]:
+    """Failures by cause; numbers in a reason are left out, so that there are few."""
+    reasons = [re.sub(r"\d[\d,]*", "N", plain(why)) for _, why in work.failures]
+    if work.damage:
+        reasons.append(f"the shard {re.sub(r'[0-9][0-9,]*', 'N', plain(work.damage))}")
+    return dict(Counter(reasons).most_common())
+
+
+def plain(text: str) -> str:
+    """Text that UTF-8 can hold: names in tars may be any bytes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def refuse_nonfinite(mean, u, work: Work) -> None:
+    """Raises UserError."""
+    if not (mean.isfinite().all() and u.isfinite().all()):
+        raise UserError(
+            f"The model embeds items of {work.path} as NaN or infinity.", "Use another checkpoint, or --precision fp32."
+        )
+
+
+def finish(out: Embeddings, kinds: Sequence[str]) -> dict[str, int]:
+    """Write the number of items once every shard of all corpora is embedded; {} before."""
+    from probemb.data.reading import find_tars
+    from probemb.embeddings import open_embeddings, save
+
+    now = open_embeddings(out.folder)  # another part may have written it meanwhile
+    shards = {tar.resolve() for one in now.data for tar in find_tars(one)}  # none of a corpus that was removed since
+    names, counts = set(partition_names(sorted(shards))), dict(now.items)
+    for kind in kinds:
+        done = {part.name: part.count for part in now.partitions(kind)}
+        counts.pop(kind, None)
+        if names <= set(done):
+            counts[kind] = sum(done.values())
+    if counts != now.items:
+        save(replace(now, items=counts))
+    return {kind: counts[kind] for kind in kinds if kind in counts}
+
+
+def refuse_damaged(damaged: Sequence[Work], skip: bool) -> None:
+    """Say which shards were left out. Raises UserError, unless they count as empty."""
+    if not damaged:
+        return
+    shown = "; ".join(f"{work.path}: {work.damage}" for work in damaged[:SHOWN])
+    shown += "; …" if len(damaged) > SHOWN else ""
+    if skip:
+        print(f"{len(damaged):,} damaged shards left out: {shown}", file=sys.stderr)
+        return
+    raise UserError(
+        f"{len(damaged):,} shards are not embedded ({shown}); all others are.",
+        "Fetch them again and repeat the command, allow more with --max-bad, or leave them out with --skip-damaged.",
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

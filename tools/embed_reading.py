@@ -1,0 +1,188 @@
+"""The samples of many shards as batches that know where they belong: decoded and tokenised in worker processes.
+
+One loader serves all shards, so that workers go on decoding while a shard is being written. Batches come in order and
+never mix shards: what an image is embedded to does not depend on where a run was interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from probemb.data.shards import (
+    IMAGE_EXTENSIONS,
+    BadSample,
+    BadShard,
+    SampleSpan,
+    decode_image,
+    list_samples,
+    parse_sample,
+    read_sample,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Work:
+    """A shard to embed: which kinds of it are wanted, and what has come of it so far.
+
+    Attributes:
+        path: of the tar; name: of its partitions.
+        kinds: of KINDS, those that are not there yet.
+        damage: why it cannot be used, "" if it can.
+        spans: its samples, once it was walked; skipped: groups of files that are none.
+        images: rows of `spans` whose image was embedded.
+        failures: (key, reason) of samples that were left out.
+        captions: of each row of `spans`; None for one that cannot be read.
+        tokens: one tensor (n, L) for each batch.
+    """
+
+    path: Path
+    name: str
+    kinds: tuple[str, ...]
+    damage: str = ""
+    spans: list[SampleSpan] = field(default_factory=list)
+    skipped: int = 0
+    images: list[int] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    captions: list[list[str] | None] = field(default_factory=list)
+    tokens: list[torch.Tensor] = field(default_factory=list)
+
+
+class Job(NamedTuple):
+    """One sample to read; `span` is None in the message that ends a shard."""
+
+    number: int
+    row: int
+    path: str
+    span: SampleSpan | None
+    kinds: tuple[str, ...]
+
+
+class Batch(NamedTuple):
+    """Samples of shard `number`.
+
+    Attributes:
+        rows: of those whose image is in `pixels` (B, 3, H, W); None if none is.
+        tokens: (n, L) of all captions of the batch, or None.
+        captions: row -> its captions, or None for a sample that cannot be read.
+        failures: (row, reason).
+        last: whether the shard is read to its end.
+    """
+
+    number: int
+    rows: list[int]
+    pixels: torch.Tensor | None
+    tokens: torch.Tensor | None
+    captions: dict[int, list[str] | None]
+    failures: list[tuple[int, str]]
+    last: bool
+
+
+class _Samples:
+    """Map-style data set for a DataLoader whose keys are `Job`s."""
+
+    def __init__(self, transform: Callable, tokenizer: Callable):
+        self.transform, self.tokenizer = transform, tokenizer
+        self._path, self._file = "", None
+
+    def __getitem__(self, job: Job):
+        """job, pixels or None, tokens or None, captions or None, why there are none."""
+        if job.span is None:
+            return job, None, None, None, ""
+        try:
+            wanted = job.span if "image" in job.kinds else _without_image(job.span)
+            if job.path != self._path:
+                self._file, self._path = open(job.path, "rb", buffering=0), job.path  # noqa: SIM115 - one at a time
+            parts = read_sample(self._file.fileno(), wanted)
+            if "image" not in job.kinds:
+                parts["jpg"] = b"-"  # parse_sample wants one, and does not look at it
+            sample = parse_sample(parts, job.span.key, need_caption=False)
+        except OSError as error:
+            return job, None, None, None, f"cannot be read ({error.strerror})"
+        except BadSample as error:
+            return job, None, None, None, str(error)
+        pixels, tokens, why = None, None, ""
+        if "image" in job.kinds:
+            try:
+                pixels = self.transform(decode_image(sample.image))
+            except BadSample as error:
+                why = str(error)
+            except Exception as error:  # one image must not end a run
+                why = f"cannot be transformed ({type(error).__name__})"
+        if "text" in job.kinds and sample.captions:
+            tokens = self.tokenizer(sample.captions).int()
+        return job, pixels, tokens, sample.captions, why
+
+
+def _without_image(span: SampleSpan) -> SampleSpan:
+    return SampleSpan(span.key, {ext: part for ext, part in span.parts.items() if ext not in IMAGE_EXTENSIONS})
+
+
+def _collate(rows: list) -> Batch:
+    import torch
+
+    good = [(job.row, pixels) for job, pixels, *_ in rows if pixels is not None]
+    tokens = [tokens for _, _, tokens, _, _ in rows if tokens is not None]
+    return Batch(
+        rows[0][0].number,
+        [row for row, _ in good],
+        torch.stack([pixels for _, pixels in good]) if good else None,
+        torch.cat(tokens) if tokens else None,
+        {job.row: captions for job, _, _, captions, _ in rows if job.span},
+        [(job.row, why) for job, _, _, _, why in rows if why],
+        rows[0][0].span is None,
+    )
+
+
+def read_batches(
+    works: Sequence[Work], transform: Callable, tokenizer: Callable, batch_size: int, workers: int
+) -> Iterator[Batch]:
+    """Batches of all shards in their order, each shard ended by one with `last`; fills `spans` and `damage`."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    def jobs() -> Iterator[list[Job]]:
+        for number, work in enumerate(works):
+            try:
+                work.spans, work.skipped = list_samples(work.path)
+            except BadShard as error:
+                work.damage = str(error).removeprefix(f"{work.path}: ")
+            except OSError as error:
+                work.damage = f"cannot be read ({error.strerror})"
+            work.captions = [None] * len(work.spans)
+            every = [Job(number, row, str(work.path), span, work.kinds) for row, span in enumerate(work.spans)]
+            for start in range(0, len(every), batch_size):
+                yield every[start : start + batch_size]
+            yield [Job(number, -1, str(work.path), None, work.kinds)]
+
+    yield from DataLoader(
+        _Samples(transform, tokenizer),
+        batch_sampler=jobs(),
+        num_workers=workers,
+        collate_fn=_collate,
+        worker_init_fn=_begin_worker,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _begin_worker(_: int) -> None:
+    """Signals are the command's to deal with; it ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def default_workers(wanted: int | None, device: str, samples: int) -> int:
+    """Processes that read: `wanted`, or none for a few samples, else at most 8 and half of the cores beside a CPU."""
+    from probemb.placement import loader_workers
+
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = loader_workers(wanted, samples, device)
+    return found if wanted is not None else -(-found // shared)
