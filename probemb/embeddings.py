@@ -3,7 +3,8 @@
     OUT/embeddings.json          {"format", "model", "weights", "dim", "data", "items": {"image": n, "text": m}}
     OUT/image/SHARD.npz          mean (n, D) float16, u (n,) float32 = sum of the variances
     OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
-    OUT/image/SHARD.done.json    {"shard", "bytes", "samples", "count", "failures", "examples"}, written last
+    OUT/image/SHARD.done.json    {"shard", "bytes", "modified", "members", "samples", "count", "failures", "examples"},
+                                 written last
     OUT/text/…                   the same, a row for each caption: captions has that one, `number` says which it was
 
 SHARD is the tar's folder and name, so that several corpora fit into one folder of embeddings. `items` is there once
@@ -178,8 +179,8 @@ def open_embeddings(folder: str | Path) -> Embeddings:
     return Embeddings(Path(folder), model, weights, dim, tuple(data), items)
 
 
-def create_embeddings(folder: str | Path, model: str, weights: str, dim: int, data: Sequence[str]) -> Embeddings:
-    """The folder for the embeddings of `data`, which may hold some of them, or of other corpora, already.
+def plan_embeddings(folder: str | Path, model: str, weights: str, dim: int, data: Sequence[str]) -> Embeddings:
+    """A folder for the embeddings of `data`, which may hold some of them, or of other corpora, already. Writes nothing.
 
     Raises:
         UserError: it holds embeddings of another model, or something else, or cannot be written to.
@@ -202,13 +203,13 @@ def create_embeddings(folder: str | Path, model: str, weights: str, dim: int, da
         model = held.model
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
-    made = Embeddings(folder, model, weights, dim, data, {})
-    save(made)
-    return made
+    return Embeddings(folder, model, weights, dim, data, {})
 
 
-def save(embeddings: Embeddings) -> None:
-    """Write embeddings.json. Raises UserError."""
+def save_embeddings(embeddings: Embeddings) -> None:
+    """Write embeddings.json, if it does not say the same already. Raises UserError."""
+    if (embeddings.folder / NAME).exists() and open_embeddings(embeddings.folder) == embeddings:
+        return
     content = {
         "format": FORMAT,
         "model": embeddings.model,

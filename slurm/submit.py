@@ -5,9 +5,10 @@
     python -m slurm.submit pretrain --local --cpu --tasks-per-node 2 -- --config …         # no Slurm needed
     python -m slurm.submit finetune --gpus-per-node 1 --methods pcmepp,vse -- --data.path … --out runs/coco
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --sweep sweep.txt -- --config …
+    python -m slurm.submit embed --gpus-per-node 1 --parts 16 -- --model runs/x --data data/cc12m --out embeddings/x
 
-What stands after `--` goes to the stage. Several methods, or the lines of a sweep, become a job array. A run saves
-`margin` seconds before the time limit, is requeued and goes on.
+What stands after `--` goes to the stage. Several methods, the lines of a sweep, or parts become a job array. A run
+saves `margin` seconds before the time limit, is requeued and goes on.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ from probemb.errors import UserError, nearest
 from slurm.sweep import argument_lists
 
 PROG = "python -m slurm.submit"
-STAGES = {"pretrain": "pretrain.run", "finetune": "finetune.run", "zeroshot": "zeroshot.imagenet"}
-RESUMABLE = ("pretrain", "finetune")
+STAGES = {
+    "pretrain": "pretrain.run",
+    "finetune": "finetune.run",
+    "zeroshot": "zeroshot.imagenet",
+    "embed": "tools.embed",
+}
+RESUMABLE = ("pretrain", "finetune", "embed")
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TIMEOUTS = 1000  # submitit gives up after so many; a run of weeks needs more than its default of three
 
@@ -53,6 +59,7 @@ class Submission:
         sbatch: more options of sbatch, as KEY=VALUE, --sbatch '["reservation=course", "exclusive"]'.
         methods: finetuning methods, separated by commas: a job array, each in the folder of its name in --out.
         sweep: a file with one line of arguments for each run, with an --out of its own: a job array.
+        parts: jobs that share the shards of `embed`: a job array.
         parallel: runs of a job array at a time.
         name: of the job; the stage's if empty.
         folder: for sbatch files and logs, on a file system that all nodes share.
@@ -75,6 +82,7 @@ class Submission:
     sbatch: list[str] | str = field(default_factory=list)
     methods: str | None = None
     sweep: str | None = None
+    parts: int | None = None
     parallel: int = 256
     name: str | None = None
     folder: str = "runs/slurm"
@@ -99,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse_config(Submission, PROG, description, own)
     if stage is None:
         raise UserError("No stage was named.", f"Write it first: {PROG} pretrain --nodes 4 --gpus-per-node 8 -- ….")
-    runs = argument_lists(stage, passed_on, given.methods, given.sweep)
+    runs = argument_lists(stage, passed_on, given.methods, given.sweep, given.parts)
     check(stage, given)
     os.environ.pop("SUBMITIT_PREEMPT_SIGNAL", None)  # slurm.rank listens to submitit's own signal, USR2
     if given.dry_run:
@@ -173,6 +181,8 @@ def make_stage(stage: str, given: Submission, arguments: list[str]):
     from slurm.rank import ResumableStage, Stage
 
     gpus = 0 if given.cpu else given.gpus_per_node
+    if stage == "embed":  # goes on by itself where a job stopped
+        return ResumableStage(STAGES[stage], arguments, gpus)
     if stage in RESUMABLE:
         return ResumableStage(STAGES[stage], ["--resume", f"--engine.threads={given.cpus_per_task}", *arguments], gpus)
     return Stage(STAGES[stage], arguments, gpus)

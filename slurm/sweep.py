@@ -1,4 +1,4 @@
-"""Several runs in one submission: a list of finetuning methods, or a file with a line of arguments for each run."""
+"""Several runs in one submission: finetuning methods, parts of an embedding, or a file with a line for each run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from pathlib import Path
 
 from probemb.errors import UserError, nearest
 
+MAX_PARTS = 1000  # a job array has no more where nobody has changed Slurm's MaxArraySize
+
 
 def argument_lists(
-    stage: str, arguments: Sequence[str], methods: str | None = None, sweep: str | None = None
+    stage: str,
+    arguments: Sequence[str],
+    methods: str | None = None,
+    sweep: str | None = None,
+    parts: int | None = None,
 ) -> list[list[str]]:
     """What every run of a submission gets: `arguments` alone, or with more behind them, which win.
 
@@ -19,10 +25,14 @@ def argument_lists(
         arguments: of all runs.
         methods: finetuning methods, separated by commas; each gets the folder of its name in --out.
         sweep: a file with one line of arguments for each run, as in a shell; lines beginning with # do not count.
+        parts: runs that share the shards of the stage `embed`.
 
     Raises:
-        UserError: methods that do not exist or have no --out, a file or line that cannot be used.
+        UserError: methods that do not exist or have no --out, a file or line that cannot be used, parts of a stage that
+            has none.
     """
+    if parts is not None:
+        return [[*arguments, "--part", part] for part in _parts(stage, arguments, parts, methods, sweep)]
     if methods is not None and sweep is not None:
         raise UserError("--methods and --sweep exclude each other.", "Write --method into the lines of the sweep.")
     if methods is not None:
@@ -30,6 +40,18 @@ def argument_lists(
     if sweep is not None:
         return [[*arguments, *more] for more in _of_sweep(Path(sweep))]
     return [list(arguments)]
+
+
+def _parts(stage: str, arguments: Sequence[str], parts: int, methods: str | None, sweep: str | None) -> list[str]:
+    if stage != "embed":
+        raise UserError(f"The stage {stage} has no parts.", "Leave --parts out, or submit the stage embed.")
+    if methods is not None or sweep is not None:
+        raise UserError("--parts excludes --methods and --sweep.", "Leave them out.")
+    if not 1 <= parts <= MAX_PARTS:
+        raise UserError(f"--parts is {parts}.", f"Give 1 to {MAX_PARTS:,}.")
+    if _value("--part", arguments) is not None:
+        raise UserError("--parts and the stage's own --part exclude each other.", "Leave one of them out.")
+    return [f"{i}/{parts}" for i in range(1, parts + 1)]
 
 
 def _of_methods(stage: str, arguments: Sequence[str], methods: str) -> list[list[str]]:

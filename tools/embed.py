@@ -12,6 +12,7 @@ shard of which too much fails gets no partition, and the command says so at its 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ from probemb.command import Parser, check_numbers, run_command
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
+    from probemb.data.shards import SampleSpan
     from probemb.embeddings import Embeddings
     from tools.embed_reading import Batch, Work
 
@@ -46,15 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = partition_names(shards)
     placement = place(local_device(options.device), options.precision)
 
-    from probemb.embeddings import create_embeddings
+    from probemb.embeddings import plan_embeddings, save_embeddings
     from probemb.models import load_model, weights_sha256
     from probemb.runs.preemption import REQUEUE, Preemption
 
     loaded = load_model(options.model, device=placement.device)
     data = [str(Path(one).absolute()) for one in options.data]
-    out = create_embeddings(options.out, options.model, weights_sha256(loaded.model), loaded.model.embed_dim, data)
+    out = plan_embeddings(options.out, options.model, weights_sha256(loaded.model), loaded.model.embed_dim, data)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     works = pending(out, mine, kinds)
+    save_embeddings(replace(out, items={}) if works else out)
     if len(works) < len(mine):
         print(f"{len(mine) - len(works):,} of {len(mine):,} shards are embedded already", flush=True)
     with Preemption() as preemption:
@@ -62,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stopped:
         print(f"stopped by {preemption.name}; the same command goes on from here", file=sys.stderr, flush=True)
         return REQUEUE
-    complete = finish(out, kinds)
+    complete = finish(out)
     refuse_damaged([work for work in works if work.damage], options.skip_damaged)
-    if complete:
+    if set(kinds) <= set(complete):
         print(f"{' and '.join(f'{count:,} {kind}s' for kind, count in complete.items())} in {out.folder}")
     else:
         print(f"this part is done; other shards of {out.folder} are not yet")
@@ -156,11 +159,31 @@ def pending(out: Embeddings, shards: Sequence[tuple[Path, str]], kinds: Sequence
                     f"{out.folder} has embeddings of {marker.get('shard')} under the name {name}.",
                     f"Embed {path} into another folder; tools.build_index takes several.",
                 )
-            if not marker or marker.get("bytes") != path.stat().st_size:
+            if not marker or not is_unchanged(path, marker):
                 left.append(kind)
         if left:
             works.append(Work(path, name, tuple(left)))
     return works
+
+
+def is_unchanged(path: Path, marker: dict) -> bool:
+    """Whether a shard is the one that was embedded: of the same time or, as after copying, with the same members."""
+    from probemb.data.shards import BadShard, list_samples
+
+    status = path.stat()
+    if marker.get("bytes") != status.st_size:
+        return False
+    if marker.get("modified") == status.st_mtime_ns:
+        return True
+    try:
+        return marker.get("members") == members_digest(list_samples(path)[0])
+    except BadShard:
+        return False
+
+
+def members_digest(spans: Sequence[SampleSpan]) -> str:
+    """SHA-256 over the names, places and sizes of a shard's samples."""
+    return hashlib.sha256(repr([(span.key, sorted(span.parts.items())) for span in spans]).encode()).hexdigest()
 
 
 def count_samples(works: Sequence[Work]) -> int:
@@ -262,9 +285,12 @@ def write(out: Embeddings, work: Work, means, uncertainties, model, options: Nam
 
     from probemb.classify import encode_texts
 
+    status = work.path.stat()
     marker = {
         "shard": str(work.path),
-        "bytes": work.path.stat().st_size,
+        "bytes": status.st_size,
+        "modified": status.st_mtime_ns,
+        "members": members_digest(work.spans),
         "samples": len(work.spans),
         "failures": causes(work),
         "examples": [{"key": plain(key), "reason": plain(why)} for key, why in work.failures[:EXAMPLES]],
@@ -330,22 +356,20 @@ def refuse_nonfinite(mean, u, work: Work) -> None:
         )
 
 
-def finish(out: Embeddings, kinds: Sequence[str]) -> dict[str, int]:
-    """Write the number of items once every shard of all corpora is embedded; {} before."""
+def finish(out: Embeddings) -> dict[str, int]:
+    """Write how many items there are of each kind that is embedded for every shard of all corpora, and return it."""
     from probemb.data.reading import find_tars
-    from probemb.embeddings import open_embeddings, save
+    from probemb.embeddings import KINDS, open_embeddings, save_embeddings
 
     now = open_embeddings(out.folder)  # another part may have written it meanwhile
     shards = {tar.resolve() for one in now.data for tar in find_tars(one)}  # none of a corpus that was removed since
-    names, counts = set(partition_names(sorted(shards))), dict(now.items)
-    for kind in kinds:
+    names, counts = set(partition_names(sorted(shards))), {}
+    for kind in KINDS:
         done = {part.name: part.count for part in now.partitions(kind)}
-        counts.pop(kind, None)
-        if names <= set(done):
+        if names <= set(done) and done:
             counts[kind] = sum(done.values())
-    if counts != now.items:
-        save(replace(now, items=counts))
-    return {kind: counts[kind] for kind in kinds if kind in counts}
+    save_embeddings(replace(now, items=counts))
+    return counts
 
 
 def refuse_damaged(damaged: Sequence[Work], skip: bool) -> None:

@@ -40,7 +40,7 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
         why = f"HNSW{LINKS}, a graph: {shape} are too many to search all of them, and fit as {_size(graph)} into the "
         return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.", EF_SEARCH)
     cells, parts = cell_count(count), _code_bytes(dim)
-    factory = f"OPQ{parts}_{8 * parts if 8 * parts <= dim else parts * (dim // parts)},IVF{cells},PQ{parts}"
+    factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells},PQ{parts}"
     size = count * (parts + 8)
     why = f"IVF-PQ, compressed: {shape} would take {_size(graph)} as a graph"
     why += f", and {_size(memory)} are given" if graph > memory else ", which takes too long to build"
@@ -74,9 +74,9 @@ def training_count(factory: str, count: int) -> int:
 
 
 def _code_bytes(dim: int) -> int:
-    """Bytes of a product quantizer's code: an eighth of the dimensions, 8 to 64, that divides them."""
+    """Bytes of a product quantizer's code: a power of two, at most 64 and an eighth of the dimensions, at least 8."""
     parts = 64
-    while parts > 8 and (parts * 8 > dim or dim % parts):
+    while parts > 8 and parts * 8 > dim:
         parts //= 2
     return min(parts, dim)
 
