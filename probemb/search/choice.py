@@ -40,7 +40,8 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
         why = f"HNSW{LINKS}, a graph: {shape} are too many to search all of them, and fit as {_size(graph)} into the "
         return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.", EF_SEARCH)
     cells, parts = cell_count(count), _code_bytes(dim)
-    factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells},PQ{parts}"
+    # np: without the minutes of training that only FAISS' polysemous search needs, which is not used here
+    factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells},PQ{parts}np"
     size = count * (parts + 8)
     why = f"IVF-PQ, compressed: {shape} would take {_size(graph)} as a graph"
     why += f", and {_size(memory)} are given" if graph > memory else ", which takes too long to build"
@@ -87,16 +88,16 @@ def _size(size: float) -> str:
 
 def bytes_per_item(factory: str, dim: int) -> int:
     """About how many bytes an item takes in an index; the vectors themselves where the string is not understood."""
-    codes = re.search(r"(?<!O)PQ(\d+)(?:x(\d+))?", factory)
-    scalar = re.search(r"SQ(4|6|8|fp16|bf16)", factory)
-    vector = 4 * (dim + 1)
+    base, _, refined = factory.partition(",RFlat" if factory.endswith(",RFlat") else ",Refine(")
+    links = re.search(r"HNSW(\d*)", base)
+    size = _vector_bytes(base, dim) + (8 if "IVF" in base else 8 * int(links[1] or 32) if links else 0)
+    return size + (_vector_bytes(refined, dim) if base != factory else 0)
+
+
+def _vector_bytes(factory: str, dim: int) -> int:
+    codes, scalar = re.search(r"(?<!O)PQ(\d+)(?:x(\d+))?", factory), re.search(r"SQ(4|6|8|fp16|bf16)", factory)
     if codes:
-        vector = -(-int(codes[1]) * int(codes[2] or 8) // 8)
-    elif scalar:
-        vector = -(-(dim + 1) * {"4": 4, "6": 6, "8": 8}.get(scalar[1], 16) // 8)
-    if re.search(r"RFlat|Refine\(Flat\)", factory):
-        vector += 4 * (dim + 1)
-    links = re.search(r"HNSW(\d*)", factory)
-    if links and "IVF" not in factory:
-        vector += 8 * int(links[1] or 32)
-    return vector + (8 if "IVF" in factory else 0)
+        return -(-int(codes[1]) * int(codes[2] or 8) // 8)
+    if scalar:
+        return -(-(dim + 1) * {"4": 4, "6": 6, "8": 8}.get(scalar[1], 16) // 8)
+    return 4 * (dim + 1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from probemb.search.items import Items
 
 FORMS = ("csd", "mean")
-CANDIDATES = 10  # times k that are re-ranked by default
+CANDIDATES = 10  # times k that are re-ranked by default, or refined (",RFlat")
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,15 @@ def new_index(width: int, factory: str) -> faiss.Index:
     import faiss
 
     try:
-        return faiss.index_factory(width, factory, faiss.METRIC_L2)
+        index = faiss.index_factory(width, factory, faiss.METRIC_L2)
     except (RuntimeError, MemoryError) as error:
         raise UserError(
             f"FAISS makes no index of '{factory}' in {width} dimensions ({_reason(error)}).",
             "Use a string such as Flat, HNSW32, or IVF256,Flat.",
         ) from error
+    if isinstance(index, faiss.IndexRefine):
+        index.k_factor = CANDIDATES  # with FAISS' own 1 the finer codes would only sort what was found
+    return index
 
 
 def fill(index: faiss.Index, vectors: np.ndarray, factory: str, train: np.ndarray | None = None) -> None:

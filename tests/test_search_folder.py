@@ -1,0 +1,336 @@
+"""Index folders: written from embeddings, read through the page cache."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+
+import faiss
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.nn import functional as F
+
+from probemb import Gaussian
+from probemb.distances import csd
+from probemb.embeddings import Embeddings, item_schema, open_embeddings, save_embeddings
+from probemb.errors import UserError
+from probemb.search import choose_factory, items, load_index, require_model, rerank, search, set_effort
+from probemb.search.choice import bytes_per_item, cell_count, training_count
+from probemb.search.index import new_index, width_of
+from tools.build_index import main
+
+DIM = 16
+SIZES = (90, 0, 210, 140, 260)  # of the partitions
+
+
+@pytest.fixture(scope="module")
+def embeddings(tmp_path_factory):
+    """700 images and 700 captions in five partitions, one of them empty."""
+    made = Embeddings(tmp_path_factory.mktemp("embeddings"), "runs/x", "f" * 64, DIM, ("data",), {})
+    return fill(made, SIZES)
+
+
+def fill(made, sizes, seed=0):
+    r = torch.Generator().manual_seed(seed)
+    for kind in ("image", "text"):
+        for number, n in enumerate(sizes):
+            mean = F.normalize(torch.randn(n, made.dim, generator=r), dim=1)
+            u = (torch.randn(n, generator=r) - 1).exp()
+            rows = {
+                "key": [f"{number}-{i}" for i in range(n)],
+                "captions": [[f"{kind} {number} {i}"] for i in range(n)],
+                "shard": [f"/data/{number}.tar"] * n,
+                "offset": list(range(n)),
+                "size": [7] * n,
+                **({"number": [0] * n} if kind == "text" else {}),
+            }
+            table = pa.table(rows, schema=item_schema(kind))
+            made.write(kind, f"x-{number:05d}", mean.numpy(), u.numpy(), table, {"shard": f"/data/{number}.tar"})
+    save_embeddings(Embeddings(made.folder, made.model, made.weights, made.dim, made.data, dict(image=700, text=700)))
+    return open_embeddings(made.folder)
+
+
+def gallery(embeddings, kind="image"):
+    """What was stored, as a Gaussian with these means and these sums of the variances."""
+    mean, u = (np.concatenate(a) for a in zip(*(embeddings.read(part) for part in embeddings.partitions(kind))))
+    log_var = (torch.from_numpy(u) / DIM).log()[:, None].expand(-1, DIM)
+    return Gaussian(torch.from_numpy(mean).float(), log_var)
+
+
+def queries(n=40, seed=5):
+    r = torch.Generator().manual_seed(seed)
+    return Gaussian(F.normalize(torch.randn(n, DIM, generator=r), dim=1), torch.randn(n, DIM, generator=r) - 3)
+
+
+def build(embeddings, out, *more):
+    assert main(["--embeddings", str(embeddings.folder), "--out", str(out), *map(str, more)]) == 0
+    return load_index(out)
+
+
+def recall(found, truth, k=10):
+    best = truth.argsort(dim=1)[:, :k]
+    return float((found[:, :, None] == best[:, None, :]).any(1).double().mean())
+
+
+@pytest.mark.parametrize("more", [(), ("--part-items", 64), ("--kind", "text"), ("--memory-gib", 1e-5)])
+def test_flat_ranks_and_measures_exactly_as_csd(more, embeddings, tmp_path, monkeypatch):
+    monkeypatch.setattr(items, "ROWS_PER_FILE", 128)
+    monkeypatch.setattr(items, "ROWS_PER_GROUP", 32)
+    index = build(embeddings, tmp_path / "index", "--factory", "Flat", *more)
+    kind = "text" if "text" in more else "image"
+    assert len(index.parts) == {(): 1, ("--part-items", 64): 11, ("--memory-gib", 1e-5): 5}.get(more, 1)
+    assert (len(index), index.dim, index.kind, index.form, index.model) == (700, DIM, kind, "csd", "runs/x")
+    q, g = queries(), gallery(embeddings, kind)
+    truth = csd(q, g)
+    distance, found = search(index, q, 700)
+    torch.testing.assert_close(truth.gather(1, found), truth.sort(dim=1).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(distance, truth.gather(1, found), rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == 700 for row in found.tolist())
+    torch.testing.assert_close(index.uncertainty, g.uncertainty(), rtol=1e-5, atol=1e-6)
+    rows = [row for part in embeddings.partitions(kind) for row in embeddings.read_items(part).to_pylist()]
+    assert [index.item(i) for i in range(700)] == rows
+    with pytest.raises(IndexError):
+        index.item(700)
+    assert sorted(file.suffix for file in tmp_path.rglob(".*")) == []
+
+
+@pytest.mark.parametrize(
+    "factory",
+    ["HNSW16", "IVF16,Flat", "IVF16,PQ16x4np", "OPQ8_16,IVF8,PQ8x6np", "SQ8", "PQ8x6np", "PCA14,Flat", "PQ8x4np,RFlat"],
+)
+def test_any_factory_in_one_part_or_several(factory, embeddings, tmp_path):
+    q = queries()
+    truth = csd(q, gallery(embeddings))
+    for number, more in enumerate(((), ("--part-items", 300))):
+        index = build(embeddings, tmp_path / str(number), "--factory", factory, *more)
+        assert len(index.parts) == (3 if more else 1)
+        _, found = search(index, q, 10)
+        assert recall(found, truth) > (0.5 if re.search("PQ.*np$|PCA", factory) else 0.9)
+        whole = load_index(tmp_path / str(number), memory_map=False)
+        assert torch.equal(search(whole, q, 10)[1], found)
+    assert (faiss.IndexHNSW in type(index.parts[0]).__mro__) == factory.startswith("HNSW")
+
+
+def test_effort_is_traded_for_recall(embeddings, tmp_path):
+    q = queries()
+    truth = csd(q, gallery(embeddings))
+    index = build(embeddings, tmp_path / "ivf", "--factory", "IVF32,Flat", "--effort", 1, "--part-items", 300)
+    few = recall(search(index, q, 10)[1], truth)
+    assert set_effort(index, 32) == "nprobe"
+    assert few < 0.7 < recall(search(index, q, 10)[1], truth) == 1
+    index = build(embeddings, tmp_path / "graph", "--factory", "HNSW4", "--effort", 1)
+    few = recall(search(index, q, 10)[1], truth)
+    assert set_effort(index, 400) == "efSearch"
+    assert few < recall(search(index, q, 10)[1], truth)
+    assert set_effort(build(embeddings, tmp_path / "flat"), 3) is None
+
+
+def test_the_two_step_form_reads_the_uncertainties_from_their_file(embeddings, tmp_path):
+    q = queries()
+    truth = csd(q, gallery(embeddings))
+    index = build(embeddings, tmp_path / "index", "--form", "mean", "--part-items", 300)
+    assert index.form == "mean"
+    distance, found = rerank(index, q, 10, candidates=700)
+    torch.testing.assert_close(distance, truth.sort(dim=1).values[:, :10], rtol=1e-5, atol=1e-5)
+    _, few = rerank(index, q, 10, candidates=20)
+    assert recall(few, truth) < recall(found, truth) == 1
+
+
+@pytest.mark.parametrize("factory", ["Flat", "HNSW16", "IVF16,Flat", "OPQ8_16,IVF8,PQ8x4np"])
+def test_the_files_are_mapped_and_not_read(factory, embeddings, tmp_path):
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("this system does not say what is mapped")
+    index = build(embeddings, tmp_path / "index", "--factory", factory, "--part-items", 350)
+    with open("/proc/self/maps") as file:
+        mapped = set(re.findall(re.escape(str(tmp_path)) + r"/\S+", file.read()))
+    assert mapped == {str(tmp_path / "index" / name) for name in ("part-00000.faiss", "part-00001.faiss", "u.f32")}
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
+    search(index, queries(), 5)
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_the_choice_says_why():
+    gib = 1 << 30
+    flat, graph, codes = choose_factory(50_000, 512, gib), choose_factory(1_000_000, 512, 4 * gib), None
+    assert (flat.factory, graph.factory) == ("Flat", "HNSW32")
+    assert "exact" in flat.why
+    assert "2.1 GiB" in graph.why
+    codes = choose_factory(1_000_000, 512, gib)
+    assert codes.factory == "OPQ64_512,IVF4096,PQ64np"
+    assert "compressed" in codes.why
+    assert choose_factory(1_000_000_000, 1024, 500 * gib).factory == "OPQ64_512,IVF131072,PQ64np"
+    for n in (1000, 10**6, 10**9):
+        assert n / cell_count(n) >= 39  # below, FAISS warns
+        assert training_count(f"IVF{cell_count(n)},PQ8", n) >= min(n, 39 * cell_count(n))
+    for dim in (4, 17, 100, 300, 512, 768, 1024):
+        for form in ("csd", "mean"):
+            factory = choose_factory(10**9, dim, gib).factory
+            assert new_index(width_of(dim, form, factory), factory).d == dim + (form == "csd")
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "Flat",
+        "HNSW32",
+        "IVF64,Flat",
+        "PQ16np",
+        "IVF64,PQ32x4np",
+        "SQ8",
+        "IVF64,SQfp16",
+        "HNSW16,SQ8",
+        "PQ16x4np,RFlat",
+        "PQ16x4np,Refine(SQ8)",
+    ],
+)
+def test_bytes_of_an_item_are_nearly_those_of_the_file(factory):
+    x = np.random.default_rng(0).standard_normal((2000, width_of(64, "csd", factory)), dtype=np.float32)
+    index = new_index(x.shape[1], factory)
+    index.train(x)
+    empty = len(faiss.serialize_index(index))
+    index.add(x)
+    size = (len(faiss.serialize_index(index)) - empty) / 2000
+    assert 0.7 * size < bytes_per_item(factory, 64) < 1.3 * size + 8
+
+
+def test_an_index_of_another_model_is_refused(embeddings, tmp_path):
+    index = build(embeddings, tmp_path / "index")
+    require_model(index, "elsewhere/x", "f" * 64, DIM)
+    for weights, dim in (("e" * 64, DIM), ("f" * 64, 8)):
+        with pytest.raises(UserError, match=rf"made with runs/x \(f+, 16 .*model is runs/y \(\w+, {dim} dimensions"):
+            require_model(index, "runs/y", weights, dim)
+    q = queries()
+    with pytest.raises(UserError, match="the gallery has 16 dimensions"):
+        search(index, Gaussian(q.mean[:, :8], q.log_var[:, :8]), 3)
+    with pytest.raises(UserError, match="NaN or infinity"):
+        search(index, Gaussian(q.mean / 0, q.log_var), 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--factory", "HNWS32"], "FAISS makes no index of 'HNWS32'"),
+        (["--factory", "IVF4096,Flat"], "cannot be made from 700 items"),
+        (["--train-items", "701"], "--train-items is 701 of 700 items"),
+        (["--part-items", "0"], "--part-items is 0"),
+        (["--memory-gib", "nan"], "--memory-gib is nan"),
+        (["--form", "variance"], "invalid choice: 'variance'"),
+        (["--kind", "audio"], "invalid choice: 'audio'"),
+        (["--embeddings", "nowhere"], "There are no embeddings in nowhere"),
+        (["--embeddings", "OTHER", "EMBEDDINGS"], r"embedded by runs/y \(e+, 16 dim.*by runs/x \(f+, 16 dim"),
+        (["--embeddings", "EMBEDDINGS", "EMBEDDINGS"], "named twice"),
+        (["--embeddings", "PARTLY"], "image embeddings of .* are not complete"),
+        (["--embeddings", "EMPTY", "--incomplete"], "hold no image embeddings"),
+        (["--out", "there"], "there is there already"),
+        (["--device", "cuda"], "no GPU"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(words, message, embeddings, tmp_path, monkeypatch):
+    if "cuda" in words and faiss.get_num_gpus():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    folders = {"EMBEDDINGS": embeddings.folder}
+    for name, weights, counts in (("OTHER", "e", dict(image=1)), ("PARTLY", "f", {}), ("EMPTY", "f", {})):
+        folders[name] = tmp_path / name
+        made = Embeddings(folders[name], "runs/y", weights * 64, DIM, ("data",), counts)
+        if name != "EMPTY":
+            made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
+        save_embeddings(made)
+    (tmp_path / "there").mkdir()
+    argv = ["--embeddings", str(embeddings.folder), "--out", "index", *(str(folders.get(w, w)) for w in words)]
+    with pytest.raises(UserError, match=message):
+        main(argv)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["EMPTY", "OTHER", "PARTLY", "there"]
+    assert not list((tmp_path / "there").iterdir())
+
+
+def one_row():
+    rows = {"key": ["k"], "captions": [["c"]], "shard": ["x"], "offset": [0], "size": [1]}
+    return pa.table(rows, schema=item_schema("image"))
+
+
+def test_what_is_there_so_far_can_be_taken(embeddings, tmp_path):
+    made = Embeddings(tmp_path / "partly", "runs/x", "f" * 64, DIM, ("data",), {})
+    made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
+    save_embeddings(made)
+    index = build(embeddings, tmp_path / "index", "--embeddings", embeddings.folder, made.folder, "--incomplete")
+    assert len(index) == 701
+    assert index.item(700)["key"] == "k"
+
+
+def test_damaged_embeddings_are_named(embeddings, tmp_path):
+    for name, spoil in {
+        "x-00002.npz": lambda file: file.write_bytes(file.read_bytes()[:900]),
+        "x-00002.parquet": lambda file: file.write_bytes(b"PAR1" * 9),
+        "x-00003.parquet": lambda file: shutil.copy(file.with_name("x-00002.parquet"), file),
+        "x-00002.done.json": lambda file: file.write_text('{"count": "many"}'),
+    }.items():
+        folder = tmp_path / f"of {name}"
+        shutil.copytree(embeddings.folder, folder)
+        spoil(folder / "image" / name)
+        with pytest.raises(UserError, match=re.escape(name)):
+            main(["--embeddings", str(folder), "--out", str(tmp_path / "index")])
+    with open(tmp_path / "of x-00002.npz" / "image" / "x-00002.npz", "wb") as file:
+        np.savez(file, mean=np.array([None] * 210, dtype=object), u=np.ones(210))  # a pickle inside
+    with pytest.raises(UserError, match=r"x-00002.npz cannot be read \(ValueError\)"):
+        main(["--embeddings", str(tmp_path / "of x-00002.npz"), "--out", str(tmp_path / "index")])
+    nan = Embeddings(tmp_path / "nan", "runs/x", "f" * 64, DIM, ("data",), dict(image=1))
+    nan.write("image", "x", np.full((1, DIM), np.nan), np.ones(1), one_row(), {"shard": "x"})
+    save_embeddings(nan)
+    with pytest.raises(UserError, match="NaN or infinity"):
+        main(["--embeddings", str(nan.folder), "--out", str(tmp_path / "index")])
+    assert not [file for file in tmp_path.iterdir() if "index" in file.name]
+
+
+def test_a_damaged_index_is_named(embeddings, tmp_path):
+    build(embeddings, tmp_path / "index", "--part-items", 400)
+    about = json.loads((tmp_path / "index" / "index.json").read_text())
+
+    def edit(**changes):
+        return lambda folder: (folder / "index.json").write_text(json.dumps({**about, **changes}))
+
+    parts = about["parts"]
+    for message, spoil in (
+        ("There is no index in", lambda folder: (folder / "index.json").unlink()),
+        ("not readable JSON", lambda folder: (folder / "index.json").write_text("{")),
+        ("has the format 2, not 1", edit(format=2)),
+        ("does not describe an index", edit(dim="16")),
+        ("does not describe an index", edit(parts=[{"file": "../../etc/passwd", "count": 700}])),
+        ("does not describe an index", edit(parts=parts[:1])),
+        ("part-00001.faiss holds 300 vectors", edit(count=701, parts=[parts[0], {**parts[1], "count": 301}])),
+        ("lacks part-00001.faiss", lambda folder: (folder / "part-00001.faiss").unlink()),
+        ("part-00001.faiss cannot be read", lambda folder: os.truncate(folder / "part-00001.faiss", 1000)),
+        ("u.f32 does not hold 700 numbers", lambda folder: os.truncate(folder / "u.f32", 4 * 699)),
+        ("u.f32 cannot be read", lambda folder: (folder / "u.f32").unlink()),
+    ):
+        folder = tmp_path / "spoilt"
+        shutil.copytree(tmp_path / "index", folder)
+        spoil(folder)
+        with pytest.raises(UserError, match=message):
+            load_index(folder)
+        shutil.rmtree(folder)
+    os.truncate(tmp_path / "index" / "items" / "00000.parquet", 100)
+    with pytest.raises(UserError, match=r"00000.parquet cannot be read"):
+        load_index(tmp_path / "index").item(0)
+    with pytest.raises(UserError, match="There is no device 'gpu'"):
+        load_index(tmp_path / "index", device="gpu")
+    if not faiss.get_num_gpus():
+        with pytest.raises(UserError, match="sees no GPU"):
+            load_index(tmp_path / "index", device="cuda")
+        assert len(load_index(tmp_path / "index", device="auto")) == 700
+
+
+def test_a_full_disk_leaves_nothing(embeddings, tmp_path):
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"The index cannot be written to .*index"):
+            main(["--embeddings", str(embeddings.folder), "--out", str(tmp_path / "index")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
