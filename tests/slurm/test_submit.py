@@ -65,6 +65,10 @@ REFUSALS = {
         "Leave one",
     ),
     "methods and a sweep": (["finetune", *GPUS, "--methods", "vse", "--sweep", "x"], "exclude each other", "lines"),
+    "parts of another stage": (["pretrain", *GPUS, "--parts", "4"], "The stage pretrain has no parts.", "embed"),
+    "no parts": (["embed", *GPUS, "--parts", "0"], "--parts is 0.", "1 to 1,000"),
+    "parts and a part": (["embed", *GPUS, "--parts", "4", "--", "--part=1/2"], "exclude each other", "Leave one"),
+    "parts and a sweep": (["embed", *GPUS, "--parts", "4", "--sweep", "x"], "--parts excludes --methods", "Leave"),
     "no such sweep": (["finetune", *GPUS, "--sweep", "x"], "The list of a sweep, x, cannot be read", "text file"),
     "many nodes here": (["pretrain", *GPUS, "--local"], "--local has one machine, not 4.", "Leave --nodes out"),
     "no Slurm": (["pretrain", *GPUS], "There is no sbatch here.", "--local"),
@@ -128,6 +132,15 @@ def test_methods_and_sweeps_become_an_array_of_argument_lists(tmp_path):
         sweep.write_text(text)
         with pytest.raises(UserError, match=what):
             argument_lists("pretrain", [], sweep=str(sweep))
+
+
+def test_parts_share_the_shards_of_an_embedding(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert argument_lists("embed", ["--out", "x"], parts=3) == [["--out", "x", "--part", f"{i}/3"] for i in (1, 2, 3)]
+    assert ends("embed", "--gpus-per-node=1", "--parts=16", "--dry-run", "--", "--out=x") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "#SBATCH --array=0-15%16" in lines
+    assert "#SBATCH --requeue" in lines
 
 
 def test_the_dry_run_of_several_methods_is_an_array(tmp_path, monkeypatch, capsys):
