@@ -3,8 +3,8 @@
     OUT/embeddings.json          {"format", "model", "weights", "dim", "data", "items": {"image": n, "text": m}}
     OUT/image/SHARD.npz          mean (n, D) float16, u (n,) float32 = sum of the variances
     OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
-    OUT/image/SHARD.done.json    {"shard", "bytes", "modified", "members", "samples", "count", "failures", "examples"},
-                                 written last
+    OUT/image/SHARD.done.json    {"shard", "bytes", "modified", "members", "samples", "without_image", "count",
+                                 "failures": {cause: n}, "examples"}, written last
     OUT/text/…                   the same, a row for each caption: captions has that one, `number` says which it was
 
 SHARD is the tar's folder and name, so that several corpora fit into one folder of embeddings. `items` is there once

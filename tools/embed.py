@@ -168,7 +168,8 @@ def pending(out: Embeddings, shards: Sequence[tuple[Path, str]], kinds: Sequence
 
 def is_unchanged(path: Path, marker: dict) -> bool:
     """Whether a shard is the one that was embedded: of the same time or, as after copying, with the same members."""
-    from probemb.data.shards import BadShard, list_samples
+    from probemb.data.shards import BadShard
+    from tools.embed_reading import list_images
 
     status = path.stat()
     if marker.get("bytes") != status.st_size:
@@ -176,7 +177,7 @@ def is_unchanged(path: Path, marker: dict) -> bool:
     if marker.get("modified") == status.st_mtime_ns:
         return True
     try:
-        return marker.get("members") == members_digest(list_samples(path)[0])
+        return marker.get("members") == members_digest(list_images(path)[0])
     except BadShard:
         return False
 
@@ -189,7 +190,8 @@ def members_digest(spans: Sequence[SampleSpan]) -> str:
 def count_samples(works: Sequence[Work]) -> int:
     """Samples of the shards, as their indexes say or else as their headers do; 0 for one that cannot be read."""
     from probemb.data.index import INDEX_NAME, read_index_file
-    from probemb.data.shards import BadShard, list_samples
+    from probemb.data.shards import BadShard
+    from tools.embed_reading import list_images
 
     known: dict[Path, dict[str, int]] = {}
     total = 0
@@ -202,7 +204,7 @@ def count_samples(works: Sequence[Work]) -> int:
             total += known[folder][work.path.name]
             continue
         with contextlib.suppress(BadShard, OSError):
-            total += len(list_samples(work.path)[0])
+            total += len(list_images(work.path)[0])
     return total
 
 
@@ -213,6 +215,8 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
     from probemb.progress import progress
     from tools.embed_reading import default_workers, read_batches
 
+    if not works:
+        return False
     model, tokenizer, transforms = loaded
     samples = count_samples(works)
     workers = default_workers(options.workers, placement.device, samples)
@@ -292,6 +296,7 @@ def write(out: Embeddings, work: Work, means, uncertainties, model, options: Nam
         "modified": status.st_mtime_ns,
         "members": members_digest(work.spans),
         "samples": len(work.spans),
+        "without_image": work.skipped,
         "failures": causes(work),
         "examples": [{"key": plain(key), "reason": plain(why)} for key, why in work.failures[:EXAMPLES]],
     }

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.data.shards import (
     IMAGE_EXTENSIONS,
+    TEXT_EXTENSIONS,
     BadSample,
     BadShard,
     SampleSpan,
     decode_image,
-    list_samples,
+    group_members,
     parse_sample,
     read_sample,
+    walk_tar,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class _Samples:
             parts = read_sample(self._file.fileno(), wanted)
             if "image" not in job.kinds:
                 parts["jpg"] = b"-"  # parse_sample wants one, and does not look at it
-            sample = parse_sample(parts, job.span.key, need_caption=False)
+            sample = parse_sample(parts, job.span.key, need_caption=None)
         except OSError as error:
             return job, None, None, None, f"cannot be read ({error.strerror})"
         except BadSample as error:
@@ -119,6 +121,21 @@ class _Samples:
         if "text" in job.kinds and sample.captions:
             tokens = self.tokenizer(sample.captions).int()
         return job, pixels, tokens, sample.captions, why
+
+
+def list_images(path: Path) -> tuple[list[SampleSpan], int]:
+    """Samples of a tar that have an image, with or without captions, and the number of groups that are none.
+
+    Raises BadShard.
+    """
+    samples, others = [], 0
+    for key, parts in group_members(walk_tar(path)):
+        image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
+        if image is None:
+            others += 1
+        else:
+            samples.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *TEXT_EXTENSIONS) if ext in parts}))
+    return samples, others
 
 
 def _without_image(span: SampleSpan) -> SampleSpan:
@@ -151,7 +168,7 @@ def read_batches(
     def jobs() -> Iterator[list[Job]]:
         for number, work in enumerate(works):
             try:
-                work.spans, work.skipped = list_samples(work.path)
+                work.spans, work.skipped = list_images(work.path)
             except BadShard as error:
                 work.damage = str(error).removeprefix(f"{work.path}: ")
             except OSError as error:

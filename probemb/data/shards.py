@@ -126,7 +126,7 @@ def read_sample(fd: int, span: SampleSpan) -> dict[str, bytes]:
     return parts
 
 
-def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool = True) -> Sample:
+def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool | None = True) -> Sample:
     """The meaning of a sample's bytes, given by extension; the image stays encoded.
 
     Captions come from KEY.json's "captions" (strings, or objects with a "caption"), else from KEY.txt, one a line, else
@@ -134,7 +134,7 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool =
     ones are dropped. The class index is KEY.cls.
 
     Raises BadSample: no image; text that is not UTF-8, not JSON or not of this shape; no caption left (with
-    `need_caption=False`: neither a caption nor a class index).
+    `need_caption=False`: neither a caption nor a class index; with None an image is enough).
     """
     image = next((parts[ext] for ext in IMAGE_EXTENSIONS if ext in parts), None)
     if not image:
@@ -152,7 +152,7 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool =
         raise BadSample("the captions of the json are not a list of strings")
     captions = [text[:MAX_CAPTION_CHARS] for text in (caption.strip() for caption in captions) if text]
     label = _parse_class(parts["cls"]) if "cls" in parts else None
-    if not captions and (need_caption or label is None):
+    if not captions and (need_caption or (label is None and need_caption is False)):
         raise BadSample("there is no caption" if need_caption else "there is neither a caption nor a class index")
     return Sample(key, image, captions, label, meta)
 

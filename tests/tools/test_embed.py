@@ -221,10 +221,18 @@ def test_what_cannot_be_used_is_left_out_and_counted(run_folder, tmp_path):  # n
     assert all(embeddings.marker("text", f"bad-{i}")["failures"].popitem()[0].startswith("the shard ") for i in (2, 3))
 
 
-def test_captions_do_not_need_their_images(run_folder, tmp_path):  # noqa: F811
+def test_images_and_captions_do_not_need_each_other(run_folder, tmp_path):  # noqa: F811
     write_tar(tmp_path / "a" / "0.tar", [("a.png", b"not read"), ("a.txt", b"one\ntwo")])
     assert main(options(run_folder, tmp_path / "a", tmp_path / "out", "--items", "text")) == 0
     assert open_embeddings(tmp_path / "out").items == {"text": 2}
+    good = jpeg(scene("embed", 1))
+    members = [("a.jpg", good), ("b.jpg", good), ("b.json", b'{"labels": [3]}'), ("c.txt", b"no image")]
+    write_tar(tmp_path / "b" / "0.tar", members)
+    assert main(options(run_folder, tmp_path / "b", tmp_path / "both")) == 0
+    embeddings = open_embeddings(tmp_path / "both")
+    assert embeddings.items == {"image": 2, "text": 0}
+    assert embeddings.read_items(embeddings.partitions("image")[0])["captions"].to_pylist() == [[], []]
+    assert embeddings.marker("image", "b-0")["without_image"] == 1
 
 
 def test_names_that_are_no_text(run_folder, tmp_path):  # noqa: F811
