@@ -162,10 +162,11 @@ def test_the_choice_says_why():
     codes = choose_factory(1_000_000, 512, gib)
     assert codes.factory == "OPQ64_512,IVF4096,PQ64np"
     assert "compressed" in codes.why
-    assert choose_factory(1_000_000_000, 1024, 500 * gib).factory == "OPQ64_512,IVF131072,PQ64np"
+    assert choose_factory(1_000_000_000, 1024, 500 * gib).factory == "OPQ64_512,IVF131072_HNSW32,PQ64np"
     for n in (1000, 10**6, 10**9):
         assert n / cell_count(n) >= 39  # below, FAISS warns
         assert training_count(f"IVF{cell_count(n)},PQ8", n) >= min(n, 39 * cell_count(n))
+    assert training_count("IVF131072,PQ8", 10**9, 512, gib) == gib // (8 * 513)
     for dim in (4, 17, 100, 300, 512, 768, 1024):
         for form in ("csd", "mean"):
             factory = choose_factory(10**9, dim, gib).factory

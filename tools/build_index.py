@@ -101,7 +101,7 @@ def refuse_repeated(sources: Sequence[Embeddings]) -> None:
 def choose(options: Namespace, count: int, dim: int) -> Choice:
     """The factory that was asked for, or the one that suits."""
     from probemb.search import Choice, choose_factory
-    from probemb.search.choice import bytes_per_item, default_effort
+    from probemb.search.choice import bytes_per_item, default_effort, training_count
 
     memory = int((options.memory_gib or machine_memory() / GIB / 2) * GIB)
     if options.factory == "auto":
@@ -110,6 +110,8 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
         choice = Choice(options.factory, f"{options.factory}, as asked for.", default_effort(options.factory))
     if options.part_items is None:
         options.part_items = max(1, min(count, memory // bytes_per_item(choice.factory, dim)))
+    if options.train_items is None:
+        options.train_items = training_count(choice.factory, count, dim, memory) or None
     return Choice(choice.factory, choice.why, options.effort or choice.effort)
 
 

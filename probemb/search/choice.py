@@ -14,6 +14,7 @@ FLAT_ITEMS = 100_000  # up to here an exact answer takes a few hundredths of a s
 GRAPH_ITEMS = 20_000_000  # a graph of more takes days to build
 LINKS = 32  # of each node of the graph
 EF_SEARCH = 64
+MANY_CELLS = 32_768  # from here on a graph finds the nearest cells faster than looking at all
 TRAIN_PER_CELL = 40  # FAISS warns below 39
 
 
@@ -41,7 +42,8 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
         return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.", EF_SEARCH)
     cells, parts = cell_count(count), _code_bytes(dim)
     # np: without the minutes of training that only FAISS' polysemous search needs, which is not used here
-    factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells},PQ{parts}np"
+    graph_of_cells = "_HNSW32" if cells >= MANY_CELLS else ""
+    factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells}{graph_of_cells},PQ{parts}np"
     size = count * (parts + 8)
     why = f"IVF-PQ, compressed: {shape} would take {_size(graph)} as a graph"
     why += f", and {_size(memory)} are given" if graph > memory else ", which takes too long to build"
@@ -58,20 +60,20 @@ def cell_count(count: int) -> int:
 
 
 def default_effort(factory: str) -> int | None:
-    """Candidates to look at where nobody says: a sixty-fourth of the cells, at least 16, or EF_SEARCH nodes."""
+    """Candidates to look at where nobody says: the root of the number of cells, at least 16, or EF_SEARCH nodes."""
     found = re.search(r"IVF(\d+)", factory)
     if found:
-        return min(int(found[1]), max(16, int(found[1]) // 64))
+        return min(int(found[1]), max(16, int(int(found[1]) ** 0.5)))
     return EF_SEARCH if "HNSW" in factory else None
 
 
-def training_count(factory: str, count: int) -> int:
-    """Items to train an index on, drawn from all; 0 for indexes that need no training."""
-    if re.fullmatch(r"(Flat|HNSW\d*(,Flat)?|IDMap2?,Flat)", factory):
+def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62) -> int:
+    """Items to train an index on, drawn from all, at most half of the memory; 0 for indexes that need no training."""
+    if re.fullmatch(r"(Flat|HNSW\d*(,Flat)?)", factory):
         return 0
     cells = re.search(r"IVF(\d+)", factory)
     wanted = max(50_000, 2 * TRAIN_PER_CELL * int(cells[1])) if cells else 100_000
-    return min(count, wanted)
+    return min(count, wanted, max(10_000, memory // (8 * (dim + 1))))
 
 
 def _code_bytes(dim: int) -> int:

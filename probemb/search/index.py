@@ -223,21 +223,22 @@ def set_effort(index: Index, effort: int) -> str | None:
 
     name = None
     for part in index.parts:
-        name = next((key for key, kind in (("nprobe", "IVF"), ("efSearch", "HNSW")) if _is_a(part, kind)), None)
+        kind = type(_innermost(part)).__name__
+        name = "nprobe" if "IVF" in kind else "efSearch" if "HNSW" in kind else None
         if name:
-            space = faiss.GpuParameterSpace() if "Gpu" in type(part).__name__ else faiss.ParameterSpace()
+            space = faiss.GpuParameterSpace() if "Gpu" in kind else faiss.ParameterSpace()
             space.set_index_parameter(part, name, effort)
     return name
 
 
-def _is_a(index: faiss.Index, kind: str) -> bool:
-    """Whether an index is, behind its transforms, of the family "IVF" or "HNSW"."""
+def _innermost(index: faiss.Index) -> faiss.Index:
+    """The index behind transforms and refinement."""
     import faiss
 
     index = faiss.downcast_index(index)
     while isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
         index = faiss.downcast_index(index.index if isinstance(index, faiss.IndexPreTransform) else index.base_index)
-    return kind in type(index).__name__
+    return index
 
 
 def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from probemb.errors import UserError
-from probemb.models import create_model, import_pcmepp, load_model, push_to_hub, save_model
+from probemb.models import create_model, import_pcmepp, load_model, push_to_hub, save_model, weights_sha256
 
 NAME = "ViT-Micro-32"
 
@@ -313,3 +313,19 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch):
         push_to_hub(model_with(), "someone/else")
     with pytest.raises(UserError, match="not a repository name"):
         push_to_hub(model_with(), "../else")
+
+
+def test_the_hash_of_a_model_is_that_of_its_weights_and_configuration(tmp_path):
+    model = model_with()
+    first = weights_sha256(model)
+    save_model(model, tmp_path / "a")
+    assert weights_sha256(load_model(tmp_path / "a").model) == first
+    assert weights_sha256(load_model(tmp_path / "a" / "model.safetensors").model) == first
+    config = model.config
+    config["preprocess"]["interpolation"] = "bilinear"
+    other = type(model)(config)
+    other.load_state_dict(model.state_dict())
+    assert weights_sha256(other) != first
+    with torch.no_grad():
+        model.scale.add_(1)
+    assert weights_sha256(model) != first
