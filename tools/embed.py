@@ -48,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = partition_names(shards)
     placement = place(local_device(options.device), options.precision)
 
+    import torch
+
     from probemb.embeddings import plan_embeddings, save_embeddings
     from probemb.models import load_model, weights_sha256
     from probemb.runs.preemption import REQUEUE, Preemption
 
+    if placement.device.startswith("cuda"):
+        torch.cuda.set_device(placement.device)  # else every rank holds memory of the first GPU too
     loaded = load_model(options.model, device=placement.device)
-    data = [str(Path(one).absolute()) for one in options.data]
+    data = [os.path.abspath(one) for one in options.data]
     out = plan_embeddings(options.out, options.model, weights_sha256(loaded.model), loaded.model.embed_dim, data)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     works = pending(out, mine, kinds)
@@ -128,7 +132,7 @@ def find_shards(data: Sequence[str]) -> list[Path]:
         if not tars:
             there = "holds no webdataset shards" if Path(one).exists() else "does not exist"
             raise UserError(f"The data path {one} {there}.", "Name a folder of .tar files, a pattern, or one tar.")
-        found |= dict.fromkeys(tar.resolve() for tar in tars)
+        found |= dict.fromkeys(Path(os.path.abspath(tar)) for tar in tars)  # a link keeps its own name
     return list(found)
 
 
@@ -367,7 +371,9 @@ def finish(out: Embeddings) -> dict[str, int]:
     from probemb.embeddings import KINDS, open_embeddings, save_embeddings
 
     now = open_embeddings(out.folder)  # another part may have written it meanwhile
-    shards = {tar.resolve() for one in now.data for tar in find_tars(one)}  # none of a corpus that was removed since
+    shards = {
+        Path(os.path.abspath(tar)) for one in now.data for tar in find_tars(one)
+    }  # none of a corpus that was removed since
     names, counts = set(partition_names(sorted(shards))), {}
     for kind in KINDS:
         done = {part.name: part.count for part in now.partitions(kind)}
