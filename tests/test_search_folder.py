@@ -115,6 +115,14 @@ def test_any_factory_in_one_part_or_several(factory, embeddings, tmp_path):
     assert (faiss.IndexHNSW in type(index.parts[0]).__mro__) == factory.startswith("HNSW")
 
 
+def test_a_warning_of_faiss_is_shown_once(embeddings, tmp_path, capfd):
+    build(embeddings, tmp_path / "index", "--factory", "PQ8np")
+    said = capfd.readouterr().err
+    assert said.count("700 points to 256 centroids") == 1  # of eight
+    build(embeddings, tmp_path / "graph", "--factory", "HNSW8")
+    assert "items: 700" in capfd.readouterr().err
+
+
 def test_effort_is_traded_for_recall(embeddings, tmp_path):
     q = queries()
     truth = csd(q, gallery(embeddings))

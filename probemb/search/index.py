@@ -15,6 +15,7 @@ Q queries, N gallery items, D dimensions.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,8 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
     u = gallery.uncertainty().float().cpu()
     vectors = gallery_vectors(gallery.mean.detach().float().cpu().numpy(), u.numpy(), form, factory)
     index = new_index(vectors.shape[1], factory)
-    fill(index, vectors, factory, train=vectors)
+    train(index, vectors, factory)
+    fill(index, vectors, factory)
     return Index((index,), form, gallery.shape[1], vectors.shape[1], u)
 
 
@@ -138,16 +140,23 @@ def new_index(width: int, factory: str) -> faiss.Index:
     return index
 
 
-def fill(index: faiss.Index, vectors: np.ndarray, factory: str, train: np.ndarray | None = None) -> None:
-    """Train an index, if `train` is given and it needs that, and add vectors. Raises UserError."""
+def train(index: faiss.Index, vectors: np.ndarray, factory: str) -> None:
+    """Train an index that needs it. Raises UserError."""
+    if not index.is_trained:
+        _make(index.train, vectors, factory)
+
+
+def fill(index: faiss.Index, vectors: np.ndarray, factory: str) -> None:
+    """Add vectors. Raises UserError."""
+    _make(index.add, vectors, factory)
+
+
+def _make(step: Callable, vectors: np.ndarray, factory: str) -> None:
     try:
-        if train is not None and not index.is_trained:
-            index.train(train)
-        index.add(vectors)
+        step(vectors)
     except (RuntimeError, MemoryError) as error:
         raise UserError(
-            f"The index '{factory}' cannot be made from {len(vectors if train is None else train):,} items "
-            f"({_reason(error)}).",
+            f"The index '{factory}' cannot be made from {len(vectors):,} items ({_reason(error)}).",
             "Use a smaller index, or Flat.",
         ) from error
 

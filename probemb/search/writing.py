@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +19,14 @@ from probemb.errors import UserError
 from probemb.files import flush
 from probemb.search.choice import Choice, training_count
 from probemb.search.folder import FORMAT, ITEMS, NAME, UNCERTAINTY
-from probemb.search.index import FORMS, fill, gallery_vectors, new_index, width_of
+from probemb.search.index import FORMS, fill, gallery_vectors, new_index, train, width_of
 from probemb.search.items import ItemsWriter
 
 if TYPE_CHECKING:
     import faiss
 
 ROWS = 1 << 16  # vectors that are handed to FAISS at a time
+MAX_SAID = 1 << 20  # bytes
 
 
 def write_index(
@@ -60,7 +64,8 @@ def write_index(
     trained = new_index(width, choice.factory)
     wanted = min(count, train_items or training_count(choice.factory, count))
     if not trained.is_trained:
-        _train(trained, _sample(parts, count, wanted, seed, form, choice.factory), choice.factory, gpu)
+        with _each_line_once():
+            _train(trained, _sample(parts, count, wanted, seed, form, choice.factory), choice.factory, gpu)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
@@ -97,17 +102,35 @@ def write_index(
     return out
 
 
+@contextmanager
+def _each_line_once() -> Iterator[None]:
+    """What FAISS says on stderr, without repeating itself: it has a warning for each of hundreds of small clusterings."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            lines = said.read(MAX_SAID).decode(errors="replace").splitlines()
+            for line in dict.fromkeys(lines):
+                print(line, file=sys.stderr, flush=True)
+
+
 def _train(index: faiss.Index, vectors: np.ndarray, factory: str, gpu: bool) -> None:
     import faiss
 
-    if gpu and "IVF" in factory:  # only the cells' centres are worth it
-        inverted = faiss.extract_index_ivf(index)
-        inverted.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatL2(inverted.d))
+    inverted = faiss.try_extract_index_ivf(index) if gpu else None
+    if inverted is None:
+        return train(index, vectors, factory)
+    cells = faiss.index_cpu_to_all_gpus(faiss.IndexFlatL2(inverted.d))  # the cells' centres alone are worth a GPU
+    inverted.clustering_index = cells
     try:
-        index.train(vectors)
-    except (RuntimeError, MemoryError):
-        fill(index, vectors[:0], factory, train=vectors)  # says it as everywhere; the same again, but for the GPU
-    if gpu and "IVF" in factory:
+        return train(index, vectors, factory)
+    finally:
         inverted.clustering_index = None
 
 
@@ -116,15 +139,16 @@ def _sample(
 ) -> np.ndarray:
     """`wanted` of all items, drawn without replacement and in their order, as vectors."""
     drawn = np.sort(np.random.default_rng(seed).choice(count, wanted, replace=False, shuffle=False))
-    chosen, start = [], 0
+    found = np.empty((wanted, width_of(parts[0][0].dim, form, factory)), dtype=np.float32)
+    start = 0
     for source, part in parts:
         first, last = np.searchsorted(drawn, (start, start + part.count))
         if last > first:
             mean, u = source.read(part)
             rows = drawn[first:last] - start
-            chosen.append(gallery_vectors(mean[rows], u[rows], form, factory))
+            found[first:last] = gallery_vectors(mean[rows], u[rows], form, factory)
         start += part.count
-    return np.concatenate(chosen)
+    return found
 
 
 def _batches(parts: Sequence[tuple[Embeddings, Partition]]) -> Iterator[tuple[np.ndarray, np.ndarray, object]]:
