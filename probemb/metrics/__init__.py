@@ -17,6 +17,7 @@ from probemb.metrics.retrieval import (
     retrieval_metrics,
     rsum,
 )
+from probemb.metrics.selective import PrecisionCurve, highest_threshold, precision_curve
 from probemb.metrics.uncertainty import (
     Bins,
     RejectionCurve,
@@ -29,6 +30,7 @@ from probemb.metrics.uncertainty import (
 __all__ = [
     "Bins",
     "Positives",
+    "PrecisionCurve",
     "RejectionCurve",
     "average_ranks",
     "coco_benchmarks",
@@ -36,10 +38,12 @@ __all__ = [
     "coco_query_metrics",
     "coco_rows",
     "first_match_ranks",
+    "highest_threshold",
     "map_at_r",
     "mean_metrics",
     "pearson",
     "plausible_match_r_precision",
+    "precision_curve",
     "query_metrics",
     "r_precision",
     "rank_both",
