@@ -14,10 +14,15 @@ INK, SOFT, GRID = "#1f2733", "#5d6875", "#e3e7ec"
 BLUE, ORANGE, GREEN, GREY = "#2a6fb0", "#b8560f", "#2f7d4f", "#8a94a0"
 
 
+def printable(text: object) -> str:
+    """Text of unknown origin: what cannot be printed (controls, half characters, changes of writing direction) is
+    replaced."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
 def escape(text: object) -> str:
-    """Text for HTML: markup is quoted, and what cannot be printed (controls, half characters, changes of writing
-    direction) is replaced."""
-    return html.escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)))
+    """`printable` text for HTML: markup is quoted."""
+    return html.escape(printable(text))
 
 
 @dataclass(frozen=True)

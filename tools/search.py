@@ -1,0 +1,222 @@
+"""Search an index with texts and images, from the shell or on a page.
+
+    python -m tools.search "two dogs on grass" --index index/cc3m                      # a table
+    python -m tools.search "the same, at night" --image x.jpg --index index/cc3m --json
+    python -m tools.search --serve --index index/cc3m                                  # a page for people
+    python -m tools.search --calibrate data/val --index index/cc3m                     # when to refuse a query
+    python -m tools.search "a dog" --min-precision 0.8 --index index/cc3m
+
+Several texts and images are one query: the product of their normals (MPC). Results are ranked by CSD. A query whose
+uncertainty is above --max-uncertainty, or above the threshold calibrated for --min-precision, is refused: exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from probemb.command import Parser, run_command
+from probemb.errors import UserError
+
+PROG = "python -m tools.search"
+REFUSED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parse(argv)
+    if options.serve:
+        return serve_page(options)
+    if options.calibrate:
+        return calibrate_index(options)
+    return search_once(options)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options, with those refused that do not go together. Raises UserError."""
+    parser = Parser(prog=PROG, description="Search an index with texts and images; several are one query.")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts of the query")
+    parser.add_argument("--index", type=Path, metavar="FOLDER", help="index folder of tools.build_index")
+    parser.add_argument(
+        "--image", type=Path, action="append", default=[], help="an image of the query; may be repeated"
+    )
+    parser.add_argument("--model", help="run, model folder or hub name (default: the one the index was made with)")
+    parser.add_argument("--top", type=int, default=10, help="results (default: %(default)s)")
+    parser.add_argument("--max-uncertainty", type=float, metavar="U", help="refuse a query more uncertain than this")
+    parser.add_argument("--max-item-uncertainty", type=float, metavar="U", help="leave out results above this")
+    parser.add_argument(
+        "--min-precision", type=float, metavar="P", help="refuse a query above the threshold calibrated for this"
+    )
+    parser.add_argument("--effort", type=int, help="cells (IVF) or nodes (HNSW) that an approximate index looks at")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    parser.add_argument("--precision", default="auto", help="auto, fp32, bf16, fp16 (default: %(default)s)")
+    calibration = parser.add_argument_group("calibration")
+    calibration.add_argument(
+        "--calibrate", metavar="DATA", help="validation images with captions: writes calibration.json"
+    )
+    calibration.add_argument(
+        "--rivals", default="validation", metavar="WHICH",
+        help="what the right item must be closest among: validation, or index for both (default: %(default)s)",
+    )  # fmt: skip
+    page = parser.add_argument_group("page")
+    page.add_argument("--serve", action="store_true", help="serve a search page")
+    page.add_argument(
+        "--host", default="127.0.0.1", help="address to serve at (default: %(default)s: this machine only)"
+    )
+    page.add_argument("--port", type=int, default=8000, help="port, 0 for a free one (default: %(default)s)")
+    page.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name of this server; may be repeated",
+    )
+    page.add_argument("--max-upload", type=int, default=16, metavar="MIB", help="of one query (default: %(default)s)")
+    options = parser.parse_args(argv)
+    if options.index is None:
+        raise UserError("--index is missing.", "Name the folder that tools.build_index has made.")
+    asked = bool(options.texts or options.image)
+    if options.serve + bool(options.calibrate) + asked > 1:
+        raise UserError("A query, --serve and --calibrate are three different things.", "Do one at a time.")
+    if not options.serve and not options.calibrate and not any(map(str.strip, options.texts)) and not options.image:
+        raise UserError("The query is empty.", f'Write `{PROG} "two dogs on grass" --index FOLDER`, or give --image.')
+    if not 0 <= options.port <= 65535:
+        raise UserError(f"There is no port {options.port}.", "Give a number from 0 to 65535.")
+    if not 1 <= options.max_upload <= 1024:
+        raise UserError(f"--max-upload is {options.max_upload}.", "Give 1 to 1024 MiB.")
+    if options.effort is not None and options.effort < 1:
+        raise UserError(f"--effort is {options.effort}.", "Give a whole number from 1 on.")
+    return options
+
+
+def open_searcher(options: argparse.Namespace, calibrated: bool = True):
+    """The index, the model that made it, and their calibration. Raises UserError."""
+    from probemb.search import load_index, require_model, set_effort
+
+    index = load_index(options.index)
+    if options.effort is not None and set_effort(index, options.effort) is None:
+        raise UserError(f"The index '{index.factory}' looks at everything.", "Leave --effort out.")
+    from probemb.models import load_model, weights_sha256
+    from probemb.placement import place
+    from tools.search_calibration import load_calibration
+    from tools.search_query import Searcher
+
+    name = options.model or index.model
+    placement = place(options.device, options.precision)
+    loaded = load_model(name, device=placement.device)
+    require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
+    calibration = load_calibration(options.index, index.weights) if calibrated else None
+    return Searcher(index, loaded, name, calibration, placement)
+
+
+def search_once(options: argparse.Namespace) -> int:
+    """Answer one query."""
+    from tools.search_query import Wish, check_wish, read_image
+
+    wish = Wish(
+        options.texts, [read_image(path) for path in options.image], options.top, options.max_uncertainty,
+        options.max_item_uncertainty, options.min_precision,
+    )  # fmt: skip
+    check_wish(wish)
+    answer = open_searcher(options).answer(wish)
+    if options.json:
+        from probemb.results import finite
+
+        print(json.dumps(finite(answer), indent=1, ensure_ascii=True))
+    else:
+        print_answer(answer)
+    return REFUSED if answer["refused"] else 0
+
+
+def print_answer(answer: dict) -> None:
+    """The answer as a table."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from probemb.charts import printable
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    query = answer["query"]
+    told = f"uncertainty of the query: {query['uncertainty']:.4g}"
+    if len(query["parts"]) > 1:
+        told += f" (its parts: {', '.join(format(part['uncertainty'], '.4g') for part in query['parts'])})"
+    console.print(told, highlight=False)
+    if answer["refused"]:
+        console.print(f"refused: that is above {answer['limit']:.4g}; say more, or tolerate more", highlight=False)
+        return
+    table = Table()
+    for heading in ("rank", "distance", "uncertainty"):
+        table.add_column(heading, justify="right")
+    table.add_column("key", overflow="fold")
+    table.add_column("caption", overflow="fold")
+    for result in answer["results"]:
+        table.add_row(
+            str(result["rank"]), f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
+            escape(printable(result["key"])), escape(printable((result["captions"] or [""])[0])),
+        )  # fmt: skip
+    console.print(table)
+    if not answer["results"]:
+        console.print(f"no result as certain as that among the {answer['looked_at']:,} closest", highlight=False)
+
+
+def calibrate_index(options: argparse.Namespace) -> int:
+    """Measure when to refuse, and keep it beside the index."""
+    from probemb.progress import progress
+    from tools.search_calibration import calibrate, save_calibration
+
+    searcher = open_searcher(options, calibrated=False)
+    calibration = calibrate(searcher, options.calibrate, options.rivals, searcher.index.weights, progress)
+    path = save_calibration(options.index, calibration)
+    if options.json:
+        print(path.read_text(encoding="utf-8"))
+        return 0
+    print_calibration(calibration)
+    print(f"written: {path}", flush=True)
+    return 0
+
+
+def print_calibration(calibration) -> None:
+    """Thresholds for some precisions."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from probemb.metrics import highest_threshold
+
+    table = Table(title=f"queries of {calibration.kind}s against {calibration.gallery:,} items of {calibration.data}")
+    for heading in ("parts", "queries", "precision of all", "for precision", "refuse above", "answered"):
+        table.add_column(heading, justify="right")
+    for parts, curve in calibration.curves.items():
+        first = (str(parts), f"{curve.queries:,}", f"{curve.precision[-1]:.3f}")
+        for wanted in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+            threshold = highest_threshold(curve, wanted)
+            if threshold is not None:
+                answered = curve.coverage[curve.threshold.index(threshold)]
+                table.add_row(*first, f"{wanted:g}", f"{threshold:.4g}", f"{100 * answered:.0f} %")
+                first = ("", "", "")
+        if first[0]:
+            table.add_row(*first, "0.5", "out of reach", "")
+    Console(width=110).print(table)
+
+
+def serve_page(options: argparse.Namespace) -> int:
+    """Serve the page until interrupted."""
+    import sys
+
+    from tools.search_page import is_loopback, make_app, serve
+
+    if not is_loopback(options.host):
+        print(f"Everybody who can reach {options.host} can search, and see the pictures.", file=sys.stderr)
+    max_upload = options.max_upload << 20
+    app = make_app(open_searcher(options), options.host, options.allow_host, max_upload)
+    serve(app, options.host, options.port, max_upload, lambda line: print(line, flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,273 @@
+"""The search page: a small web application around a `Searcher`, for people on one machine or a trusted network.
+
+GET /                the page
+POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision -> the answer
+GET /picture/ROW     an item's picture, made anew from the shard and small; /picture/ROW/large up to 1600 pixels
+
+What other sites could do through a visitor's browser is refused: a request must name this server as its host (not a
+foreign name that was made to point here), and a form must come from this page. Pictures are decoded and encoded again,
+so that no byte of a shard or an upload reaches the browser as it is. No script but the page's own may run.
+"""
+
+from __future__ import annotations
+
+import io
+import ipaddress
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from probemb.charts import printable
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+    from tools.search_query import Searcher
+
+STATIC = Path(__file__).with_name("search_static")
+SMALL, LARGE = 480, 1600  # pixels of the longer side
+FORM_BYTES = 256 << 10  # of all texts of a form
+SAMPLED = 256  # captions of the gallery whose uncertainty gives the slider its ends
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+def make_app(
+    searcher: Searcher, host: str = "127.0.0.1", names: Sequence[str] = (), max_upload: int = 16 << 20
+) -> Flask:
+    """The application.
+
+    Args:
+        host: what it is bound to. names: further host names under which it may be called.
+        max_upload: bytes of one request.
+    """
+    from flask import Flask, Response, abort, jsonify, render_template, request
+    from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+    from tools.search_query import MAX_PARTS, MAX_TEXT
+
+    app = Flask("probemb search", template_folder=str(STATIC), static_folder=str(STATIC), static_url_path="/static")
+    app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
+    app.json.sort_keys = False
+    known = host_check(host, names)
+    about = describe(searcher) | {"max_upload": max_upload, "max_parts": MAX_PARTS, "max_text": MAX_TEXT}
+
+    @app.before_request
+    def refuse_strangers():
+        if not known(request.host):
+            return problem(421, "This server is not known by that name.", "Start it with --allow-host NAME.")
+        origin = request.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != request.host.lower():
+            return problem(403, "The request comes from another site.", "Use the page of this server.")
+        if request.method == "POST" and request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            return problem(403, "The request comes from another site.", "Use the page of this server.")
+        return None
+
+    @app.after_request
+    def harden(response):
+        response.headers.update(HEADERS)
+        response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+    @app.errorhandler(UserError)
+    def user_error(error):
+        return problem(400, error.what, error.remedy)
+
+    @app.errorhandler(RequestEntityTooLarge)
+    def too_large(_):
+        return problem(413, f"The upload is too large: at most {max_upload / (1 << 20):g} MiB are taken.", "Send less.")
+
+    @app.errorhandler(HTTPException)
+    def other(error):
+        return problem(error.code, f"{error.name}.", "Go back to the page.")
+
+    def problem(code: int, what: str, remedy: str):
+        return jsonify(error=printable(what), remedy=printable(remedy)), code
+
+    @app.get("/")
+    def page():
+        return render_template("page.html", about=about)
+
+    @app.get("/about")
+    def about_this():
+        return jsonify(about)
+
+    @app.post("/search")
+    def search():
+        from tools.search_query import Wish, decode_query
+
+        form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
+        if len(uploads) > MAX_PARTS:
+            raise UserError(f"The query has more than {MAX_PARTS} parts.", "Leave some out.")
+        wish = Wish(
+            texts=form.getlist("text"),
+            images=[decode_query(file.read(), file.filename[:100]) for file in uploads],
+            top=read_number(form, "top", int, 24),
+            max_uncertainty=read_number(form, "max_uncertainty", float),
+            max_item_uncertainty=read_number(form, "max_item_uncertainty", float),
+            min_precision=read_number(form, "min_precision", float),
+        )
+        return jsonify(shown(searcher.answer(wish)))
+
+    @app.get("/picture/<int:row>")
+    def picture(row: int):
+        return jpeg(row, SMALL)
+
+    @app.get("/picture/<int:row>/large")
+    def large_picture(row: int):
+        return jpeg(row, LARGE)
+
+    def jpeg(row: int, side: int) -> Response:
+        if row >= len(searcher.index):
+            abort(404)
+        try:
+            data = shrink(searcher.picture(row), side)
+        except LookupError as error:
+            return problem(404, f"The picture is not there: {error}.", "Put the shards back where they were indexed.")
+        return Response(data, mimetype="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
+
+    return app
+
+
+def read_number(form, name: str, kind: Callable, default=None):
+    """A number of a form; `default` where it is absent or empty. Raises UserError."""
+    text = form.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        if len(text) > 40:
+            raise ValueError
+        return kind(text)
+    except ValueError:
+        raise UserError(f"{name} is '{text[:40]}', which is no number.", "Correct it.") from None
+
+
+def shown(answer: dict) -> dict:
+    """An answer for the page: texts printable, addresses of pictures in place of shards."""
+    for result in answer["results"]:
+        result["picture"] = f"/picture/{result['row']}" if result.pop("shard") else None
+        result["key"] = printable(result["key"])
+        result["captions"] = [printable(caption) for caption in result["captions"]]
+    answer["query"]["texts"] = [printable(text) for text in answer["query"]["texts"]]
+    return answer
+
+
+def shrink(data: bytes, side: int) -> bytes:
+    """An image as a JPEG of at most so many pixels a side. Raises LookupError: it cannot be decoded."""
+    from probemb.data.images import decode_image
+    from probemb.data.tar import BadSample
+
+    def draft(width: int, height: int) -> tuple[int, int]:
+        scale = min(1.0, side / max(width, height))
+        return math.ceil(width * scale), math.ceil(height * scale)
+
+    try:
+        image = decode_image(data, draft)
+    except BadSample as error:
+        raise LookupError(str(error)) from None
+    image.thumbnail((side, side))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+def host_check(host: str, names: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a Host header means this server.
+
+    On the loopback: its names. Elsewhere any address in numbers, which no foreign name can stand for, and what was
+    named by --host and --allow-host.
+    """
+    allowed = {name.lower().rstrip(".") for name in (*names, host)} | {"localhost"}
+    loopback = is_loopback(host)
+
+    def known(header: str) -> bool:
+        try:
+            name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        if name in allowed:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not loopback
+
+    return known
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that is bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def describe(searcher: Searcher) -> dict:
+    """What the page says of the index and its sliders: ends of the uncertainties of queries and items, curves."""
+    index = searcher.index
+    rows = sorted({i * len(index) // SAMPLED for i in range(SAMPLED)})
+    items = sorted(float(index.uncertainty[row]) for row in rows)
+    curves = {}
+    calibration = searcher.calibration
+    if calibration:
+        curves = {
+            str(parts): {"u": curve.threshold, "coverage": curve.coverage, "precision": curve.at_least}
+            for parts, curve in calibration.curves.items()
+        }
+    return {
+        "model": printable(searcher.name),
+        "count": len(index),
+        "kind": index.kind,
+        "items": [items[0], items[-1]],
+        "queries": query_range(searcher, rows),
+        "curves": curves,
+        "calibrated_kind": calibration.kind if calibration else None,
+    }
+
+
+def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:
+    """Lowest and highest uncertainty that queries are expected to have: of the calibration, the gallery's captions
+    taken as queries, or the items."""
+    if searcher.calibration:
+        curves = searcher.calibration.curves.values()
+        return [min(curve.threshold[0] for curve in curves), max(curve.threshold[-1] for curve in curves)]
+    captions = [caption for row in rows for caption in list(searcher.index.item(row).get("captions") or [])[:1]]
+    texts = [caption[:200] for caption in captions if caption.strip()]
+    u = [float(searcher.index.uncertainty[row]) for row in rows]
+    for start in range(0, len(texts), 8):
+        u += searcher.embed(texts[start : start + 8], []).uncertainty().tolist()
+    return [min(u), max(u)]
+
+
+def serve(app: Flask, host: str, port: int, max_upload: int, say: Callable[[str], None]) -> None:
+    """Serve until interrupted. Raises UserError: the address is taken or none."""
+    from waitress import create_server
+
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    try:
+        server = create_server(
+            app, host=host, port=port, threads=4, ident=None, connection_limit=200, channel_timeout=30,
+            max_request_body_size=max_upload + (1 << 20), max_request_header_size=16 << 10,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"The page cannot be served at {host}:{port} ({reason}).", "Choose another --port or --host."
+        ) from None
+    shown_host = f"[{host}]" if ":" in host else host
+    say(f"serving http://{shown_host}:{getattr(server, 'effective_port', port)}/ (end with Ctrl-C)")
+    server.run()

@@ -1,0 +1,249 @@
+"""Answering queries: texts and images to one normal, the closest items of an index, and when to refuse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
+
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from probemb.gaussian import Gaussian
+    from probemb.search import Index
+    from tools.search_calibration import Calibration
+
+MAX_PARTS = 8
+MAX_TEXT = 2_000  # characters
+MAX_TOP = 1_000
+MOST_LOOKED_AT = 16_384  # neighbours among which items that are certain enough are looked for
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked.
+
+    Attributes:
+        texts, images: at least one of them all.
+        top: results.
+        max_uncertainty: of the whole query; more, and it is refused.
+        max_item_uncertainty: of a result; items above it are left out.
+        min_precision: refuse by the calibrated threshold of this precision.
+    """
+
+    texts: Sequence[str] = ()
+    images: Sequence[Image.Image] = ()
+    top: int = 10
+    max_uncertainty: float | None = None
+    max_item_uncertainty: float | None = None
+    min_precision: float | None = None
+
+
+class Found(NamedTuple):
+    """Results, closest first: row in the gallery, CSD, uncertainty."""
+
+    row: int
+    distance: float
+    uncertainty: float
+
+
+class Searcher:
+    """A model and an index that belong together. Safe from several threads.
+
+    Args:
+        loaded: `probemb.models.LoadedModel`, on `device`; autocast as in `encode_images`.
+    """
+
+    def __init__(self, index: Index, loaded, name: str, calibration: Calibration | None = None, placement=None):
+        from probemb.placement import Placement
+
+        self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
+        self.placement = placement or Placement("cpu", None, "fp32")
+        self._one_at_a_time = Lock()  # of the model: memory stays bounded, and the tokenizer's cache whole
+
+    def embed(self, texts: Sequence[str], images: Sequence[Image.Image]) -> Gaussian:
+        """The parts of a query, texts first, (K, D). Raises UserError: nothing is asked, or too much."""
+        import torch
+
+        from probemb.classify import encode_images, encode_texts
+        from probemb.gaussian import Gaussian
+
+        texts = [text.strip() for text in texts if text.strip()]
+        if not texts and not images:
+            raise UserError("The query is empty.", "Write a text or give an image.")
+        if len(texts) + len(images) > MAX_PARTS:
+            raise UserError(
+                f"The query has {len(texts) + len(images)} parts, more than {MAX_PARTS}.", "Leave some out."
+            )
+        if too_long := next((text for text in texts if len(text) > MAX_TEXT), None):
+            raise UserError(f"A text has {len(too_long):,} characters, more than {MAX_TEXT:,}.", "Shorten it.")
+        model, tokenizer, transforms = self.loaded
+        where = {"device": self.placement.device, "autocast": self.placement.autocast}
+        parts = []
+        with self._one_at_a_time:
+            if texts:
+                parts.append(encode_texts(model.encode_text, tokenizer(texts), cut=model.cut_padding, **where))
+            if images:
+                pixels = torch.stack([transforms.evaluate(image) for image in images])
+                parts.append(encode_images(model.encode_image, [pixels], **where))
+        return Gaussian.cat(parts)
+
+    def answer(self, wish: Wish) -> dict:
+        """The answer as plain JSON types; captions and keys are texts of unknown origin. docs/search.md has its form.
+
+        Raises:
+            UserError: the query is empty, has too many or too long parts, or numbers out of range.
+        """
+        from probemb.compose import as_query, compose
+
+        started = time.perf_counter()
+        check_wish(wish)
+        parts = self.embed(wish.texts, wish.images)
+        kinds = ["text"] * (len(parts) - len(wish.images)) + ["image"] * len(wish.images)
+        limit = self.limit(kinds, wish.max_uncertainty, wish.min_precision)
+        product = compose(parts)
+        query = as_query(product.gaussian) if len(parts) > 1 else product.gaussian
+        u = float(query.uncertainty())
+        refused = limit is not None and u > limit
+        found, looked_at = ([], 0) if refused else self.closest(query[None], wish.top, wish.max_item_uncertainty)
+        return {
+            "query": {
+                "texts": [text.strip() for text in wish.texts if text.strip()],
+                "images": len(wish.images),
+                "uncertainty": u,
+                "parts": [
+                    {"kind": kind, "uncertainty": part} for kind, part in zip(kinds, parts.uncertainty().tolist())
+                ],
+                "log_normaliser": float(product.log_normaliser),
+            },
+            "limit": limit,
+            "refused": refused,
+            "results": [self.describe(rank, one) for rank, one in enumerate(found, 1)],
+            "looked_at": looked_at,
+            "gallery": len(self.index),
+            "seconds": round(time.perf_counter() - started, 4),
+        }
+
+    def limit(self, kinds: Sequence[str], max_uncertainty: float | None, min_precision: float | None) -> float | None:
+        """The uncertainty above which a query of these parts is refused; of two limits the lower one."""
+        limits = [] if max_uncertainty is None else [max_uncertainty]
+        if min_precision is not None:
+            if self.calibration is None:
+                raise UserError(
+                    "This index has no calibration that says how precise its answers are.",
+                    "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or say --max-uncertainty.",
+                )
+            limits.append(self.calibration.threshold(kinds, min_precision))
+        return min(limits, default=None)
+
+    def closest(self, query: Gaussian, top: int, max_uncertainty: float | None) -> tuple[list[Found], int]:
+        """At most `top` items and how many neighbours were looked at; the query is (1, D)."""
+        from probemb.search import rerank, search
+
+        look = search if self.index.form == "csd" else rerank
+        k = min(top, len(self.index))
+        while True:
+            distances, rows = look(self.index, query, k)
+            rows = rows[0].tolist()
+            u = [float(self.index.uncertainty[row]) if row >= 0 else 0.0 for row in rows]
+            found = [
+                Found(row, distance, u_row)
+                for row, distance, u_row in zip(rows, distances[0].tolist(), u)
+                if row >= 0 and (max_uncertainty is None or u_row <= max_uncertainty)
+            ]
+            if max_uncertainty is None or len(found) >= top or k >= min(len(self.index), MOST_LOOKED_AT):
+                return found[:top], k
+            k = min(4 * k, len(self.index), MOST_LOOKED_AT)
+
+    def describe(self, rank: int, found: Found) -> dict:
+        """A result with what the index knows of its item."""
+        item = self.index.item(found.row)
+        return {
+            "rank": rank,
+            "row": found.row,
+            "distance": found.distance,
+            "uncertainty": found.uncertainty,
+            "key": item["key"],
+            "captions": list(item.get("captions") or []),
+            "shard": item.get("shard"),
+        }
+
+    def picture(self, row: int) -> bytes:
+        """The encoded image of an item as it lies in its shard. Raises LookupError: it is not there any more."""
+        item = self.index.item(row)
+        if not item.get("shard") or item.get("offset") is None:
+            raise LookupError("the index has no picture of this item")
+        return read_member(Path(item["shard"]), int(item["offset"]), int(item["size"]))
+
+
+def check_wish(wish: Wish) -> None:
+    """Refuse numbers out of range. Raises UserError."""
+    import math
+
+    if not 1 <= wish.top <= MAX_TOP:
+        raise UserError(f"{wish.top} results are asked.", f"Ask for 1 to {MAX_TOP:,}.")
+    for name, value in (
+        ("largest uncertainty of the query", wish.max_uncertainty),
+        ("largest uncertainty of a result", wish.max_item_uncertainty),
+    ):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise UserError(f"The {name} is {value}.", "Give a number from 0 on.")
+    if wish.min_precision is not None and not 0 < wish.min_precision <= 1:
+        raise UserError(f"The wanted precision is {wish.min_precision}.", "Give a share above 0 and up to 1.")
+
+
+def read_member(shard: Path, offset: int, size: int) -> bytes:
+    """Bytes of an image in a shard. Raises LookupError."""
+    import os
+    import stat
+
+    from probemb.data.shards import MAX_IMAGE_BYTES
+
+    if offset < 0 or not 0 < size <= MAX_IMAGE_BYTES:
+        raise LookupError(f"the index states {size:,} bytes at {offset:,}")
+    try:
+        fd = os.open(shard, os.O_RDONLY | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise LookupError(f"the shard cannot be opened ({getattr(error, 'strerror', None) or error})") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise LookupError("the shard is no file")
+        data = os.pread(fd, size, offset)
+    except OSError as error:
+        raise LookupError(f"the shard cannot be read ({error.strerror})") from None
+    finally:
+        os.close(fd)
+    if len(data) != size:
+        raise LookupError("the shard has become shorter")
+    return data
+
+
+def read_image(path: Path) -> Image.Image:
+    """An image of the person's own as a query. Raises UserError."""
+    from probemb.data.shards import MAX_IMAGE_BYTES
+
+    try:
+        if path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
+            raise UserError(f"{path} has more than {MAX_IMAGE_BYTES >> 20} MiB.", "Give a smaller image.")
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"The image {path} cannot be read ({error.strerror}).", "Check the path.") from None
+    return decode_query(data, str(path))
+
+
+def decode_query(data: bytes, name: str) -> Image.Image:
+    """Decode an image that is a query. Raises UserError."""
+    from probemb.data.images import decode_image
+    from probemb.data.tar import BadSample
+
+    try:
+        return decode_image(data)
+    except BadSample as error:
+        raise UserError(
+            f"{name} is not an image that can be searched with: {error}.", "Give a JPEG, PNG or WebP file."
+        ) from None

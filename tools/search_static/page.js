@@ -1,0 +1,228 @@
+"use strict";
+// Captions, keys and file names are texts of unknown origin: they reach the page as textContent and attributes only.
+
+const $ = (id) => document.getElementById(id);
+const STEPS = 100; // of a slider; the last one stands for "any"
+let about = null;
+let files = [];
+let lastParts = ["text"]; // kinds of the parts of the last query
+let asked = 0; // queries sent, so that a late answer does not replace a newer one
+
+function make(tag, className, text) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+const shorten = (x) => (x === 0 ? "0" : Math.abs(x) >= 1e-3 && Math.abs(x) < 1e4 ? x.toPrecision(3) : x.toExponential(1));
+const percent = (share) => `${Math.floor(100 * share)} %`;
+
+function addText(value = "") {
+  const first = !$("texts").children.length;
+  const row = make("div", "part");
+  const input = make("input");
+  input.type = "text";
+  input.name = "text";
+  input.maxLength = about.max_text;
+  input.placeholder = first ? "What do you look for?" : "… and also";
+  input.setAttribute("aria-label", first ? "Query" : "Further text");
+  input.value = value;
+  row.append(input);
+  if (!first) {
+    const remove = make("button", "remove", "×");
+    remove.type = "button";
+    remove.setAttribute("aria-label", "Remove this text");
+    remove.addEventListener("click", () => row.remove());
+    row.append(remove);
+  }
+  $("texts").append(row);
+  return input;
+}
+
+function addFiles(chosen) {
+  for (const file of chosen) {
+    const total = files.reduce((sum, one) => sum + one.size, file.size);
+    if (total > about.max_upload - 65536) {
+      const limit = Math.floor(about.max_upload / 1048576);
+      return say(`The upload is too large: at most ${limit} MiB are taken. Choose a smaller image.`, "problem");
+    }
+    files.push(file);
+    const figure = make("figure", "given");
+    const image = make("img");
+    image.alt = file.name;
+    image.src = URL.createObjectURL(file);
+    const remove = make("button", "remove", "×");
+    remove.type = "button";
+    remove.setAttribute("aria-label", "Remove this image");
+    remove.addEventListener("click", () => {
+      files = files.filter((one) => one !== file);
+      URL.revokeObjectURL(image.src);
+      figure.remove();
+    });
+    figure.append(image, remove);
+    $("images").append(figure);
+  }
+}
+
+function say(text, kind = "") {
+  $("status").textContent = text;
+  $("status").className = kind;
+}
+
+// ------------------------------------------------------------------------------------------------ the two sliders
+
+function limitOf(id, [low, high]) {
+  const step = Number($(id).value);
+  return step >= STEPS ? null : low + (step / STEPS) * (high - low);
+}
+
+function curveOfParts() {
+  const same = lastParts.every((kind) => kind === about.calibrated_kind);
+  return same ? about.curves[String(lastParts.length)] : undefined;
+}
+
+function showLimits() {
+  const limits = { "query-limit": limitOf("query-limit", about.queries), "item-limit": limitOf("item-limit", about.items) };
+  for (const [id, limit] of Object.entries(limits)) $(`${id}-value`).textContent = limit === null ? "any" : `up to ${shorten(limit)}`;
+  let note = "A query above it is not answered.";
+  const curve = curveOfParts();
+  if (curve) {
+    const limit = limits["query-limit"] ?? Infinity;
+    const at = curve.u.findLastIndex((u) => u <= limit);
+    note = at < 0
+      ? "Fewer queries are this certain than the calibration can speak of."
+      : `At this setting ${percent(curve.coverage[at])} of the queries of the validation set are answered, ` +
+        `and at least ${percent(curve.precision[at])} of those rightly.`;
+  }
+  $("query-limit-note").textContent = note;
+}
+
+// The slider's place is kept in units of uncertainty when a query lies outside of what was expected.
+function widen(u) {
+  const limit = limitOf("query-limit", about.queries);
+  about.queries = [Math.min(about.queries[0], u), Math.max(about.queries[1], u)];
+  const [low, high] = about.queries;
+  if (limit !== null) $("query-limit").value = Math.min(STEPS - 1, Math.round((STEPS * (limit - low)) / (high - low || 1)));
+}
+
+// ------------------------------------------------------------------------------------------------ asking and showing
+
+async function ask(event) {
+  if (event) event.preventDefault();
+  const form = new FormData();
+  for (const input of $("texts").querySelectorAll("input")) if (input.value.trim()) form.append("text", input.value);
+  for (const file of files) form.append("image", file, file.name);
+  if (!form.has("text") && !form.has("image")) return say("The query is empty. Write a text or give an image.", "problem");
+  const limits = { max_uncertainty: limitOf("query-limit", about.queries), max_item_uncertainty: limitOf("item-limit", about.items) };
+  for (const [name, limit] of Object.entries(limits)) if (limit !== null) form.append(name, String(limit));
+  const number = ++asked;
+  $("go").disabled = true;
+  $("results").className = "old";
+  say("Searching …");
+  try {
+    const response = await fetch("/search", { method: "POST", body: form });
+    const answer = await response.json().catch(() => ({ error: `The server answered ${response.status}.`, remedy: "" }));
+    if (number !== asked) return;
+    if (response.ok) show(answer);
+    else fail(`${answer.error} ${answer.remedy}`);
+  } catch {
+    if (number === asked) fail("The server does not answer. Is it still running?");
+  } finally {
+    if (number === asked) $("go").disabled = false;
+  }
+}
+
+function fail(text) {
+  $("results").replaceChildren();
+  $("results").className = "";
+  $("query").hidden = true;
+  say(text, "problem");
+}
+
+function show(answer) {
+  const u = answer.query.uncertainty;
+  lastParts = answer.query.parts.map((part) => part.kind);
+  widen(u);
+  showLimits();
+  $("results").className = "";
+  $("results").replaceChildren(...answer.results.map((result) => card(result)));
+  const several = answer.query.parts.length > 1 ? ` (its parts: ${answer.query.parts.map((part) => shorten(part.uncertainty)).join(", ")})` : "";
+  if (answer.refused) {
+    say(`Not answered: the query's uncertainty of ${shorten(u)}${several} is above the tolerated ${shorten(answer.limit)}. Say more, or move the slider.`, "refused");
+  } else {
+    const count = answer.results.length;
+    const among = answer.looked_at < answer.gallery ? ` among the ${answer.looked_at.toLocaleString("en")} closest` : "";
+    const short = count ? "" : ` No result is as certain as that${among}.`;
+    say(`Uncertainty of the query: ${shorten(u)}${several}. ${count} result${count === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${short}`);
+  }
+  const [low, high] = about.queries;
+  const place = (x) => `${Math.max(0, Math.min(1, (x - low) / (high - low || 1))) * 100}%`;
+  $("query").hidden = false;
+  $("mark").style.left = place(u);
+  $("mark").title = `this query: ${shorten(u)}`;
+  $("limit-mark").hidden = answer.limit === null;
+  if (answer.limit !== null) $("limit-mark").style.left = place(answer.limit);
+  $("low").textContent = shorten(low);
+  $("high").textContent = shorten(high);
+}
+
+function card(result) {
+  const item = make("li", "card");
+  const caption = result.captions[0] ?? "";
+  if (result.picture) {
+    const link = make("a", "frame");
+    link.href = `${result.picture}/large`;
+    link.target = "_blank";
+    link.rel = "noopener";
+    const image = make("img");
+    image.src = result.picture;
+    image.alt = caption || result.key;
+    image.loading = "lazy";
+    image.addEventListener("error", () => link.replaceChildren("The picture is not there."));
+    link.append(image);
+    item.append(link);
+  }
+  const told = make("div", "told");
+  const numbers = make("div", "numbers");
+  numbers.append(make("b", "", `${result.rank}.`), make("span", "distance", `distance ${shorten(result.distance)}`), make("span", "uncertainty", `uncertainty ${shorten(result.uncertainty)}`));
+  const bar = make("div", "bar");
+  const filled = make("div");
+  const [low, high] = about.items;
+  filled.style.width = `${Math.max(2, Math.min(100, (100 * (result.uncertainty - low)) / (high - low || 1)))}%`;
+  bar.append(filled);
+  told.append(numbers, bar, make("p", "captions", caption));
+  if (result.captions.length > 1) {
+    const more = make("details");
+    more.append(make("summary", "", `${result.captions.length - 1} more`));
+    for (const other of result.captions.slice(1)) more.append(make("p", "captions", other));
+    told.append(more);
+  }
+  told.append(make("p", "key", result.key));
+  item.append(told);
+  return item;
+}
+
+async function start() {
+  about = await (await fetch("/about")).json();
+  addText().focus();
+  showLimits();
+  $("form").addEventListener("submit", ask);
+  $("add-text").addEventListener("click", () => addText().focus());
+  $("file").addEventListener("change", () => {
+    addFiles($("file").files);
+    $("file").value = ""; // so that the same file can be chosen again
+  });
+  $("add-image").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" || event.key === " ") $("file").click();
+  });
+  for (const id of ["query-limit", "item-limit"]) {
+    $(id).addEventListener("input", showLimits);
+    $(id).addEventListener("change", () => {
+      if (asked) ask();
+    });
+  }
+  document.body.dataset.ready = "yes";
+}
+
+start();
