@@ -22,6 +22,7 @@ from probemb.errors import UserError
 
 PROG = "python -m tools.search"
 REFUSED = 1
+WANTED = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # precisions in the table of a calibration
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     calibration.add_argument(
         "--rivals", default="validation", metavar="WHICH",
         help="what the right item must be closest among: validation, or index for both (default: %(default)s)",
+    )  # fmt: skip
+    calibration.add_argument(
+        "--within", type=int, default=1, metavar="K",
+        help="a query is right if the right item is among the K closest (default: %(default)s)",
     )  # fmt: skip
     page = parser.add_argument_group("page")
     page.add_argument("--serve", action="store_true", help="serve a search page")
@@ -171,7 +176,7 @@ def calibrate_index(options: argparse.Namespace) -> int:
     from tools.search_calibration import calibrate, save_calibration
 
     searcher = open_searcher(options, calibrated=False)
-    calibration = calibrate(searcher, options.calibrate, options.rivals, searcher.index.weights, progress)
+    calibration = calibrate(searcher, options.calibrate, options.rivals, options.within, progress)
     path = save_calibration(options.index, calibration)
     if options.json:
         print(path.read_text(encoding="utf-8"))
@@ -193,14 +198,14 @@ def print_calibration(calibration) -> None:
         table.add_column(heading, justify="right")
     for parts, curve in calibration.curves.items():
         first = (str(parts), f"{curve.queries:,}", f"{curve.precision[-1]:.3f}")
-        for wanted in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        for wanted in WANTED:
             threshold = highest_threshold(curve, wanted)
             if threshold is not None:
                 answered = curve.coverage[curve.threshold.index(threshold)]
                 table.add_row(*first, f"{wanted:g}", f"{threshold:.4g}", f"{100 * answered:.0f} %")
                 first = ("", "", "")
         if first[0]:
-            table.add_row(*first, "0.5", "out of reach", "")
+            table.add_row(*first, f"{WANTED[0]:g}", "out of reach", "")
     Console(width=110).print(table)
 
 

@@ -1,9 +1,9 @@
 """From which uncertainty on a query is refused: measured on a validation set, kept beside the index.
 
 Every caption of the validation set is a query (in an index of captions: every image), and right if the closest item of
-the validation set is its own, or in the embedded world one that it is true of. Queries of two and three texts are
-captions of one image, composed. For each number of parts the file has a curve: thresholds, the share of queries
-that they answer, the share of those that is right, and its lower bound.
+the validation set (or one of the K closest) is its own: that it fits others, too, is what makes a query ambiguous.
+Queries of two and three texts are captions of one image, composed. For each number of parts the file has a curve:
+thresholds, the share of queries that they answer, the share of those that is right, and its lower bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
-    from probemb.data.captioned import Captioned
     from probemb.gaussian import Gaussian
     from probemb.metrics import PrecisionCurve
     from tools.search_query import Searcher
@@ -39,7 +38,8 @@ class Calibration:
         kind: of the queries, "text" or "image".
         curves: number of parts -> PrecisionCurve.
         weights: digest of the model's weights.
-        data, gallery, rivals: the validation set, its size, and what the right item had to be closer than.
+        data, gallery: the validation set and its size.
+        rivals, within: among what the right item had to be how close.
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Calibration:
     data: str
     gallery: int
     rivals: str
+    within: int = 1
 
     def curve(self, kinds: Sequence[str]) -> PrecisionCurve:
         """The curve for a query of these parts. Raises UserError: there were no such queries."""
@@ -78,16 +79,17 @@ class Calibration:
         return threshold
 
 
-def calibrate(searcher: Searcher, data: str, rivals: str = "validation", weights: str = "", show=None) -> Calibration:
+def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within: int = 1, show=None) -> Calibration:
     """Measure on images with captions.
 
     Args:
-        data: as `find_captioned` takes it. rivals: "index" counts a query as wrong, too, if an item of the index is
-            closer than the whole validation set.
+        data: as `find_captioned` takes it.
+        rivals: "validation", or "index": then the items of the index count, too, none of them as the right one.
+        within: a query is right if its own item is among so many.
         show: as `probemb.progress.progress`.
 
     Raises:
-        UserError: the data cannot be read, or another kind of rivals.
+        UserError: the data cannot be read or is smaller than `within`, or another kind of rivals.
     """
     from probemb.data.captioned import find_captioned
     from probemb.errors import nearest
@@ -96,25 +98,27 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", weights
 
     if rivals not in RIVALS:
         raise UserError(f"There are no rivals '{rivals}'.{nearest(rivals, RIVALS)}", f"Say {' or '.join(RIVALS)}.")
-    captions = find_captioned(data)
+    weights, captions = searcher.index.weights or "", find_captioned(data)
+    if not 1 <= within <= len(captions):
+        raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
     model, tokenizer, transforms = searcher.loaded
     embedded = embed_pairs(
         model, tokenizer, transforms.evaluate, captions, placement=searcher.placement, workers=None,
         show=show or silent,
     )  # fmt: skip
+    owner = embedded.owner.tolist()
     if searcher.index.kind == "text":
-        owner = embedded.owner.tolist()
         groups = [[row] for row in range(len(embedded.images))]
-        own = lambda group, caption: owner[caption] == group[0]  # noqa: E731
-        curves = {1: measure(searcher, embedded.images, embedded.texts, groups, own, rivals)}
-        return Calibration("image", curves, weights, str(data), len(embedded.texts), rivals)
-    right = right_images(captions, embedded)
-    curves = {}
+        curves = {
+            1: measure(searcher, embedded.images, embedded.texts, groups, range(len(groups)), owner, rivals, within)
+        }
+        return Calibration("image", curves, weights, str(data), len(embedded.texts), rivals, within)
+    curves, places = {}, range(len(embedded.images))
     for parts in range(1, MOST_TEXTS + 1):
-        groups = caption_groups(embedded.owner.tolist(), parts)
+        groups = caption_groups(owner, parts)
         if groups:
-            curves[parts] = measure(searcher, embedded.texts, embedded.images, groups, right, rivals)
-    return Calibration("text", curves, weights, str(data), len(embedded.images), rivals)
+            curves[parts] = measure(searcher, embedded.texts, embedded.images, groups, owner, places, rivals, within)
+    return Calibration("text", curves, weights, str(data), len(embedded.images), rivals, within)
 
 
 def caption_groups(owner: Sequence[int], parts: int, seed: int = 0) -> list[list[int]]:
@@ -130,21 +134,15 @@ def caption_groups(owner: Sequence[int], parts: int, seed: int = 0) -> list[list
     return groups
 
 
-def right_images(captions: Captioned, embedded):
-    """Whether a found image fits all captions of the query: its own, or in the embedded world any true one."""
-    if captions.scenes is not None:
-        from probemb.pairs import exact_match
-
-        match = exact_match(captions, embedded.kept)
-        return lambda group, found: bool(match[found, group].all())
-    owner = embedded.owner.tolist()
-    return lambda group, found: owner[group[0]] == found
-
-
 def measure(
-    searcher: Searcher, queries: Gaussian, gallery: Gaussian, groups: list[list[int]], right, rivals: str
-) -> PrecisionCurve:
-    """The curve of queries that are compositions of groups of equal length."""
+    searcher: Searcher, queries: Gaussian, gallery: Gaussian, groups: list[list[int]], asked: Sequence[int],
+    holds: Sequence[int], rivals: str, within: int,
+) -> PrecisionCurve:  # fmt: skip
+    """The curve of queries that are compositions of groups of equal length.
+
+    Args:
+        asked: image of each query part; holds: image of each gallery item.
+    """
     import torch
 
     from probemb.compose import as_query, compose
@@ -153,18 +151,21 @@ def measure(
     from probemb.search import build_index, rerank, search
 
     own = build_index(gallery, "Flat")
-    rows = torch.tensor(groups)  # (G, parts)
+    rows, wanted, images = torch.tensor(groups), torch.tensor(asked), torch.tensor(holds)  # rows: (G, parts)
     uncertainty, correct = [], []
     for part in rows.split(SLICE):
         parts = Gaussian(queries.mean[part.T], queries.log_var[part.T])  # (parts, G, D)
         query = as_query(compose(parts).gaussian) if part.shape[1] > 1 else parts[0]
-        distance, found = search(own, query, 1)
-        good = torch.tensor([right(group, row) for group, row in zip(part.tolist(), found[:, 0].tolist())])
+        distance, found = search(own, query, min(within, len(own)))
+        hit = images[found] == wanted[part[:, :1]]
+        rank = torch.where(hit, torch.arange(hit.shape[1]), within).min(1).values
         if rivals == "index":
             look = search if searcher.index.form == "csd" else rerank
-            good &= torch.as_tensor(look(searcher.index, query, 1)[0][:, 0]) >= distance[:, 0] - SAME
+            closer = look(searcher.index, query, min(within, len(searcher.index)))[0]
+            at = distance.gather(1, rank.clamp_max(hit.shape[1] - 1)[:, None])
+            rank = rank + (closer < at - SAME).sum(1)
+        correct.append(rank < within)
         uncertainty.append(query.uncertainty())
-        correct.append(good)
     return precision_curve(torch.cat(uncertainty), torch.cat(correct))
 
 
@@ -196,7 +197,7 @@ def load_calibration(folder: Path, weights: str) -> Calibration | None:
         if content["format"] != 1:
             raise ValueError("another format")
         curves = {int(parts): PrecisionCurve(**curve) for parts, curve in content["curves"].items()}
-        names = ("kind", "weights", "data", "gallery", "rivals")
+        names = ("kind", "weights", "data", "gallery", "rivals", "within")
         calibration = Calibration(curves=curves, **{name: content[name] for name in names})
         if not curves or not all(curve.threshold for curve in curves.values()):
             raise ValueError("empty")
