@@ -88,7 +88,9 @@ class Browser:
         return found["result"].get("value")
 
     def open(self, address: str) -> None:
-        self.call("Page.navigate", url=address)
+        """Go to an address; returns when the page's own scripts have run."""
+        assert "errorText" not in self.call("Page.navigate", url=address)
+        self.wait(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(address)})")
 
     def wait(self, condition: str, timeout: float = 10):
         """Until an expression is true; returns its value."""
@@ -96,7 +98,7 @@ class Browser:
         while True:
             if value := self.run(condition):
                 return value
-            assert time.monotonic() < end, (condition, self.run("document.body.innerText"), self.complaints)
+            assert time.monotonic() < end, (condition, self.run("document.body?.innerText"), self.complaints)
             time.sleep(0.02)
 
     def click(self, selector: str) -> None:

@@ -213,13 +213,15 @@ def serve_page(options: argparse.Namespace) -> int:
     """Serve the page until interrupted."""
     import sys
 
-    from tools.search_page import is_loopback, make_app, serve
+    from tools.search_page import addresses, is_loopback, make_app, make_server
 
     if not is_loopback(options.host):
         print(f"Everybody who can reach {options.host} can search, and see the pictures.", file=sys.stderr)
     max_upload = options.max_upload << 20
     app = make_app(open_searcher(options), options.host, options.allow_host, max_upload)
-    serve(app, options.host, options.port, max_upload, lambda line: print(line, flush=True))
+    server = make_server(app, options.host, options.port, max_upload)
+    print(f"serving {' and '.join(addresses(server))} (end with Ctrl-C)", flush=True)
+    server.run()
     return 0
 
 

@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).with_name("search_static")
 SMALL, LARGE = 480, 1600  # pixels of the longer side
 FORM_BYTES = 256 << 10  # of all texts of a form
-SAMPLED = 256  # captions of the gallery whose uncertainty gives the slider its ends
+SAMPLED = 64  # items of the gallery whose uncertainties give the sliders their ends
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -61,7 +62,7 @@ def make_app(
     app = Flask("probemb search", template_folder=str(STATIC), static_folder=str(STATIC), static_url_path="/static")
     app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
     app.json.sort_keys = False
-    known = host_check(host, names)
+    known, one_at_a_time = host_check(host, names), Lock()  # of large pictures, so that memory stays bounded
     about = describe(searcher) | {"max_upload": max_upload, "max_parts": MAX_PARTS, "max_text": MAX_TEXT}
 
     @app.before_request
@@ -106,14 +107,14 @@ def make_app(
 
     @app.post("/search")
     def search():
-        from tools.search_query import Wish, decode_query
+        from tools.search_query import QueryImage, Wish
 
         form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
         if len(uploads) > MAX_PARTS:
             raise UserError(f"The query has more than {MAX_PARTS} parts.", "Leave some out.")
         wish = Wish(
             texts=form.getlist("text"),
-            images=[decode_query(file.read(), file.filename[:100]) for file in uploads],
+            images=[QueryImage(file.filename[:100], file.read()) for file in uploads],
             top=read_number(form, "top", int, 24),
             max_uncertainty=read_number(form, "max_uncertainty", float),
             max_item_uncertainty=read_number(form, "max_item_uncertainty", float),
@@ -133,7 +134,8 @@ def make_app(
         if row >= len(searcher.index):
             abort(404)
         try:
-            data = shrink(searcher.picture(row), side)
+            with one_at_a_time:
+                data = shrink(searcher.picture(row), side)
         except LookupError as error:
             return problem(404, f"The picture is not there: {error}.", "Put the shards back where they were indexed.")
         return Response(data, mimetype="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
@@ -229,22 +231,21 @@ def describe(searcher: Searcher) -> dict:
             for parts, curve in calibration.curves.items()
         }
     return {
-        "model": printable(searcher.name),
+        "model": printable(Path(searcher.name).name if Path(searcher.name).exists() else searcher.name),
         "count": len(index),
         "kind": index.kind,
         "items": [items[0], items[-1]],
         "queries": query_range(searcher, rows),
         "curves": curves,
-        "calibrated_kind": calibration.kind if calibration else None,
+        "calibrated": {name: getattr(calibration, name) for name in ("kind", "gallery", "within")}
+        if calibration
+        else None,
     }
 
 
 def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:
-    """Lowest and highest uncertainty that queries are expected to have: of the calibration, the gallery's captions
-    taken as queries, or the items."""
-    if searcher.calibration:
-        curves = searcher.calibration.curves.values()
-        return [min(curve.threshold[0] for curve in curves), max(curve.threshold[-1] for curve in curves)]
+    """Lowest and highest uncertainty that a query of one part is expected to have: that of the gallery's items and of
+    their captions."""
     captions = [caption for row in rows for caption in list(searcher.index.item(row).get("captions") or [])[:1]]
     texts = [caption[:200] for caption in captions if caption.strip()]
     u = [float(searcher.index.uncertainty[row]) for row in rows]
@@ -253,21 +254,24 @@ def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:
     return [min(u), max(u)]
 
 
-def serve(app: Flask, host: str, port: int, max_upload: int, say: Callable[[str], None]) -> None:
-    """Serve until interrupted. Raises UserError: the address is taken or none."""
+def make_server(app: Flask, host: str, port: int, max_upload: int):
+    """A waitress server, bound but not running. Raises UserError: the address is taken or none."""
     from waitress import create_server
 
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # "task queue depth": every page asks for 24 pictures
     try:
-        server = create_server(
+        return create_server(
             app, host=host, port=port, threads=4, ident=None, connection_limit=200, channel_timeout=30,
             max_request_body_size=max_upload + (1 << 20), max_request_header_size=16 << 10,
         )  # fmt: skip
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"The page cannot be served at {host}:{port} ({reason}).", "Choose another --port or --host."
         ) from None
-    shown_host = f"[{host}]" if ":" in host else host
-    say(f"serving http://{shown_host}:{getattr(server, 'effective_port', port)}/ (end with Ctrl-C)")
-    server.run()
+
+
+def addresses(server) -> list[str]:
+    """Where a server can be reached: one address, or several of a name that stands for several."""
+    pairs = getattr(server, "effective_listen", None) or [(server.effective_host, server.effective_port)]
+    return [f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/" for host, port in pairs]

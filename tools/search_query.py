@@ -24,6 +24,13 @@ MAX_TOP = 1_000
 MOST_LOOKED_AT = 16_384  # neighbours among which items that are certain enough are looked for
 
 
+class QueryImage(NamedTuple):
+    """An image of a query, still encoded, and what to call it in messages."""
+
+    name: str
+    data: bytes
+
+
 @dataclass(frozen=True)
 class Wish:
     """What is asked.
@@ -37,7 +44,7 @@ class Wish:
     """
 
     texts: Sequence[str] = ()
-    images: Sequence[Image.Image] = ()
+    images: Sequence[QueryImage] = ()
     top: int = 10
     max_uncertainty: float | None = None
     max_item_uncertainty: float | None = None
@@ -66,8 +73,8 @@ class Searcher:
         self.placement = placement or Placement("cpu", None, "fp32")
         self._one_at_a_time = Lock()  # of the model: memory stays bounded, and the tokenizer's cache whole
 
-    def embed(self, texts: Sequence[str], images: Sequence[Image.Image]) -> Gaussian:
-        """The parts of a query, texts first, (K, D). Raises UserError: nothing is asked, or too much."""
+    def embed(self, texts: Sequence[str], images: Sequence[QueryImage]) -> Gaussian:
+        """The parts of a query, texts first, (K, D). Raises UserError: nothing is asked or too much, or no image."""
         import torch
 
         from probemb.classify import encode_images, encode_texts
@@ -89,7 +96,7 @@ class Searcher:
             if texts:
                 parts.append(encode_texts(model.encode_text, tokenizer(texts), cut=model.cut_padding, **where))
             if images:
-                pixels = torch.stack([transforms.evaluate(image) for image in images])
+                pixels = torch.stack([transforms.evaluate(decode_query(image)) for image in images])
                 parts.append(encode_images(model.encode_image, [pixels], **where))
         return Gaussian.cat(parts)
 
@@ -97,7 +104,8 @@ class Searcher:
         """The answer as plain JSON types; captions and keys are texts of unknown origin. docs/search.md has its form.
 
         Raises:
-            UserError: the query is empty, has too many or too long parts, or numbers out of range.
+            UserError: the query is empty, has too many or too long parts, an image that is none, or numbers out of
+                range.
         """
         from probemb.compose import as_query, compose
 
@@ -223,8 +231,8 @@ def read_member(shard: Path, offset: int, size: int) -> bytes:
     return data
 
 
-def read_image(path: Path) -> Image.Image:
-    """An image of the person's own as a query. Raises UserError."""
+def read_image(path: Path) -> QueryImage:
+    """An image of the person's own as a query. Raises UserError: it cannot be read or decoded."""
     from probemb.data.shards import MAX_IMAGE_BYTES
 
     try:
@@ -233,17 +241,19 @@ def read_image(path: Path) -> Image.Image:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"The image {path} cannot be read ({error.strerror}).", "Check the path.") from None
-    return decode_query(data, str(path))
+    image = QueryImage(str(path), data)
+    decode_query(image)
+    return image
 
 
-def decode_query(data: bytes, name: str) -> Image.Image:
+def decode_query(image: QueryImage) -> Image.Image:
     """Decode an image that is a query. Raises UserError."""
     from probemb.data.images import decode_image
     from probemb.data.tar import BadSample
 
     try:
-        return decode_image(data)
+        return decode_image(image.data)
     except BadSample as error:
         raise UserError(
-            f"{name} is not an image that can be searched with: {error}.", "Give a JPEG, PNG or WebP file."
+            f"{image.name} is not an image that can be searched with: {error}.", "Give a JPEG, PNG or WebP file."
         ) from None

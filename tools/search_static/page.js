@@ -5,7 +5,7 @@ const $ = (id) => document.getElementById(id);
 const STEPS = 100; // of a slider; the last one stands for "any"
 let about = null;
 let files = [];
-let lastParts = ["text"]; // kinds of the parts of the last query
+let outer = null; // lowest and highest uncertainty of the queries so far, times their parts
 let asked = 0; // queries sent, so that a late answer does not replace a newer one
 
 function make(tag, className, text) {
@@ -15,7 +15,7 @@ function make(tag, className, text) {
   return node;
 }
 
-const shorten = (x) => (x === 0 ? "0" : Math.abs(x) >= 1e-3 && Math.abs(x) < 1e4 ? x.toPrecision(3) : x.toExponential(1));
+const shorten = (x) => (x === 0 ? "0" : Math.abs(x) >= 1e-3 && Math.abs(x) < 1e4 ? x.toPrecision(4) : x.toExponential(1));
 const percent = (share) => `${Math.floor(100 * share)} %`;
 
 function addText(value = "") {
@@ -33,9 +33,13 @@ function addText(value = "") {
     const remove = make("button", "remove", "×");
     remove.type = "button";
     remove.setAttribute("aria-label", "Remove this text");
-    remove.addEventListener("click", () => row.remove());
+    remove.addEventListener("click", () => {
+      row.remove();
+      showLimits();
+    });
     row.append(remove);
   }
+  input.addEventListener("input", showLimits);
   $("texts").append(row);
   return input;
 }
@@ -59,10 +63,12 @@ function addFiles(chosen) {
       files = files.filter((one) => one !== file);
       URL.revokeObjectURL(image.src);
       figure.remove();
+      showLimits();
     });
     figure.append(image, remove);
     $("images").append(figure);
   }
+  showLimits();
 }
 
 function say(text, kind = "") {
@@ -72,38 +78,52 @@ function say(text, kind = "") {
 
 // ------------------------------------------------------------------------------------------------ the two sliders
 
+// A slider's place is a share of the range that is expected. A product of k normals has about a k-th of the uncertainty of
+// one, so that the range of a query depends on the number of its parts.
+
+const texts = () => [...$("texts").querySelectorAll("input")].map((input) => input.value).filter((text) => text.trim());
+const kindsNow = () => [...texts().map(() => "text"), ...files.map(() => "image")];
+
+function curveOf(kinds) {
+  const parts = kinds.length ? kinds : [about.calibrated?.kind];
+  return parts.every((kind) => kind === about.calibrated?.kind) ? about.curves[String(parts.length)] : undefined;
+}
+
+function queryRange(kinds) {
+  const parts = Math.max(1, kinds.length);
+  const curve = curveOf(kinds);
+  let [low, high] = curve ? [curve.u[0], curve.u.at(-1)] : about.queries.map((u) => u / parts);
+  if (outer) [low, high] = [Math.min(low, outer[0] / parts), Math.max(high, outer[1] / parts)];
+  const margin = 0.05 * (high - low) + 1e-6 * high; // so that the lowest setting is below what is expected
+  return [Math.max(0, low - margin), high + margin];
+}
+
 function limitOf(id, [low, high]) {
   const step = Number($(id).value);
   return step >= STEPS ? null : low + (step / STEPS) * (high - low);
 }
 
-function curveOfParts() {
-  const same = lastParts.every((kind) => kind === about.calibrated_kind);
-  return same ? about.curves[String(lastParts.length)] : undefined;
+function first() {
+  const { kind, gallery, within } = about.calibrated;
+  const of = `of ${gallery.toLocaleString("en")} ${kind === "text" ? "images" : "captions"}`;
+  return within === 1 ? `as the first ${of}` : `among the first ${within} ${of}`;
 }
 
 function showLimits() {
-  const limits = { "query-limit": limitOf("query-limit", about.queries), "item-limit": limitOf("item-limit", about.items) };
+  const kinds = kindsNow();
+  const limits = { "query-limit": limitOf("query-limit", queryRange(kinds)), "item-limit": limitOf("item-limit", about.items) };
   for (const [id, limit] of Object.entries(limits)) $(`${id}-value`).textContent = limit === null ? "any" : `up to ${shorten(limit)}`;
   let note = "A query above it is not answered.";
-  const curve = curveOfParts();
+  const curve = curveOf(kinds);
   if (curve) {
     const limit = limits["query-limit"] ?? Infinity;
     const at = curve.u.findLastIndex((u) => u <= limit);
     note = at < 0
-      ? "Fewer queries are this certain than the calibration can speak of."
-      : `At this setting ${percent(curve.coverage[at])} of the queries of the validation set are answered, ` +
-        `and at least ${percent(curve.precision[at])} of those rightly.`;
+      ? "Too few queries of the validation set are this certain to promise anything."
+      : `This answers ${percent(curve.coverage[at])} of the validation set's queries; at least ` +
+        `${percent(curve.precision[at])} of those find the right one ${first()}.`;
   }
   $("query-limit-note").textContent = note;
-}
-
-// The slider's place is kept in units of uncertainty when a query lies outside of what was expected.
-function widen(u) {
-  const limit = limitOf("query-limit", about.queries);
-  about.queries = [Math.min(about.queries[0], u), Math.max(about.queries[1], u)];
-  const [low, high] = about.queries;
-  if (limit !== null) $("query-limit").value = Math.min(STEPS - 1, Math.round((STEPS * (limit - low)) / (high - low || 1)));
 }
 
 // ------------------------------------------------------------------------------------------------ asking and showing
@@ -111,10 +131,10 @@ function widen(u) {
 async function ask(event) {
   if (event) event.preventDefault();
   const form = new FormData();
-  for (const input of $("texts").querySelectorAll("input")) if (input.value.trim()) form.append("text", input.value);
+  for (const text of texts()) form.append("text", text);
   for (const file of files) form.append("image", file, file.name);
   if (!form.has("text") && !form.has("image")) return say("The query is empty. Write a text or give an image.", "problem");
-  const limits = { max_uncertainty: limitOf("query-limit", about.queries), max_item_uncertainty: limitOf("item-limit", about.items) };
+  const limits = { max_uncertainty: limitOf("query-limit", queryRange(kindsNow())), max_item_uncertainty: limitOf("item-limit", about.items) };
   for (const [name, limit] of Object.entries(limits)) if (limit !== null) form.append(name, String(limit));
   const number = ++asked;
   $("go").disabled = true;
@@ -142,9 +162,7 @@ function fail(text) {
 
 function show(answer) {
   const u = answer.query.uncertainty;
-  lastParts = answer.query.parts.map((part) => part.kind);
-  widen(u);
-  showLimits();
+  const kinds = answer.query.parts.map((part) => part.kind);
   $("results").className = "";
   $("results").replaceChildren(...answer.results.map((result) => card(result)));
   const several = answer.query.parts.length > 1 ? ` (its parts: ${answer.query.parts.map((part) => shorten(part.uncertainty)).join(", ")})` : "";
@@ -156,7 +174,10 @@ function show(answer) {
     const short = count ? "" : ` No result is as certain as that${among}.`;
     say(`Uncertainty of the query: ${shorten(u)}${several}. ${count} result${count === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${short}`);
   }
-  const [low, high] = about.queries;
+  if ($("query-limit").value === String(STEPS)) { // else a slider that somebody has set would move
+    outer = [Math.min(outer?.[0] ?? Infinity, u * kinds.length), Math.max(outer?.[1] ?? 0, u * kinds.length)];
+  }
+  const [low, high] = queryRange(kinds);
   const place = (x) => `${Math.max(0, Math.min(1, (x - low) / (high - low || 1))) * 100}%`;
   $("query").hidden = false;
   $("mark").style.left = place(u);

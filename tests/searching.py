@@ -1,0 +1,83 @@
+"""A small gallery with captions that mean harm, embedded and indexed by the project's own commands."""
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from probemb import Gaussian
+from tests.world import jpeg, write_tar
+
+N = 40
+EVIL = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">'
+BACKWARDS = "photo of \u202egnp.exe\u2066 \x1b[31mred"
+MARKUP = "[red]not markup[/red] & <b>bold</b>"
+
+
+def bomb():
+    """A PNG of a few bytes that says it has 30,000 x 30,000 pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Where everything lies, and the gallery as the embeddings folder has it."""
+
+    model: Path
+    tar: Path
+    images: Path
+    texts: Path
+    embedded: Gaussian
+    captions: list
+    jpegs: list
+
+
+@pytest.fixture(scope="session")
+def gallery(tmp_path_factory, run_folder):
+    """Forty scenes with three captions each, as an index of images and one of captions."""
+    import numpy as np
+    import torch
+
+    from probemb.data.index import Shard, write_index
+    from probemb.data.scenes import draw_captions, sample_to_json, scene
+    from probemb.embeddings import open_embeddings
+    from tools.build_index import main as build
+    from tools.embed import main as embed
+
+    folder = tmp_path_factory.mktemp("gallery")
+    members, told, jpegs = [], [], []
+    for i in range(N):
+        one = scene("test", i)
+        row = sample_to_json(one, draw_captions(one, 3))
+        if i < 3:
+            row = {"captions": [(EVIL, BACKWARDS, MARKUP)[i], "a further caption", "a third one"]}
+        told.append([one["caption"] if isinstance(one, dict) else one for one in row["captions"]])
+        jpegs.append(jpeg(one))
+        members += [(f"{i:03d}<i>.jpg", jpegs[-1]), (f"{i:03d}<i>.json", json.dumps(row).encode())]
+    tar = write_tar(folder / "data" / "00000.tar", members)
+    write_index(tar.parent, [Shard(tar.name, tar, N, tar.stat().st_size)])
+    out = folder / "embedded"
+    assert embed(["--model", str(run_folder), "--data", str(tar.parent), "--out", str(out)]) == 0
+    for kind in ("image", "text"):
+        assert build(["--embeddings", str(out), "--kind", kind, "--out", str(folder / kind)]) == 0
+    opened = open_embeddings(out)
+    mean, u = opened.read(opened.partitions("image")[0])
+    mean = torch.from_numpy(mean.astype(np.float32))
+    log_var = torch.from_numpy(u).div(mean.shape[1]).log()[:, None].expand_as(mean)
+    return Gallery(run_folder, tar, folder / "image", folder / "text", Gaussian(mean, log_var), told, jpegs)
+
+
+@pytest.fixture(scope="session")
+def searcher(gallery):
+    """Over the images, without a calibration."""
+    from tools.search import open_searcher, parse
+
+    return open_searcher(parse(["anything", "--index", str(gallery.images), "--device", "cpu"]))
