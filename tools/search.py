@@ -22,6 +22,12 @@ from probemb.errors import UserError
 
 PROG = "python -m tools.search"
 REFUSED = 1
+BELONGS = {  # options that only mean something to some
+    **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision"), ("a query",)),
+    **dict.fromkeys(("rivals", "within"), ("--calibrate",)),
+    **dict.fromkeys(("host", "port", "allow_host", "max_upload"), ("--serve",)),
+    "json": ("a query", "--calibrate"),
+}
 WANTED = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # precisions in the table of a calibration
 
 
@@ -86,6 +92,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = bool(options.texts or options.image)
     if options.serve + bool(options.calibrate) + asked > 1:
         raise UserError("A query, --serve and --calibrate are three different things.", "Do one at a time.")
+    doing = "--serve" if options.serve else "--calibrate" if options.calibrate else "a query"
+    for name, belongs in BELONGS.items():
+        if doing not in belongs and getattr(options, name) != parser.get_default(name):
+            raise UserError(f"--{name.replace('_', '-')} does not belong to {doing}.", "Leave it out.")
     if not options.serve and not options.calibrate and not any(map(str.strip, options.texts)) and not options.image:
         raise UserError("The query is empty.", f'Write `{PROG} "two dogs on grass" --index FOLDER`, or give --image.')
     if not 0 <= options.port <= 65535:
@@ -99,18 +109,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     """The index, the model that made it, and their calibration. Raises UserError."""
+    from probemb.placement import place
     from probemb.search import load_index, require_model, set_effort
 
-    index = load_index(options.index)
+    placement = place(options.device, options.precision)
+    on_gpu = options.serve and placement.device.startswith("cuda")  # a single query is answered before it is there
+    index = load_index(options.index, device="auto" if on_gpu else "cpu")
     if options.effort is not None and set_effort(index, options.effort) is None:
         raise UserError(f"The index '{index.factory}' looks at everything.", "Leave --effort out.")
     from probemb.models import load_model, weights_sha256
-    from probemb.placement import place
     from tools.search_calibration import load_calibration
     from tools.search_query import Searcher
 
     name = options.model or index.model
-    placement = place(options.device, options.precision)
     loaded = load_model(name, device=placement.device)
     require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
     calibration = load_calibration(options.index, index.weights) if calibrated else None

@@ -199,8 +199,8 @@ def load_calibration(folder: Path, weights: str) -> Calibration | None:
         curves = {int(parts): PrecisionCurve(**curve) for parts, curve in content["curves"].items()}
         names = ("kind", "weights", "data", "gallery", "rivals", "within")
         calibration = Calibration(curves=curves, **{name: content[name] for name in names})
-        if not curves or not all(curve.threshold for curve in curves.values()):
-            raise ValueError("empty")
+        if not curves or not all(is_curve(curve) for curve in curves.values()):
+            raise ValueError("no curves")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is not a calibration.", again) from None
     if calibration.weights != weights:
@@ -208,3 +208,10 @@ def load_calibration(folder: Path, weights: str) -> Calibration | None:
             f"{path} was made with other weights ({calibration.weights[:12]}) than the index ({weights[:12]}).", again
         )
     return calibration
+
+
+def is_curve(curve: PrecisionCurve) -> bool:
+    """Whether what was read has the shape of a curve."""
+    lists = (curve.threshold, curve.coverage, curve.precision, curve.at_least)
+    whole = all(isinstance(one, list) and len(one) == len(curve.threshold) > 0 for one in lists)
+    return whole and all(type(x) in (int, float) for one in lists for x in one)

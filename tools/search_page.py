@@ -57,13 +57,13 @@ def make_app(
     from flask import Flask, Response, abort, jsonify, render_template, request
     from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
-    from tools.search_query import MAX_PARTS, MAX_TEXT
+    from tools.search_query import MAX_PARTS, MAX_TEXT, MAX_TOP
 
     app = Flask("probemb search", template_folder=str(STATIC), static_folder=str(STATIC), static_url_path="/static")
     app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
     app.json.sort_keys = False
     known, one_at_a_time = host_check(host, names), Lock()  # of large pictures, so that memory stays bounded
-    about = describe(searcher) | {"max_upload": max_upload, "max_parts": MAX_PARTS, "max_text": MAX_TEXT}
+    about = describe(searcher) | {"max_upload": max_upload, "max_results": MAX_TOP, "max_text": MAX_TEXT}
 
     @app.before_request
     def refuse_strangers():

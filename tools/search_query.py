@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MAX_PARTS = 8
 MAX_TEXT = 2_000  # characters
 MAX_TOP = 1_000
-MOST_LOOKED_AT = 16_384  # neighbours among which items that are certain enough are looked for
+MOST_LOOKED_AT = 2_048  # neighbours among which items that are certain enough are looked for; FAISS' most on a GPU
 
 
 class QueryImage(NamedTuple):
@@ -72,6 +73,8 @@ class Searcher:
         self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
         self.placement = placement or Placement("cpu", None, "fp32")
         self._one_at_a_time = Lock()  # of the model: memory stays bounded, and the tokenizer's cache whole
+        on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
+        self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources are for one thread
 
     def embed(self, texts: Sequence[str], images: Sequence[QueryImage]) -> Gaussian:
         """The parts of a query, texts first, (K, D). Raises UserError: nothing is asked or too much, or no image."""
@@ -156,7 +159,8 @@ class Searcher:
         look = search if self.index.form == "csd" else rerank
         k = min(top, len(self.index))
         while True:
-            distances, rows = look(self.index, query, k)
+            with self._one_search:
+                distances, rows = look(self.index, query, k)
             rows = rows[0].tolist()
             u = [float(self.index.uncertainty[row]) if row >= 0 else 0.0 for row in rows]
             found = [

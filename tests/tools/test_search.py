@@ -196,7 +196,7 @@ def test_min_precision_refuses_by_the_curve(gallery, calibrated, searcher, capsy
         main(["a red circle", "--min-precision", "0.5", "--index", str(gallery.images)])
 
 
-@pytest.mark.parametrize("spoil", ["other weights", "no json", "no curve", "other format"])
+@pytest.mark.parametrize("spoil", ["other weights", "no json", "no curve", "other format", "texts"])
 def test_a_calibration_that_does_not_fit(calibrated, spoil):
     path = calibrated / "calibration.json"
     content = json.loads(path.read_text())
@@ -204,6 +204,8 @@ def test_a_calibration_that_does_not_fit(calibrated, spoil):
         content["weights"] = "0" * 64
     if spoil == "no curve":
         content["curves"] = {}
+    if spoil == "texts":
+        content["curves"]["1"]["threshold"] = ["1"] * len(content["curves"]["1"]["threshold"])
     if spoil == "other format":
         content["format"] = 2
     path.write_text("{" if spoil == "no json" else json.dumps(content))
@@ -246,6 +248,8 @@ def test_captions_cannot_speak_to_the_terminal(gallery, capsys):  # noqa: F811
         (["a", "--model", "nowhere"], "does not exist"),
         (["--serve", "--port", "70000"], "no port"),
         (["--calibrate", "nowhere"], "nowhere"),
+        (["--serve", "--top", "5"], "--top does not belong to --serve"),
+        (["a", "--port", "80"], "--port does not belong to a query"),
     ],
 )
 def test_bad_input(gallery, argv, what):  # noqa: F811

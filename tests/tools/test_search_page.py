@@ -286,6 +286,15 @@ def test_a_text_is_searched(page, searcher, tmp_path):  # noqa: F811
     assert Image.open(tmp_path / "page.png").size[0] == 1280
 
 
+def test_more_results(page):
+    search_for(page, "a red circle")
+    first = page.run(f"{CARDS}.map(c => c.querySelector('.key').textContent)")
+    page.click("#more button")
+    page.wait(f"{CARDS}.length === {N}")
+    assert page.run(f"{CARDS}.map(c => c.querySelector('.key').textContent)")[:24] == first
+    assert page.run("document.querySelector('#more').hidden")
+
+
 def test_hostile_captions_are_shown_as_text(page):
     for caption in (EVIL, MARKUP, BACKWARDS):
         search_for(page, caption[:100])

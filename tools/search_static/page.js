@@ -6,6 +6,8 @@ const STEPS = 100; // of a slider; the last one stands for "any"
 let about = null;
 let files = [];
 let outer = null; // lowest and highest uncertainty of the queries so far, times their parts
+const PAGE = 24; // results that are asked for at first, and with every "More"
+let wanted = PAGE;
 let asked = 0; // queries sent, so that a late answer does not replace a newer one
 
 function make(tag, className, text) {
@@ -128,12 +130,13 @@ function showLimits() {
 
 // ------------------------------------------------------------------------------------------------ asking and showing
 
-async function ask(event) {
-  if (event) event.preventDefault();
+async function ask(results = PAGE) {
   const form = new FormData();
   for (const text of texts()) form.append("text", text);
   for (const file of files) form.append("image", file, file.name);
   if (!form.has("text") && !form.has("image")) return say("The query is empty. Write a text or give an image.", "problem");
+  wanted = Math.min(results, about.max_results, about.count);
+  form.append("top", String(wanted));
   const limits = { max_uncertainty: limitOf("query-limit", queryRange(kindsNow())), max_item_uncertainty: limitOf("item-limit", about.items) };
   for (const [name, limit] of Object.entries(limits)) if (limit !== null) form.append(name, String(limit));
   const number = ++asked;
@@ -156,7 +159,7 @@ async function ask(event) {
 function fail(text) {
   $("results").replaceChildren();
   $("results").className = "";
-  $("query").hidden = true;
+  $("query").hidden = $("more").hidden = true;
   say(text, "problem");
 }
 
@@ -165,6 +168,7 @@ function show(answer) {
   const kinds = answer.query.parts.map((part) => part.kind);
   $("results").className = "";
   $("results").replaceChildren(...answer.results.map((result) => card(result)));
+  $("more").hidden = answer.results.length < wanted || wanted === Math.min(about.max_results, about.count);
   const several = answer.query.parts.length > 1 ? ` (its parts: ${answer.query.parts.map((part) => shorten(part.uncertainty)).join(", ")})` : "";
   if (answer.refused) {
     say(`Not answered: the query's uncertainty of ${shorten(u)}${several} is above the tolerated ${shorten(answer.limit)}. Say more, or move the slider.`, "refused");
@@ -228,7 +232,11 @@ async function start() {
   about = await (await fetch("/about")).json();
   addText().focus();
   showLimits();
-  $("form").addEventListener("submit", ask);
+  $("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask();
+  });
+  $("more").querySelector("button").addEventListener("click", () => ask(wanted + PAGE));
   $("add-text").addEventListener("click", () => addText().focus());
   $("file").addEventListener("change", () => {
     addFiles($("file").files);
