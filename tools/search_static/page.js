@@ -27,7 +27,7 @@ function addText(value = "") {
   input.type = "text";
   input.name = "text";
   input.maxLength = about.max_text;
-  input.placeholder = first ? "What do you look for?" : "… and also";
+  input.placeholder = first ? "What are you looking for?" : "… and also";
   input.setAttribute("aria-label", first ? "Query" : "Further text");
   input.value = value;
   row.append(input);
