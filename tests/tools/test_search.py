@@ -2,13 +2,20 @@
 
 import dataclasses
 import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain
 
 import pytest
 import torch
 
+from probemb.command import run_command
 from probemb.compose import as_query, compose
 from probemb.distances import csd
 from probemb.errors import UserError
@@ -302,3 +309,31 @@ def test_queries_of_the_gallerys_own_model(gallery, searcher):  # noqa: F811
     with torch.inference_mode():
         truth = model.encode_text(tokenizer(["a dog"]))
     torch.testing.assert_close(searcher.embed([" a dog "], []).mean, truth.mean)
+
+
+def test_the_page_is_served_until_the_command_is_told_to_end(gallery, tmp_path):  # noqa: F811
+    log = tmp_path / "log"
+
+    def work():  # forked, so that nothing is imported again
+        with open(log, "w", buffering=1) as out, redirect_stdout(out), redirect_stderr(out):
+            run_command(lambda: main(["--serve", "--port", "0", "--index", str(gallery.images)]))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    try:
+        end = time.monotonic() + 30
+        while not (log.exists() and log.read_text().endswith("(end with Ctrl-C)\n")):
+            assert process.is_alive()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        line = log.read_text()
+        assert line.startswith("serving http://127.0.0.1:")
+        with urllib.request.urlopen(line.split()[1], timeout=10) as response:
+            assert b"40 images" in response.read()
+        os.kill(process.pid, signal.SIGINT)
+        process.join(10)
+        assert process.exitcode == 0
+        assert log.read_text() == line
+    finally:
+        process.kill()
+        process.join()

@@ -3,10 +3,7 @@
 import http.client
 import io
 import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -219,22 +216,6 @@ def test_an_address_that_is_taken(port, searcher):  # noqa: F811
         make_server(make_app(searcher), "127.0.0.1", port, UPLOAD)
     with pytest.raises(UserError, match="cannot be served"):
         make_server(make_app(searcher), "no.such.host.invalid", 0, UPLOAD)
-
-
-def test_the_command_serves_until_it_is_told_to_end(gallery):  # noqa: F811
-    command = [sys.executable, "-m", "tools.search", "--serve", "--port", "0", "--index", str(gallery.images)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("serving http://127.0.0.1:")
-        found = int(line.split("/")[2].partition(":")[2])
-        assert b"40 images" in request(found)[2]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
-        assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # ------------------------------------------------------------------------------------------------ the browser
