@@ -38,7 +38,7 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 refuse() { printf 'error: %s\n       %s\n' "$1" "$2" >&2; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] || refuse "This is a batch script for Slurm." "Start it with: sbatch slurm/download.sh ARGUMENTS"
-[ -f tools/download.py ] || refuse "The job was submitted from $PWD, which is not the project's folder." \
+[ -f tools/download/command.py ] || refuse "The job was submitted from $PWD, which is not the project's folder." \
   "Submit it from the folder that holds tools/ and slurm/."
 [ -x "$PYTHON" ] || PYTHON=$(command -v "$PYTHON") || refuse "There is no Python at ${PROBEMB_PYTHON:-.venv/bin/python}." \
   "Run make install in $PWD, or set PROBEMB_PYTHON to another interpreter."

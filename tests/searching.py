@@ -78,6 +78,6 @@ def gallery(tmp_path_factory, run_folder):
 @pytest.fixture(scope="session")
 def searcher(gallery):
     """Over the images, without a calibration."""
-    from tools.search import open_searcher, parse
+    from tools.search.command import open_searcher, parse
 
     return open_searcher(parse(["anything", "--index", str(gallery.images), "--device", "cpu"]))

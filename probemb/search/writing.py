@@ -104,7 +104,7 @@ def write_index(
 
 @contextmanager
 def _each_line_once() -> Iterator[None]:
-    """What FAISS says on stderr, each line once: it has a warning for each of hundreds of small clusterings."""
+    """What FAISS says on stderr, each line once: it repeats a warning for each of hundreds of small clusterings."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as said:

@@ -11,11 +11,11 @@ import torch
 from finetune.pairs import PairLoader
 from probemb.errors import UserError
 from probemb.pairs import exact_match
-from tools import claims
-from tools.claims_findings import FAILS, HOLDS, ONE_SEED, WITHIN, Value, compare, value, verdict
-from tools.claims_queue import Kept
-from tools.claims_training import CHOSEN, GRID, Settings, Training
-from tools.claims_world import MemoryLoader, Sizes, draw_world
+from tools.claims import command as claims
+from tools.claims.findings import FAILS, HOLDS, ONE_SEED, WITHIN, Value, compare, value, verdict
+from tools.claims.queue import Kept
+from tools.claims.training import CHOSEN, GRID, Settings, Training
+from tools.claims.world import MemoryLoader, Sizes, draw_world
 
 SIZES = Sizes(pixels=16, pretraining=16, training=12, validation=8, test=12, class_images=128)
 SETTINGS = Settings(

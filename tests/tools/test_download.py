@@ -14,7 +14,7 @@ import pytest
 from probemb.data.shards import iterate_samples, read_index
 from probemb.errors import UserError
 from tests.imagesite import serve_images
-from tools.download import main
+from tools.download.command import main
 from tools.index_shards import main as index_shards
 
 ROOT = Path(__file__).resolve().parents[2]

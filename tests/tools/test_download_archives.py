@@ -14,7 +14,7 @@ from probemb.data.shards import iterate_samples, read_index
 from probemb.errors import UserError
 from tests.imagesite import picture
 from tests.webserver import serve
-from tools.download import main
+from tools.download.command import main
 from tools.index_shards import main as index_shards
 
 TRAIN, VAL = range(9, 21), range(100, 106)

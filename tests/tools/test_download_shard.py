@@ -9,8 +9,8 @@ import pytest
 
 from probemb.data.shards import iterate_samples
 from tests.imagesite import picture
-from tools.download_finish import drop_duplicates
-from tools.download_shard import GOT, STATE, NotWritten, Record, ShardPaths, ShardWriter, read_marker, read_records
+from tools.download.finish import drop_duplicates
+from tools.download.shard import GOT, STATE, NotWritten, Record, ShardPaths, ShardWriter, read_marker, read_records
 from tools.verify_shards import verify_shard
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from tests.imagesite import picture, serve_images
-from tools.download_web import Limits, Refused, bounded
+from tools.download.web import Limits, Refused, bounded
 
 QUICK = Limits(seconds=1.0, patience=0.6, size=1 << 20, redirects=3, private=True)
 PATIENT = Limits(seconds=30, patience=20, private=True)

@@ -24,9 +24,9 @@ from probemb.models import create_model, load_model, save_model
 from probemb.search import load_index
 from tests.searching import EVIL, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
-from tools.search import main, parse
-from tools.search_calibration import calibrate, caption_groups, load_calibration
-from tools.search_query import MAX_TEXT, QueryImage, Searcher, Wish
+from tools.search.calibration import calibrate, caption_groups, load_calibration
+from tools.search.command import main, parse
+from tools.search.query import MAX_TEXT, QueryImage, Searcher, Wish
 
 
 def brute_force(gallery, query):  # noqa: F811
@@ -281,7 +281,7 @@ def test_no_index():
 
 def test_a_picture_is_read_from_its_place(gallery, searcher, tmp_path):  # noqa: F811
     assert [searcher.picture(row) for row in range(N)] == gallery.jpegs
-    from tools.search_query import read_member
+    from tools.search.query import read_member
 
     with pytest.raises(LookupError, match="shorter"):
         read_member(gallery.tar, gallery.tar.stat().st_size - 10, 100)

@@ -18,8 +18,8 @@ from tests.browser import chromium
 from tests.searching import BACKWARDS, EVIL, MARKUP, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.webserver import serve as serve_folder
 from tests.world import run_folder  # noqa: F401 - a fixture
-from tools.search_page import addresses, host_check, make_app, make_server
-from tools.search_query import QueryImage, Wish
+from tools.search.page import addresses, host_check, make_app, make_server
+from tools.search.query import QueryImage, Wish
 
 UPLOAD = 2 << 20
 
@@ -117,7 +117,7 @@ def test_pictures_are_made_anew(port, gallery):  # noqa: F811
 
 
 def test_large_pictures_become_small():
-    from tools.search_page import shrink
+    from tools.search.page import shrink
 
     data = io.BytesIO()
     exif = Image.Exif()
@@ -364,8 +364,8 @@ def test_the_page_fits_a_phone(page):
 
 
 def test_a_calibrated_page_says_what_a_setting_promises(browser, gallery, searcher):  # noqa: F811
-    from tools.search_calibration import calibrate
-    from tools.search_query import Searcher
+    from tools.search.calibration import calibrate
+    from tools.search.query import Searcher
 
     calibration = calibrate(searcher, str(gallery.tar), within=5)
     with serving(Searcher(searcher.index, searcher.loaded, "x", calibration)) as server:

@@ -21,7 +21,7 @@ from probemb.data.corpora import CORPORA, Dropped, Row, read_list
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.progress import progress
-from tools.download_shard import STATE, Marker, ShardPaths, read_marker, read_records
+from tools.download.shard import STATE, Marker, ShardPaths, read_marker, read_records
 
 TWICE = "duplicate address"
 _HEAD = 1 << 20  # bytes at either end of a list by which a change of it is noticed

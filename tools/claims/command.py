@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from probemb.command import Parser, run_command
+from probemb.command import Parser
 from probemb.errors import UserError
 
 GENERATOR = "probemb tools.claims"
@@ -41,8 +41,8 @@ SELECTION_SEED = 1000
 
 def plan(seeds: Sequence[int]) -> list:
     """All trainings, seed after seed."""
-    from tools.claims_findings import PAPERS_START
-    from tools.claims_training import Training
+    from tools.claims.findings import PAPERS_START
+    from tools.claims.training import Training
 
     trainings = []
     for seed in seeds:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, name) < 1:
             raise UserError(f"--{name} {getattr(options, name)} is too small.", "Give at least 1.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads do not outlive a fork
-    from tools.claims_training import Settings
+    from tools.claims.training import Settings
 
     if options.choose:
         choose(Settings(), options.out, options.workers)
@@ -88,9 +88,9 @@ def run(settings, out: Path, n_seeds: int = 3, workers: int = 2, report_only: bo
     """Train what is not there yet, then judge and write; returns what claims.json holds."""
     from probemb.files import replace_text
     from probemb.results import claim_files, write_json
-    from tools.claims_findings import Found, judge, markdown_tables, text_tables
-    from tools.claims_queue import Kept, train_all
-    from tools.claims_report import report
+    from tools.claims.findings import Found, judge, markdown_tables, text_tables
+    from tools.claims.queue import Kept, train_all
+    from tools.claims.report import report
 
     claim_files(out, ("claims.json", "claims.md", "report.html"), GENERATOR)
     keep = Kept(out, settings)
@@ -132,8 +132,8 @@ def describe(settings, trainings: int, seeds: Sequence[int]) -> str:
 
 def choose(settings, out: Path, workers: int) -> None:
     """Print validation mAP@R for the values of GRID and LEARNING_RATES."""
-    from tools.claims_queue import Kept, train_all
-    from tools.claims_training import CHOSEN, GRID, LEARNING_RATES, Training
+    from tools.claims.queue import Kept, train_all
+    from tools.claims.training import CHOSEN, GRID, LEARNING_RATES, Training
 
     keep = Kept(out, settings)
     seen: dict[str, list[tuple[float, dict]]] = {method: [] for method in GRID}
@@ -170,7 +170,3 @@ def choose(settings, out: Path, workers: int) -> None:
 
 def _title(method: str, value: dict) -> str:
     return f"choose {method} " + " ".join(f"{key} {option:g}" for key, option in sorted(value.items()))
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -17,7 +17,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from probemb.command import Parser, run_command
+from probemb.command import Parser
 from probemb.errors import UserError
 
 PROG = "python -m tools.search"
@@ -118,8 +118,8 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     if options.effort is not None and set_effort(index, options.effort) is None:
         raise UserError(f"The index '{index.factory}' looks at everything.", "Leave --effort out.")
     from probemb.models import load_model, weights_sha256
-    from tools.search_calibration import load_calibration
-    from tools.search_query import Searcher
+    from tools.search.calibration import load_calibration
+    from tools.search.query import Searcher
 
     name = options.model or index.model
     loaded = load_model(name, device=placement.device)
@@ -130,7 +130,7 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
 
 def search_once(options: argparse.Namespace) -> int:
     """Answer one query."""
-    from tools.search_query import Wish, check_wish, read_image
+    from tools.search.query import Wish, check_wish, read_image
 
     wish = Wish(
         options.texts, [read_image(path) for path in options.image], options.top, options.max_uncertainty,
@@ -184,7 +184,7 @@ def print_answer(answer: dict) -> None:
 def calibrate_index(options: argparse.Namespace) -> int:
     """Measure when to refuse, and keep it beside the index."""
     from probemb.progress import progress
-    from tools.search_calibration import calibrate, save_calibration
+    from tools.search.calibration import calibrate, save_calibration
 
     searcher = open_searcher(options, calibrated=False)
     calibration = calibrate(searcher, options.calibrate, options.rivals, options.within, progress)
@@ -224,7 +224,7 @@ def serve_page(options: argparse.Namespace) -> int:
     """Serve the page until interrupted."""
     import sys
 
-    from tools.search_page import addresses, is_loopback, make_app, make_server
+    from tools.search.page import addresses, is_loopback, make_app, make_server
 
     if not is_loopback(options.host):
         print(f"Everybody who can reach {options.host} can search, and see the pictures.", file=sys.stderr)
@@ -234,7 +234,3 @@ def serve_page(options: argparse.Namespace) -> int:
     print(f"serving {' and '.join(addresses(server))} (end with Ctrl-C)", flush=True)
     server.run()
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.download_shard import GOT, ShardPaths, remove_samples
+from tools.download.shard import GOT, ShardPaths, remove_samples
 
 
 def drop_duplicates(folder: Path, shards: int) -> int:

@@ -14,7 +14,7 @@ from probemb.charts import escape
 from probemb.data.shards import BadSample, decode_image, list_samples, parse_sample, read_sample
 from probemb.files import replace_text
 from probemb.page import html_page, thumbnail
-from tools.download_shard import ASPECTS, GOT, SIDES, STATE, WORDS, Marker
+from tools.download.shard import ASPECTS, GOT, SIDES, STATE, WORDS, Marker
 
 GENERATOR = "python -m tools.download"
 SHOWN_PICTURES = 18

@@ -25,7 +25,7 @@ from probemb.metrics import (
 )
 from probemb.models import ProbabilisticCLIP
 from probemb.scores import csd_scores, match_probability_scores, mean_scores, wasserstein2_scores
-from tools.claims_world import Part, World
+from tools.claims.world import Part, World
 
 BINS = 10
 

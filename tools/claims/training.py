@@ -19,8 +19,8 @@ from finetune.recipe import Schedule, create_optimizer, parameter_groups
 from finetune.trainer import Joint, Trainer
 from probemb.models.model import POOLING, ProbabilisticCLIP, plain
 from probemb.models.pretrained import fill_from_model
-from tools.claims_measuring import both_ways, measure
-from tools.claims_world import MemoryLoader, Part, Sizes, World
+from tools.claims.measuring import both_ways, measure
+from tools.claims.world import MemoryLoader, Part, Sizes, World
 
 
 @dataclass(frozen=True)

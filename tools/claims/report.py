@@ -20,7 +20,7 @@ from probemb.charts import (
 )
 from probemb.files import replace_text
 from probemb.page import html_page
-from tools.claims_findings import FAILS, HOLDS, MAP, NAMES, PARTS, Found, retrieval
+from tools.claims.findings import FAILS, HOLDS, MAP, NAMES, PARTS, Found, retrieval
 
 COLOURS = dict(zip(NAMES, (GREY, ORANGE, GREEN, BLUE)))
 PART_COLOURS = dict(zip(PARTS, (BLUE, ORANGE, GREEN, "#7a4fa3", GREY, "#1f2733")))

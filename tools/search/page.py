@@ -27,9 +27,9 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from flask import Flask
 
-    from tools.search_query import Searcher
+    from tools.search.query import Searcher
 
-STATIC = Path(__file__).with_name("search_static")
+STATIC = Path(__file__).with_name("static")
 SMALL, LARGE = 480, 1600  # pixels of the longer side
 FORM_BYTES = 256 << 10  # of all texts of a form
 SAMPLED = 64  # items of the gallery whose uncertainties give the sliders their ends
@@ -57,7 +57,7 @@ def make_app(
     from flask import Flask, Response, abort, jsonify, render_template, request
     from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
-    from tools.search_query import MAX_PARTS, MAX_TEXT, MAX_TOP
+    from tools.search.query import MAX_PARTS, MAX_TEXT, MAX_TOP
 
     app = Flask("probemb search", template_folder=str(STATIC), static_folder=str(STATIC), static_url_path="/static")
     app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
@@ -107,7 +107,7 @@ def make_app(
 
     @app.post("/search")
     def search():
-        from tools.search_query import QueryImage, Wish
+        from tools.search.query import QueryImage, Wish
 
         form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
         if len(uploads) > MAX_PARTS:

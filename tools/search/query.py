@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from probemb.gaussian import Gaussian
     from probemb.search import Index
-    from tools.search_calibration import Calibration
+    from tools.search.calibration import Calibration
 
 MAX_PARTS = 8
 MAX_TEXT = 2_000  # characters

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from probemb.errors import UserError
 from probemb.progress import progress
-from tools.download_shard import STATE, ShardPaths, read_marker
+from tools.download.shard import STATE, ShardPaths, read_marker
 
 LOOK_EVERY = 0.5  # seconds
 
@@ -40,8 +40,8 @@ def fetch_shards(folder: Path, numbers: Sequence[int], given, settings: dict) ->
 
 def make_fetcher(folder: Path, given, settings: dict):
     """The downloader of the command's options. Imports img2dataset."""
-    from tools.download_fetch import Fetcher, Images
-    from tools.download_web import Limits
+    from tools.download.fetch import Fetcher, Images
+    from tools.download.web import Limits
 
     images = Images(
         settings["image_size"], settings["resize"], settings["upscale"], settings["min_size"], settings["quality"]
@@ -70,7 +70,7 @@ def _here(folder: Path, tasks: list, given, settings: dict) -> None:
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")  # img2dataset is imported once for all
-    context.set_forkserver_preload(["tools.download_worker"])
+    context.set_forkserver_preload(["tools.download.worker"])
     # Of a process that is ended, Python's tracker of semaphores would say that some are left, and removes them.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     workers = {}
@@ -110,7 +110,7 @@ def _check_end(worker) -> None:
 
 
 def _work(*arguments) -> None:
-    from tools.download_worker import work
+    from tools.download.worker import work
 
     work(*arguments)
 

@@ -64,7 +64,7 @@ class Kept:
         replace_text(path, json.dumps({"training": self._identity(training), "found": found}) + "\n")
 
     def _identity(self, training) -> dict:
-        from tools.claims_training import CHOSEN
+        from tools.claims.training import CHOSEN
 
         return json.loads(json.dumps({**asdict(training), "values": CHOSEN[training.method]}))
 
@@ -90,7 +90,7 @@ def train_all(
         return found
     import torch
 
-    from tools.claims_world import draw_world
+    from tools.claims.world import draw_world
 
     torch.set_num_threads(1)
     seeds = list(dict.fromkeys(one.seed for one in missing))
@@ -194,7 +194,7 @@ def _pretrain(seed: int) -> None:
     import torch
 
     from probemb.files import replace_file
-    from tools.claims_training import pretrain
+    from tools.claims.training import pretrain
 
     torch.set_num_threads(1)
     state = pretrain(_WORK["world"], _WORK["settings"], seed, _step_done(1.0))
@@ -204,7 +204,7 @@ def _pretrain(seed: int) -> None:
 def _train(training) -> tuple[dict, float]:
     import torch
 
-    from tools.claims_training import train
+    from tools.claims.training import train
 
     torch.set_num_threads(1)
     began = time.perf_counter()

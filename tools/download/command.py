@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from probemb.command import parse_config, run_command
+from probemb.command import parse_config
 from probemb.data.corpora import CORPORA, find_lists
 from probemb.errors import UserError, nearest
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     try:
         if corpus in ARCHIVES:
-            from tools.download_archives import fetch_archives
+            from tools.download.archives import fetch_archives
 
             return fetch_archives(corpus, sources, given)
         return fetch_lists(corpus, sources, given, part)
@@ -175,8 +175,8 @@ def check(given: Download) -> tuple[int, int]:
 
 def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tuple[int, int]) -> int:
     """A web corpus, from its lists to its report."""
-    from tools import download_plan as plan
-    from tools.download_shard import STATE
+    from tools.download import plan
+    from tools.download.shard import STATE
 
     folder = Path(given.out)
     settings = {name: getattr(given, name) for name in SHAPING} | {"resize": given.resize or "keep_ratio"}
@@ -250,8 +250,8 @@ def _wait_for_lock(path: Path) -> Iterator[None]:
 
 def run(folder: Path, state, given: Download, part: tuple[int, int]) -> None:
     """Fetch the shards that are not finished."""
-    from tools.download_plan import pending
-    from tools.download_run import fetch_shards
+    from tools.download.plan import pending
+    from tools.download.run import fetch_shards
 
     numbers = pending(folder, state, part)
     if numbers:
@@ -261,9 +261,9 @@ def run(folder: Path, state, given: Download, part: tuple[int, int]) -> None:
 def finish(folder: Path, state, given: Download) -> None:
     """Drop duplicates across shards, write the index and the report."""
     from probemb.data.index import INDEX_NAME, Shard, write_index
-    from tools.download_finish import drop_duplicates
-    from tools.download_plan import markers
-    from tools.download_shard import ShardPaths
+    from tools.download.finish import drop_duplicates
+    from tools.download.plan import markers
+    from tools.download.shard import ShardPaths
 
     drop_duplicates(folder, state.shards)
     shards = [(ShardPaths(folder, one.shard).tar, one) for one in markers(folder, state) if one.samples]
@@ -280,9 +280,9 @@ def finish(folder: Path, state, given: Download) -> None:
 
 def report(folder: Path, state, given: Download, write: bool = True) -> dict:
     """Print what there is, as a table or JSON; with `write`, as files too."""
-    from tools.download_plan import markers
-    from tools.download_report import Outcome, print_report, totals, write_report
-    from tools.download_shard import ShardPaths
+    from tools.download.plan import markers
+    from tools.download.report import Outcome, print_report, totals, write_report
+    from tools.download.shard import ShardPaths
 
     done = markers(folder, state)
     outcome = Outcome(
@@ -305,7 +305,3 @@ def report(folder: Path, state, given: Download, write: bool = True) -> dict:
     if page:
         print(f"wrote {page}")
     return made
-
-
-if __name__ == "__main__":
-    run_command(main)

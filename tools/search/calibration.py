@@ -20,7 +20,7 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from probemb.gaussian import Gaussian
     from probemb.metrics import PrecisionCurve
-    from tools.search_query import Searcher
+    from tools.search.query import Searcher
 
 NAME = "calibration.json"
 GENERATOR = "probemb tools.search --calibrate"

@@ -34,9 +34,9 @@ from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.progress import progress
 from probemb.runs.lock import RunLock
-from tools.download_report import Outcome, print_report, totals, write_report
-from tools.download_shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker
-from tools.download_zips import Place, fetched, members, read_bytes, read_text
+from tools.download.report import Outcome, print_report, totals, write_report
+from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker
+from tools.download.zips import Place, fetched, members, read_bytes, read_text
 
 _COCO = "http://images.cocodataset.org"
 PUBLISHED = {
@@ -133,7 +133,7 @@ def _finish(
 
 
 def _check_folder(folder: Path, corpus: str, settings: dict) -> None:
-    from tools.download_plan import check_same, read_state
+    from tools.download.plan import check_same, read_state
 
     state = read_state(folder)
     if state is not None:
@@ -215,7 +215,7 @@ def _run(tasks: Sequence[Task], processes: int):
         return
     context = get_context("forkserver")
     if tasks[0].settings["resize"] != "no":  # which needs img2dataset
-        context.set_forkserver_preload(["tools.download_worker"])
+        context.set_forkserver_preload(["tools.download.worker"])
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         try:
             for job in as_completed([pool.submit(write_shard, task) for task in tasks]):
@@ -262,7 +262,7 @@ def _stored(image, data: bytes, settings: dict) -> bytes:
     """The JPEG as it is, or as --resize wants it (img2dataset's policies)."""
     if settings["resize"] == "no" and data.startswith(b"\xff\xd8\xff"):
         return data
-    from tools.download_fetch import Images, SafeResizer
+    from tools.download.fetch import Images, SafeResizer
 
     shape = (settings[name] for name in ("image_size", "resize", "upscale", "min_size", "quality"))
     made, *_, problem = SafeResizer(Images(*shape))(io.BytesIO(data))

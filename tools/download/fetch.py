@@ -1,6 +1,6 @@
 """Fetching a shard of addresses with img2dataset, whose parts are used as they are but for three:
 
-- addresses are asked for within limits (`tools.download_web`),
+- addresses are asked for within limits (`tools.download.web`),
 - what comes is decoded by `probemb.data.images.decode_image` alone; img2dataset resizes and encodes the pixels,
 - rows go to `ShardWriter` in place of its own writer, so that a tar is whole or not there.
 
@@ -28,8 +28,8 @@ from img2dataset.resizer import Resizer
 
 from probemb.data.images import decode_image
 from probemb.data.tar import BadSample
-from tools.download_shard import GOT, NotWritten, Record, ShardPaths, ShardWriter
-from tools.download_web import Limits, bounded
+from tools.download.shard import GOT, NotWritten, Record, ShardPaths, ShardWriter
+from tools.download.web import Limits, bounded
 
 OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")
 COUNT_EVERY = 1.0  # seconds between two notes of how far a shard is
