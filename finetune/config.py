@@ -65,6 +65,7 @@ class Loss:
         shift: initial b of it.
         pseudo_positive: weight alpha of the pseudo-positives (pcmepp, pcmepp-mu).
         vib: weight beta of the information bottleneck (pcmepp, pcme).
+        clip: weight of the CLIP loss beside the match loss, as in pretraining (pcmepp, pcmepp-mu).
         samples: drawn of each item (pcme).
         temperature: initial multiplier of the cosines (infonce).
         margin: of the hinges, in units of the cosine (vse, daa, p2rm, ncr, decl).
@@ -78,6 +79,7 @@ class Loss:
     shift: float | None = None
     pseudo_positive: float | None = None
     vib: float | None = None
+    clip: float | None = None
     samples: int | None = None
     temperature: float | None = None
     margin: float | None = None

@@ -22,6 +22,7 @@ from probemb.losses import (
     P2RMLoss,
     TripletLoss,
     clean_probability,
+    infonce_loss,
     pairwise_match_loss,
     pcme_loss,
     refine_labels,
@@ -85,16 +86,24 @@ class Method(nn.Module):
 
 
 class PCMEPlusPlus(Method):
-    """PCME++: match loss over all pairs, pseudo-positives, information bottleneck; any distance."""
+    """PCME++: match loss over all pairs, pseudo-positives, information bottleneck; any distance.
+
+    With `loss.clip` the CLIP loss of the means is added, with the model's own temperature, as in pretraining.
+    """
 
     probabilistic = True
     soft_labels = True
-    options = ("scale", "shift", "pseudo_positive", "vib")
+    options = ("scale", "shift", "pseudo_positive", "vib", "clip")
     trains = ("scale", "shift")
+
+    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+        super().__init__(config, model, pairs)
+        if config.loss.clip:
+            self.trains = (*self.trains, "logit_scale")
 
     def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
         loss = self.config.loss
-        return pairwise_match_loss(
+        out = pairwise_match_loss(
             batch.image,
             batch.text,
             batch.match,
@@ -104,13 +113,21 @@ class PCMEPlusPlus(Method):
             pseudo_positive=loss.pseudo_positive,
             vib=loss.vib or 0.0,
         )
+        if not loss.clip:
+            return out
+        temperature = model.logit_scale.exp().clamp(max=100.0)
+        clip = infonce_loss(batch.image.mean @ batch.text.mean.T, temperature, batch.match).loss
+        return LossOutput(out.loss + loss.clip * clip, {"clip": clip.detach(), **out.terms})
+
+    def scalars(self, model: ProbabilisticCLIP) -> dict[str, Tensor]:
+        return {name: getattr(model, name) for name in ("scale", "shift")}
 
 
 class PCMEPlusPlusMean(PCMEPlusPlus):
     """PCME++ between means: the point model's variances are practically zero, which leaves CSD the squared distance."""
 
     probabilistic = False
-    options = ("scale", "shift", "pseudo_positive")
+    options = ("scale", "shift", "pseudo_positive", "clip")
 
     def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
         out = super().forward(batch, model)

@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from finetune.config import DISTANCES, method_names
-from finetune.methods import METHODS
-from probemb import load_model
+from finetune.config import DISTANCES, Config, method_names, with_method_file
+from finetune.methods import METHODS, Batch
+from probemb import Gaussian, load_model
+from probemb.command import parse_config
 from probemb.data.captioned import find_captioned
 from probemb.data.reading import Images
 from probemb.errors import UserError
+from probemb.models import create_model
 from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 
 TERMS = {
@@ -120,6 +123,29 @@ def test_zero_shot_measures_and_saves_the_model_as_it_comes(scenes, tmp_path, ca
     again = load_model(tmp_path / "again").model.state_dict()
     assert all(torch.equal(a, b) for a, b in zip(first.values(), again.values()))
     assert "as pretrained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["pcmepp", "pcmepp-mu"])
+def test_the_clip_loss_beside_pcmepp(method):
+    """Its weight, the model's own temperature, and labels with two captions of one image."""
+    r = torch.Generator().manual_seed(0)
+    image, text = (Gaussian(F.normalize(torch.randn(4, 8, generator=r), dim=1), torch.zeros(4, 8)) for _ in range(2))
+    match = torch.eye(4)
+    match[0, 1] = match[1, 0] = 1
+    batch = Batch(image, text, match, torch.tensor([0, 0, 1, 2]), torch.arange(4), 0, 0, r)
+    model = create_model("ViT-Micro-32", probabilistic=method == "pcmepp", init_scale=5, init_shift=5)
+
+    def terms(weight: float):
+        config = with_method_file(["--method", method, f"--loss.clip={weight}"])
+        return METHODS[method](parse_config(Config, "test", "", config), model, None)(batch, model)
+
+    logits = model.logit_scale.exp() * image.mean @ text.mean.T
+    target = match / match.sum(1, keepdim=True)
+    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    with_clip, without = terms(0.5), terms(0)
+    torch.testing.assert_close(with_clip.loss, without.loss + 0.5 * expected)
+    torch.testing.assert_close(with_clip.terms["clip"], expected)
+    assert "clip" not in without.terms
 
 
 REFUSED = {

@@ -41,7 +41,7 @@ SELECTION_SEED = 1000
 
 def plan(seeds: Sequence[int]) -> list:
     """All trainings, seed after seed."""
-    from tools.claims.findings import PAPERS_START
+    from tools.claims.findings import PAPERS_START, PRETRAINING, WITH_CLIP
     from tools.claims.training import Training
 
     trainings = []
@@ -59,6 +59,8 @@ def plan(seeds: Sequence[int]) -> list:
             Training("without VIB", seed, "pcmepp", vib=0.0),
             replace(plain, name="without all", vib=0.0),
             Training(PAPERS_START, seed, "pcmepp", chosen=(("scale", 5.0),)),
+            Training(WITH_CLIP, seed, "pcmepp", clip=1.0),
+            replace(plain, name=PRETRAINING, clip=1.0),
         ]
     return trainings
 

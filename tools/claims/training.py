@@ -67,7 +67,7 @@ LEARNING_RATES = (1e-3, 2e-3)
 class Training:
     """One training: a variant with a name, and a seed, which decides scenes, order, noise and random weights.
 
-    pseudo_positive, vib and mix are PCME++'s; `chosen` replaces values of CHOSEN.
+    pseudo_positive, vib, mix and clip are PCME++'s; `chosen` replaces values of CHOSEN.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Training:
     pseudo_positive: float = 0.1
     vib: float = 1e-4
     mix: float = 0.25
+    clip: float = 0.0
     chosen: tuple[tuple[str, float], ...] = ()
 
     def config(self, settings: Settings) -> Config:
@@ -88,7 +89,7 @@ class Training:
             "infonce": lambda: Loss(temperature=value["temperature"]),
             "vse": lambda: Loss(margin=value["margin"], warmup_epochs=1),
             "pcme": lambda: Loss(**scale, samples=8, vib=1e-4),
-            "pcmepp": lambda: Loss(**scale, pseudo_positive=self.pseudo_positive, vib=self.vib),
+            "pcmepp": lambda: Loss(**scale, pseudo_positive=self.pseudo_positive, vib=self.vib, clip=self.clip),
         }[self.method]()
         mix = Mix(ratio=self.mix, smoothing=1e-4) if self.method == "pcmepp" else Mix()
         config = Config(
