@@ -12,7 +12,7 @@ from finetune.pairs import PairLoader
 from probemb.errors import UserError
 from probemb.pairs import exact_match
 from tools.claims import command as claims
-from tools.claims.findings import FAILS, HOLDS, ONE_SEED, WITHIN, Value, compare, value, verdict
+from tools.claims.findings import FAILS, HOLDS, ONE_SEED, PRETRAINING, WITHIN, Value, compare, value, verdict
 from tools.claims.queue import Kept
 from tools.claims.training import CHOSEN, GRID, Settings, Training
 from tools.claims.world import MemoryLoader, Sizes, draw_world
@@ -30,14 +30,15 @@ def world():
 
 def test_the_plan_has_every_variant_for_every_seed():
     plan = claims.plan(range(3))
-    assert len(plan) == 57
-    assert len({(one.name, one.seed) for one in plan}) == 57
+    assert len(plan) == 63
+    assert len({(one.name, one.seed) for one in plan}) == 63
     for one in plan:
         one.config(SETTINGS)  # finetune refuses options that a method does not use
     noisy = {one.name: one for one in plan if one.noise}
     assert noisy["pcmepp noise 20%"].pseudo_positive == 0.01
     assert noisy["pcmepp noise 50%"].pseudo_positive == 0.0
     assert {one.distance for one in plan if one.name == "wasserstein2"} == {"wasserstein2"}
+    assert [(one.clip, one.pseudo_positive, one.mix) for one in plan if one.name == PRETRAINING] == [(1, 0, 0)] * 3
     assert set(GRID) == set(CHOSEN) == set(claims.METHODS)
 
 

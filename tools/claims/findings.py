@@ -299,8 +299,8 @@ def _prompts(found: Found) -> dict:
         "comparisons": comparisons,
         "notes": [
             "64 classes x 80 prompts, 1,280 single-object images. honest (folds:5): K is chosen on four fifths of the "
-            "images and scored on the rest. oracle: K is chosen on the images that are scored, as the paper does. As in "
-            "pretraining: with VIB and the CLIP loss, without PP and MSDA."
+            "images and scored on the rest. oracle: K is chosen on the images that are scored, as the paper does. "
+            "As in pretraining: with VIB and the CLIP loss, without PP and MSDA."
         ],
     }
 
