@@ -198,7 +198,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         if rank := int(os.environ.get("RANK", "0")):
             time.sleep(3)  # usually all ranks fail alike: rank 0 says it, and the launcher ends the others meanwhile
             print(f"rank {rank}: ", end="", file=sys.stderr)
-        print(f"error: {error.what}\n       {error.remedy}", file=sys.stderr, flush=True)
+        told = (error.what, error.remedy)
+        what, remedy = ("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text) for text in told)
+        print(f"error: {what}\n       {remedy}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

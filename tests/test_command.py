@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from probemb.command import parse_config, to_yaml
+from probemb.command import parse_config, run_command, to_yaml
 from probemb.errors import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +94,17 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
     with pytest.raises(UserError) as error:
         parse("--config", str(file))
     assert message in str(error.value)
+
+
+def test_errors_write_no_control_characters(capsys):
+    """An error may quote what a server or a file said."""
+
+    def fails():
+        raise UserError("The server says \x1b[31m\x00\u202e.", "Ask another.")
+
+    with pytest.raises(SystemExit):
+        run_command(fails)
+    assert capsys.readouterr().err == "error: The server says \ufffd[31m\ufffd\ufffd.\n       Ask another.\n"
 
 
 def test_nearest_says_nothing_where_nothing_is_near():
