@@ -12,7 +12,10 @@ LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr: a bar in a terminal, elsewhere a line every ten seconds. Yields `advance(n)`."""
+    """Show progress on stderr: a bar in a terminal, elsewhere a line every ten seconds. Yields `advance(n)`.
+
+    A `total` of 0 is one that is not known.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,7 +24,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     if console.is_terminal:
         columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
-            task = bar.add_task(title, total=total)
+            task = bar.add_task(title, total=total or None)
             yield lambda n: bar.advance(task, n)
         return
     done, told = 0, started
@@ -32,8 +35,9 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         now = time.monotonic()
         if now - told >= LINE_EVERY:
             told = now
-            left = (now - started) / max(done, 1) * (total - done)
-            print(f"{title}: {done:,} of {total:,}, about {left:.0f} s left", file=sys.stderr, flush=True)
+            left = (now - started) / max(done, 1) * max(total - done, 0)
+            of = f" of {total:,}, about {left:.0f} s left" if total else ""
+            print(f"{title}: {done:,}{of}", file=sys.stderr, flush=True)
 
     yield advance
     print(f"{title}: {done:,} in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
