@@ -135,15 +135,18 @@ def check_scheme(remote: Remote) -> None:
         ) from None
 
 
-def fetch(remote: Remote, file: BinaryIO, size: int | None, how: Fetch, limit: int = 1 << 50) -> int:
+def fetch(
+    remote: Remote, file: BinaryIO, size: int | None, how: Fetch, limit: int = 1 << 50, again: Again | None = None
+) -> int:
     """Write the whole of a remote file to `file` from its beginning on; returns the number of bytes.
 
-    `size` is what its index says, None if there is none: then at most `limit` bytes are taken.
+    `size` is what its index says, None if there is none: then at most `limit` bytes are taken. With `again` of an
+    earlier call the transfer goes on at the end of `file`, if the server has the same version still.
     Raises BadShard, which names it and the reason, after the last attempt, or at once where another cannot help.
     """
     attempt_one = {"pipe": _from_command, "http": _from_web, "https": _from_web}.get(remote.scheme, _from_fsspec)
     limit = limit if size is None else size
-    again = _Again()
+    again = again or Again()
     reason, wait = "", 0.0
     for attempt in range(how.attempts):
         if attempt:
@@ -156,7 +159,7 @@ def fetch(remote: Remote, file: BinaryIO, size: int | None, how: Fetch, limit: i
                 raise _Failed(f"it has {got:,} bytes, but its index says {size:,}")
             return got
         except _Failed as error:
-            reason, wait = str(error), error.wait
+            reason, wait = " ".join(str(error).split()), error.wait
         except TimeoutError:
             reason, wait = f"no answer in {how.timeout:g} s", 0.0
         except (OSError, http.client.HTTPException) as error:
@@ -175,7 +178,7 @@ def fetch_bytes(remote: Remote, limit: int, how: Fetch) -> bytes:
 
 
 @dataclass
-class _Again:
+class Again:
     """What an attempt leaves for the next one: the mark of the version that the bytes so far belong to."""
 
     version: str | None = None
@@ -210,7 +213,7 @@ def _copy(read: Callable[[], bytes], file: BinaryIO, limit: int, timeout: float)
             since, count = time.monotonic(), 0
 
 
-def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: _Again) -> None:
+def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
     headers = {"User-Agent": "probemb", "Accept-Encoding": "identity"}
     start = file.tell() if again.version else 0
     if start:
@@ -220,7 +223,8 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again:
         response = urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        again.version = None
+        if error.code == 416:  # more bytes are here than there
+            again.version = None
         passing = error.code >= 500 or error.code in _AGAIN
         asked = error.headers.get("Retry-After", "")
         wait = float(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0.0
@@ -233,6 +237,7 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again:
             again.version = None
             raise _Failed("the server answers with another range than it was asked for")
         file.seek(start if resumed else 0)
+        file.truncate()  # nothing of another version stays behind what comes now
         tag = response.headers.get("ETag", "")
         again.version = tag if tag.startswith('"') else response.headers.get("Last-Modified")
         _copy(lambda: response.read1(CHUNK), file, limit, timeout)
@@ -240,11 +245,11 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again:
             raise _Failed(f"the connection broke off {response.length:,} bytes before the end")
 
 
-def _from_command(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: _Again) -> None:
+def _from_command(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
     _from_process(["/bin/sh", "-c", remote.address.partition(":")[2]], file, limit, timeout)
 
 
-def _from_fsspec(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: _Again) -> None:
+def _from_fsspec(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
     _from_process([sys.executable, "-c", _READ, remote.address], file, limit, timeout)
 
 

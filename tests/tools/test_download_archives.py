@@ -1,9 +1,11 @@
 """COCO and Flickr8k from archives as they are published, small ones made here, and real ones where they are."""
 
+import errno
 import io
 import json
 import os
 import tarfile
+import time
 import zipfile
 
 import pytest
@@ -11,10 +13,12 @@ import pytest
 from probemb.data.captioned import find_captioned
 from probemb.data.images import decode_image
 from probemb.data.shards import iterate_samples, read_index
+from probemb.data.sources import Fetch
 from probemb.errors import UserError
 from tests.imagesite import picture
 from tests.webserver import serve
 from tools.download.command import main
+from tools.download.zips import fetched
 from tools.index_shards import main as index_shards
 
 TRAIN, VAL = range(9, 21), range(100, 106)
@@ -98,6 +102,76 @@ def test_archives_from_a_server_that_breaks_off(tmp_path, capsys):
         assert download(capsys, "coco", *words, "--out", str(out))["splits"] == {"train": 10, "val": 6}
         assert len(site.requests) == asked
         assert "HTTP 404" in refused("coco", f"{site.address}/none.zip", "--out", str(tmp_path / "other"))
+
+
+def test_a_transfer_goes_on_with_the_next_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tools.download.zips.Fetch", lambda timeout: Fetch(attempts=1, timeout=timeout))
+    write_coco(tmp_path / "zips")
+    with serve(tmp_path / "zips") as site:
+        words = [f"{site.address}/{name}2014.zip" for name in ("train", "val", "annotations_trainval")]
+        out = tmp_path / "out"
+        site.troubles["val2014.zip"] = ["cut", 503]
+        assert "broke off" in refused("coco", *words, "--out", str(out))
+        assert "503" in refused("coco", *words, "--out", str(out))
+        assert download(capsys, "coco", *words, "--out", str(out))["splits"] == {"train": 10, "val": 6}
+        half = (tmp_path / "zips" / "val2014.zip").stat().st_size // 2
+        assert [asked for name, asked in site.requests if name == "val2014.zip"] == [
+            None, f"bytes={half}-", f"bytes={half}-",
+        ]  # fmt: skip
+
+
+def test_nothing_of_an_older_archive_stays(tmp_path, monkeypatch):
+    """The server has another version, a shorter one, when the transfer goes on."""
+    monkeypatch.setattr("tools.download.zips.Fetch", lambda timeout: Fetch(attempts=1, timeout=timeout))
+    old, new = tmp_path / "site" / "x.txt", b"new"
+    old.parent.mkdir()
+    old.write_bytes(bytes(1000))
+    with serve(old.parent, ranges=False) as site:
+        site.troubles["x.txt"] = ["cut"]
+        with pytest.raises(UserError, match="broke off"):
+            fetched(f"{site.address}/x.txt", tmp_path / "archives")
+        old.write_bytes(new)
+        assert fetched(f"{site.address}/x.txt", tmp_path / "archives").read_bytes() == new
+
+
+def test_a_page_in_place_of_an_archive_is_not_kept(tmp_path, capsys):
+    write_coco(tmp_path / "zips")
+    archive = tmp_path / "zips" / "val2014.zip"
+    whole = archive.read_bytes()
+    with serve(tmp_path / "zips") as site:
+        words = [f"{site.address}/{name}2014.zip" for name in ("annotations_trainval", "val")]
+        archive.write_bytes(b"<html>Log in</html>")
+        out = ["--out", str(tmp_path / "out")]
+        assert f"What {words[1]} sends is not a zip archive" in refused("coco", *words, *out)
+        archive.write_bytes(whole)
+        assert download(capsys, "coco", *words, *out)["splits"]["val"] == 6
+
+
+def test_no_room_for_an_archive(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    zips, out = write_coco(tmp_path / "zips"), str(tmp_path / "out")
+    with serve(tmp_path / "zips") as site, monkeypatch.context() as patched:
+        patched.setattr("tools.download.zips._Growing.write", full)
+        told = refused("coco", *zips[:2], f"{site.address}/val2014.zip", "--out", out)
+    assert "There is no room left in" in told
+    assert "data.cache" not in told
+
+
+def test_a_wrong_archive_settles_nothing(tmp_path, capsys):
+    zips, out = write_coco(tmp_path / "zips"), str(tmp_path / "out")
+    assert "no captions" in refused("coco", *zips[1:], "--out", out, "--resize", "border")
+    download(capsys, "coco", *zips, "--out", out)
+
+
+def test_patience_with_a_silent_server(tmp_path):
+    (tmp_path / "site").mkdir()
+    with serve(tmp_path / "site") as site:
+        site.troubles["x.zip"] = ["silence", 404]
+        started = time.monotonic()
+        assert "404" in refused("coco", f"{site.address}/x.zip", "--out", str(tmp_path / "out"), "--patience", "0.3")
+        assert time.monotonic() - started < 15
 
 
 def test_images_that_come_later(tmp_path, capsys):

@@ -85,10 +85,10 @@ def fetch_archives(corpus: str, sources: Sequence[str], given) -> int:
     (folder / STATE).mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder / STATE / "locks" / "whole")
     try:
-        state = {"corpus": corpus, "settings": settings, "format": 1}
-        replace_text(folder / STATE / "state.json", json.dumps(state) + "\n")
-        paths = [fetched(one, folder / STATE / "archives") for one in sources]
+        paths = [fetched(one, folder / STATE / "archives", given.patience) for one in sources]
         splits, images, dropped = _read(corpus, paths)
+        state = {"corpus": corpus, "settings": settings, "format": 1}  # only now: a wrong archive settles nothing
+        replace_text(folder / STATE / "state.json", json.dumps(state) + "\n")
         done = {name: _write_split(folder / name, chosen, images, settings, given) for name, chosen in splits.items()}
         asked = sum(map(len, splits.values())) + sum(dropped.values())
         report = _finish(corpus, folder, done, asked, dropped, settings, given.json)

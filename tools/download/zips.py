@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from probemb.data.sources import Fetch, Remote, fetch, is_remote
+from probemb.data.sources import Again, Fetch, Remote, fetch, is_remote
 from probemb.data.tar import BadSample, BadShard
 from probemb.errors import UserError
+from probemb.files import replace_text
 from probemb.progress import progress
 
 MAX_ARCHIVE_BYTES = 64 << 30
@@ -32,8 +33,11 @@ class Place:
     size: int
 
 
-def fetched(source: str, folder: Path) -> Path:
-    """The archive as a file or folder here. Raises UserError."""
+def fetched(source: str, folder: Path, patience: float = 60.0) -> Path:
+    """The archive as a file or folder here; a transfer that was broken off goes on. Raises UserError.
+
+    `patience` is how many seconds without a byte an attempt may last.
+    """
     if not is_remote(source):
         path = Path(source)
         if not path.exists():
@@ -47,26 +51,57 @@ def fetched(source: str, folder: Path) -> Path:
     if path.exists():
         return path
     folder.mkdir(exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+    part, mark = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "version"))
     with progress(f"Fetching {name}", _stated_size(remote)) as advance:
         try:
             with _Growing(part, advance) as file:
-                fetch(remote, file, None, Fetch(), MAX_ARCHIVE_BYTES)
+                file.truncate(fetch(remote, file, None, Fetch(timeout=patience), MAX_ARCHIVE_BYTES, _Kept(mark)))
                 os.fsync(file.fileno())
-            part.replace(path)
         except BadShard as error:
-            raise UserError(f"{error}.", "Fetch it by other means and name the file.") from None
-        finally:
-            part.unlink(missing_ok=True)
+            raise UserError(
+                f"{error}.",
+                "The same command goes on where this one stopped; or fetch it by other means and name the file.",
+            ) from None
+        except UserError:  # which speaks of the trainer's options
+            raise UserError(
+                f"There is no room left in {folder} for {name}.",
+                "Free some space; the same command then goes on where it stopped.",
+            ) from None
+    mark.unlink(missing_ok=True)
+    if name.lower().endswith(".zip") and not zipfile.is_zipfile(part):
+        part.unlink()
+        raise UserError(
+            f"What {remote} sends is not a zip archive.", "Correct the address, or fetch it by other means and name it."
+        )
+    part.replace(path)
     return path
+
+
+class _Kept(Again):
+    """What the next command must know to go on with a transfer, in a file beside its bytes."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @property
+    def version(self) -> str | None:
+        try:
+            return self._path.read_text(encoding="utf-8") or None
+        except (OSError, ValueError):
+            return None
+
+    @version.setter
+    def version(self, version: str | None) -> None:
+        replace_text(self._path, version or "")
 
 
 class _Growing(io.FileIO):
     """A file that tells by how much it has grown; a transfer that begins again does not count twice."""
 
     def __init__(self, path: Path, advance: Callable[[int], object]):
-        super().__init__(path, "w+")
-        self._advance, self._most = advance, 0
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+        self._advance, self._most = advance, self.seek(0, os.SEEK_END)
+        advance(self._most)
 
     def write(self, data) -> int:
         count = super().write(data)
