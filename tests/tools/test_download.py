@@ -168,6 +168,36 @@ def test_nothing_fetched_is_an_error_and_leaves_a_report(site, cc3m, tmp_path):
     assert not (out / "index.json").exists()
 
 
+def test_how_to_ask_again_depends_on_the_cause(site, cc3m, tmp_path, capsys):
+    quick = ["--seconds", "30", "--threads", "8", "--processes", "1"]
+
+    def told(word, name, *more):
+        with pytest.raises(UserError) as error:
+            main(["cc3m", cc3m([word], f"{name}.tsv"), "--out", str(tmp_path / name), *quick, *more])
+        return error.value.remedy
+
+    assert "The same command with --retry-failed asks" in told("status/503", "passing", "--private-hosts")
+    assert "rarely helps here; --retry-failed --retry-causes 'HTTP 404'" in told("gone/1", "lasting", "--private-hosts")
+    assert "--private-hosts --retry-failed --retry-causes 'private address'" in told("ok/1", "private")
+    again = ["--private-hosts", "--retry-failed", "--retry-causes", "private address", "--json"]
+    capsys.readouterr()
+    assert main(["cc3m", "--out", str(tmp_path / "private"), *quick, *again]) == 0
+    assert json.loads(capsys.readouterr().out)["got"] == 1
+
+
+def test_a_folder_goes_on_with_its_own_settings(cc3m, tmp_path, capsys):
+    out = tmp_path / "out"
+    first = ["--image-size", "40", "--no-upscale", "--resize=center_crop", "--shard-size", "2"]
+    assert main(["cc3m", cc3m(["large/1", "large/2", "large/3"]), "--out", str(out), *first, *QUICK, "--prepare"]) == 0
+    capsys.readouterr()
+    report = download(capsys, "cc3m", "--out", str(out))
+    assert (report["got"], report["shards"]["tars"]) == (3, 2)
+    assert {sample.meta["width"] for sample in iterate_samples(read_index(out))} == {40}
+    for option, value in (("image-size", "41"), ("resize", "border"), ("shard-size", "10000")):
+        assert f"begun with --{option}" in refused("cc3m", "--out", str(out), f"--{option}", value)
+    assert "begun with --upscale False, not True" in refused("cc3m", "--out", str(out), "--upscale")
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from probemb.command import parse_config
@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = [*CORPORA, *ARCHIVES]
         raise UserError(f"There is no corpus {corpus}.{nearest(corpus, known)}", f"Choose one of {', '.join(known)}.")
     part = check(given)
+    given = as_begun(given, words[own:])
     signal.signal(signal.SIGTERM, _stop)
     try:
         if corpus in ARCHIVES:
@@ -127,6 +128,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{error.filename or given.out} cannot be used: {error.strerror or error}.",
             "Free some space or make it writable; the same command then goes on where it stopped.",
         ) from error
+
+
+def as_begun(given: Download, words: Sequence[str]) -> Download:
+    """Where nothing was typed about what is stored, the folder goes on as it was begun. Raises UserError."""
+    from tools.download.plan import read_state
+
+    said = {word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words if word[:2] == "--"}
+    state = read_state(Path(given.out))
+    if state is None or "config" in said:
+        return given
+    return replace(
+        given, **{name: state.settings[name] for name in SHAPING if name in state.settings and name not in said}
+    )
 
 
 def _stop(*_) -> None:
@@ -273,9 +287,18 @@ def finish(folder: Path, state, given: Download) -> None:
         cause, count = next(iter(made["lost"].items()), ("nothing was asked", 0))
         raise UserError(
             f"No image was fetched: {count:,} of {made['asked']:,} for the cause '{cause}'.",
-            f"See {folder}/download/report.html, and try again with --retry-failed.",
+            f"See {folder}/download/report.html. {_remedy(cause)}",
         )
     write_index(folder, [Shard(path.name, path, one.samples, one.bytes) for path, one in shards])
+
+
+def _remedy(cause: str) -> str:
+    """What asks once more for images that were lost for a cause."""
+    if cause.startswith(tuple(MAY_PASS.split(","))):
+        return "The same command with --retry-failed asks once more."
+    if cause == "private address":
+        return "If these hosts are yours: --private-hosts --retry-failed --retry-causes 'private address'."
+    return f"Asking once more rarely helps here; --retry-failed --retry-causes '{cause}' does it."
 
 
 def report(folder: Path, state, given: Download, write: bool = True) -> dict:
