@@ -11,6 +11,7 @@ import time
 import urllib.request
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.searching import EVIL, N, bomb, gallery, searcher  # noqa: F401 - fix
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
 from tools.search.calibration import calibrate, caption_groups, load_calibration
 from tools.search.command import main, parse
-from tools.search.query import MAX_TEXT, QueryImage, Searcher, Wish
+from tools.search.query import MAX_TEXT, QueryImage, Searcher, Wish, read_image
 
 
 def brute_force(gallery, query):  # noqa: F811
@@ -92,7 +93,7 @@ def test_an_index_of_means_is_reranked(gallery, searcher, tmp_path, capsys):  # 
     assert rows(answer) == rows(searcher.answer(Wish(["a red circle"])))  # 10 x 10 candidates are all of them
 
 
-def test_uncertain_results_are_left_out(gallery, searcher):  # noqa: F811
+def test_uncertain_results_are_left_out(gallery, searcher, capsys):  # noqa: F811
     u = gallery.embedded.uncertainty()
     limit = float(u.sort().values[4]) + 1e-6
     answer = searcher.answer(Wish(["a red circle"], top=3, max_item_uncertainty=limit))
@@ -101,6 +102,10 @@ def test_uncertain_results_are_left_out(gallery, searcher):  # noqa: F811
     assert answer["looked_at"] > 3
     assert rows(searcher.answer(Wish(["a red circle"], top=9, max_item_uncertainty=limit))) == order
     assert searcher.answer(Wish(["a red circle"], max_item_uncertainty=0.0))["results"] == []
+    assert main(["a red circle", "--max-item-uncertainty", "0", "--index", str(gallery.images)]) == 0
+    out = capsys.readouterr().out
+    assert "no result as certain as that" in out
+    assert "caption" not in out  # no table without rows
 
 
 def test_an_ambiguous_query_is_refused(gallery, capsys):  # noqa: F811
@@ -270,6 +275,19 @@ def test_a_query_that_is_no_image(gallery, tmp_path, data):  # noqa: F811
     (tmp_path / "x.jpg").write_bytes(data)
     with pytest.raises(UserError, match="not an image that can be searched with"):
         main(["--image", str(tmp_path / "x.jpg"), "--index", str(gallery.images)])
+
+
+def test_an_image_without_an_end(monkeypatch):
+    """Of a pipe or a device no more is read than an image may have."""
+    monkeypatch.setattr("probemb.data.shards.MAX_IMAGE_BYTES", 1000)
+    out, into = os.pipe()
+    os.write(into, bytes(5000))
+    os.close(into)
+    try:
+        with pytest.raises(UserError, match="has more than"):
+            read_image(Path(f"/dev/fd/{out}"))
+    finally:
+        os.close(out)
 
 
 def test_no_index():

@@ -176,8 +176,9 @@ def print_answer(answer: dict) -> None:
             str(result["rank"]), f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
             escape(printable(result["key"])), escape(printable((result["captions"] or [""])[0])),
         )  # fmt: skip
-    console.print(table)
-    if not answer["results"]:
+    if answer["results"]:
+        console.print(table)
+    else:
         console.print(f"no result as certain as that among the {answer['looked_at']:,} closest", highlight=False)
 
 

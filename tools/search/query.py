@@ -240,11 +240,12 @@ def read_image(path: Path) -> QueryImage:
     from probemb.data.shards import MAX_IMAGE_BYTES
 
     try:
-        if path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
-            raise UserError(f"{path} has more than {MAX_IMAGE_BYTES >> 20} MiB.", "Give a smaller image.")
-        data = path.read_bytes()
+        with open(path, "rb") as file:  # which may be a pipe or a device without an end
+            data = file.read(MAX_IMAGE_BYTES + 1)
     except OSError as error:
         raise UserError(f"The image {path} cannot be read ({error.strerror}).", "Check the path.") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise UserError(f"{path} has more than {MAX_IMAGE_BYTES >> 20} MiB.", "Give a smaller image.")
     image = QueryImage(str(path), data)
     decode_query(image)
     return image
