@@ -286,4 +286,4 @@ def _from_process(argv: list[str], file: BinaryIO, limit: int, timeout: float) -
 
 def _describe(error: Exception) -> str:
     reason = getattr(error, "reason", error)
-    return str(getattr(reason, "strerror", None) or reason) or type(reason).__name__
+    return " ".join(str(getattr(reason, "strerror", None) or reason).split()) or type(reason).__name__

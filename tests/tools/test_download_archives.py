@@ -15,7 +15,7 @@ from probemb.data.images import decode_image
 from probemb.data.shards import iterate_samples, read_index
 from probemb.data.sources import Fetch
 from probemb.errors import UserError
-from tests.imagesite import picture
+from tests.imagesite import picture, serve_images
 from tests.webserver import serve
 from tools.download.command import main
 from tools.download.zips import fetched
@@ -145,6 +145,15 @@ def test_a_page_in_place_of_an_archive_is_not_kept(tmp_path, capsys):
         assert f"What {words[1]} sends is not a zip archive" in refused("coco", *words, *out)
         archive.write_bytes(whole)
         assert download(capsys, "coco", *words, *out)["splits"]["val"] == 6
+
+
+@pytest.mark.parametrize("way", ["garbage", "loop"])
+def test_what_a_server_says_is_one_line(tmp_path, monkeypatch, way):
+    monkeypatch.setattr("tools.download.zips.Fetch", lambda timeout: Fetch(attempts=1, timeout=timeout))
+    with serve_images() as site:
+        told = refused("coco", f"{site.address}/{way}/x.zip", "--out", str(tmp_path / "out"))
+    assert "cannot be fetched" in told
+    assert "\n" not in told
 
 
 def test_no_room_for_an_archive(tmp_path, capsys, monkeypatch):
