@@ -234,6 +234,18 @@ def test_another_model_is_refused_with_both_names(gallery, tmp_path):  # noqa: F
     assert str(tmp_path / "other") in str(error.value)
 
 
+def test_a_model_that_lies_elsewhere_now(gallery, tmp_path):  # noqa: F811
+    import shutil
+
+    index = tmp_path / "index"
+    shutil.copytree(gallery.images, index)
+    about = json.loads((index / "index.json").read_text())
+    (index / "index.json").write_text(json.dumps(about | {"model": str(tmp_path / "gone")}))
+    with pytest.raises(UserError, match=r"gone.*was made with it; --model names it"):
+        main(["a dog", "--index", str(index)])
+    assert main(["a dog", "--index", str(index), "--model", str(gallery.model)]) == 0
+
+
 def test_captions_cannot_speak_to_the_terminal(gallery, capsys):  # noqa: F811
     assert main(["anything", "--index", str(gallery.images), "--top", str(N)]) == 0
     out = capsys.readouterr().out

@@ -122,7 +122,14 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     from tools.search.query import Searcher
 
     name = options.model or index.model
-    loaded = load_model(name, device=placement.device)
+    try:
+        loaded = load_model(name, device=placement.device)
+    except UserError as error:
+        if options.model:
+            raise
+        raise UserError(
+            error.what, f"The index {options.index} was made with it; --model names it where it lies now."
+        ) from None
     require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
     calibration = load_calibration(options.index, index.weights) if calibrated else None
     return Searcher(index, loaded, name, calibration, placement)
