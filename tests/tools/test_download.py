@@ -219,6 +219,13 @@ def test_lists_that_are_none(tmp_path, content, told):
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
+def test_a_list_of_another_format_leaves_nothing(tmp_path):
+    path, out = tmp_path / "list.tsv", tmp_path / "out"
+    path.write_text("a dog;http://a.b/c.jpg\n")
+    assert "not separated by tabs" in refused("cc3m", str(path), "--out", str(out))
+    assert not out.exists()
+
+
 def test_a_cut_gzip(tmp_path):
     path = tmp_path / "list.tsv.gz"
     path.write_bytes(gzip.compress(os.urandom(20).hex().encode() + b"\thttp://a.b/c.jpg\n" * 100)[:-9])

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from probemb.command import parse_config
-from probemb.data.corpora import CORPORA, find_lists
+from probemb.data.corpora import CORPORA, find_lists, read_list
 from probemb.errors import UserError, nearest
 
 PROG = "python -m tools.download"
@@ -200,6 +200,9 @@ def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tupl
     elif not sources:
         raise UserError("No list was named.", f"Name the published list of {CORPORA[corpus].title} after {corpus}.")
     paths = find_lists(corpus, sources)
+    if state is None and CORPORA[corpus].columns:  # JSON would be read as a whole
+        for path in paths:  # a list of another format is refused before anything is made
+            next(read_list(corpus, path), None)
     for name in ("plan", "records", "work", "locks"):
         (folder / STATE / name).mkdir(parents=True, exist_ok=True)
     with _lock_part(folder / STATE, part):
