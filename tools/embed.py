@@ -390,10 +390,10 @@ def refuse_damaged(damaged: Sequence[Work], skip: bool) -> None:
     shown = "; ".join(f"{work.path}: {work.damage}" for work in damaged[:SHOWN])
     shown += "; …" if len(damaged) > SHOWN else ""
     if skip:
-        print(f"{len(damaged):,} damaged shards left out: {shown}", file=sys.stderr)
+        print(f"damaged and left out: {shown}", file=sys.stderr)
         return
     raise UserError(
-        f"{len(damaged):,} shards are not embedded ({shown}); all others are.",
+        f"{len(damaged):,} shard{'s are' if len(damaged) > 1 else ' is'} not embedded ({shown}); all others are.",
         "Fetch them again and repeat the command, allow more with --max-bad, or leave them out with --skip-damaged.",
     )
 

@@ -147,7 +147,8 @@ def test_calibration_agrees_with_the_retrieval_stage(gallery, calibrated, tmp_pa
     # The index holds the validation images themselves: none of them is a rival of its own copy.
     assert main(["--calibrate", str(gallery.tar), "--index", str(calibrated), "--rivals", "index"]) == 0
     assert load_calibration(calibrated, calibration.weights).curves[1].precision == curve.precision
-    capsys.readouterr()
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count(f"(in place of one with {3 * N} queries of") == 2
 
 
 def test_rivals_in_the_index_count(gallery, searcher, captioned):  # noqa: F811

@@ -196,13 +196,27 @@ def calibrate_index(options: argparse.Namespace) -> int:
 
     searcher = open_searcher(options, calibrated=False)
     calibration = calibrate(searcher, options.calibrate, options.rivals, options.within, progress)
+    before = replaced(options.index, calibration.weights)
     path = save_calibration(options.index, calibration)
     if options.json:
         print(path.read_text(encoding="utf-8"))
         return 0
     print_calibration(calibration)
-    print(f"written: {path}", flush=True)
+    print(f"written: {path}{before}", flush=True)
     return 0
+
+
+def replaced(folder: Path, weights: str) -> str:
+    """Which calibration a new one takes the place of, for the line that names the file; "" if none that can be read."""
+    from tools.search.calibration import load_calibration
+
+    try:
+        before = load_calibration(folder, weights)
+    except UserError:
+        return ""
+    if before is None:
+        return ""
+    return f" (in place of one with {before.curves[min(before.curves)].queries:,} queries of {before.data})"
 
 
 def print_calibration(calibration) -> None:
