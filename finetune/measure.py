@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "uncertainty": findings,
     }
     print_table(rows, len(pairs.images), len(pairs.texts))
-    for line in describe_findings(findings):
-        print(line)
+    told = describe_findings(findings) if results["probabilistic"] else ["The model predicts no uncertainty."]
+    print("\n".join(told))
     write_json(out / OUTPUTS[0], results, GENERATOR)
     write_report(out / OUTPUTS[1], results, pairs, captions, per_query)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)

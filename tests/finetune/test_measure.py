@@ -19,7 +19,7 @@ from probemb.data.instances import read_instances
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.metrics.coco import coco_test_ids, package_metrics
-from probemb.models import load_model
+from probemb.models import create_model, load_model, save_model
 from probemb.pairs import EmbeddedPairs
 from tests.world import jpeg, write_tar
 
@@ -92,6 +92,14 @@ def test_the_report_stands_alone(measured):
     assert "all true captions: mAP@R" in found["quality"]["images"]
     assert found["erased"]["words"]["items"] == 4
     assert -1 <= found["ambiguity_spearman"] <= 1
+
+
+def test_a_point_model_has_no_uncertainty_to_tell_of(captioned, tmp_path, capsys):
+    save_model(create_model("ViT-Micro-32", probabilistic=False), tmp_path / "point")
+    assert command(tmp_path / "point", captioned, tmp_path / "out", "--rankings", "mean") == 0
+    told = capsys.readouterr().out
+    assert "The model predicts no uncertainty." in told
+    assert "Pearson" not in told
 
 
 def test_markup_in_captions_and_unreadable_images(run_folder, tmp_path, capsys):
