@@ -183,6 +183,10 @@ class Again:
 
     version: str | None = None
 
+    def begin(self, file: BinaryIO, position: int) -> None:
+        """Where in the file an attempt writes. Its size stays: the cache has reserved its room with it."""
+        file.seek(position)
+
 
 def _write(file: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
@@ -236,8 +240,7 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again:
         if response.status == 206 and not resumed:
             again.version = None
             raise _Failed("the server answers with another range than it was asked for")
-        file.seek(start if resumed else 0)
-        file.truncate()  # nothing of another version stays behind what comes now
+        again.begin(file, start if resumed else 0)
         tag = response.headers.get("ETag", "")
         again.version = tag if tag.startswith('"') else response.headers.get("Last-Modified")
         _copy(lambda: response.read1(CHUNK), file, limit, timeout)

@@ -50,6 +50,16 @@ def test_a_file_that_changes_between_attempts_is_not_patched_together(folder, tm
         assert site.requests[-1] == ("a.tar", None)
 
 
+def test_the_room_that_a_file_has_reserved_stays_reserved(folder, tmp_path):
+    """By its size: the cache of shards counts a shard that is being fetched as a whole one."""
+    with serve(folder) as site, open(tmp_path / "got", "w+b", buffering=0) as file:
+        site.troubles["a.tar"] = ["cut"]
+        file.truncate(SIZE)
+        with pytest.raises(BadShard, match="broke off"):
+            fetch(Remote(f"{site.address}/a.tar"), file, SIZE, Fetch(attempts=1, timeout=2))
+        assert (tmp_path / "got").stat().st_size == SIZE
+
+
 @pytest.mark.parametrize(
     ("trouble", "requests", "reason"),
     [

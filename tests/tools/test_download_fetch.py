@@ -14,8 +14,8 @@ from probemb.data.images import decode_image
 from probemb.data.shards import iterate_samples
 from tests.imagesite import picture, serve_images
 from tools.download.command import Download
+from tools.download.fetch import make_fetcher
 from tools.download.plan import write_plan
-from tools.download.run import make_fetcher
 from tools.download.shard import STATE, ShardPaths, read_marker, read_records
 from tools.verify_shards import verify_shard
 

@@ -201,3 +201,24 @@ def _note(paths: ShardPaths, error: Exception) -> None:
     """For the command, which may be on another machine."""
     with suppress(OSError):  # no room even for that; the command sees that the shard is not there
         paths.error.write_text(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+
+
+def make_fetcher(folder: Path, given, settings: dict):
+    """The downloader of the command's options."""
+    images = Images(
+        settings["image_size"], settings["resize"], settings["upscale"], settings["min_size"], settings["quality"]
+    )
+    limits = Limits(
+        given.seconds, min(given.patience, given.seconds), int(given.max_mib * 2**20), given.redirects,
+        given.private_hosts,
+    )  # fmt: skip
+    return Fetcher(
+        folder.absolute(),
+        images,
+        limits,
+        threads=given.threads,
+        hash=settings["hash"],
+        user_agent=given.user_agent,
+        opt_out=given.respect_opt_out,
+        shard_size=settings["shard_size"],
+    )

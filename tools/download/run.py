@@ -38,30 +38,6 @@ def fetch_shards(folder: Path, numbers: Sequence[int], given, settings: dict) ->
         )
 
 
-def make_fetcher(folder: Path, given, settings: dict):
-    """The downloader of the command's options. Imports img2dataset."""
-    from tools.download.fetch import Fetcher, Images
-    from tools.download.web import Limits
-
-    images = Images(
-        settings["image_size"], settings["resize"], settings["upscale"], settings["min_size"], settings["quality"]
-    )
-    limits = Limits(
-        given.seconds, min(given.patience, given.seconds), int(given.max_mib * 2**20), given.redirects,
-        given.private_hosts,
-    )  # fmt: skip
-    return Fetcher(
-        folder.absolute(),
-        images,
-        limits,
-        threads=given.threads,
-        hash=settings["hash"],
-        user_agent=given.user_agent,
-        opt_out=given.respect_opt_out,
-        shard_size=settings["shard_size"],
-    )
-
-
 def _here(folder: Path, tasks: list, given, settings: dict) -> None:
     """Processes that take shard after shard; when one is killed, the others are ended too, as nothing is lost by it.
 
@@ -117,6 +93,8 @@ def _work(*arguments) -> None:
 
 def _elsewhere(folder: Path, tasks: list, given, settings: dict) -> None:
     """img2dataset's distributors; the folder must be on a file system that all machines see."""
+    from tools.download.fetch import make_fetcher
+
     fetcher = make_fetcher(folder, given, settings)  # first: it quietens what img2dataset imports
     from img2dataset import distributor
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 sys.modules.setdefault("torch", None)  # "import torch" is now an ImportError
 
-from tools.download import fetch  # noqa: E402, F401
-from tools.download.run import make_fetcher  # noqa: E402
+from tools.download.fetch import make_fetcher  # noqa: E402
 
 
 def work(folder: Path, line, given, settings: dict) -> None:

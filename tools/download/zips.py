@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 from probemb.data.sources import Again, Fetch, Remote, fetch, is_remote
 from probemb.data.tar import BadSample, BadShard
@@ -93,6 +94,10 @@ class _Kept(Again):
     @version.setter
     def version(self, version: str | None) -> None:
         replace_text(self._path, version or "")
+
+    def begin(self, file: BinaryIO, position: int) -> None:
+        file.seek(position)
+        file.truncate()  # the next command goes on at the end, behind which nothing of another version may stand
 
 
 class _Growing(io.FileIO):
