@@ -10,11 +10,13 @@ import threading
 import time
 import zlib
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 from PIL import Image
+
+from tests.webserver import running
 
 DRIP = 0.05  # seconds between two bytes
 
@@ -254,7 +256,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-@contextmanager
 def serve_images(certificate: str | None = None, host: str = "127.0.0.1"):
     """A running ImageSite; with a PEM file of key and certificate, over TLS."""
     site = ImageSite(host)
@@ -263,12 +264,4 @@ def serve_images(certificate: str | None = None, host: str = "127.0.0.1"):
         tls.load_cert_chain(certificate)
         site.socket = tls.wrap_socket(site.socket, server_side=True, do_handshake_on_connect=False)
         site.scheme = "https"
-    thread = threading.Thread(target=site.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield site
-    finally:
-        site.ended.set()
-        site.shutdown()
-        site.server_close()
-        thread.join()
+    return running(site)

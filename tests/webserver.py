@@ -93,9 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(folder: Path, ranges: bool = True):
-    """A running Site."""
-    site = Site(folder, ranges)
+def running(site):
+    """The server, answering in a thread of its own; `site.ended` is set for what still waits, and it is closed."""
     thread = threading.Thread(target=site.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
@@ -105,3 +104,8 @@ def serve(folder: Path, ranges: bool = True):
         site.shutdown()
         site.server_close()
         thread.join()
+
+
+def serve(folder: Path, ranges: bool = True):
+    """A running Site."""
+    return running(Site(folder, ranges))
