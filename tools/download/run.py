@@ -78,9 +78,11 @@ def _here(folder: Path, tasks: list, given, settings: dict) -> None:
 
 def _check_end(worker) -> None:
     worker.join()
-    if worker.exitcode < 0:
+    if worker.exitcode:
+        code = worker.exitcode  # 255: the process that starts them was killed
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code} in the middle of its work"
         raise UserError(
-            f"A process was ended by signal {-worker.exitcode}, usually for want of memory.",
+            f"A process {how}, usually for want of memory.",
             "Start the same command again, with fewer --processes or --threads; it goes on.",
         )
 
