@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     claim_files(out, OUTPUTS, GENERATOR)
 
     from finetune.measure_report import write_report
+    from finetune.uncertainty_findings import projection
     from probemb.models import load_model
     from probemb.pairs import embed_pairs
     from probemb.progress import progress
@@ -94,10 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "images_left_out": [{"name": name, "reason": reason} for name, reason in pairs.bad],
         "benchmarks": benchmarks,
         "rows": rows,
+        "projection": projection(pairs),
         "uncertainty": findings,
     }
     print_table(rows, len(pairs.images), len(pairs.texts))
-    told = describe_findings(findings) if results["probabilistic"] else ["The model predicts no uncertainty."]
+    told = describe_findings(findings) if findings else ["The model predicts no uncertainty."]
     print("\n".join(told))
     write_json(out / OUTPUTS[0], results, GENERATOR)
     write_report(out / OUTPUTS[1], results, pairs, captions, per_query)
@@ -262,10 +264,12 @@ def _plausible_rows(
 
 
 def find(config: MeasureConfig, model, tokenizer, transforms, captions, pairs, per_query, placement) -> dict:
-    """What uncertainty goes along with: everything under "uncertainty" in results.json."""
-    from finetune.uncertainty_findings import erasing, extremes, projection, quality, spearman
+    """What uncertainty goes along with: everything under "uncertainty" in results.json; {} if the model has none."""
+    from finetune.uncertainty_findings import erasing, extremes, quality, spearman
     from probemb.pairs import true_ambiguity
 
+    if not getattr(model, "probabilistic", True):
+        return {}
     found: dict = {"quality": quality(pairs, per_query)}
     if captions.scenes is not None:
         ambiguity = true_ambiguity(captions, pairs.kept)
@@ -275,7 +279,6 @@ def find(config: MeasureConfig, model, tokenizer, transforms, captions, pairs, p
             model, tokenizer, transforms.evaluate, captions, pairs.kept, config.erased, placement=placement,
             batch_size=config.batch_size,
         )  # fmt: skip
-    found["projection"] = projection(pairs)
     found["extremes"] = {"images": extremes(pairs.images), "captions": extremes(pairs.texts)}
     return found
 

@@ -63,23 +63,23 @@ def page(results: dict, pairs: EmbeddedPairs, captions: Captioned, per_query: di
     config, found = results["config"], results["uncertainty"]
     of = f" ({escape(config['split'])})" if config["split"] else ""
     body = [
-        "<h1>Image-text retrieval and uncertainty</h1>",
+        f"<h1>Image-text retrieval{' and uncertainty' if found else ''}</h1>",
         f'<p class="lead">{escape(config["model"])} on {escape(config["data"])}{of}: {results["images"]:,} images, '
         f"{results['captions']:,} captions</p>",
         _tiles(results["rows"]),
         _table(results["rows"], len(results["images_left_out"])),
     ]
-    if results["probabilistic"]:
+    if found:
         body += [
             _bins(found["quality"]),
             _rejection(found["quality"]),
             _correlations(found["quality"], found.get("ambiguity_spearman")),
             _erased(found.get("erased")),
         ]
-    body.append(_projection(found["projection"], captions, pairs))
-    if results["probabilistic"]:
+    body.append(_projection(results["projection"], captions, pairs, sized=bool(found)))
+    if found:
         body.append(_examples(found["extremes"], pairs, captions, per_query))
-    body.append(_method())
+    body.append(_method(uncertainty=bool(found)))
     return html_page(f"Retrieval: {Path(str(config['model'])).name}", "".join(body), GENERATOR, STYLE)
 
 
@@ -242,7 +242,7 @@ def _erased(erased: dict | None) -> str:
     )
 
 
-def _projection(found: dict, captions: Captioned, pairs: EmbeddedPairs) -> str:
+def _projection(found: dict, captions: Captioned, pairs: EmbeddedPairs, sized: bool) -> str:
     texts = [text for i in pairs.kept for text in captions.captions[i]]
     every = [float(u) for side in ("images", "captions") for u in found[side]["uncertainty"]]
     low, high = min(every), max(every)
@@ -252,12 +252,14 @@ def _projection(found: dict, captions: Captioned, pairs: EmbeddedPairs) -> str:
         points = []
         for row, x, y, u in zip(*(part[key].tolist() for key in ("rows", "x", "y", "uncertainty"))):
             told = texts[row] if side == "captions" else captions.images.places[pairs.kept[row]].name
-            points.append((x, y, 3 + 5 * (u - low) / ((high - low) or 1), f"{told[:120]}: u = {number(u)}"))
+            size, about = (3 + 5 * (u - low) / ((high - low) or 1), f": u = {number(u)}") if sized else (4, "")
+            points.append((x, y, size, f"{told[:120]}{about}"))
         clouds.append(Cloud(side, points, colour))
     chart = scatter_chart(clouds, x_label="first direction", y_label="")
     return (
         f"<section><h2>Means in a plane</h2><p>{escape(found['method'])} of {len(clouds[1].points)} images and their "
-        f'captions. A larger dot is more uncertain.</p><div class="scroll plane">{chart}</div></section>'
+        f"captions.{' A larger dot is more uncertain.' if sized else ''}</p>"
+        f'<div class="scroll plane">{chart}</div></section>'
     )
 
 
@@ -296,13 +298,16 @@ def _examples(
     )
 
 
-def _method() -> str:
+def _method(uncertainty: bool) -> str:
+    told = (
+        " u is the sum of an item's variances. Findings about uncertainty use the first ranking. The rejection area is "
+        "the mean over every possible number of refused queries."
+    )
     return (
-        "<section><h2>How this was computed</h2><p>u is the sum of an item's variances. <b>R@k</b>: share of queries "
+        "<section><h2>How this was computed</h2><p><b>R@k</b>: share of queries "
         "with a match among the first k. <b>R-P</b>: share of matches among the first R, R the query's number of "
         "matches; under CxC it is RPC². <b>mAP@R</b>: mean over the first R ranks of the precision at each match. "
         "<b>RSUM</b>: R@1, R@5 and R@10 of both directions added up. COCO 1K is the mean of five folds. Plausible "
         "matches share their object labels but for 0, 1 or 2 (mean of the three); the variant pcme drops unlabelled "
-        "items from the rankings, eccv-caption keeps them. Findings about uncertainty use the first ranking. The "
-        "rejection area is the mean over every possible number of refused queries.</p></section>"
+        f"items from the rankings, eccv-caption keeps them.{told if uncertainty else ''}</p></section>"
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from probemb.data.captioned_set import Captioned, Entry, assemble, choose_split, is_id, split_name
+from probemb.data.labelled import CLASS_FILES
 from probemb.data.reading import Images, Place, find_tars
 from probemb.data.shards import (
     IMAGE_EXTENSIONS,
@@ -79,7 +80,11 @@ def read_shards(data: str | Path, split: str | None) -> Captioned:
 def _find(data: str | Path, split: str | None) -> list[Path]:
     path, tars = Path(data), find_tars(data)
     if not tars and path.is_dir():
-        folders = {split_name(folder.name): folder for folder in sorted(path.iterdir()) if any(folder.glob("*.tar"))}
+        folders = {
+            split_name(folder.name): folder
+            for folder in sorted(path.iterdir())
+            if any(folder.glob("*.tar")) and not any((folder / name).exists() for name in CLASS_FILES)  # no captions
+        }
         if split is not None and folders:
             chosen = choose_split(split, folders, str(data))
             return [tar for part in chosen for tar in find_tars(folders[part])]

@@ -388,7 +388,9 @@ def test_shards_in_folders_named_by_split(tmp_path):
         assert find_captioned(tmp_path, split).captions == [["text a"]]
         assert find_captioned(tmp_path / split, split).captions == [["text a"]]
         assert find_captioned(tmp_path / split).captions == [["text a"]]
-    with pytest.raises(UserError, match="holds the splits train, val"):
+    write(tmp_path / "classes" / "00000.tar", pair("a", 3))
+    (tmp_path / "classes" / "classes.txt").write_text("red square\n")
+    with pytest.raises(UserError, match=r"holds the splits train, val\."):
         find_captioned(tmp_path)
     with pytest.raises(UserError, match="no split 'test', only train and val"):
         find_captioned(tmp_path, "test")

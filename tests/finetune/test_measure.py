@@ -100,6 +100,10 @@ def test_a_point_model_has_no_uncertainty_to_tell_of(captioned, tmp_path, capsys
     told = capsys.readouterr().out
     assert "The model predicts no uncertainty." in told
     assert "Pearson" not in told
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "in a plane" in html
+    assert "ncertain" not in html
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["uncertainty"] == {}
 
 
 def test_markup_in_captions_and_unreadable_images(run_folder, tmp_path, capsys):

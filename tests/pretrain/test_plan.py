@@ -181,20 +181,19 @@ def total(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-CASES = [
+SLOW = [
     ("ViT-Small-112", 16, 1, dict(zero_stage=0)),
     ("ViT-Small-112", 32, 1, dict(zero_stage=0, grad_checkpointing=True)),
     ("ViT-Small-112", 32, 1, dict(zero_stage=1)),
     ("ViT-Small-112", 32, 1, dict(zero_stage=1, accumulation=2)),
-    ("ViT-Tiny-64", 64, 1, dict(zero_stage=0)),
-    ("ViT-Tiny-64", 64, 2, dict(zero_stage=1)),
     ("ViT-Tiny-64", 64, 2, dict(zero_stage=2, accumulation=2)),
 ]
+CASES = [("ViT-Tiny-64", 64, 1, dict(zero_stage=0)), ("ViT-Tiny-64", 64, 2, dict(zero_stage=1))]
 
 
 @pytest.mark.parametrize(
     ("name", "batch", "world", "engine"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "ViT-Small-112")) for case in CASES],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_a_real_step_needs_what_the_plan_says(name, batch, world, engine):
     """Tensors to the byte (but for ZeRO's padding), the state between steps to 2 %, the peak to 15 %.
@@ -305,7 +304,7 @@ OPTIONS = plan.Plan(
 )
 
 
-def test_the_command_prints_tables_for_people_and_json_for_programs():
+def test_the_command_prints_tables_for_people_and_json_for_programs(monkeypatch, capsys):
     command = [sys.executable, "-m", "pretrain.plan", "--config", "pretrain/configs/vit_b16_cc3m_cc12m_redcaps.yaml"]
     command += ["--nodes", "4", "--gpus-per-node", "8", "--samples-per-epoch", "1000000", "--peak-tflops", "100"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -322,8 +321,10 @@ def test_the_command_prints_tables_for_people_and_json_for_programs():
     ):
         assert word in shown.stdout
     assert "warning" not in shown.stdout
-    read = subprocess.run([*command, "--json"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    out = json.loads(read.stdout)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [*command[2:], "--json"])
+    plan.main()
+    out = json.loads(capsys.readouterr().out)
     assert out["parameters"]["total"] == 170_757_635
     assert out["run"]["rows_per_rank"] == 32
     assert out["run"]["steps"] == 32 * (1_000_000 // 1024)

@@ -58,6 +58,17 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def here(monkeypatch, options: dict, *words: str) -> int:
+    """The exit code of the command in this process, for what ends before anything starts.
+
+    With one thread: what other tests fork from this process hangs once OpenMP has had several here.
+    """
+    monkeypatch.setattr(sys, "argv", command({"engine.threads": 1, **options}, *words)[2:])
+    with pytest.raises(SystemExit) as ended:
+        run_command(pretrain.run.main)
+    return ended.value.code
+
+
 def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
     """Interrupted and resumed equals uninterrupted, bit for bit; what a person and a program read is there."""
     options = {"data.train": scenes / "train", "evaluate.classes": scenes / "classes", "evaluate.every_samples": 48}
@@ -128,7 +139,8 @@ def test_ctrl_c_ends_a_run_without_a_traceback(scenes, tmp_path):
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    # -2 where it came in code that Python runs from a string, as a dataclass is made; a shell calls both 130
+    assert process.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in stderr
 
 
@@ -181,20 +193,13 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_in_two_lines_with_nothing_written(case, scenes, tmp_path, monkeypatch, capsys):
-    """In this process, as all of it is refused before anything starts; the next test starts the command itself.
-
-    With one thread: what other tests fork from this process hangs once OpenMP has had several here.
-    """
     options, what, remedy = BAD[case]
     if case != "no data":
         options = {"data.train": scenes / "train"} | options
     options = {k: v(tmp_path / "given") if callable(v) else v for k, v in options.items()}
     out = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", command({"out": out, "engine.threads": 1, **options})[2:])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run_command(pretrain.run.main)
-    refused(ended.value.code, capsys.readouterr().err, what, remedy)
+    refused(here(monkeypatch, {"out": out, **options}), capsys.readouterr().err, what, remedy)
     assert not out.exists()
 
 
@@ -207,29 +212,27 @@ def refused(code: int, stderr: str, what: str, remedy: str) -> None:
     assert remedy in lines[1]
 
 
-def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, tmp_path):
-    out = tmp_path / "run"
+def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, tmp_path, monkeypatch, capsys):
+    out, other = tmp_path / "run", tmp_path / "other"
     options = {"data.train": scenes / "train", "out": out, "samples": 32}
     assert start(options).returncode == 0
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    refused(*ending(start(options)), "already holds a run", "--resume")
-    refused(*ending(start({**options, "samples": 64, "batch-size": 8}, "--resume")), "batch_size", "--out")
-    refused(
-        *ending(start({**options, "samples": 64, "model.n_unc_layers": 1}, "--resume")),
-        "model.n_unc_layers",
-        "config.yaml",
-    )
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("precious")
-    refused(*ending(start({**options, "out": tmp_path / "other"})), "holds something else", "--out")
-    (tmp_path / "other" / "config.yaml").write_text("chapter: 1\n")
-    refused(*ending(start({**options, "out": tmp_path / "other"}, "--resume")), "something else than a run", "--out")
-    assert sorted(p.name for p in (tmp_path / "other").iterdir()) == ["config.yaml", "thesis.tex"]
+    again = start(options)
+    refused(again.returncode, again.stderr, "already holds a run", "--resume")
+
+    def refused_here(options: dict, *words: str, what: str, remedy: str) -> None:
+        refused(here(monkeypatch, options, *words), capsys.readouterr().err, what, remedy)
+
+    longer = {**options, "samples": 64}
+    refused_here({**longer, "batch-size": 8}, "--resume", what="batch_size", remedy="--out")
+    refused_here({**longer, "model.n_unc_layers": 1}, "--resume", what="model.n_unc_layers", remedy="config.yaml")
+    other.mkdir()
+    (other / "thesis.tex").write_text("precious")
+    refused_here({**options, "out": other}, what="holds something else", remedy="--out")
+    (other / "config.yaml").write_text("chapter: 1\n")
+    refused_here({**options, "out": other}, "--resume", what="something else than a run", remedy="--out")
+    assert sorted(p.name for p in other.iterdir()) == ["config.yaml", "thesis.tex"]
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-
-
-def ending(done: subprocess.CompletedProcess) -> tuple[int, str]:
-    return done.returncode, done.stderr
 
 
 def test_damaged_data_stops_the_run_and_names_the_shards(scenes, tmp_path):

@@ -146,6 +146,13 @@ def test_subreddits_fill_shards_together(tmp_path, capsys):
     assert keys == [f"{i:09d}" for i in range(13)]
 
 
+@pytest.mark.parametrize("content", ["no", "[]", '{"annotations": [{"url": "http://a.b/c.jpg"}]}'])
+def test_a_refused_json_leaves_no_folder(tmp_path, content):
+    (tmp_path / "cats_2017.json").write_text(content)
+    refused("redcaps", str(tmp_path / "cats_2017.json"), "--out", str(tmp_path / "deep" / "out"))
+    assert not (tmp_path / "deep" / "out").exists()
+
+
 def test_one_task_reads_the_lists_for_all(cc3m, tmp_path):
     out = tmp_path / "out"
     common = ["-m", "tools.download", "cc3m", cc3m([f"ok/{i}" for i in range(300)]), "--out", str(out), "--prepare"]

@@ -203,13 +203,19 @@ def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tupl
     if state is None and CORPORA[corpus].columns:  # JSON would be read as a whole
         for path in paths:  # a list of another format is refused before anything is made
             next(read_list(corpus, path), None)
+    made = not folder.exists()
     for name in ("plan", "records", "work", "locks"):
         (folder / STATE / name).mkdir(parents=True, exist_ok=True)
     with _lock_part(folder / STATE, part):
-        with _wait_for_lock(folder / STATE / "locks" / "lists"):
-            state = plan.read_state(folder) or plan.State(corpus, settings)
-            plan.check_same(folder, state, corpus, settings)
-            plan.extend(folder, state, paths)
+        try:
+            with _wait_for_lock(folder / STATE / "locks" / "lists"):
+                state = plan.read_state(folder) or plan.State(corpus, settings)
+                plan.check_same(folder, state, corpus, settings)
+                plan.extend(folder, state, paths)
+        except UserError:
+            if made and part[1] == 1 and plan.read_state(folder) is None:  # refused lists leave nothing
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         if given.prepare:
             asked = sum(one.rows for one in state.lists)
             print(f"{state.rows:,} rows, {asked:,} to be asked for, {state.shards:,} shards")

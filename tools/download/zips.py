@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import io
 import os
+import sys
 import urllib.request
 import zipfile
 import zlib
@@ -53,6 +54,7 @@ def fetched(source: str, folder: Path, patience: float = 60.0) -> Path:
         return path
     folder.mkdir(exist_ok=True)
     part, mark = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "version"))
+    print(f"asking for {remote}", file=sys.stderr, flush=True)  # a server may take a while to answer
     with progress(f"Fetching {name}", _stated_size(remote)) as advance:
         try:
             with _Growing(part, advance) as file:
