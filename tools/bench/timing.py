@@ -39,8 +39,21 @@ def synchronize() -> None:
 
 
 def peak_memory(make: Callable[[], Variant]) -> int:
-    """Bytes that the variant's first run adds to the peak of a fresh process (on a GPU: of its allocator)."""
-    context = get_context("fork" if not _cuda() else "spawn")
+    """Bytes that the variant's first run adds to the peak: on a GPU that of its allocator, else of a fresh process.
+
+    To be measured before this process has computed with several threads: what is forked from it then waits for ever.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        run = make()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    context = get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_measure_peak, args=(make, send))
     process.start()
@@ -50,24 +63,8 @@ def peak_memory(make: Callable[[], Variant]) -> int:
     return receive.recv()
 
 
-def _cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _measure_peak(make: Callable[[], Variant], send) -> None:
-    import torch
-
     run = make()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        send.send(torch.cuda.max_memory_allocated() - before)
-        return
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run()
     send.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
