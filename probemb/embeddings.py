@@ -85,18 +85,31 @@ class Embeddings:
 
     def read(self, part: Partition) -> tuple[np.ndarray, np.ndarray]:
         """mean (n, D) float16 and u (n,) float32. Raises UserError for files that do not fit the marker."""
-        path = self.folder / part.kind / f"{part.name}.npz"
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                mean, u = arrays["mean"], arrays["u"]
-        except Exception as error:  # a damaged zip makes numpy raise whatever its parts raise
-            raise UserError(f"{path} cannot be read ({type(error).__name__}).", _REPAIR) from error
+        path, (mean, u) = self.path(part), self._arrays(part, "mean", "u")
         if mean.shape != (part.count, self.dim) or mean.dtype != np.float16 or u.shape != (part.count,):
             raise UserError(
                 f"{path} holds {mean.dtype} of the shape {mean.shape}, not float16 of ({part.count}, {self.dim}).",
                 _REPAIR,
             )
         return mean, np.ascontiguousarray(u, dtype=np.float32)
+
+    def read_uncertainty(self, part: Partition) -> np.ndarray:
+        """u (n,) float32 alone. Raises UserError for a file that does not fit the marker."""
+        u = self._arrays(part, "u")[0]
+        if u.shape != (part.count,):
+            raise UserError(f"{self.path(part)} holds {len(u)} uncertainties, not {part.count}.", _REPAIR)
+        return np.ascontiguousarray(u, dtype=np.float32)
+
+    def path(self, part: Partition) -> Path:
+        """The file with the vectors of a partition."""
+        return self.folder / part.kind / f"{part.name}.npz"
+
+    def _arrays(self, part: Partition, *names: str) -> list[np.ndarray]:
+        try:
+            with np.load(self.path(part), allow_pickle=False) as arrays:
+                return [arrays[name] for name in names]
+        except Exception as error:  # a damaged zip makes numpy raise whatever its parts raise
+            raise UserError(f"{self.path(part)} cannot be read ({type(error).__name__}).", _REPAIR) from error
 
     def read_items(self, part: Partition) -> pyarrow.Table:
         """key, captions, shard, offset, size (and number, of captions) of every row. Raises UserError."""

@@ -6,6 +6,9 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -18,11 +21,13 @@ from probemb import Gaussian
 from probemb.distances import csd
 from probemb.embeddings import Embeddings, item_schema, open_embeddings, save_embeddings
 from probemb.errors import UserError
+from probemb.runs.lock import RunLock
 from probemb.search import choose_factory, items, load_index, require_model, rerank, search, set_effort
 from probemb.search.choice import bytes_per_item, cell_count, training_count
 from probemb.search.index import new_index, width_of
 from tools.build_index import main
 
+ROOT = Path(__file__).resolve().parents[1]
 DIM = 16
 SIZES = (90, 0, 210, 140, 260)  # of the partitions
 
@@ -331,6 +336,58 @@ def test_a_damaged_index_is_named(embeddings, tmp_path):
         with pytest.raises(UserError, match="sees no GPU"):
             load_index(tmp_path / "index", device="cuda")
         assert len(load_index(tmp_path / "index", device="auto")) == 700
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from probemb.embeddings import open_embeddings
+from probemb.search import Choice
+from probemb.search.writing import write_index
+
+added = 0
+
+def advance(n):
+    global added
+    added += n
+    if added > 330:  # in the middle of the fourth part
+        os.kill(os.getpid(), signal.SIGKILL)
+
+embeddings, factory, out = sys.argv[1:]
+choice = Choice(factory, "", None)
+write_index(Path(out), [open_embeddings(embeddings)], "image", choice, part_items=100, train_items=200, advance=advance)
+"""
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF8,SQ8"])
+def test_a_killed_build_goes_on_behind_its_last_whole_part(factory, embeddings, tmp_path, capsys):
+    words = ["--embeddings", str(embeddings.folder), "--factory", factory, "--part-items=100", "--train-items=200"]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    index, unfinished = tmp_path / "index", tmp_path / ".index.unfinished"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(embeddings.folder), factory, str(index)], cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL
+    assert not index.exists()
+    parts = {path.name: path.stat().st_ino for path in unfinished.glob("part-*")}
+    assert sorted(parts) == [f"part-{i:05d}.faiss" for i in range(3)]
+
+    (unfinished / ".part-00003.faiss.abcd").write_bytes(b"half")  # as a killed command leaves it
+    with pytest.raises(UserError, match="holds 3 finished parts of an index with other settings"):
+        main([*words, "--out", str(index), "--form", "mean"])
+    lock = RunLock(unfinished)
+    with pytest.raises(UserError, match="is in use"):
+        main([*words, "--out", str(index)])
+    lock.release()
+
+    capsys.readouterr()
+    assert main([*words, "--out", str(index)]) == 0
+    assert "going on behind 3 of 7 parts" in capsys.readouterr().out
+    assert contents(index) == contents(tmp_path / "whole")
+    assert {name: (index / name).stat().st_ino for name in parts} == parts
+    assert not unfinished.exists()
 
 
 def test_a_full_disk_leaves_nothing(embeddings, tmp_path):

@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_index(
             options.out, sources, options.kind, choice, form=options.form, part_items=options.part_items,
             train_items=options.train_items, seed=options.seed, gpu=use_gpu(options.device), advance=advance,
+            say=lambda text: print(text, flush=True),
         )  # fmt: skip
     index = load_index(options.out)
     print_table(index, options.out)

@@ -1,10 +1,9 @@
-"""An index folder from embeddings, without holding the gallery in memory: one pass to train, one to add."""
+"""An index folder from embeddings, without holding the gallery in memory, one part after the other."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,12 @@ import numpy as np
 
 from probemb.embeddings import Embeddings, Partition
 from probemb.errors import UserError
-from probemb.files import flush
+from probemb.files import flush, replace_file, replace_text
 from probemb.search.choice import Choice, training_count
 from probemb.search.folder import FORMAT, ITEMS, NAME, UNCERTAINTY
 from probemb.search.index import FORMS, fill, gallery_vectors, new_index, train, width_of
 from probemb.search.items import ItemsWriter
+from probemb.search.unfinished import TRAINED, Unfinished
 
 if TYPE_CHECKING:
     import faiss
@@ -32,9 +32,12 @@ MAX_SAID = 1 << 20  # bytes
 def write_index(
     out: Path, sources: Sequence[Embeddings], kind: str, choice: Choice, *, form: str = "csd",
     part_items: int | None = None, train_items: int | None = None, seed: int = 0, gpu: bool = False,
-    advance: Callable[[int], object] = lambda n: None,
+    advance: Callable[[int], object] = lambda n: None, say: Callable[[str], object] = lambda text: None,
 ) -> Path:  # fmt: skip
     """Build an index folder; it is made aside and renamed, so that it is there as a whole or not at all.
+
+    A build that was interrupted goes on, when it is repeated, with what it was trained on and behind the last part that
+    is complete.
 
     Args:
         sources: of one model; their partitions in the order of their names are the gallery's order.
@@ -42,11 +45,11 @@ def write_index(
         part_items: vectors in a FAISS file; all by default. A part is in memory while it is filled.
         train_items: to train on, drawn at random; by default as many as the factory needs.
         gpu: train on the GPU.
-        advance: called with the number of items that were added.
+        advance: called with the number of items that were added; say: with what a person should know.
 
     Raises:
         UserError: no items, one that is not finite, a factory that FAISS does not know or that needs more items, no
-            room on the disk, an `out` that is there.
+            room on the disk, an `out` that is there, an unfinished index of another plan.
     """
     if form not in FORMS:
         raise ValueError(form)
@@ -61,45 +64,67 @@ def write_index(
         )
     dim = sources[0].dim
     width = width_of(dim, form, choice.factory)
-    trained = new_index(width, choice.factory)
+    untrained = new_index(width, choice.factory)
+    about = {
+        "format": FORMAT,
+        "model": sources[0].model,
+        "weights": sources[0].weights,
+        "dim": dim,
+        "width": width,
+        "kind": kind,
+        "form": form,
+        "factory": choice.factory,
+        "count": count,
+    }
     wanted = min(count, train_items or training_count(choice.factory, count))
-    if not trained.is_trained:
-        with _each_line_once():
-            _train(trained, _sample(parts, count, wanted, seed, form, choice.factory), choice.factory, gpu)
+    rows = min(count, part_items or count)
+    files = [[str(source.path(part).absolute()), _version(source.path(part))] for source, part in parts]
+    unfinished = Unfinished(out, {**about, "rows": rows, "train_items": wanted, "seed": seed, "embeddings": files})
+    if done := unfinished.parts():
+        say(f"going on behind {done:,} of {-(-count // rows):,} parts, which are complete")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        trained = _trained(unfinished, untrained, parts, count, wanted, seed, form, choice.factory, gpu)
+        _write_beside(unfinished.folder, parts)
+        about["parts"] = _write_parts(unfinished, trained, parts, count, rows, form, choice.factory, advance)
+        about |= {"why": choice.why, "effort": choice.effort}
+        replace_text(unfinished.folder / NAME, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+        unfinished.finish()
     except OSError as error:
-        raise UserError(f"The index cannot be written to {out}: {error.strerror}.", "Name another --out.") from error
-    try:
-        rows = _write_parts(aside, trained, parts, form, choice.factory, part_items or count, advance)
-        about = {
-            "format": FORMAT,
-            "model": sources[0].model,
-            "weights": sources[0].weights,
-            "dim": dim,
-            "width": width,
-            "kind": kind,
-            "form": form,
-            "factory": choice.factory,
-            "why": choice.why,
-            "effort": choice.effort,
-            "count": count,
-            "parts": rows,
-        }
-        (aside / NAME).write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        for file in [*aside.rglob("*"), aside]:
-            flush(file)
-        aside.chmod(0o755)
-        aside.rename(out)
-    except OSError as error:
+        unfinished.leave()
         raise UserError(
             f"The index cannot be written to {out}: {error.strerror or error}.",
-            "Free some space or name another folder with --out, and repeat the command.",
+            "Free some space and repeat the command, which goes on, or name another folder with --out.",
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # gone if it was renamed
+    except BaseException:
+        unfinished.leave()
+        raise
     return out
+
+
+def _version(path: Path) -> list[int]:
+    """What tells whether a file of embeddings is still the same."""
+    try:
+        status = path.stat()
+    except OSError:  # reading it says why
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _trained(
+    unfinished: Unfinished, index: faiss.Index, parts: Sequence[tuple[Embeddings, Partition]], count: int,
+    wanted: int, seed: int, form: str, factory: str, gpu: bool,
+) -> faiss.Index:  # fmt: skip
+    """The index trained, by this build or by the one that was interrupted."""
+    import faiss
+
+    if index.is_trained:
+        return index
+    path = unfinished.folder / TRAINED
+    if not path.exists():
+        with _each_line_once():
+            _train(index, _sample(parts, count, wanted, seed, form, factory), factory, gpu)
+        _write_faiss(index, path)
+    return faiss.read_index(str(path))
 
 
 @contextmanager
@@ -151,46 +176,65 @@ def _sample(
     return found
 
 
-def _batches(parts: Sequence[tuple[Embeddings, Partition]]) -> Iterator[tuple[np.ndarray, np.ndarray, object]]:
-    """(mean, u, table of items) of every partition that has rows."""
-    for source, part in parts:
-        if part.count:
-            yield *source.read(part), source.read_items(part)
+def _write_beside(folder: Path, parts: Sequence[tuple[Embeddings, Partition]]) -> None:
+    """What stands behind the vectors: their uncertainties and what they are of."""
+    if (folder / ITEMS).exists():
+        return
+    aside = folder / f"{ITEMS}.aside"
+    items = ItemsWriter(aside)
+    with open(folder / UNCERTAINTY, "wb") as uncertainty:
+        for source, part in parts:
+            if part.count:
+                items.add(source.read_items(part))
+                uncertainty.write(source.read_uncertainty(part).astype("<f4").tobytes())
+    items.close()
+    for file in [folder / UNCERTAINTY, *aside.iterdir(), aside]:
+        flush(file)
+    aside.rename(folder / ITEMS)  # last: it says that both are complete
+    flush(folder)
 
 
 def _write_parts(
-    folder: Path, trained: faiss.Index, parts: Sequence[tuple[Embeddings, Partition]], form: str, factory: str,
-    part_items: int, advance: Callable[[int], object],
+    unfinished: Unfinished, trained: faiss.Index, parts: Sequence[tuple[Embeddings, Partition]], count: int,
+    rows: int, form: str, factory: str, advance: Callable[[int], object],
 ) -> list[dict]:  # fmt: skip
-    """Fill clones of the trained index one after the other; what stands in index.json about them."""
+    """Fill clones of the trained index, `rows` vectors each; what stands in index.json about them."""
     import faiss
 
-    rows: list[dict] = []
-    index = faiss.clone_index(trained)
+    sizes = [min(rows, count - start) for start in range(0, count, rows)]
+    done = unfinished.parts()
+    advance(sum(sizes[:done]))
+    for number in range(done, len(sizes)):
+        index = faiss.clone_index(trained)
+        start = number * rows
+        for mean, u in _read(parts, start, start + sizes[number]):
+            for first in range(0, len(u), ROWS):
+                some = slice(first, first + ROWS)
+                fill(index, gallery_vectors(mean[some], u[some], form, factory), factory)
+                advance(len(u[some]))
+        _write_faiss(index, unfinished.part(number))
+    return [{"file": unfinished.part(number).name, "count": size} for number, size in enumerate(sizes)]
 
-    def finish() -> None:
-        name = f"part-{len(rows):05d}.faiss"
+
+def _read(parts: Sequence[tuple[Embeddings, Partition]], start: int, end: int) -> Iterator[tuple]:
+    """(mean, u) of the gallery's rows from `start` to `end`, partition by partition."""
+    place = 0
+    for source, part in parts:
+        if place < end and place + part.count > start:
+            mean, u = source.read(part)
+            rows = slice(max(0, start - place), end - place)
+            yield mean[rows], u[rows]
+        place += part.count
+
+
+def _write_faiss(index: faiss.Index, path: Path) -> None:
+    """Raises OSError."""
+    import faiss
+
+    def write(aside: Path) -> None:
         try:
-            faiss.write_index(index, str(folder / name))
+            faiss.write_index(index, str(aside))
         except RuntimeError as error:
-            raise OSError(0, f"FAISS could not write {name}", str(folder)) from error
-        rows.append({"file": name, "count": index.ntotal})
+            raise OSError(0, f"FAISS could not write {path.name}", str(path)) from error
 
-    items = ItemsWriter(folder / ITEMS)
-    with open(folder / UNCERTAINTY, "wb") as uncertainty:
-        for mean, u, table in _batches(parts):
-            items.add(table)
-            uncertainty.write(u.astype("<f4").tobytes())
-            start = 0
-            while start < len(u):
-                end = min(len(u), start + ROWS, start + part_items - index.ntotal)
-                fill(index, gallery_vectors(mean[start:end], u[start:end], form, factory), factory)
-                advance(end - start)
-                start = end
-                if index.ntotal >= part_items:
-                    finish()
-                    index = faiss.clone_index(trained)
-    if index.ntotal:
-        finish()
-    items.close()
-    return rows
+    replace_file(path, write)
