@@ -1,5 +1,6 @@
 """Saving, loading, and everything that can be wrong with a path, a file or a hub name."""
 
+import base64
 import hashlib
 import json
 import os
@@ -272,6 +273,29 @@ def hub(tmp_path, monkeypatch):
         def do_GET(self):
             self.wfile.write(self.do_HEAD())
 
+        def do_POST(self):
+            """What an upload of small files takes: the repository, how to send each file, and the commit with them."""
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            repo = self.path.removeprefix("/api/models/").rpartition("/main")[0]
+            if self.path == "/api/repos/create":
+                asked = json.loads(body)
+                answer = {"url": f"{address}/{asked.get('organization')}/{asked['name']}"}
+            elif repo.endswith("/preupload"):
+                paths = [file["path"] for file in json.loads(body)["files"]]
+                answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+            else:
+                repo = repo.removesuffix("/commit")
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        place = f"/{repo}/resolve/main/{line['value']['path']}"
+                        files[place] = base64.b64decode(line["value"]["content"])
+                answer = {"commitUrl": f"{address}/{repo}/commit/1", "commitOid": "0" * 40, "pullRequestUrl": None}
+            data = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
         def log_message(self, *_):
             pass
 
@@ -295,6 +319,14 @@ def test_hub_name_of_published_weights(tmp_path, hub, weights):
     hub["/someone/PCMEPP/resolve/main/config.json"] = json.dumps(config).encode()
     hub[f"/someone/PCMEPP/resolve/main/{weights}"] = (tmp_path / weights).read_bytes()
     assert same_outputs(load_model("someone/PCMEPP").model, model)
+
+
+def test_a_model_goes_to_the_hub_and_comes_back(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
+    model = model_with()
+    assert push_to_hub(model, "someone/mine").endswith("/commit/1")
+    assert sorted(hub) == [f"/someone/mine/resolve/main/{name}" for name in ("config.json", "model.safetensors")]
+    assert same_outputs(load_model("someone/mine").model, model)
 
 
 def test_hub_name_that_does_not_exist(hub):
