@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -71,12 +72,22 @@ def _start_wandb(project: str | None, run: Path, config: dict):
             "wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out."
         ) from error
     try:
-        return wandb.init(project=project, name=run.name, dir=str(run), config=config, resume="allow", id=run.name)
+        return wandb.init(
+            project=project, name=run.name, dir=str(run), config=config, resume="allow", id=_wandb_id(run)
+        )
     except wandb.Error as error:
         raise UserError(
             f"Weights & Biases does not start ({' '.join(str(error).split())[:200]}).",
             "Run `wandb login`, or leave --wandb out.",
         ) from error
+
+
+def _wandb_id(run: Path) -> str:
+    """The same for a run that goes on, another for a run of the same name elsewhere."""
+    path = run / "wandb" / "id"
+    if not path.exists():
+        replace_text(path, f"{secrets.token_hex(8)}\n")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def duration(seconds: float) -> str:
