@@ -25,7 +25,8 @@ from probemb.models import create_model, load_model, save_model
 from probemb.search import load_index
 from tests.searching import EVIL, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
-from tools.search.calibration import calibrate, caption_groups, load_calibration
+from tools.search.calibrating import calibrate, caption_groups
+from tools.search.calibration import load_calibration
 from tools.search.command import main, parse
 from tools.search.query import MAX_TEXT, QueryImage, Searcher, Wish, read_image
 

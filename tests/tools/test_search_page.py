@@ -364,7 +364,7 @@ def test_the_page_fits_a_phone(page):
 
 
 def test_a_calibrated_page_says_what_a_setting_promises(browser, gallery, searcher):  # noqa: F811
-    from tools.search.calibration import calibrate
+    from tools.search.calibrating import calibrate
     from tools.search.query import Searcher
 
     calibration = calibrate(searcher, str(gallery.tar), within=5)

@@ -192,7 +192,8 @@ def print_answer(answer: dict) -> None:
 def calibrate_index(options: argparse.Namespace) -> int:
     """Measure when to refuse, and keep it beside the index."""
     from probemb.progress import progress
-    from tools.search.calibration import calibrate, save_calibration
+    from tools.search.calibrating import calibrate
+    from tools.search.calibration import save_calibration
 
     searcher = open_searcher(options, calibrated=False)
     calibration = calibrate(searcher, options.calibrate, options.rivals, options.within, progress)
