@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import faiss
@@ -22,9 +23,10 @@ from probemb.distances import csd
 from probemb.embeddings import Embeddings, item_schema, open_embeddings, save_embeddings
 from probemb.errors import UserError
 from probemb.runs.lock import RunLock
-from probemb.search import choose_factory, items, load_index, require_model, rerank, search, set_effort
+from probemb.search import Choice, choose_factory, items, load_index, require_model, rerank, search, set_effort
 from probemb.search.choice import bytes_per_item, cell_count, training_count
 from probemb.search.index import new_index, width_of
+from probemb.search.writing import write_index
 from tools.build_index import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -344,22 +346,27 @@ def contents(folder):
 
 KILLED = """
 import os, signal, sys
+from contextlib import contextmanager
 from pathlib import Path
 from probemb.embeddings import open_embeddings
 from probemb.search import Choice
 from probemb.search.writing import write_index
 
-added = 0
+@contextmanager
+def show(title, total):
+    added = 0
 
-def advance(n):
-    global added
-    added += n
-    if added > 330:  # in the middle of the fourth part
-        os.kill(os.getpid(), signal.SIGKILL)
+    def advance(n):
+        nonlocal added
+        added += n
+        if added > 330:  # in the middle of the fourth part
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    yield advance
 
 embeddings, factory, out = sys.argv[1:]
 choice = Choice(factory, "", None)
-write_index(Path(out), [open_embeddings(embeddings)], "image", choice, part_items=100, train_items=200, advance=advance)
+write_index(Path(out), [open_embeddings(embeddings)], "image", choice, part_items=100, train_items=200, show=show)
 """
 
 
@@ -368,14 +375,16 @@ def test_a_killed_build_goes_on_behind_its_last_whole_part(factory, embeddings, 
     words = ["--embeddings", str(embeddings.folder), "--factory", factory, "--part-items=100", "--train-items=200"]
     assert main([*words, "--out", str(tmp_path / "whole")]) == 0
     index, unfinished = tmp_path / "index", tmp_path / ".index.unfinished"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(embeddings.folder), factory, str(index)], cwd=ROOT)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(embeddings.folder), factory, str(index)], cwd=ROOT, timeout=300
+    )
     assert killed.returncode == -signal.SIGKILL
     assert not index.exists()
     parts = {path.name: path.stat().st_ino for path in unfinished.glob("part-*")}
     assert sorted(parts) == [f"part-{i:05d}.faiss" for i in range(3)]
 
     (unfinished / ".part-00003.faiss.abcd").write_bytes(b"half")  # as a killed command leaves it
-    with pytest.raises(UserError, match="holds 3 finished parts of an index with other settings"):
+    with pytest.raises(UserError, match="unfinished work of a command that differed in width, form"):
         main([*words, "--out", str(index), "--form", "mean"])
     lock = RunLock(unfinished)
     with pytest.raises(UserError, match="is in use"):
@@ -383,11 +392,65 @@ def test_a_killed_build_goes_on_behind_its_last_whole_part(factory, embeddings, 
     lock.release()
 
     capsys.readouterr()
-    assert main([*words, "--out", str(index)]) == 0
+    assert main([*words[:4], "--out", str(index)]) == 0  # with the sizes of the one that was killed
     assert "going on behind 3 of 7 parts" in capsys.readouterr().out
     assert contents(index) == contents(tmp_path / "whole")
     assert {name: (index / name).stat().st_ino for name in parts} == parts
     assert not unfinished.exists()
+
+
+def test_embeddings_that_change_are_noticed(tmp_path):
+    made = fill(Embeddings(tmp_path / "embeddings", "runs/x", "f" * 64, DIM, ("data",), {}), SIZES)
+    last = made.path(made.partitions("image")[-1])
+
+    @contextmanager
+    def show(title, total):
+        yield lambda n: os.utime(last, ns=(0, total))  # as soon as something is added
+
+    where, choice = tmp_path / "index", Choice("Flat", "", None)
+    with pytest.raises(UserError, match="embeddings have changed while their index was built"):
+        write_index(where, [made], "image", choice, part_items=100, show=show)
+    assert not where.exists()
+    subprocess.run([sys.executable, "-c", KILLED, str(made.folder), "Flat", str(where)], cwd=ROOT, timeout=300)
+    os.utime(last)
+    with pytest.raises(UserError, match="command that differed in the embeddings"):
+        main(["--embeddings", str(made.folder), "--factory", "Flat", "--out", str(where)])
+
+
+def test_a_folder_that_is_removed_meanwhile_or_an_index_that_appears(embeddings, tmp_path):
+    where, unfinished, choice = tmp_path / "index", tmp_path / ".index.unfinished", Choice("Flat", "", None)
+
+    @contextmanager
+    def remove(title, total):
+        yield lambda n: shutil.rmtree(unfinished, ignore_errors=True)
+
+    with pytest.raises(UserError, match="were removed while it was written"):
+        write_index(where, [embeddings], "image", choice, part_items=100, show=remove)
+
+    @contextmanager
+    def appear(title, total):
+        yield lambda n: where.mkdir(exist_ok=True)
+
+    with pytest.raises(UserError, match="has appeared while the index was built"):
+        write_index(where, [embeddings], "image", choice, part_items=100, show=appear)
+    where.rmdir()
+    write_index(where, [embeddings], "image", choice, part_items=100)
+    assert len(load_index(where)) == 700
+
+
+def test_the_last_bytes_of_a_part_find_no_room(embeddings, tmp_path):
+    words = ["--embeddings", str(embeddings.folder), "--factory", "Flat", "--part-items", "400"]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    size = (tmp_path / "whole" / "part-00000.faiss").stat().st_size
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 4096 * 4096, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot be written to .*: File too large"):
+            main([*words, "--out", str(tmp_path / "index")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 def test_a_full_disk_leaves_nothing(embeddings, tmp_path):

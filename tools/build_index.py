@@ -52,12 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.search import load_index
     from probemb.search.writing import write_index
 
-    with progress("items", count) as advance:
-        write_index(
-            options.out, sources, options.kind, choice, form=options.form, part_items=options.part_items,
-            train_items=options.train_items, seed=options.seed, gpu=use_gpu(options.device), advance=advance,
-            say=lambda text: print(text, flush=True),
-        )  # fmt: skip
+    write_index(
+        options.out, sources, options.kind, choice, form=options.form, part_items=options.part_items,
+        train_items=options.train_items, seed=options.seed, gpu=use_gpu(options.device), show=progress,
+        say=lambda text: print(text, flush=True),
+    )  # fmt: skip
     index = load_index(options.out)
     print_table(index, options.out)
     return 0
@@ -103,12 +102,17 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
     """The factory that was asked for, or the one that suits."""
     from probemb.search import Choice, choose_factory
     from probemb.search.choice import bytes_per_item, default_effort, training_count
+    from probemb.search.unfinished import read_plan
 
     memory = int((options.memory_gib or machine_memory() / GIB / 2) * GIB)
     if options.factory == "auto":
         choice = choose_factory(count, dim, memory)
     else:
         choice = Choice(options.factory, f"{options.factory}, as asked for.", default_effort(options.factory))
+    plan = read_plan(options.out)
+    if (plan.get("factory"), plan.get("count")) == (choice.factory, count):  # it goes on on any machine
+        options.part_items = options.part_items or plan.get("rows")
+        options.train_items = options.train_items or plan.get("train_items")
     if options.part_items is None:
         options.part_items = max(1, min(count, memory // bytes_per_item(choice.factory, dim)))
     if options.train_items is None:

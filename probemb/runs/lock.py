@@ -41,6 +41,15 @@ class RunLock:
         self._file.write(f"{socket.gethostname()} {os.getpid()}\n")
         self._file.flush()
 
+    def is_current(self) -> bool:
+        """Whether the lock is still the folder's: who held it before may have removed the folder."""
+        try:
+            there = os.stat(self._file.name)
+        except OSError:
+            return False
+        held = os.fstat(self._file.fileno())
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
     def release(self) -> None:
         """Let the next job in."""
         self._file.close()

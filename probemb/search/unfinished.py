@@ -7,12 +7,28 @@ import shutil
 from pathlib import Path
 
 from probemb.errors import UserError
-from probemb.files import replace_text
+from probemb.files import flush, replace_text
 from probemb.runs.lock import NAME as LOCK
 from probemb.runs.lock import RunLock
 from probemb.search.folder import ITEMS, UNCERTAINTY
 
 PLAN, TRAINED = "plan.json", "trained.faiss"
+
+
+WORDS = {"rows": "--part-items", "train_items": "--train-items", "embeddings": "the embeddings"}  # of keys of a plan
+
+
+def read_plan(out: Path) -> dict:
+    """The plan of an unfinished index; {} if there is none."""
+    try:
+        plan = json.loads((_folder(out) / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return plan if isinstance(plan, dict) else {}
+
+
+def _folder(out: Path) -> Path:
+    return out.parent / f".{out.name}.unfinished"
 
 
 class Unfinished:
@@ -26,27 +42,41 @@ class Unfinished:
         folder: where to write: files that appear as a whole.
 
     Raises:
-        UserError: another command builds there, parts of another plan are complete, the folder cannot be written.
+        UserError: another command builds there, what is complete is of another plan, the folder cannot be written.
     """
 
     def __init__(self, out: Path, plan: dict):
-        self.out, self.folder = out, out.parent / f".{out.name}.unfinished"
+        self.out, self.folder = out, _folder(out)
         try:
             self._lock = RunLock(self.folder)
-            if self._read_plan() != plan:
-                if parts := self.parts():
-                    raise UserError(
-                        f"{self.folder} holds {parts:,} finished part{'s' * (parts > 1)} of an index with other "
-                        "settings or of other embeddings.",
-                        "Repeat that command, which goes on, or remove the folder.",
-                    )
-                self._clear(all_of_it=True)
-                replace_text(self.folder / PLAN, json.dumps(plan, indent=1) + "\n")
-            self._clear()
         except OSError as error:
             raise UserError(
                 f"The index cannot be written to {out}: {error.strerror}.", "Name another --out."
             ) from error
+        try:
+            self._begin(plan)
+        except OSError as error:
+            self.leave()
+            what = f"The index cannot be written to {out}: {error.strerror}."
+            raise UserError(what, "Free some space, or name another folder with --out.") from error
+        except UserError:
+            self._lock.release()
+            raise
+
+    def _begin(self, plan: dict) -> None:
+        if not self._lock.is_current():  # the one that was waited for has finished or removed the folder
+            raise UserError(f"Another command that built {self.out} has just ended.", "Repeat this one.")
+        before = read_plan(self.out)
+        if before != plan:
+            if self.parts() or (self.folder / TRAINED).exists():
+                changed = ", ".join(WORDS.get(key, key) for key in plan if before.get(key) != plan[key])
+                raise UserError(
+                    f"{self.folder} holds the unfinished work of a command that differed in {changed}.",
+                    "Repeat that command, which goes on, or remove the folder.",
+                )
+            self._clear(all_of_it=True)
+            replace_text(self.folder / PLAN, json.dumps(plan, indent=1) + "\n")
+        self._clear()
 
     def part(self, number: int) -> Path:
         """The file of a part."""
@@ -59,26 +89,28 @@ class Unfinished:
             count += 1
         return count
 
-    def finish(self) -> None:
-        """Make it the index. Raises OSError."""
-        for name in (PLAN, TRAINED, LOCK):
-            (self.folder / name).unlink(missing_ok=True)
+    def finish(self, parts: int) -> None:
+        """Make it the index of so many parts. Raises OSError, UserError."""
+        if self.parts() != parts or not (self.folder / ITEMS).exists() or not (self.folder / UNCERTAINTY).exists():
+            raise UserError(f"Files of {self.folder} were removed while it was written.", "Repeat the command.")
+        if self.out.exists():
+            raise UserError(
+                f"{self.out} has appeared while the index was built.",
+                "Remove it and repeat the command, which goes on.",
+            )
         self.folder.rename(self.out)
+        for name in (PLAN, TRAINED, LOCK):
+            (self.out / name).unlink(missing_ok=True)
+        flush(self.out.parent)
         self._lock.release()
 
     def leave(self) -> None:
-        """After a failure: nothing stays that would not spare work."""
+        """After a failure: keep only what a repeated command can use."""
         if not self.parts() and not (self.folder / TRAINED).exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             self._clear()
         self._lock.release()
-
-    def _read_plan(self) -> object:
-        try:
-            return json.loads((self.folder / PLAN).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
 
     def _clear(self, all_of_it: bool = False) -> None:
         """Remove what was being written when a build was killed, or everything."""

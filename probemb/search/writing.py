@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import numpy as np
 from probemb.embeddings import Embeddings, Partition
 from probemb.errors import UserError
 from probemb.files import flush, replace_file, replace_text
+from probemb.progress import silent
 from probemb.search.choice import Choice, training_count
 from probemb.search.folder import FORMAT, ITEMS, NAME, UNCERTAINTY
 from probemb.search.index import FORMS, fill, gallery_vectors, new_index, train, width_of
@@ -32,7 +33,7 @@ MAX_SAID = 1 << 20  # bytes
 def write_index(
     out: Path, sources: Sequence[Embeddings], kind: str, choice: Choice, *, form: str = "csd",
     part_items: int | None = None, train_items: int | None = None, seed: int = 0, gpu: bool = False,
-    advance: Callable[[int], object] = lambda n: None, say: Callable[[str], object] = lambda text: None,
+    show: Callable | None = None, say: Callable[[str], object] = lambda text: None,
 ) -> Path:  # fmt: skip
     """Build an index folder; it is made aside and renamed, so that it is there as a whole or not at all.
 
@@ -45,11 +46,11 @@ def write_index(
         part_items: vectors in a FAISS file; all by default. A part is in memory while it is filled.
         train_items: to train on, drawn at random; by default as many as the factory needs.
         gpu: train on the GPU.
-        advance: called with the number of items that were added; say: with what a person should know.
+        show: as `probemb.progress.progress`; say: called with what a person should know.
 
     Raises:
         UserError: no items, one that is not finite, a factory that FAISS does not know or that needs more items, no
-            room on the disk, an `out` that is there, an unfinished index of another plan.
+            room on the disk, an `out` that is there, an unfinished index of another plan, embeddings that change.
     """
     if form not in FORMS:
         raise ValueError(form)
@@ -78,22 +79,30 @@ def write_index(
     }
     wanted = min(count, train_items or training_count(choice.factory, count))
     rows = min(count, part_items or count)
-    files = [[str(source.path(part).absolute()), _version(source.path(part))] for source, part in parts]
+    files = _versions(parts)
     unfinished = Unfinished(out, {**about, "rows": rows, "train_items": wanted, "seed": seed, "embeddings": files})
+
+    def check() -> None:
+        if _versions(parts) != files:
+            raise UserError(
+                "The embeddings have changed while their index was built.",
+                f"Remove {unfinished.folder} and repeat the command.",
+            )
+
     if done := unfinished.parts():
         say(f"going on behind {done:,} of {-(-count // rows):,} parts, which are complete")
     try:
         trained = _trained(unfinished, untrained, parts, count, wanted, seed, form, choice.factory, gpu)
         _write_beside(unfinished.folder, parts)
-        about["parts"] = _write_parts(unfinished, trained, parts, count, rows, form, choice.factory, advance)
+        about["parts"] = _write_parts(unfinished, trained, parts, count, rows, form, choice.factory, check, show)
         about |= {"why": choice.why, "effort": choice.effort}
         replace_text(unfinished.folder / NAME, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
-        unfinished.finish()
+        unfinished.finish(len(about["parts"]))
     except OSError as error:
         unfinished.leave()
         raise UserError(
             f"The index cannot be written to {out}: {error.strerror or error}.",
-            "Free some space and repeat the command, which goes on, or name another folder with --out.",
+            "Free some space and repeat the command, which goes on with what is complete, or name another --out.",
         ) from error
     except BaseException:
         unfinished.leave()
@@ -101,13 +110,17 @@ def write_index(
     return out
 
 
-def _version(path: Path) -> list[int]:
-    """What tells whether a file of embeddings is still the same."""
-    try:
-        status = path.stat()
-    except OSError:  # reading it says why
-        return []
-    return [status.st_size, status.st_mtime_ns]
+def _versions(parts: Sequence[tuple[Embeddings, Partition]]) -> list[list]:
+    """What tells whether the files of embeddings are still the same: [path, bytes, time of change] of each."""
+    found = []
+    for source, part in parts:
+        path = source.path(part)
+        try:
+            status = path.stat()
+            found.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+        except OSError:  # reading it says why
+            found.append([str(path.absolute()), None, None])
+    return found
 
 
 def _trained(
@@ -120,10 +133,11 @@ def _trained(
     if index.is_trained:
         return index
     path = unfinished.folder / TRAINED
-    if not path.exists():
-        with _each_line_once():
-            _train(index, _sample(parts, count, wanted, seed, form, factory), factory, gpu)
-        _write_faiss(index, path)
+    with suppress(RuntimeError):  # none, or not FAISS' own
+        return faiss.read_index(str(path))
+    with _each_line_once():
+        _train(index, _sample(parts, count, wanted, seed, form, factory), factory, gpu)
+    _write_faiss(index, path)
     return faiss.read_index(str(path))
 
 
@@ -196,23 +210,26 @@ def _write_beside(folder: Path, parts: Sequence[tuple[Embeddings, Partition]]) -
 
 def _write_parts(
     unfinished: Unfinished, trained: faiss.Index, parts: Sequence[tuple[Embeddings, Partition]], count: int,
-    rows: int, form: str, factory: str, advance: Callable[[int], object],
+    rows: int, form: str, factory: str, check: Callable[[], object], show: Callable | None,
 ) -> list[dict]:  # fmt: skip
     """Fill clones of the trained index, `rows` vectors each; what stands in index.json about them."""
     import faiss
 
     sizes = [min(rows, count - start) for start in range(0, count, rows)]
     done = unfinished.parts()
-    advance(sum(sizes[:done]))
-    for number in range(done, len(sizes)):
-        index = faiss.clone_index(trained)
-        start = number * rows
-        for mean, u in _read(parts, start, start + sizes[number]):
-            for first in range(0, len(u), ROWS):
-                some = slice(first, first + ROWS)
-                fill(index, gallery_vectors(mean[some], u[some], form, factory), factory)
-                advance(len(u[some]))
-        _write_faiss(index, unfinished.part(number))
+    with (show or silent)("items", sum(sizes[done:])) as advance:
+        for number in range(done, len(sizes)):
+            index = faiss.clone_index(trained)
+            start = number * rows
+            for mean, u in _read(parts, start, start + sizes[number]):
+                for first in range(0, len(u), ROWS):
+                    some = slice(first, first + ROWS)
+                    fill(index, gallery_vectors(mean[some], u[some], form, factory), factory)
+                    if advance:
+                        advance(len(u[some]))
+            check()
+            _write_faiss(index, unfinished.part(number))
+    check()
     return [{"file": unfinished.part(number).name, "count": size} for number, size in enumerate(sizes)]
 
 
@@ -228,13 +245,11 @@ def _read(parts: Sequence[tuple[Embeddings, Partition]], start: int, end: int) -
 
 
 def _write_faiss(index: faiss.Index, path: Path) -> None:
-    """Raises OSError."""
+    """Raises OSError. Through a file of Python's: FAISS' own does not say when the last bytes find no room."""
     import faiss
 
     def write(aside: Path) -> None:
-        try:
-            faiss.write_index(index, str(aside))
-        except RuntimeError as error:
-            raise OSError(0, f"FAISS could not write {path.name}", str(path)) from error
+        with open(aside, "wb") as file:
+            faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
 
     replace_file(path, write)

@@ -79,7 +79,11 @@ def _here(folder: Path, tasks: list, given, settings: dict) -> None:
 def _check_end(worker) -> None:
     worker.join()
     if worker.exitcode:
-        code = worker.exitcode  # 255: the process that starts them was killed
+        code = worker.exitcode
+        if 0 < code < 255:  # 255: the process that starts them was killed
+            raise UserError(
+                f"A process ended with exit code {code}; what it said stands above.", "Start the same command again."
+            )
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code} in the middle of its work"
         raise UserError(
             f"A process {how}, usually for want of memory.",
