@@ -59,6 +59,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from finetune.trainer import Joint, Trainer
     from probemb.data.captioned import find_captioned
     from probemb.data.failures import describe_failures
+    from probemb.distributed import settle
     from probemb.models import create_tokenizer, create_transforms
     from probemb.runs.agreement import agree, all_of, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
@@ -114,6 +115,7 @@ def train(config: Config, preemption: Preemption) -> int:
     steps = config.epochs * loader.steps
     if position["epoch"] >= config.epochs:
         loader.close()
+        settle()
         accelerator.end_training()
         say(f"{config.out} is finished: {position['step']} of {steps} steps are done.")
         return 0
@@ -207,6 +209,7 @@ def train(config: Config, preemption: Preemption) -> int:
         if position["best"] is not None:
             of = f"epoch {position['best_epoch']}, validation RSUM {position['best']:.1f}"
         say(f"model   {out / 'model'} is of {of}")
+    settle()
     accelerator.end_training()
     return REQUEUE if stopped else 0
 

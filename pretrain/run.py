@@ -46,6 +46,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain.checkpoint import load_checkpoint, read_state
     from pretrain.folder import RunFolder, refuse_another_run
     from probemb.data.failures import describe_failures
+    from probemb.distributed import settle
     from probemb.models import create_tokenizer, create_transforms
     from probemb.runs.agreement import agree, all_of, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
@@ -125,6 +126,7 @@ def train(config: Config, preemption: Preemption) -> int:
         say(
             f"step {fit.step}/{steps} | stopped by {preemption.name or 'a signal to another rank'}; go on with --resume"
         )
+    settle()
     torch.distributed.destroy_process_group()
     if lock:
         lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -64,6 +65,16 @@ def init_process_group(timeout_minutes: float = 30) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt{attempt}", store)
     dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
+
+
+def settle() -> None:
+    """To be called before the process group is destroyed.
+
+    gloo's threads let go of the last collective's tensors a moment after it has ended, and need Python's lock for that;
+    torch holds the lock while it waits for those threads, at least in 2.6: without the pause a rank may hang for ever.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        time.sleep(0.2)
 
 
 class _Gather(torch.autograd.Function):

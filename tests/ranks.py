@@ -54,6 +54,8 @@ def _rank(queue, store: str, rank: int, world_size: int, fn, args) -> None:
     import torch
     import torch.distributed as dist
 
+    from probemb.distributed import settle
+
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
@@ -62,6 +64,7 @@ def _rank(queue, store: str, rank: int, world_size: int, fn, args) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         result = fn(rank, world_size, *args)
         dist.barrier()
+        settle()
         dist.destroy_process_group()
         queue.put((rank, result, None))
     except BaseException:
