@@ -28,7 +28,7 @@ demo: install    ## the whole path on embedded data in minutes; run again to go 
 claims: install  ## the paper's main claims in miniature, half an hour; run again to go on with it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims
 
-test: install    ## the tests, two files at a time, but for some minutes of the longest (test-slow)
+test: install    ## the tests, two files at a time, but for a few minutes of larger models (test-slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install

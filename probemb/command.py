@@ -204,6 +204,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
+        exec("")  # else Python, where the signal came in code of a string (a dataclass is one), forgets our exit code
         code = 130
     except BrokenPipeError:  # the reader of our output went away, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -107,6 +107,19 @@ def test_errors_write_no_control_characters(capsys):
     assert capsys.readouterr().err == "error: The server says \ufffd[31m\ufffd\ufffd.\n       Ask another.\n"
 
 
+def test_an_interrupt_in_code_of_a_string_ends_alike(tmp_path):
+    (tmp_path / "command.py").write_text(
+        "from probemb.command import run_command\n"
+        "code = 'import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)'\n"
+        "run_command(lambda: exec(code))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "command"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_nearest_says_nothing_where_nothing_is_near():
     assert nearest("wasserstien2", ["csd", "wasserstein2"]) == " Did you mean 'wasserstein2'?"
     assert nearest("zzz", ["csd"]) == ""

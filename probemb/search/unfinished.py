@@ -40,13 +40,14 @@ class Unfinished:
 
     Attributes:
         folder: where to write: files that appear as a whole.
+        plan: as given.
 
     Raises:
         UserError: another command builds there, what is complete is of another plan, the folder cannot be written.
     """
 
     def __init__(self, out: Path, plan: dict):
-        self.out, self.folder = out, _folder(out)
+        self.out, self.folder, self.plan = out, _folder(out), plan
         try:
             self._lock = RunLock(self.folder)
         except OSError as error:
@@ -54,7 +55,7 @@ class Unfinished:
                 f"The index cannot be written to {out}: {error.strerror}.", "Name another --out."
             ) from error
         try:
-            self._begin(plan)
+            self._begin()
         except OSError as error:
             self.leave()
             what = f"The index cannot be written to {out}: {error.strerror}."
@@ -63,19 +64,19 @@ class Unfinished:
             self._lock.release()
             raise
 
-    def _begin(self, plan: dict) -> None:
+    def _begin(self) -> None:
         if not self._lock.is_current():  # the one that was waited for has finished or removed the folder
             raise UserError(f"Another command that built {self.out} has just ended.", "Repeat this one.")
         before = read_plan(self.out)
-        if before != plan:
+        if before != self.plan:
             if self.parts() or (self.folder / TRAINED).exists():
-                changed = ", ".join(WORDS.get(key, key) for key in plan if before.get(key) != plan[key])
+                changed = ", ".join(WORDS.get(key, key) for key in self.plan if before.get(key) != self.plan[key])
                 raise UserError(
                     f"{self.folder} holds the unfinished work of a command that differed in {changed}.",
                     "Repeat that command, which goes on, or remove the folder.",
                 )
             self._clear(all_of_it=True)
-            replace_text(self.folder / PLAN, json.dumps(plan, indent=1) + "\n")
+            replace_text(self.folder / PLAN, json.dumps(self.plan, indent=1) + "\n")
         self._clear()
 
     def part(self, number: int) -> Path:

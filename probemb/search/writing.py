@@ -11,22 +11,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from probemb.embeddings import Embeddings, Partition
+from probemb.embeddings import Embeddings
 from probemb.errors import UserError
 from probemb.files import flush, replace_file, replace_text
 from probemb.progress import silent
 from probemb.search.choice import Choice, training_count
 from probemb.search.folder import FORMAT, ITEMS, NAME, UNCERTAINTY
-from probemb.search.index import FORMS, fill, gallery_vectors, new_index, train, width_of
+from probemb.search.gallery import Gallery
+from probemb.search.index import FORMS, fill, new_index, train
 from probemb.search.items import ItemsWriter
 from probemb.search.unfinished import TRAINED, Unfinished
 
 if TYPE_CHECKING:
     import faiss
+    import numpy as np
 
-ROWS = 1 << 16  # vectors that are handed to FAISS at a time
 MAX_SAID = 1 << 20  # bytes
 
 
@@ -56,45 +55,30 @@ def write_index(
         raise ValueError(form)
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} is there already.", "Name another folder with --out, or remove it.")
-    parts = [(source, part) for source in sources for part in source.partitions(kind)]
-    count = sum(part.count for _, part in parts)
-    if not count:
-        raise UserError(
-            f"{' and '.join(str(source.folder) for source in sources)} hold no {kind} embeddings.",
-            f"Make them with `python -m tools.embed --items {kind}`.",
-        )
-    dim = sources[0].dim
-    width = width_of(dim, form, choice.factory)
-    untrained = new_index(width, choice.factory)
+    gallery = Gallery(sources, kind, form, choice.factory)
+    untrained = new_index(gallery.width, choice.factory)
     about = {
         "format": FORMAT,
         "model": sources[0].model,
         "weights": sources[0].weights,
-        "dim": dim,
-        "width": width,
+        "dim": gallery.dim,
+        "width": gallery.width,
         "kind": kind,
         "form": form,
         "factory": choice.factory,
-        "count": count,
+        "count": gallery.count,
     }
-    wanted = min(count, train_items or training_count(choice.factory, count))
-    rows = min(count, part_items or count)
-    files = _versions(parts)
-    unfinished = Unfinished(out, {**about, "rows": rows, "train_items": wanted, "seed": seed, "embeddings": files})
-
-    def check() -> None:
-        if _versions(parts) != files:
-            raise UserError(
-                "The embeddings have changed while their index was built.",
-                f"Remove {unfinished.folder} and repeat the command.",
-            )
-
-    if done := unfinished.parts():
-        say(f"going on behind {done:,} of {-(-count // rows):,} parts, which are complete")
+    plan = about | {
+        "rows": min(gallery.count, part_items or gallery.count),
+        "train_items": min(gallery.count, train_items or training_count(choice.factory, gallery.count)),
+        "seed": seed,
+        "embeddings": gallery.versions(),
+    }
+    unfinished = Unfinished(out, plan)
     try:
-        trained = _trained(unfinished, untrained, parts, count, wanted, seed, form, choice.factory, gpu)
-        _write_beside(unfinished.folder, parts)
-        about["parts"] = _write_parts(unfinished, trained, parts, count, rows, form, choice.factory, check, show)
+        trained = _trained(unfinished, gallery, untrained, gpu)
+        _write_beside(unfinished.folder, gallery)
+        about["parts"] = _write_parts(unfinished, gallery, trained, show or silent, say)
         about |= {"why": choice.why, "effort": choice.effort}
         replace_text(unfinished.folder / NAME, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
         unfinished.finish(len(about["parts"]))
@@ -110,33 +94,17 @@ def write_index(
     return out
 
 
-def _versions(parts: Sequence[tuple[Embeddings, Partition]]) -> list[list]:
-    """What tells whether the files of embeddings are still the same: [path, bytes, time of change] of each."""
-    found = []
-    for source, part in parts:
-        path = source.path(part)
-        try:
-            status = path.stat()
-            found.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
-        except OSError:  # reading it says why
-            found.append([str(path.absolute()), None, None])
-    return found
-
-
-def _trained(
-    unfinished: Unfinished, index: faiss.Index, parts: Sequence[tuple[Embeddings, Partition]], count: int,
-    wanted: int, seed: int, form: str, factory: str, gpu: bool,
-) -> faiss.Index:  # fmt: skip
+def _trained(unfinished: Unfinished, gallery: Gallery, index: faiss.Index, gpu: bool) -> faiss.Index:
     """The index trained, by this build or by the one that was interrupted."""
     import faiss
 
     if index.is_trained:
         return index
-    path = unfinished.folder / TRAINED
+    path, plan = unfinished.folder / TRAINED, unfinished.plan
     with suppress(RuntimeError):  # none, or not FAISS' own
         return faiss.read_index(str(path))
     with _each_line_once():
-        _train(index, _sample(parts, count, wanted, seed, form, factory), factory, gpu)
+        _train(index, gallery.sample(plan["train_items"], plan["seed"]), gallery.factory, gpu)
     _write_faiss(index, path)
     return faiss.read_index(str(path))
 
@@ -173,31 +141,14 @@ def _train(index: faiss.Index, vectors: np.ndarray, factory: str, gpu: bool) -> 
         inverted.clustering_index = None
 
 
-def _sample(
-    parts: Sequence[tuple[Embeddings, Partition]], count: int, wanted: int, seed: int, form: str, factory: str
-) -> np.ndarray:
-    """`wanted` of all items, drawn without replacement and in their order, as vectors."""
-    drawn = np.sort(np.random.default_rng(seed).choice(count, wanted, replace=False, shuffle=False))
-    found = np.empty((wanted, width_of(parts[0][0].dim, form, factory)), dtype=np.float32)
-    start = 0
-    for source, part in parts:
-        first, last = np.searchsorted(drawn, (start, start + part.count))
-        if last > first:
-            mean, u = source.read(part)
-            rows = drawn[first:last] - start
-            found[first:last] = gallery_vectors(mean[rows], u[rows], form, factory)
-        start += part.count
-    return found
-
-
-def _write_beside(folder: Path, parts: Sequence[tuple[Embeddings, Partition]]) -> None:
+def _write_beside(folder: Path, gallery: Gallery) -> None:
     """What stands behind the vectors: their uncertainties and what they are of."""
     if (folder / ITEMS).exists():
         return
     aside = folder / f"{ITEMS}.aside"
     items = ItemsWriter(aside)
     with open(folder / UNCERTAINTY, "wb") as uncertainty:
-        for source, part in parts:
+        for source, part in gallery.parts:
             if part.count:
                 items.add(source.read_items(part))
                 uncertainty.write(source.read_uncertainty(part).astype("<f4").tobytes())
@@ -209,39 +160,35 @@ def _write_beside(folder: Path, parts: Sequence[tuple[Embeddings, Partition]]) -
 
 
 def _write_parts(
-    unfinished: Unfinished, trained: faiss.Index, parts: Sequence[tuple[Embeddings, Partition]], count: int,
-    rows: int, form: str, factory: str, check: Callable[[], object], show: Callable | None,
-) -> list[dict]:  # fmt: skip
-    """Fill clones of the trained index, `rows` vectors each; what stands in index.json about them."""
+    unfinished: Unfinished, gallery: Gallery, trained: faiss.Index, show: Callable, say: Callable[[str], object]
+) -> list[dict]:
+    """Fill clones of the trained index, one after the other; what stands in index.json about them."""
     import faiss
 
-    sizes = [min(rows, count - start) for start in range(0, count, rows)]
+    rows = unfinished.plan["rows"]
+    sizes = [min(rows, gallery.count - start) for start in range(0, gallery.count, rows)]
     done = unfinished.parts()
-    with (show or silent)("items", sum(sizes[done:])) as advance:
+    if done:
+        say(f"going on behind {done:,} of {len(sizes):,} parts, which are complete")
+    with show("items", sum(sizes[done:])) as advance:
         for number in range(done, len(sizes)):
             index = faiss.clone_index(trained)
-            start = number * rows
-            for mean, u in _read(parts, start, start + sizes[number]):
-                for first in range(0, len(u), ROWS):
-                    some = slice(first, first + ROWS)
-                    fill(index, gallery_vectors(mean[some], u[some], form, factory), factory)
-                    if advance:
-                        advance(len(u[some]))
-            check()
+            for vectors in gallery.vectors(number * rows, number * rows + sizes[number]):
+                fill(index, vectors, gallery.factory)
+                if advance:
+                    advance(len(vectors))
+            _refuse_changed(unfinished, gallery)  # before what was read may count as complete
             _write_faiss(index, unfinished.part(number))
-    check()
+    _refuse_changed(unfinished, gallery)
     return [{"file": unfinished.part(number).name, "count": size} for number, size in enumerate(sizes)]
 
 
-def _read(parts: Sequence[tuple[Embeddings, Partition]], start: int, end: int) -> Iterator[tuple]:
-    """(mean, u) of the gallery's rows from `start` to `end`, partition by partition."""
-    place = 0
-    for source, part in parts:
-        if place < end and place + part.count > start:
-            mean, u = source.read(part)
-            rows = slice(max(0, start - place), end - place)
-            yield mean[rows], u[rows]
-        place += part.count
+def _refuse_changed(unfinished: Unfinished, gallery: Gallery) -> None:
+    if gallery.versions() != unfinished.plan["embeddings"]:
+        raise UserError(
+            "The embeddings have changed while their index was built.",
+            f"Remove {unfinished.folder} and repeat the command.",
+        )
 
 
 def _write_faiss(index: faiss.Index, path: Path) -> None:

@@ -37,7 +37,6 @@ def losses(jobs: Jobs, run: str) -> list[tuple[int, float]]:
     return [(m["step"], m["loss"]) for m in jobs.metrics(run) if "loss" in m]
 
 
-@pytest.mark.slow  # pretraining's goes the same way
 def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
     """USR1 to the batch script is what --signal=B:USR1@300 sends before the time limit."""
     whole = jobs.submit(*arguments(jobs, "whole"), script="finetune.sh", **CPU)

@@ -90,8 +90,9 @@ def test_an_interrupted_command_ends_its_processes(site, tmp_path):
     words = [f"silent/{i}" for i in range(4)]
     command, _, out = start(site, tmp_path, words, "--patience", "25", "--processes", "1")
     until(lambda: any(path.startswith("/silent") for path in site.requests), command)
+    assert len(session(command.pid)) > 1
     command.terminate()
-    _, told = command.communicate(timeout=60)
+    _, told = command.communicate(timeout=15)
     assert command.returncode == 130
     assert told.decode().endswith("interrupted\n")
     limit = time.monotonic() + 10
@@ -111,7 +112,7 @@ def test_a_killed_process_is_told(site, tmp_path, which, said):
     until(lambda: any(path.startswith("/silent") for path in site.requests), command)
     started = session(command.pid)
     os.kill(sorted(started, key=started.get)[which], signal.SIGKILL)
-    _, told = command.communicate(timeout=60)
+    _, told = command.communicate(timeout=15)
     assert command.returncode == 2
     assert f"error: {said}" in told.decode()
     assert not list(out.glob("*.tar"))

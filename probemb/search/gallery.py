@@ -1,0 +1,78 @@
+"""Partitions of embeddings, one after the other, as a gallery of vectors that need not fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from probemb.embeddings import Embeddings
+from probemb.errors import UserError
+from probemb.search.index import gallery_vectors, width_of
+
+ROWS = 1 << 16  # vectors at a time
+
+
+class Gallery:
+    """What an index is built from, in the order of the folders and of their partitions' names.
+
+    Args:
+        sources: of one model.
+        kind: "image" or "text".
+        form, factory: as `gallery_vectors` takes them.
+
+    Attributes:
+        parts: (folder, partition); count: items; dim: D; width: of a vector.
+
+    Raises:
+        UserError: no items.
+    """
+
+    def __init__(self, sources: Sequence[Embeddings], kind: str, form: str, factory: str):
+        self.parts = [(source, part) for source in sources for part in source.partitions(kind)]
+        self.count = sum(part.count for _, part in self.parts)
+        if not self.count:
+            raise UserError(
+                f"{' and '.join(str(source.folder) for source in sources)} hold no {kind} embeddings.",
+                f"Make them with `python -m tools.embed --items {kind}`.",
+            )
+        self.form, self.factory, self.dim = form, factory, sources[0].dim
+        self.width = width_of(self.dim, form, factory)
+
+    def versions(self) -> list[list]:
+        """What tells whether the files are still the same: [path, bytes, time of change] of each."""
+        found = []
+        for source, part in self.parts:
+            path = source.path(part)
+            try:
+                status = path.stat()
+                found.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+            except OSError:  # reading it says why
+                found.append([str(path.absolute()), None, None])
+        return found
+
+    def sample(self, wanted: int, seed: int) -> np.ndarray:
+        """Vectors of `wanted` items, drawn without replacement and in their order. Raises UserError."""
+        drawn = np.sort(np.random.default_rng(seed).choice(self.count, wanted, replace=False, shuffle=False))
+        found = np.empty((wanted, self.width), dtype=np.float32)
+        start = 0
+        for source, part in self.parts:
+            first, last = np.searchsorted(drawn, (start, start + part.count))
+            if last > first:
+                mean, u = source.read(part)
+                rows = drawn[first:last] - start
+                found[first:last] = gallery_vectors(mean[rows], u[rows], self.form, self.factory)
+            start += part.count
+        return found
+
+    def vectors(self, start: int, end: int) -> Iterator[np.ndarray]:
+        """Vectors of the items from `start` to `end`, some at a time. Raises UserError."""
+        place = 0
+        for source, part in self.parts:
+            if place < end and place + part.count > start:
+                mean, u = source.read(part)
+                last = min(part.count, end - place)
+                for first in range(max(0, start - place), last, ROWS):
+                    rows = slice(first, min(last, first + ROWS))
+                    yield gallery_vectors(mean[rows], u[rows], self.form, self.factory)
+            place += part.count
