@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from probemb import load_model
@@ -54,6 +55,20 @@ def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
     jobs.ended(again, "COMPLETED")
     assert f"is finished: {STEPS} of {STEPS} steps" in jobs.log(again)
     assert weights == (jobs.folder / "cut/model/model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_slurm_s_own_signal_before_the_time_limit(jobs):
+    """It comes 300 s before the limit, and by Slurm's clock up to a minute earlier: within the first minute."""
+    longer = {"samples": 16 * 2000, "save-every": 1000}
+    job = jobs.submit(*jobs.arguments("cut", **longer), sbatch=(*TWO_NODES[:-1], "--time=6"), **CPU)
+    jobs.cluster.until("the requeue", lambda: "start 2, on " in jobs.log(job), job, seconds=400)
+    assert "told to stop: back into the queue" in jobs.log(job)
+    jobs.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # it needs no third start
+    jobs.ended(job, "COMPLETED")
+    assert "resumed at step" in jobs.log(job)
+    steps = [m["step"] for m in jobs.metrics("cut") if "loss" in m]
+    assert steps == list(range(1, 2001))
 
 
 def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobody(jobs):
