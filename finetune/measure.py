@@ -173,7 +173,7 @@ def measure(
     depth = depth_for(list(kinds.values()))
     coco = [benchmark for benchmark in benchmarks if benchmark != "pmrp"]
     if coco:
-        depth = (max(depth[0], coco_depth()), max(depth[1], coco_depth()))
+        depth = (max(depth[0], coco_depth()[0]), max(depth[1], coco_depth()[1]))
     rows: list[dict] = []
     per_query: dict[str, dict[str, Tensor]] = {"images": {}, "captions": {}}
     with (show or silent)("rankings", len(rankings)) as advance:

@@ -65,12 +65,6 @@ def assign_captions(captioned: Captioned, image_of: np.ndarray) -> Captioned:
     )
 
 
-def is_clean(captioned: Captioned, image_of: np.ndarray) -> np.ndarray:
-    """For each pair of the shuffled data whether its caption is at its own image, (M,) bool. `captioned` is clean."""
-    order = np.argsort(image_of, kind="stable")
-    return np.array(captioned.owner(), np.int64)[order] == image_of[order]
-
-
 def noisy_captions(captioned: Captioned, ratio: float, seed: int, folder: Path, write: bool = True) -> Captioned:
     """`shuffle_captions`, kept as `noise.npy` in the run folder; a file that is there already decides.
 

@@ -207,18 +207,3 @@ def class_accuracy(ranks: Tensor, labels: Tensor, n_classes: int, k: int = 1) ->
     total.index_add_(0, labels.to(hits.device), hits)
     count = torch.bincount(labels.to(hits.device), minlength=n_classes).double()
     return total / count.view(-1, *[1] * (hits.dim() - 1))
-
-
-def zero_shot_accuracy(image_mean: Tensor, labels: Tensor, prompts: Gaussian) -> dict[str, float]:
-    """Top-1 and top-5 accuracy of the plain prompt ensemble: the number to watch during training.
-
-    Args:
-        image_mean: (N, D), unit length; labels: (N,) int64; prompts: Gaussian (C, P, D).
-
-    Returns:
-        {"top1": ..., "top5": ...}, shares in [0, 1].
-    """
-    n_classes, n_prompts, _ = prompts.shape
-    vectors = class_vectors(prompts.mean, torch.full((n_classes, n_prompts), 1.0 / n_prompts))
-    ranks = true_ranks(image_mean, vectors, labels)
-    return {"top1": float(accuracy(ranks, 1)), "top5": float(accuracy(ranks, 5))}

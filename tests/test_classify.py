@@ -138,13 +138,12 @@ def test_embeddings_that_are_not_finite_are_refused():
         classify.encode_images(lambda x: Gaussian(x, x), [])
 
 
-def test_zero_shot_accuracy_of_a_perfect_and_of_a_constant_model():
-    names = torch.eye(8)
-    prompts = Gaussian(names[:, None, :].repeat(1, 3, 1), torch.zeros(8, 3, 8))
-    labels = torch.arange(8)
-    assert classify.zero_shot_accuracy(names, labels, prompts) == {"top1": 1.0, "top5": 1.0}
+def test_ranks_of_a_perfect_and_of_a_constant_model():
+    names, labels = torch.eye(8), torch.arange(8)
+    vectors = classify.class_vectors(names[:, None, :].repeat(1, 3, 1), torch.full((8, 3), 1 / 3))
+    assert classify.accuracy(classify.true_ranks(names, vectors, labels)) == 1.0
     constant = names[:1].repeat(8, 1)
-    assert classify.zero_shot_accuracy(constant, labels, prompts)["top1"] == 1 / 8
+    assert classify.accuracy(classify.true_ranks(constant, vectors, labels)) == 1 / 8
 
 
 def test_an_embedding_that_is_not_finite_is_never_right():

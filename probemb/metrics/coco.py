@@ -22,9 +22,9 @@ from probemb.metrics.retrieval import Positives, mean_metrics, query_metrics, rs
 BENCHMARKS = ("coco", "cxc", "eccv")
 FOLDS = 5
 KS = (1, 5, 10)
-# (images, captions, depth) -> lists of both directions: for every image the places of its closest captions among
-# `captions`, for every caption those of its closest images among `images`
-Rank = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+# (images, captions, depth or depths) -> lists of both directions: for every image the places of its closest captions
+# among `captions`, for every caption those of its closest images among `images`
+Rank = Callable[[Tensor, Tensor, int | tuple[int, int]], tuple[Tensor, Tensor]]
 
 
 @lru_cache(1)
@@ -127,16 +127,20 @@ def _recalls(tops: tuple[Tensor, Tensor]) -> dict:
     i2t = Positives.from_pairs(torch.arange(n_captions) // 5, torch.arange(n_captions), n_images, n_captions)
     out = {}
     for way, top, positives in (("i2t", tops[0], i2t), ("t2i", tops[1], i2t.transposed())):
-        means = mean_metrics(query_metrics(top, positives, KS))
+        means = mean_metrics(query_metrics(top[:, : max(KS)], positives, KS))
         out[way] = {f"r@{k}": means[f"r@{k}"] for k in KS}
     return out | {"rsum": rsum(out["i2t"], out["t2i"])}
 
 
-def coco_depth() -> int:
-    """How deep lists must go: as deep as the largest number of matches of a query."""
+@lru_cache(1)
+def coco_depth() -> tuple[int, int]:
+    """How deep the lists of both directions must go: as deep as the largest number of matches of a query."""
     package = package_metrics()
-    truths = [truth[way] for truth in (package.cxc_gts, package.eccv_gts) for way in ("i2t", "t2i")]
-    return max(max(KS), *(len(items) for truth in truths for items in truth.values()))
+    found = []
+    for way in ("i2t", "t2i"):
+        truths = (package.cxc_gts[way], package.eccv_gts[way])
+        found.append(max(max(KS), *(len(items) for truth in truths for items in truth.values())))
+    return found[0], found[1]
 
 
 def _named(tops: tuple[Tensor, Tensor]) -> dict[str, dict[int, list[int]]]:

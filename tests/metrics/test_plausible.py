@@ -47,6 +47,17 @@ def test_equals_its_definition(variant, way, monkeypatch):
     assert chunked["pmrp"] == got["pmrp"]
 
 
+@pytest.mark.parametrize("variant", ["pcme", "eccv-caption"])
+def test_ties_rank_by_gallery_index(variant):
+    scores, labels, owner = case(1)
+    scores = scores.mul(2).round()  # hardly ten values in a row of sixty
+    got = metrics.plausible_match_r_precision(scores, labels, labels[owner], variant=variant)["per_zeta"]
+    scores = scores - 1e-3 * torch.arange(scores.shape[1])  # the same, untied
+    for zeta in (0, 1, 2):
+        want = naive(scores, labels, labels[owner], zeta, variant == "pcme")
+        assert (got[zeta]["r_precision"], got[zeta]["r@1"]) == pytest.approx(want, abs=1e-12)
+
+
 def test_bad_input():
     scores, labels, owner = case()
     with pytest.raises(UserError, match="Did you mean 'pcme'"):
