@@ -68,7 +68,7 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None
     """Before anything is written: is there room for one more checkpoint and so many models?
 
     Args:
-        model: all that is trained, and saved as one.
+        model: all that is trained; several networks count as one model.
 
     Raises:
         UserError: names both sizes.
