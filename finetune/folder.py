@@ -1,11 +1,13 @@
 """What a finetuning run leaves: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, model/ (the best), model-swa/.
 
+A method that trains two networks leaves model-second/ and model-swa-second/ besides, of the same epochs.
 Only the first process writes. A checkpoint holds whatever a process needs to go on as if it had never stopped; what is
 random is drawn from the seed and the step, so that the position is all there is to remember.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -83,9 +85,10 @@ class RunFolder:
                 "Make room, or make the folder writable, and go on with --resume.",
             ) from error
 
-    def save_model(self, model: ProbabilisticCLIP, name: str = "model") -> None:
-        """The weights that `load_model` reads."""
-        save_model(model, self.path / name, overwrite=True)
+    def save_models(self, networks: Sequence[ProbabilisticCLIP], name: str = "model") -> None:
+        """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""
+        for network, folder in zip(networks, (name, f"{name}-second")):
+            save_model(network, self.path / folder, overwrite=True)
 
     def save(
         self,
@@ -207,6 +210,7 @@ def _line(step: int, steps: int, v: dict[str, float]) -> str:
         marked = " (best)" if v.get("is_best") else ""
         return f"{at} | validation{v.get('of', '')} RSUM {v['rsum']:.1f}{marked} (R@1, 5, 10 i→t, t→i: {recalls})"
     known = (
+        "network",
         "loss",
         "lr",
         "epoch",
@@ -220,6 +224,7 @@ def _line(step: int, steps: int, v: dict[str, float]) -> str:
         "temperature",
     )
     terms = ", ".join(f"{name} {value:.3f}" for name, value in v.items() if name not in (*known, "u_image", "u_text"))
+    at += f" | network {v['network']}" if "network" in v else ""
     parts = [at, f"epoch {v['epoch']:.2f}", f"loss {v['loss']:.3f}" + (f" ({terms})" if terms else "")]
     if "scale" in v:
         parts.append(f"a {v['scale']:.2f} b {v['shift']:.2f}")

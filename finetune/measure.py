@@ -6,11 +6,13 @@
 
 Prints one table and writes results.json and report.html. All captions of an image are its positives; the embedded data
 say exactly which caption fits which image, and COCO's test split has CxC, ECCV Caption and plausible matches besides.
+A run of two networks is measured by the mean of their similarities (`--second`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.measure_config import GENERATOR, MeasureConfig
@@ -67,12 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from finetune.measure_report import write_report
     from finetune.uncertainty_findings import projection
-    from probemb.models import load_model
+    from probemb.models import as_one, load_model
     from probemb.pairs import embed_pairs
     from probemb.progress import progress
 
     placement = place(config.device, config.precision)
-    model, tokenizer, transforms = load_model(config.model, device=placement.device)
+    names = [config.model, *second_model(config)]
+    loaded = [load_model(name, device=placement.device) for name in names]
+    model, (_, tokenizer, transforms) = as_one([one.model for one in loaded]), loaded[0]
+    if len(names) > 1:
+        alone = " (--no-second: the first alone)" if config.second == "auto" else ""
+        print(f"{' and '.join(names)} are measured together, by the mean of their similarities{alone}", flush=True)
     pairs = embed_pairs(
         model, tokenizer, transforms.evaluate, captions, placement=placement, batch_size=config.batch_size,
         text_batch_size=config.text_batch_size, workers=config.workers, max_bad=config.max_bad, show=progress,
@@ -87,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = find(config, model, tokenizer, transforms, captions, pairs, per_query, placement)
     results = {
         "config": to_dict(config),
+        "models": names,
         "device": placement.device,
         "precision": placement.precision,
         "probabilistic": getattr(model, "probabilistic", True),
@@ -105,6 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_report(out / OUTPUTS[1], results, pairs, captions, per_query)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
     return 0
+
+
+def second_model(config: MeasureConfig) -> list[str]:
+    """--second, or by default the second network of a run, in a list; none for a run or a model that stands alone."""
+    if config.second != "auto":
+        return [config.second] if config.second is not None else []
+    run = Path(config.model)
+    return [str(run / "model-second")] if (run / "model").is_dir() and (run / "model-second").is_dir() else []
 
 
 def choose_benchmarks(config: MeasureConfig, captions: Captioned) -> list[str]:

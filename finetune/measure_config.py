@@ -15,6 +15,8 @@ class MeasureConfig:
 
     Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        second: another model, measured together with it by the mean of their similarities; auto: the second network of
+            the run that --model names, if it has trained two; --no-second for none.
         data: webdataset shards with captions, a Karpathy json, or a folder of precomp caption files.
         split: which part of the data: train, val, test; --no-split takes all of it.
         images: the folder of the images that a json or caption file names.
@@ -36,6 +38,7 @@ class MeasureConfig:
     """
 
     model: str = ""
+    second: str | None = "auto"
     data: str = ""
     split: str | None = "test"
     images: str | None = None

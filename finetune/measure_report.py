@@ -64,8 +64,9 @@ def page(results: dict, pairs: EmbeddedPairs, captions: Captioned, per_query: di
     of = f" ({escape(config['split'])})" if config["split"] else ""
     body = [
         f"<h1>Image-text retrieval{' and uncertainty' if found else ''}</h1>",
-        f'<p class="lead">{escape(config["model"])} on {escape(config["data"])}{of}: {results["images"]:,} images, '
-        f"{results['captions']:,} captions</p>",
+        f'<p class="lead">{escape(" and ".join(results["models"]))} on {escape(config["data"])}{of}: '
+        f"{results['images']:,} images, {results['captions']:,} captions"
+        f"{'; similarities are the means of both models' if len(results['models']) > 1 else ''}</p>",
         _tiles(results["rows"]),
         _table(results["rows"], len(results["images_left_out"])),
     ]

@@ -5,6 +5,7 @@ All of them see the whole batch of all ranks and share model, data, optimizer an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,8 @@ class Batch:
     epoch         from 0
     step          since the start of the run
     generator     on the embeddings' device, seeded alike on every rank
+    network       which of the method's networks embedded them, from 0
+    by_other      () -> image, text: as the other network embeds the same pairs, without gradient; None without another
     """
 
     image: Gaussian
@@ -53,6 +56,8 @@ class Batch:
     epoch: int
     step: int
     generator: torch.Generator
+    network: int = 0
+    by_other: Callable[[], tuple[Gaussian, Gaussian]] | None = None
 
 
 class Method(nn.Module):
@@ -66,8 +71,10 @@ class Method(nn.Module):
         soft_labels: whether mixed images and label smoothing make sense.
         options: of `config.loss` that are used; all of them must have a value.
         trains: the model's own scalars that the loss uses; the others stand still.
+        networks: how many models are trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
     """
 
+    networks = 1
     probabilistic = False
     soft_labels = False
     options: tuple[str, ...] = ()
@@ -221,36 +228,48 @@ class DAA(VSE):
 
 
 class NCR(Method):
-    """NCR with one network: every pair's loss of the epoch before tells clean pairs from noisy ones.
+    """NCR: two networks, and each one's losses of the epoch before tell the other which pairs are clean.
 
-    The published training has two networks, each with the other one's split, and measures all losses anew between
-    epochs; here they are kept from the steps of the epoch. Noisy pairs train in the second half of the epochs alone.
+    A row of the buffers belongs to the network whose losses it comes from. The losses are kept from the steps of the
+    epoch; published, all are measured anew between epochs. Noisy pairs train in the second half of the epochs alone.
     """
 
+    networks = 2
     options = ("margin", "warmup_epochs", "soft_margin")
 
     def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
         super().__init__(config, model, pairs)
         self.loss = NCRLoss(config.loss.margin, config.loss.soft_margin)
-        self.register_buffer("last_loss", torch.full((pairs.n_captions,), float("nan")))
-        self.register_buffer("clean_probability", torch.ones(pairs.n_captions, dtype=torch.float64))
-        self.register_buffer("clean", torch.ones(pairs.n_captions, dtype=torch.bool))
+        shape = (self.networks, pairs.n_captions)
+        self.register_buffer("last_loss", torch.full(shape, float("nan")))
+        self.register_buffer("clean_probability", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("clean", torch.ones(shape, dtype=torch.bool))
 
     def begin_epoch(self, epoch: int) -> None:
-        seen = self.last_loss.isfinite()
-        if epoch >= self.config.loss.warmup_epochs and seen.any():
-            self.clean_probability[seen] = clean_probability(self.last_loss[seen]).to(seen.device)
-            self.clean.copy_(split_clean(self.clean_probability))
+        if epoch < self.config.loss.warmup_epochs:
+            return
+        for losses, probability, clean in zip(self.last_loss, self.clean_probability, self.clean):
+            seen = losses.isfinite()
+            if seen.any():
+                probability[seen] = clean_probability(losses[seen]).to(seen.device)
+                clean.copy_(split_clean(probability))
 
     def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
         image, text, match = batch.image, batch.text, batch.match
         pairs = batch.pair_index.to(match.device)
-        self.last_loss[pairs] = self.loss.pair_losses(image, text, match).to(self.last_loss.dtype)
+        self.last_loss[batch.network, pairs] = self.loss.pair_losses(image, text, match).to(self.last_loss.dtype)
         if batch.epoch < self.config.loss.warmup_epochs:
             return self.loss(image, text, match, hardest=False)
-        probability, clean = self.clean_probability[pairs], self.clean[pairs]
-        label = refine_labels(self.loss.predict(image, text, match), probability.to(match.dtype), clean)
-        if 2 * batch.epoch < self.config.epochs:  # noisy pairs wait
+        other = 1 - batch.network
+        probability, clean = self.clean_probability[other, pairs], self.clean[other, pairs]
+        noisy_wait = 2 * batch.epoch < self.config.epochs
+        label = refine_labels(
+            self.loss.predict(image, text, match),
+            probability.to(match.dtype),
+            clean,
+            None if noisy_wait else self.loss.predict(*batch.by_other(), match),
+        )
+        if noisy_wait:
             # Two pairs at least: one alone has no negative.
             kept = clean.nonzero().flatten() if clean.sum() > 1 else probability.topk(2).indices
             image, text = (Gaussian(g.mean[kept], g.log_var[kept]) for g in (image, text))

@@ -236,14 +236,25 @@ class WeightAverage:
     Args:
         model: the plain model, not a wrapper of it.
         loss_module: whose parameters are averaged too; None for a loss without any.
+        second: a second model that is trained beside it; None without one.
     """
 
-    def __init__(self, model: ProbabilisticCLIP, loss_module: nn.Module | None = None):
-        self._average = AveragedModel(_pair(model, loss_module)).requires_grad_(False).eval()
+    def __init__(
+        self,
+        model: ProbabilisticCLIP,
+        loss_module: nn.Module | None = None,
+        second: ProbabilisticCLIP | None = None,
+    ):
+        self._average = AveragedModel(_together(model, loss_module, second)).requires_grad_(False).eval()
 
-    def update(self, model: ProbabilisticCLIP, loss_module: nn.Module | None = None) -> None:
+    def update(
+        self,
+        model: ProbabilisticCLIP,
+        loss_module: nn.Module | None = None,
+        second: ProbabilisticCLIP | None = None,
+    ) -> None:
         """Takes the present weights in; the same modules as at the start, or others of the same shapes."""
-        self._average.update_parameters(_pair(model, loss_module))
+        self._average.update_parameters(_together(model, loss_module, second))
 
     @property
     def n_averaged(self) -> int:
@@ -254,6 +265,11 @@ class WeightAverage:
     def model(self) -> ProbabilisticCLIP:
         """The averaged model: to evaluate and to save, not to train."""
         return self._average.module["model"]
+
+    @property
+    def networks(self) -> list[ProbabilisticCLIP]:
+        """The averaged model, and the second one where there is one."""
+        return [self._average.module[name] for name in ("model", "second") if name in self._average.module]
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -269,5 +285,6 @@ class WeightAverage:
         self._average.load_state_dict(state)
 
 
-def _pair(model: nn.Module, loss_module: nn.Module | None) -> nn.ModuleDict:
-    return nn.ModuleDict({"model": model, **({} if loss_module is None else {"loss": loss_module})})
+def _together(model: nn.Module, loss_module: nn.Module | None, second: nn.Module | None) -> nn.ModuleDict:
+    parts = {"model": model, "loss": loss_module, "second": second}
+    return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})

@@ -5,7 +5,8 @@
         --model.name ViT-Tiny-64 --model.pretrained runs/scenes      # one process, no GPU needed, embedded data
 
 The run folder holds config.yaml (resolved), metrics.jsonl, tensorboard/, checkpoints/, model/ (of the epoch with the
-best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights).
+best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights). A method with two
+networks leaves its second one in model-second/ and model-swa-second/.
 Add `--resume` to go on. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
 Losses are those of the batch of all processes; mixed images get their partner within a process (docs/finetune.md).
 """
@@ -60,7 +61,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from probemb.data.captioned import find_captioned
     from probemb.data.failures import describe_failures
     from probemb.distributed import settle
-    from probemb.models import create_tokenizer, create_transforms
+    from probemb.models import as_one, create_tokenizer, create_transforms
     from probemb.runs.agreement import agree, all_of, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.lock import RunLock
@@ -91,7 +92,8 @@ def train(config: Config, preemption: Preemption) -> int:
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
     same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
     torch.manual_seed(config.seed)
-    model = make_model(config)
+    networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
+    model, evaluated = networks[0], as_one(networks)
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
     data = config.data
     where = {"images": data.images, "format": data.format}
@@ -112,31 +114,32 @@ def train(config: Config, preemption: Preemption) -> int:
     if earlier:
         position = read_position(earlier)
         refuse_another_run(config, position, identity, earlier)
-    steps = config.epochs * loader.steps
+    epoch_steps = len(networks) * loader.steps
+    steps = config.epochs * epoch_steps
     if position["epoch"] >= config.epochs:
         loader.close()
         settle()
         accelerator.end_training()
         say(f"{config.out} is finished: {position['step']} of {steps} steps are done.")
         return 0
-    refuse_full_disk(config.out, model, models=3 if config.swa_epochs else 1)  # the average is in the checkpoint too
+    refuse_full_disk(config.out, evaluated, models=3 if config.swa_epochs else 1)  # the average: in the checkpoint too
 
     method = METHODS[config.method](config, model, train_data)
-    for name in ("scale", "shift", "logit_scale"):
-        getattr(model, name).requires_grad_(name in method.trains)
-    joint = Joint(model, method).to(accelerator.device)
-    optimizer_config = config.optimizer
-    optimizer = create_optimizer(
-        parameter_groups(
-            model,
-            method,
+    optimizer_config, groups = config.optimizer, []
+    for network in networks:
+        for name in ("scale", "shift", "logit_scale"):
+            getattr(network, name).requires_grad_(name in method.trains)
+        groups += parameter_groups(
+            network,
+            method if network is model else None,
             lr=optimizer_config.lr,
             weight_decay=optimizer_config.weight_decay,
             image_backbone=optimizer_config.image_backbone,
             text_backbone=optimizer_config.text_backbone,
             layer_decay=optimizer_config.layer_decay,
         )
-    )
+    joint = Joint(model, method, *networks[1:]).to(accelerator.device)
+    optimizer = create_optimizer(groups)
     schedule = Schedule(
         epochs=config.epochs,
         lr_drop_epoch=max(0, config.epochs - optimizer_config.decay_epochs),
@@ -144,7 +147,7 @@ def train(config: Config, preemption: Preemption) -> int:
         warmup_epochs=optimizer_config.warmup_epochs,
         average_epochs=config.swa_epochs,
     )
-    average = WeightAverage(model, method) if config.swa_epochs else None
+    average = WeightAverage(model, method, joint.second) if config.swa_epochs else None
     window = load_checkpoint(earlier, joint, optimizer, average) if earlier else None
 
     failure = lock = folder = None
@@ -175,13 +178,13 @@ def train(config: Config, preemption: Preemption) -> int:
     def select(epoch: int) -> None:
         best = True
         if validation is not None:
-            values = validate(model, tokenizer, transforms, validation, config, accelerator)
+            values = validate(evaluated, tokenizer, transforms, validation, config, accelerator)
             best = position["best"] is None or values["rsum"] > position["best"]
-            folder.tell(epoch * loader.steps, {**values, "is_best": best})
+            folder.tell(epoch * epoch_steps, {**values, "is_best": best})
             if best:
                 position.update(best=values["rsum"], best_epoch=epoch)
         if best:
-            folder.save_model(model)
+            folder.save_models(networks)
         if average and epoch == config.epochs:
             finish_average(folder, average, tokenizer, transforms, validation, config, accelerator)
 
@@ -208,7 +211,7 @@ def train(config: Config, preemption: Preemption) -> int:
         of = f"epoch {trainer.epoch}"
         if position["best"] is not None:
             of = f"epoch {position['best_epoch']}, validation RSUM {position['best']:.1f}"
-        say(f"model   {out / 'model'} is of {of}")
+        say(f"model   {out / 'model'} is of {of}" + (", and so is model-second" if joint.second else ""))
     settle()
     accelerator.end_training()
     return REQUEUE if stopped else 0
@@ -283,15 +286,17 @@ def validate(model, tokenizer, transforms, captioned, config: Config, accelerato
 
 
 def finish_average(folder, average, tokenizer, transforms, validation, config: Config, accelerator) -> None:
-    """Validate and save the mean of the last epochs' weights, of both towers."""
+    """Validate and save the mean of the last epochs' weights, of both towers and all networks."""
+    from probemb.models import as_one
+
     if validation is not None:
-        values = validate(average.model, tokenizer, transforms, validation, config, accelerator)
+        values = validate(as_one(average.networks), tokenizer, transforms, validation, config, accelerator)
         print(
             f"model-swa: mean of {_count(average.n_averaged, 'epoch')}, validation RSUM {values['rsum']:.1f}",
             flush=True,
         )
         folder.record(folder.steps, {f"swa_{name}": value for name, value in values.items()})
-    folder.save_model(average.model, "model-swa")
+    folder.save_models(average.networks, "model-swa")
 
 
 def measure_only(config: Config, model, tokenizer, transforms, validation, accelerator, say) -> int:
@@ -314,7 +319,7 @@ def measure_only(config: Config, model, tokenizer, transforms, validation, accel
         raise UserError(f"{config.out} cannot be written ({error.strerror}).", "Choose another --out.") from error
     if values:
         folder.tell(0, values)
-    folder.save_model(model)
+    folder.save_models([model])
     folder.close()
     lock.release()
     say(f"model   {folder.path / 'model'}: as pretrained")
@@ -334,13 +339,16 @@ def headline(config: Config, joint, loader, accelerator, precision: str, steps: 
     """What a person wants to see before the first step."""
     world = accelerator.num_processes
     n = sum(p.numel() for p in joint.parameters())
+    two = joint.second is not None
     distance = f" ({config.distance})" if config.distance else ""
     noise = f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""
     lines = [
         f"method  {config.method}{distance}",
-        f"model   {config.model.name}, {n / 1e6:.1f} M parameters, head {config.model.head}, "
+        f"model   {config.model.name}, {'2 networks of together ' if two else ''}{n / 1e6:.1f} M parameters, "
+        f"head {config.model.head}, "
         f"from {config.model.pretrained or 'random weights'}",
         f"data    {loader.n_pairs:,} pairs of {config.data.path} ({config.data.train}), {loader.steps} steps an epoch"
+        + (" of each network" if two else "")
         + noise,
         f"engine  {world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
         f"{loader.rows}",

@@ -2,6 +2,9 @@
 
 Every rank embeds its own pairs; embeddings and labels of all ranks are gathered with gradient, and every rank computes
 the loss of the whole batch. DDP's mean of the gradients is then that of one process on the whole batch, for any loss.
+
+A method with two networks trains the first for an epoch, then the second, with the pairs in another order: only one of
+them has gradients and activations in memory. An epoch has the steps of both.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +35,20 @@ _TEXT, _IMAGE, _MIX, _LOSS = range(4)  # what a random number is for
 
 
 class Joint(nn.Module):
-    """Model and method as the one module that DDP wraps: all of their gradients belong to one backward pass."""
+    """All that is trained: model and method, and the second model of a method with two networks."""
+
+    def __init__(self, model: ProbabilisticCLIP, method: Method, second: ProbabilisticCLIP | None = None):
+        super().__init__()
+        self.model, self.method, self.second = model, method, second
+
+    @property
+    def networks(self) -> list[ProbabilisticCLIP]:
+        """The models, one or two."""
+        return [self.model] if self.second is None else [self.model, self.second]
+
+
+class Network(nn.Module):
+    """One model and the method as the one module that DDP wraps: all of their gradients belong to one backward pass."""
 
     def __init__(self, model: ProbabilisticCLIP, method: Method):
         super().__init__()
@@ -39,8 +56,7 @@ class Joint(nn.Module):
 
     def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
         """Means and log-variances of images and texts, (b, D) each."""
-        image, text = self.model.encode_image(images, image_mask), self.model.encode_text(tokens)
-        return image.mean, image.log_var, text.mean, text.log_var
+        return _embed(self.model, images, tokens, image_mask)
 
 
 class Trainer:
@@ -50,7 +66,7 @@ class Trainer:
         accelerator: accelerate's; it has the device and the precision.
         joint: on the device.
         optimizer: of `recipe.create_optimizer`.
-        epoch, step_in_epoch: where to go on.
+        epoch, step_in_epoch: where to go on; an epoch has the steps of the first network, then those of the second.
         average: SWA's, or None.
         tell: gets (step, values) at every log step and after every validation.
         end_epoch: called after every epoch with the number of epochs that are done.
@@ -83,13 +99,20 @@ class Trainer:
         self.tell, self.end_epoch, self.save, self.stop = tell, end_epoch, save, stop
         self.device = accelerator.device
         self.window = Window(loader, window, self.device)
+        self.networks, self.network = joint.networks, 0  # the one that is being trained
+        self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
         self.stopping = False  # agreed by all ranks
 
     @property
     def step(self) -> int:
         """Steps done since the start of the run."""
-        return self.epoch * self.loader.steps + self.step_in_epoch
+        return self.epoch * self.epoch_steps + self.step_in_epoch
+
+    @property
+    def model(self) -> ProbabilisticCLIP:
+        """The network that is being trained."""
+        return self.networks[self.network]
 
     def fit(self) -> bool:
         """Train to the end; returns whether it was asked to stop before, having finished its step.
@@ -99,41 +122,45 @@ class Trainer:
         """
         last = min(self.config.epochs, self.config.stop_after_epochs or self.config.epochs)
         while self.epoch < last:
-            changed = freeze_image_backbone(self.joint.model, self.schedule.frozen(self.epoch))
-            if changed or self.wrapped is None:  # DDP looks at requires_grad once, when it wraps
-                self.wrapped = self._wrap()
             if self.step_in_epoch == 0:
                 self.joint.method.begin_epoch(self.epoch)
-            self._train_epoch()
-            if self.stopping:  # also behind the last step: what comes after an epoch may take long
-                return True
+            for network in range(self.step_in_epoch // self.loader.steps, len(self.networks)):
+                changed = freeze_image_backbone(self.networks[network], self.schedule.frozen(self.epoch))
+                if changed or self.wrapped is None or network != self.network:
+                    self.network = network
+                    self.wrapped = self._wrap()  # DDP looks at requires_grad once, when it wraps
+                self._train_epoch()
+                if self.stopping:  # also behind the last step: what comes after an epoch may take long
+                    return True
             if self.average and self.schedule.averages(self.epoch):
-                self.average.update(self.joint.model, self.joint.method)
+                self.average.update(self.joint.model, self.joint.method, self.joint.second)
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
             self.end_epoch(self.epoch)
         return False
 
     def _wrap(self) -> nn.Module:
-        if self.wrapped is not None and self.wrapped is not self.joint:
+        if self.wrapped is not None and distributed.world_size() > 1:
             self.wrapped = None
             self.accelerator.free_memory()  # it holds on to what it wrapped before, with buffers for all gradients
-        for name in ("forward", "_original_forward"):  # what it hung on the module for autocast the last time
-            self.joint.__dict__.pop(name, None)
         with warnings.catch_warnings():  # accelerate says it the old way, which every version of PyTorch understands
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-            return self.accelerator.prepare_model(self.joint)
+            return self.accelerator.prepare_model(Network(self.model, self.joint.method))
 
     def _train_epoch(self) -> None:
+        """What is left of one network's epoch; each network's has an order of its own."""
         config, steps, window = self.config, self.loader.steps, self.window
+        before, order = self.network * steps, self.epoch * len(self.networks) + self.network
         window.begin()
-        for pairs in self.loader.epoch(self.epoch, self.step_in_epoch):
+        for pairs in self.loader.epoch(order, self.step_in_epoch - before):
             # ------------------------------------------------------------------------------------------- load, augment
             images, tokens, mask, mix = self._augment(pairs)
             # ----------------------------------------------------------------------------------------------- forward
             embedded = self.wrapped(images, tokens, mask)
             batch = self._gather(embedded, pairs, mix)
+            if len(self.networks) > 1:
+                batch.by_other = partial(self._embed_by_other, images, tokens, mask)
             # -------------------------------------------------------------------------------------------------- loss
-            out: LossOutput = self.joint.method(batch, self.joint.model)
+            out: LossOutput = self.joint.method(batch, self.model)
             # ---------------------------------------------------------------------------------------------- backward
             self.optimizer.zero_grad(set_to_none=True)
             self.accelerator.backward(out.loss)
@@ -144,19 +171,21 @@ class Trainer:
             if nonfinite:
                 raise self._nonfinite(out, norm)
             # -------------------------------------------------------------------------------------------------- step
-            set_learning_rates(self.optimizer, self.schedule, self.epoch, (self.step_in_epoch + 1) / steps)
-            self.optimizer.step()
+            done = self.step_in_epoch - before + 1
+            set_learning_rates(self.optimizer, self.schedule, self.epoch, done / steps)
+            self.optimizer.step()  # of what has a gradient: this network
             scalars = self._scalars(batch)
             self.step_in_epoch += 1
             # --------------------------------------------------------------------------------------------- log, save
             window.add({"loss": out.loss.detach(), **out.terms, "gradient_norm": norm, **scalars})
-            if self.step % config.log_every == 0 or self.step_in_epoch == steps:
-                left = config.epochs * steps - self.step
+            if self.step % config.log_every == 0 or done == steps:
+                left = config.epochs * self.epoch_steps - self.step
                 values = window.close(config.batch_size, left)
-                self.tell(self.step, {"epoch": self.step / steps, **values, "lr": self._head_lr()})
+                which = {"network": self.network + 1} if len(self.networks) > 1 else {}
+                self.tell(self.step, {**which, "epoch": self.step / self.epoch_steps, **values, "lr": self._head_lr()})
             if self.stopping:
                 return
-            if config.save_every and self.step % config.save_every == 0 and self.step_in_epoch < steps:
+            if config.save_every and self.step % config.save_every == 0 and self.step_in_epoch < self.epoch_steps:
                 self.save()
                 window.skip_time()
 
@@ -180,11 +209,11 @@ class Trainer:
             mask = size_augment_mask(
                 config.batch_size, self._image_tokens(), config.size_augment, self._generator(_IMAGE)
             )[rows].to(self.device, non_blocking=True)
-        tokens = self.joint.model.cut_padding(tokens)
+        tokens = self.model.cut_padding(tokens)
         return images, tokens.to(self.device, non_blocking=True), mask, mix
 
     def _image_tokens(self) -> int:
-        return self.joint.model.visual.positional_embedding.shape[0]
+        return self.model.visual.positional_embedding.shape[0]
 
     def _generator(self, what: int, device: torch.device | str = "cpu") -> torch.Generator:
         """The same on all ranks."""
@@ -194,8 +223,7 @@ class Trainer:
     def _gather(self, embedded: tuple[Tensor, ...], pairs, mix: Mix | None) -> Batch:
         """The pairs of all ranks, with gradient; labels from the images' numbers and what was mixed with what."""
         n = len(pairs.image_index)
-        mean_i, log_var_i, mean_t, log_var_t = map(at_least_float32, embedded)
-        image, text = distributed.gather_pairs(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t))
+        image, text = _of_all_ranks(embedded)
         numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
         numbers = distributed.gather(numbers)
         match = labels.same_image(numbers[:, 0], numbers[:, 0])
@@ -206,7 +234,13 @@ class Trainer:
         match = labels.smooth(match, self.config.mix.smoothing)
         numbers = numbers.cpu()
         generator = self._generator(_LOSS, device=self.device)
-        return Batch(image, text, match, numbers[:, 0], numbers[:, 1], self.epoch, self.step, generator)
+        return Batch(image, text, match, numbers[:, 0], numbers[:, 1], self.epoch, self.step, generator, self.network)
+
+    @torch.no_grad()
+    def _embed_by_other(self, images: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Gaussian, Gaussian]:
+        """The pairs of all ranks as the network embeds them that is not being trained."""
+        with self.accelerator.autocast():
+            return _of_all_ranks(_embed(self.networks[1 - self.network], images, tokens, mask))
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}
@@ -219,13 +253,24 @@ class Trainer:
     @torch.no_grad()
     def _scalars(self, batch: Batch) -> dict[str, Tensor]:
         method = self.joint.method
-        values = {name: x.detach().reshape(()).clone() for name, x in method.scalars(self.joint.model).items()}
+        values = {name: x.detach().reshape(()).clone() for name, x in method.scalars(self.model).items()}
         if method.probabilistic:
             values |= {"u_image": batch.image.uncertainty().mean(), "u_text": batch.text.uncertainty().mean()}
         return values
 
     def _head_lr(self) -> float:
         return max(group["lr"] for group in self.optimizer.param_groups)
+
+
+def _embed(model: ProbabilisticCLIP, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
+    image, text = model.encode_image(images, image_mask), model.encode_text(tokens)
+    return image.mean, image.log_var, text.mean, text.log_var
+
+
+def _of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Gaussian, Gaussian]:
+    """What `_embed` gives on every rank -> images and texts of all of them."""
+    mean_i, log_var_i, mean_t, log_var_t = map(at_least_float32, embedded)
+    return distributed.gather_pairs(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t))
 
 
 class Window:

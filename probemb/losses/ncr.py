@@ -1,8 +1,8 @@
 """NCR: noisy correspondences found by their losses, and a margin that shrinks with a pair's estimated label.
 
 One epoch of warm-up; then, every epoch, the pairs' losses are split by a mixture of two normals, labels are refined,
-and the triplet loss is minimised with a margin per pair. Source: Noisy Correspondence Rectifier, NeurIPS 2021. The
-published training is of two networks, each with the other one's split; one network can also use its own.
+and the triplet loss is minimised with a margin per pair. Two networks are trained, each with the split by the other
+one's losses. Source: Noisy Correspondence Rectifier, NeurIPS 2021.
 """
 
 from __future__ import annotations
@@ -79,13 +79,16 @@ def ncr_predict(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: f
     return (p / best.clamp(min=torch.finfo(p.dtype).tiny)).clamp(0, 1)
 
 
-def refine_labels(predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Tensor) -> Tensor:
-    """Labels for training, (N,): w + (1 - w) p for pairs held for clean, p for the others.
+def refine_labels(
+    predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Tensor, predicted_by_other_N: Tensor | None = None
+) -> Tensor:
+    """Labels for training, (N,): w + (1 - w) p for pairs held for clean, the mean of p and q for the others.
 
-    w is the clean probability, p the prediction (published, for the others: the mean of both networks'). The others
-    train in the second half of the epochs alone.
+    p is the network's own prediction. w, and which pairs are clean, is what the other network's losses say, and q is
+    the other network's prediction; without it the label of a pair that is not clean is p. Source: NCR.
     """
-    return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * predicted_N, predicted_N)
+    p, q = predicted_N, predicted_N if predicted_by_other_N is None else predicted_by_other_N
+    return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * p, (p + q) / 2)
 
 
 def clean_probability(

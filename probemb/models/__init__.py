@@ -5,6 +5,7 @@ from probemb.models.hub import LoadedModel, digest_model, load_model, push_to_hu
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
 from probemb.models.model import ModelOutput, ProbabilisticCLIP, no_weight_decay
 from probemb.models.published import import_pcmepp
+from probemb.models.together import Together, as_one
 from probemb.models.towers import POINT_LOG_VAR
 
 __all__ = [
@@ -13,7 +14,9 @@ __all__ = [
     "LoadedModel",
     "ModelOutput",
     "ProbabilisticCLIP",
+    "Together",
     "Transforms",
+    "as_one",
     "create_model",
     "create_tokenizer",
     "create_transforms",

@@ -67,6 +67,9 @@ def _may_begin(run: Path, config_class: type) -> bool:
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None:
     """Before anything is written: is there room for one more checkpoint and so many models?
 
+    Args:
+        model: all that is trained; several networks count as one model.
+
     Raises:
         UserError: names both sizes.
     """
@@ -104,6 +107,7 @@ def changes(
 
 def remove_leftovers(run: Path) -> None:
     """Files that a killed attempt was writing aside."""
-    for pattern in (".config.yaml.*", ".metrics.jsonl.*", "model/.*", "model-swa/.*"):
+    models = ("model", "model-second", "model-swa", "model-swa-second")
+    for pattern in (".config.yaml.*", ".metrics.jsonl.*", *(f"{name}/.*" for name in models)):
         for left in run.glob(pattern):
             left.unlink(missing_ok=True)

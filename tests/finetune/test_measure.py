@@ -72,6 +72,53 @@ def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, caption
         assert validation[way] == pytest.approx(metrics.retrieval_metrics(s, m), abs=0.03)
 
 
+@pytest.fixture(scope="module")
+def two_networks(tmp_path_factory):
+    """A run folder with two random tiny models, of another embed_dim."""
+    folder = tmp_path_factory.mktemp("two")
+    torch.manual_seed(1)
+    for name, dim in (("model", 16), ("model-second", 24)):
+        save_model(create_model("ViT-Micro-32", embed_dim=dim), folder / name)
+    return folder
+
+
+def test_two_networks_of_a_run_are_measured_by_the_mean_of_their_similarities(
+    two_networks, captioned, tmp_path, capsys
+):
+    """By themselves if a run has two, or those that are named; --no-second is the first alone."""
+    data, found = find_captioned(captioned), {}
+    pixels = None
+    scores: dict[str, list] = {"csd": [], "mean": []}
+    for name in ("model", "model-second"):
+        model, tokenizer, transforms = load_model(two_networks / name)
+        pixels = torch.stack([transforms.evaluate(data.images.open(i)) for i in range(24)])
+        with torch.no_grad():
+            images, texts = model.encode_image(pixels), model.encode_text(tokenizer(data.flat()))
+        scores["mean"].append(images.mean @ texts.mean.T)
+        scores["csd"].append(-csd(images, texts))
+    match = torch.tensor(data.owner()) == torch.arange(24)[:, None]
+    cases = {
+        "run": (two_networks, (), 2),
+        "named": (two_networks / "model", ("--second", str(two_networks / "model-second")), 2),
+        "first of the run": (two_networks, ("--no-second",), 1),
+        "first": (two_networks / "model", (), 1),
+    }
+    for case, (model, options, n) in cases.items():
+        assert command(model, captioned, tmp_path / case, "--rankings", "csd,mean", "--erased", "2", *options) == 0
+        told, results = capsys.readouterr().out, json.loads((tmp_path / case / "results.json").read_text())
+        assert ("are measured together, by the mean of their similarities" in told) == (n == 2)
+        assert ("(--no-second: the first alone)" in told) == (case == "run")
+        assert ("similarities are the means of both" in (tmp_path / case / "report.html").read_text()) == (n == 2)
+        assert len(results["models"]) == n
+        for row in results["rows"]:
+            if row["positives"] == "own captions":
+                mean = sum(scores[row["ranking"]][:n]) / n
+                for way, s, m in (("i2t", mean, match), ("t2i", mean.T, match.T)):
+                    assert row[way] == pytest.approx(metrics.retrieval_metrics(s, m), abs=0.03), (case, row["ranking"])
+        found[case] = [{key: row[key] for key in ("ranking", "positives", "rsum")} for row in results["rows"]]
+    assert found["run"] == found["named"] != found["first"] == found["first of the run"]
+
+
 def test_the_report_stands_alone(measured):
     out, results = measured
     html = (out / "report.html").read_text()
@@ -241,6 +288,7 @@ def test_small_sets_have_projections_and_extremes():
         (("--candidates", "0"), "--candidates is 0"),
         (("--erased", "-1"), "--erased is -1"),
         (("--images", "nowhere"), "image folder nowhere would not be used"),
+        (("--second", "nowhere/at/all"), "There is no model at nowhere/at/all"),
     ],
 )
 def test_bad_input(options, message, run_folder, captioned, tmp_path):

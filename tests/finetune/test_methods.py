@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from probemb.command import parse_config
 from probemb.data.captioned import find_captioned
 from probemb.data.reading import Images
 from probemb.errors import UserError
+from probemb.losses import NCRLoss, clean_probability
 from probemb.models import create_model
 from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 
@@ -42,21 +44,25 @@ def test_every_method_is_tested():
 @pytest.mark.parametrize("method", TERMS)
 def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsys):
     """Two epochs: behind the warm-up of the losses that have one, and with the backbone frozen and thawed."""
-    out = tmp_path / "run"
+    out, networks = tmp_path / "run", METHODS[method].networks
     assert run_here({"method": method, "data.path": scenes, "out": out}) == 0
     lines = metrics(out)
     trained, validated = [m for m in lines if "loss" in m], [m for m in lines if "rsum" in m]
-    assert [m["step"] for m in trained] == [1, 2, 3, 4, 5, 6]
-    assert [m["step"] for m in validated] == [3, 6]
+    assert [m["step"] for m in trained] == list(range(1, 6 * networks + 1))
+    assert [m["step"] for m in validated] == [3 * networks, 6 * networks]
+    assert [m["network"] for m in trained if "network" in m] == ([1, 1, 1, 2, 2, 2] * 2 if networks == 2 else [])
     assert all(math.isfinite(m["loss"]) and m["gradient_norm"] > 0 for m in trained)
     assert TERMS[method] <= set(trained[-1])
     assert ("vib" in trained[-1]) == ("vib" in TERMS[method])
     assert {"swa_rsum", "swa_t2i_r1"} <= set(lines[-1])
-    for name in ("model", "model-swa"):
+    folders = ["model", "model-swa", *(["model-second", "model-swa-second"] if networks == 2 else [])]
+    assert sorted(path.name for path in out.glob("model*")) == sorted(folders)
+    for name in folders:
         model = load_model(out / name).model
         assert model.probabilistic == (method in ("pcmepp", "pcme"))
     told = capsys.readouterr().out
     assert f"method  {method}" in told
+    assert ("2 networks" in told) == (networks == 2)
     assert "validation RSUM" in told
 
 
@@ -88,7 +94,8 @@ def test_every_method_on_real_images_and_captions(method, shared_data, tmp_path,
         options |= {"loss.warmup_epochs": 0}
     assert run_here({"method": method, **options}) == 0
     lines = metrics(tmp_path / "run")
-    assert [m["step"] for m in lines if "loss" in m] == ([] if method == "clip-zs" else [1, 2, 3])
+    steps = 0 if method == "clip-zs" else 3 * METHODS[method].networks
+    assert [m["step"] for m in lines if "loss" in m] == list(range(1, steps + 1))
     assert all(math.isfinite(m["loss"]) and m["gradient_norm"] > 0 for m in lines if "loss" in m)
     (validated,) = (m for m in lines if "rsum" in m)
     assert 0 <= validated["rsum"] <= 600
@@ -146,6 +153,65 @@ def test_the_clip_loss_beside_pcmepp(method):
     torch.testing.assert_close(with_clip.loss, without.loss + 0.5 * expected)
     torch.testing.assert_close(with_clip.terms["clip"], expected)
     assert "clip" not in without.terms
+
+
+class TwoNetworks:
+    """NCR for four epochs on one batch of twelve pairs; each network embeds two captions far from their images."""
+
+    def __init__(self):
+        config = parse_config(Config, "test", "", with_method_file(["--method=ncr", "--epochs=4"]))
+        self.method, self.match = METHODS["ncr"](config, None, SimpleNamespace(n_captions=12)), torch.eye(12)
+        self.embedded = [self.pairs(wrong=[0, 1], seed=0), self.pairs(wrong=[2, 3], seed=1)]
+
+    @staticmethod
+    def pairs(wrong: list[int], seed: int) -> tuple[Gaussian, Gaussian]:
+        r = torch.Generator().manual_seed(seed)
+        image = F.normalize(torch.randn(12, 32, generator=r), dim=1)
+        text = F.normalize(image + 0.1 * torch.randn(12, 32, generator=r), dim=1)
+        text[wrong] *= -1
+        return Gaussian(image, torch.zeros(12, 32)), Gaussian(text, torch.zeros(12, 32))
+
+    def step(self, epoch: int, network: int):
+        rows, other = torch.arange(12), lambda: self.embedded[1 - network]
+        batch = Batch(*self.embedded[network], self.match, rows, rows, epoch, 0, None, network, other)
+        return self.method(batch, None)
+
+    def begin(self, epoch: int) -> None:
+        for network in (0, 1):
+            self.step(epoch - 1, network)
+        self.method.begin_epoch(epoch)
+
+    def say(self, network: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a network's losses and predictions are: w and p of every pair."""
+        image, text = self.embedded[network]
+        losses = self.method.loss.pair_losses(image, text, self.match)
+        return clean_probability(losses).float(), self.method.loss.predict(image, text, self.match)
+
+
+@pytest.mark.parametrize(("network", "held_for_noisy"), [(0, [2, 3]), (1, [0, 1])])
+def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(network, held_for_noisy):
+    two = TwoNetworks()
+    two.begin(1)
+    out = two.step(1, network)
+    kept = [i for i in range(12) if i not in held_for_noisy]  # among them those that it would itself hold for noisy
+    (w, _), (_, p) = two.say(1 - network), two.say(network)
+    label = (w + (1 - w) * p)[kept]
+    image, text = (g[kept] for g in two.embedded[network])
+    torch.testing.assert_close(out.loss, NCRLoss()(image, text, torch.eye(10), label=label).loss)
+    assert out.terms["clean"] == pytest.approx(10 / 12)
+
+
+@pytest.mark.parametrize(("network", "held_for_noisy"), [(0, [2, 3]), (1, [0, 1])])
+def test_pairs_that_ncr_holds_for_noisy_get_the_mean_of_both_predictions(network, held_for_noisy):
+    """In the second half of the epochs."""
+    two = TwoNetworks()
+    two.begin(2)
+    out = two.step(2, network)
+    (w, q), (_, p) = two.say(1 - network), two.say(network)
+    label = w + (1 - w) * p
+    label[held_for_noisy] = ((p + q) / 2)[held_for_noisy]
+    assert (label - (w + (1 - w) * p)).abs().max() > 0.1
+    torch.testing.assert_close(out.loss, NCRLoss()(*two.embedded[network], two.match, label=label).loss)
 
 
 REFUSED = {

@@ -25,6 +25,7 @@ from probemb import load_model
 from probemb.command import parse_config, run_command
 from probemb.data.captioned import find_captioned
 from probemb.errors import UserError
+from probemb.metrics import retrieval_metrics, rsum
 from probemb.models import create_model, save_model
 from probemb.models.model import build_stock
 from probemb.runs.preemption import REQUEUE
@@ -123,15 +124,17 @@ class Interruption:
 
 
 @pytest.mark.parametrize(
-    ("method", "more"),
+    ("method", "more", "stops"),
     [
-        ("infonce", {"swa-epochs": 2, "mix.ratio": 0.5, "log-every": 2}),
-        ("ncr", {"noise-ratio": 0.5, "loss.warmup_epochs": 0}),
+        ("infonce", {"swa-epochs": 2, "mix.ratio": 0.5, "log-every": 2}, (2, 6)),
+        # Two networks: within an epoch of the first, between the two, within an epoch of the second, at the end.
+        ("ncr", {"noise-ratio": 0.5, "loss.warmup_epochs": 0, "swa-epochs": 2}, (2, 3, 11, 12)),
     ],
 )
-def test_stopped_and_resumed_equals_undisturbed(method, more, scenes, tmp_path, monkeypatch, capsys):
-    """Bit for bit: weights of model, method and average, optimizer, metrics; behind an epoch and within one."""
+def test_stopped_and_resumed_equals_undisturbed(method, more, stops, scenes, tmp_path, monkeypatch, capsys):
+    """Bit for bit: weights of models, method and average, optimizer, metrics; behind an epoch and within one."""
     options = {"method": method, "data.path": scenes, **more}
+    last = stops[-1]
     assert run_here({**options, "out": tmp_path / "whole"}) == 0
 
     # Behind an epoch, by choice.
@@ -140,27 +143,28 @@ def test_stopped_and_resumed_equals_undisturbed(method, more, scenes, tmp_path, 
     assert run_here({**options, "out": out}, "--resume") == 0
     # In the middle of an epoch, and at the last step of all, by a signal.
     stopped = tmp_path / "signals"
-    for at, seen, number in ((2, [1, 2], signal.SIGTERM), (6, [3, 4, 5, 6], signal.SIGUSR1)):
+    for i, (before, at) in enumerate(pairwise((0, *stops))):
+        number = (signal.SIGTERM, signal.SIGUSR1)[i % 2]
         with monkeypatch.context() as patch:
             interruption = Interruption(patch, at, number)
             assert run_here({**options, "out": stopped}, "--resume") == REQUEUE == 85
-            assert interruption.steps == seen
+            assert interruption.steps == list(range(before + 1, at + 1))
         told = capsys.readouterr().out
         assert f"stopped by {signal.Signals(number).name}; go on with --resume" in told
     assert run_here({**options, "out": stopped}, "--resume") == 0
-    assert "resumed at step 6" in capsys.readouterr().out
+    assert f"resumed at step {last}" in capsys.readouterr().out
 
     for run in (out, stopped):
         assert metrics(run) == metrics(tmp_path / "whole")
-        for step in (3, 6) if run == out else (6,):
+        for step in (last // 2, last) if run == out else (last,):
             assert checkpoint(run, step) == checkpoint(tmp_path / "whole", step)
-        for name in ("model", "model-swa"):
+        for name in sorted(path.name for path in (tmp_path / "whole").glob("model*")):
             ours, theirs = saved(run, name), saved(tmp_path / "whole", name)
             assert all(torch.equal(ours[key], value) for key, value in theirs.items())
-    state = json.loads((out / "checkpoints/step-6/state.json").read_text())
+    state = json.loads((out / f"checkpoints/step-{last}/state.json").read_text())
     assert len(state["adam_steps"]) > 50
     assert run_here({**options, "out": out}, "--resume") == 0
-    assert "is finished: 6 of 6 steps are done" in capsys.readouterr().out
+    assert f"is finished: {last} of {last} steps are done" in capsys.readouterr().out
 
 
 def test_checkpoints_within_an_epoch_and_what_a_kill_loses(scenes, tmp_path, capsys):
@@ -309,6 +313,54 @@ def test_averaged_weights_are_the_mean_of_the_last_epochs_checkpoints(scenes, tm
     assert len(measured) == 4
     assert all(torch.equal(measured[-1][key], value) for key, value in averaged.items())  # evaluated with those
     assert "swa_rsum" in metrics(tmp_path / "run")[-1]
+
+
+def test_two_networks_are_selected_averaged_and_saved_together(scenes, tmp_path, capsys):
+    """What validation says is the RSUM of the mean of both similarities; the epoch that it chose is saved of both."""
+    out, n = tmp_path / "run", 2
+    options = {"method": "ncr", "data.path": scenes, "noise-ratio": 0.5, "epochs": 3, "swa-epochs": n, "out": out}
+    assert run_here(options) == 0
+    told = capsys.readouterr().out
+    assert "ViT-Micro-32, 2 networks of together " in told
+    assert "3 steps an epoch of each network" in told
+    assert "step  4/18 | network 2 | epoch 0.67 | loss" in told
+    assert "and so is model-second" in told.splitlines()[-1]
+
+    validated = [m for m in metrics(out) if "rsum" in m]
+    data = find_captioned(scenes, "val")
+    for name, told_rsum in (("model", max(m["rsum"] for m in validated)), ("model-swa", metrics(out)[-1]["swa_rsum"])):
+        similarities = [similarity(load_model(out / folder), data) for folder in (name, f"{name}-second")]
+        assert told_rsum == pytest.approx(rsum_of(sum(similarities) / 2, data))
+        assert told_rsum != pytest.approx(rsum_of(similarities[0], data))
+
+    ends = [load_safetensors(out / f"checkpoints/step-{step}/weights.safetensors") for step in (12, 18)]
+    for name, prefix in (("model-swa", "model"), ("model-swa-second", "second")):
+        for key, value in saved(out, name).items():
+            torch.testing.assert_close(value, (ends[0][f"{prefix}.{key}"] + ends[1][f"{prefix}.{key}"]) / 2, msg=key)
+
+
+def similarity(loaded, data) -> torch.Tensor:
+    """Cosines of all images and captions."""
+    with torch.no_grad():
+        pixels = torch.stack([loaded.transforms.evaluate(data.images.open(i)) for i in range(len(data.images))])
+        return loaded.model.encode_image(pixels).mean @ loaded.model.encode_text(loaded.tokenizer(data.flat())).mean.T
+
+
+def rsum_of(scores: torch.Tensor, data) -> float:
+    match = torch.tensor(data.owner()) == torch.arange(len(scores))[:, None]
+    return rsum(retrieval_metrics(scores, match), retrieval_metrics(scores.T, match.T))
+
+
+def test_room_on_the_disk_is_asked_for_both_networks(scenes, tmp_path, monkeypatch):
+    model = create_model("ViT-Micro-32", head="gpo", embed_dim=16, probabilistic=False)
+    one = sum(p.numel() for p in model.parameters())
+    checkpoint_and_model = 16 * one
+    monkeypatch.setattr("probemb.runs.folder.free_bytes", lambda _: checkpoint_and_model + 1000)
+    options = {"data.path": scenes, **ONE_EPOCH}
+    assert run_here({**options, "method": "vse", "out": tmp_path / "one"}) == 0
+    with pytest.raises(UserError, match=f"{2 * one:,} parameters"):
+        run_here({**options, "method": "ncr", "out": tmp_path / "two"})
+    assert not (tmp_path / "two").exists()
 
 
 def test_noisy_correspondence_is_kept_with_the_run(scenes, tmp_path, monkeypatch):

@@ -65,18 +65,25 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
     torch.manual_seed(0)
     method = METHODS[config.method]
     size = {"embed_dim": 8} if config.model.head == "gpo" else {}
-    model = create_model(
-        "ViT-Micro-32", head=config.model.head, probabilistic=method.probabilistic, init_scale=5, init_shift=5, **size
-    )
-    joint = Joint(model, method(config, model, data))
-    for name in ("scale", "shift", "logit_scale"):
-        getattr(model, name).requires_grad_(name in joint.method.trains)
+    networks = [
+        create_model(
+            "ViT-Micro-32", head=config.model.head, probabilistic=method.probabilistic, init_scale=5, init_shift=5,
+            **size,
+        )
+        for _ in range(method.networks)
+    ]  # fmt: skip
+    model = networks[0]
+    joint = Joint(model, method(config, model, data), *networks[1:])
+    for network in networks:
+        for name in ("scale", "shift", "logit_scale"):
+            getattr(network, name).requires_grad_(name in joint.method.trains)
     joint = joint.double() if double else joint
     loader = PairLoader(data, create_transforms(model).train, tokenizer(), config.batch_size, config.seed, rank, world)
     o = config.optimizer
     schedule = Schedule(config.epochs, config.epochs - o.decay_epochs, 0.1, o.freeze_epochs, o.warmup_epochs)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
-    optimizer = create_optimizer(parameter_groups(model, joint.method, lr=0.01))
+    groups = [one for n in networks for one in parameter_groups(n, joint.method if n is model else None, lr=0.01)]
+    optimizer = create_optimizer(groups)
     return Trainer(accelerator, joint, optimizer, loader, schedule, config, **callbacks)
 
 
@@ -122,11 +129,11 @@ WORDS = ("--mix.ratio=0", "--size-augment=0.2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_equal_one_process(world, few, alone):
     """Losses and weights through the real loop and DDP, with the backbone frozen, and thawed and wrapped anew."""
-    names = TRAINED if world == 2 else TRAINED[:4]
+    names = TRAINED if world == 2 else (*TRAINED[:4], "ncr")
     for one in run_ranks(world, trained, few, names, WORDS):
         for name in names:
             (losses, state), (expected, weights) = one[name], alone[name]
-            assert len(losses) == 2
+            assert len(losses) == 2 * METHODS[name.split()[0]].networks
             np.testing.assert_allclose(losses, expected, rtol=1e-7, err_msg=name)
             for key, value in weights.items():
                 np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-7, err_msg=f"{name} {key}")
@@ -260,24 +267,63 @@ def test_the_backbone_is_frozen_first_and_trained_after(few):
     assert not torch.equal(seen[1][images], start[images])
 
 
-def test_the_average_is_that_of_both_towers_and_the_loss(few):
+@pytest.mark.parametrize("method", ["infonce", "ncr"])
+def test_the_average_is_that_of_both_towers_the_loss_and_all_networks(method, few):
     data = find_captioned(few, "train")
-    config = configured("infonce", "--epochs=3")
+    config = configured(method, "--epochs=3")
     trainer = make_trainer(config, data)
     trainer.schedule = Schedule(epochs=3, lr_drop_epoch=3, freeze_epochs=1, average_epochs=2)
-    trainer.average = WeightAverage(trainer.joint.model, trainer.joint.method)
+    trainer.average = WeightAverage(trainer.joint.model, trainer.joint.method, trainer.joint.second)
     ends = []
     trainer.end_epoch = lambda epoch: ends.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
     trainer.fit()
     assert trainer.average.n_averaged == 2
-    averaged = {f"model.{k}": v for k, v in trainer.average.model.state_dict().items()}
-    averaged |= {f"method.{k}": v for k, v in trainer.average.loss_module.state_dict().items()}
+    averaged = {f"method.{k}": v for k, v in trainer.average.loss_module.named_parameters()}
+    for name, network in zip(("model", "second"), trainer.average.networks):
+        averaged |= {f"{name}.{k}": v for k, v in network.named_parameters()}
     moved = 0
     for key, value in averaged.items():
         torch.testing.assert_close(value, (ends[1][key] + ends[2][key]) / 2, rtol=0, atol=1e-12, msg=key)
         moved += not torch.equal(value, ends[2][key])
-    assert moved > 20
-    assert not torch.equal(averaged["method.loss.tau"], ends[2]["method.loss.tau"])
+    assert moved > 20 * METHODS[method].networks
+    if method == "infonce":
+        assert not torch.equal(averaged["method.loss.tau"], ends[2]["method.loss.tau"])
+
+
+def test_two_networks_take_turns(few):
+    """From equal weights, each in an order of its own; one stands still while the other is trained."""
+    trainer = make_trainer(configured("ncr"), find_captioned(few, "train"))
+    networks, method = trainer.joint.networks, trainer.joint.method
+    networks[1].load_state_dict(networks[0].state_dict())
+    augment, forward, inputs, seen = trainer._augment, method.forward, [], []
+
+    def keep(pairs):
+        inputs.append(augment(pairs))
+        return inputs[-1]
+
+    def spy(batch, model):
+        assert model is networks[batch.network]
+        images, tokens, mask, _ = inputs[-1]
+        other, found = networks[1 - batch.network], batch.by_other()
+        for ours, theirs in zip(found, (other.encode_image(images, mask), other.encode_text(tokens))):
+            torch.testing.assert_close(ours.mean, theirs.mean.detach(), rtol=0, atol=0)
+            assert not ours.mean.requires_grad
+        weights = [network.text.transformer.resblocks[0].mlp.c_fc.weight.detach().clone() for network in networks]
+        seen.append((batch.network, batch.pair_index.tolist(), weights))
+        return forward(batch, model)
+
+    trainer._augment, method.forward = keep, spy
+    assert not trainer.fit()
+    turns, orders, weights = zip(*seen)
+    assert turns == (0, 1, 0, 1)
+    assert len({tuple(order) for order in orders}) == 4
+    assert torch.equal(*weights[0])
+    for (first, second), (first_later, second_later), turn in zip(weights, weights[1:], turns):
+        assert torch.equal(first, first_later) == (turn == 1)
+        assert torch.equal(second, second_later) == (turn == 0)
+    assert not torch.equal(*weights[2])
+    steps = [int(trainer.optimizer.state[network.text.token_embedding.weight]["step"]) for network in networks]
+    assert steps == [2, 2]
 
 
 def test_daa_sees_the_captions_as_they_are_trained_on(few):

@@ -86,7 +86,9 @@ def test_losses_that_cannot_be_split():
 
 def test_refined_labels():
     p, w = torch.tensor([0.2, 0.4]), torch.tensor([0.5, 0.1])
-    torch.testing.assert_close(refine_labels(p, w, torch.tensor([True, False])), torch.tensor([0.6, 0.4]))
+    clean, q = torch.tensor([True, False]), torch.tensor([0.9, 0.8])
+    torch.testing.assert_close(refine_labels(p, w, clean), torch.tensor([0.6, 0.4]))
+    torch.testing.assert_close(refine_labels(p, w, clean, q), torch.tensor([0.6, 0.6]))
 
 
 def test_authors_modes(parity):
