@@ -230,11 +230,11 @@ def _coco_rows(
     ids = [captions.image_ids[i] for i in pairs.kept], [n for i in pairs.kept for n in captions.caption_ids[i]]
     lists = []
 
-    def rank(images: Tensor, texts: Tensor, depth: int):
+    def rank(images: Tensor, texts: Tensor, depth: tuple[int, int]):
         known = len(images) == len(ranked.i2t) and len(texts) == len(ranked.t2i)
         known = known and all(torch.equal(rows, torch.arange(len(rows))) for rows in (images, texts))
         if known:  # the data is the test split as it is: ranked already
-            lists.append((ranked.i2t[:, :depth], ranked.t2i[:, :depth]))
+            lists.append((ranked.i2t[:, : depth[0]], ranked.t2i[:, : depth[1]]))
         else:
             lists.append(ranker(images, texts, depth))
         return lists[-1]

@@ -256,12 +256,10 @@ def make_model(config: Config):
 
 
 def validate(model, tokenizer, transforms, captioned, config: Config, accelerator) -> dict[str, float]:
-    """RSUM and recalls in percent on the validation split, ranked by CSD (a point model's is its cosine)."""
+    """RSUM and recalls in percent on the validation split, ranked by CSD (a point model by the cosine)."""
     import torch
 
-    from probemb.distances import csd
-    from probemb.metrics import retrieval_metrics, rsum
-    from probemb.pairs import embed_pairs
+    from finetune.rankings import KS, evaluate_retrieval
     from probemb.placement import Placement
 
     half = accelerator.mixed_precision == "bf16"
@@ -271,18 +269,14 @@ def validate(model, tokenizer, transforms, captioned, config: Config, accelerato
     # A scheduler's warning goes to the workers too, and would end them: they inherit that it waits.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        embedded = embed_pairs(
-            model, tokenizer, transforms.evaluate, captioned, placement=placement, workers=config.data.workers,
+        found = evaluate_retrieval(
+            model, tokenizer, transforms, captioned, placement=placement, workers=config.data.workers,
             batch_size=config.engine.eval_batch_size, max_bad=config.data.failure_share,
         )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         model.train(training)
-    scores = -csd(embedded.images, embedded.texts)
-    match = embedded.owner == torch.arange(len(embedded.images))[:, None]
-    i2t, t2i = retrieval_metrics(scores, match), retrieval_metrics(scores.T, match.T)
-    recalls = {f"{way}_r{k}": 100 * m[f"r@{k}"] for way, m in (("i2t", i2t), ("t2i", t2i)) for k in (1, 5, 10)}
-    return {"rsum": rsum(i2t, t2i), **recalls}
+    return {"rsum": found["rsum"]} | {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
 
 
 def finish_average(folder, average, tokenizer, transforms, validation, config: Config, accelerator) -> None:

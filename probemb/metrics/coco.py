@@ -22,9 +22,9 @@ from probemb.metrics.retrieval import Positives, mean_metrics, query_metrics, rs
 BENCHMARKS = ("coco", "cxc", "eccv")
 FOLDS = 5
 KS = (1, 5, 10)
-# (images, captions, depth or depths) -> lists of both directions: for every image the places of its closest captions
-# among `captions`, for every caption those of its closest images among `images`
-Rank = Callable[[Tensor, Tensor, int | tuple[int, int]], tuple[Tensor, Tensor]]
+# (images, captions, their depths) -> lists of both directions: for every image the places of its closest captions among
+# `captions`, for every caption those of its closest images among `images`
+Rank = Callable[[Tensor, Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 
 
 @lru_cache(1)
@@ -91,7 +91,7 @@ def coco_benchmarks(
     """Scores of each benchmark in both directions, shares in [0, 1].
 
     Args:
-        rank: (images, captions, depth) -> the ranked lists of both directions, over these rows of the data.
+        rank: (images, captions, depths) -> the ranked lists of both directions, over these rows of the data.
         image_ids, caption_ids: COCO's ids of all rows of the data.
 
     Returns:
@@ -110,7 +110,7 @@ def coco_benchmarks(
         out["coco_5k"] = _recalls(tops)
         folds = []
         for image_fold, caption_fold in zip(images.chunk(FOLDS), captions.chunk(FOLDS)):
-            folds.append(_recalls(rank(image_fold, caption_fold, max(KS))))
+            folds.append(_recalls(rank(image_fold, caption_fold, (max(KS), max(KS)))))
         mean = {
             way: {name: sum(fold[way][name] for fold in folds) / FOLDS for name in folds[0][way]}
             for way in ("i2t", "t2i")
@@ -132,7 +132,6 @@ def _recalls(tops: tuple[Tensor, Tensor]) -> dict:
     return out | {"rsum": rsum(out["i2t"], out["t2i"])}
 
 
-@lru_cache(1)
 def coco_depth() -> tuple[int, int]:
     """How deep the lists of both directions must go: as deep as the largest number of matches of a query."""
     package = package_metrics()

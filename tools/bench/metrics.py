@@ -141,7 +141,7 @@ def ours(embedded) -> dict:
 
     scores = csd_scores(*embedded)
 
-    def rank(images, captions, depth: int):
+    def rank(images, captions, depth):
         part = scores.only(images, captions)
         return rank_both(part, *part.shape, depth)
 
