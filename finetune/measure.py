@@ -259,14 +259,16 @@ def _plausible_rows(
 ) -> list[dict]:
     from probemb.metrics import plausible_match_r_precision
     from probemb.metrics.plausible import VARIANTS
+    from probemb.scores import both_ways
 
     images = labels[pairs.kept]
     texts = images[pairs.owner]
+    of_images, of_texts = both_ways(ranker.scores)
     rows = []
     for variant in VARIANTS:
         found = {
-            "i2t": plausible_match_r_precision(ranker.scores, images, texts, variant=variant),
-            "t2i": plausible_match_r_precision(ranker.scores.transposed(), texts, images, variant=variant),
+            "i2t": plausible_match_r_precision(of_images, images, texts, variant=variant),
+            "t2i": plausible_match_r_precision(of_texts, texts, images, variant=variant),
         }
         title = f"plausible matches, {variant}"
         row = {"positives": title, **about}

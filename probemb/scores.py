@@ -17,6 +17,7 @@ from probemb.distances import match_probability_of_samples
 from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
+WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +99,18 @@ def _take(x, index: Tensor):
     """Rows of a tensor or Gaussian, which is not copied where they are all rows."""
     whole = len(index) == len(x) and torch.equal(index, torch.arange(len(x)))
     return x if whole else x[index.to(x.device if isinstance(x, Tensor) else x.mean.device)]
+
+
+def both_ways(
+    scores: Scores, most: int = WHOLE_ELEMENTS
+) -> tuple[Tensor | Callable[[slice], Tensor], Tensor | Callable[[slice], Tensor]]:
+    """Scores and their transpose, for what reads them several times: computed once up to `most` of them, and whenever
+    they are asked for beyond that."""
+    rows, columns = scores.shape
+    if rows * columns > most:
+        return scores, scores.transposed()
+    whole = scores(slice(None))
+    return whole, whole.T
 
 
 def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: Tensor | float = 0.0) -> DotScores:

@@ -5,7 +5,7 @@ import torch
 
 from probemb import Gaussian
 from probemb.distances import csd, match_probability, match_probability_of_samples, wasserstein2
-from probemb.scores import SCORES, match_probability_scores
+from probemb.scores import SCORES, both_ways, match_probability_scores
 
 
 def pair(dtype=torch.float64):
@@ -31,6 +31,17 @@ def test_equal_the_distances(name, truth):
     rows, columns = torch.tensor([3, 1]), torch.tensor([10, 0, 4])
     torch.testing.assert_close(scores.only(rows, columns)(slice(0, 2)), want[rows][:, columns], rtol=1e-12, atol=1e-12)
     assert SCORES[name](*pair(torch.bfloat16))(slice(0, 7)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", list(SCORES))
+def test_both_ways_are_the_same_whether_held_or_not(name):
+    scores = SCORES[name](*pair())
+    forward, backward = both_ways(scores, most=77)
+    assert forward.shape == backward.T.shape == (7, 11)
+    again, transposed = both_ways(scores, most=76)
+    assert callable(again) and callable(transposed)
+    torch.testing.assert_close(again(slice(2, 5)), forward[2:5], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(transposed(slice(3, 9)), backward[3:9], rtol=1e-6, atol=1e-6)
 
 
 def test_one_set_of_samples_for_all_blocks(monkeypatch):

@@ -54,7 +54,7 @@ def plausible_match_r_precision(
     step = max(1, SORT_ELEMENTS // max(1, n_gallery))
     for start in range(0, n_queries, step):
         rows = slice(start, min(start + step, n_queries))
-        scores = at_least_float32(score(rows))
+        scores = at_least_float32(score(rows)).contiguous()  # a transposed matrix is slow to sort
         if not torch.isfinite(scores).all():
             raise ValueError("scores hold NaN or infinity: there is no ranking to measure")
         if variant == "pcme":

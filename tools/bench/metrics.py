@@ -190,16 +190,12 @@ def pmrp_loops(embedded, precision: str) -> dict:
 def our_pmrp(embedded) -> dict:
     """The library's."""
     from probemb.metrics import plausible_match_r_precision
-    from probemb.scores import csd_scores
+    from probemb.scores import both_ways, csd_scores
 
-    scores, of_images = csd_scores(*embedded), drawn_labels()
-    of_captions = of_images.repeat_interleave(5, dim=0)
-    out = {}
-    for way, score, sides in (
-        ("i2t", scores, (of_images, of_captions)),
-        ("t2i", scores.transposed(), (of_captions, of_images)),
-    ):
-        found = plausible_match_r_precision(score, *sides, zetas=ZETAS)["per_zeta"]
+    of_images = drawn_labels()
+    labels, out = (of_images, of_images.repeat_interleave(5, dim=0)), {}
+    for way, scores, sides in zip(("i2t", "t2i"), both_ways(csd_scores(*embedded)), (labels, labels[::-1])):
+        found = plausible_match_r_precision(scores, *sides, zetas=ZETAS)["per_zeta"]
         out |= {f"{way} zeta {zeta}": found[zeta]["r_precision"] for zeta in ZETAS}
     return out
 
