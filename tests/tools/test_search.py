@@ -313,7 +313,7 @@ def test_no_index():
 
 def test_a_picture_is_read_from_its_place(gallery, searcher, tmp_path):  # noqa: F811
     assert [searcher.picture(row) for row in range(N)] == gallery.jpegs
-    from tools.search.query import read_member
+    from tools.search.pictures import read_member
 
     with pytest.raises(LookupError, match="shorter"):
         read_member(gallery.tar, gallery.tar.stat().st_size - 10, 100)

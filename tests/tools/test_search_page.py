@@ -401,6 +401,45 @@ def test_pictures_that_are_gone(browser, gallery, searcher, tmp_path):  # noqa: 
             hidden.rename(gallery.tar)
 
 
+def test_pictures_of_shards_on_a_web_server(browser, gallery, tmp_path, monkeypatch):  # noqa: F811
+    from probemb.data.sources import Fetch
+    from tools.build_index import main as build
+    from tools.embed import main as embed
+    from tools.search.command import open_searcher, parse
+
+    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=3))
+    with serve_folder(gallery.tar.parent) as site:
+        embedded = str(tmp_path / "embedded")
+        embed(["--model", str(gallery.model), "--data", f"{site.address}/data", "--out", embedded, "--items", "image"])
+        build(["--embeddings", embedded, "--out", str(tmp_path / "index")])
+        remote = open_searcher(parse(["anything", "--index", str(tmp_path / "index"), "--device", "cpu"]))
+        with serving(remote) as server:
+            port = int(server.effective_port)
+            assert [remote.picture(row) for row in range(N)] == gallery.jpegs
+            browser.open(f"http://127.0.0.1:{port}/")
+            browser.wait("document.body.dataset.ready === 'yes'")
+            search_for(browser, "a red circle")
+            browser.run("document.querySelectorAll('.card img').forEach(i => i.loading = 'eager')")
+            browser.wait("[...document.querySelectorAll('.card img')].every(i => i.complete && i.naturalWidth === 32)")
+            site.troubles["00000.tar"] = ["silence"] * 12
+            waiting = [threading.Thread(target=request, args=(port, "GET", f"/picture/{row}")) for row in range(12)]
+            for one in waiting:
+                one.start()
+            started = time.monotonic()
+            while len(site.troubles["00000.tar"]) > 4:
+                assert time.monotonic() < started + 2
+                time.sleep(0.01)
+            assert post(port, [("text", "a red circle")])[0] == 200  # while eight pictures are waited for
+            assert time.monotonic() < started + 2.5
+            for one in waiting:
+                one.join()
+            site.troubles["00000.tar"] = [404]
+            status, _, data = request(port, path="/picture/3")
+            assert status == 404
+            assert "HTTP 404" in json.loads(data)["error"]
+            assert site.address.encode() not in data
+
+
 def test_a_form_of_another_site_is_refused_in_the_browser(browser, port, tmp_path):
     target = f"http://127.0.0.1:{port}/search"
     (tmp_path / "evil.html").write_text(
