@@ -354,7 +354,36 @@ def test_what_the_page_says_of_a_bad_upload(page, tmp_path):
     page.choose_files("#file", tmp_path / "large.jpg")
     page.wait(f"{STATUS}.textContent.includes('too large')")
     assert page.run("document.querySelectorAll('.given').length") == 1
+    assert "Choose a smaller image" in page.run(f"{STATUS}.textContent")
     page.complaints.clear()  # Chromium's own line about the 400
+
+
+@pytest.mark.parametrize("size", [UPLOAD + 100, UPLOAD + (3 << 20), 40 << 20])
+def test_an_upload_that_only_the_server_knows_to_be_too_large(page, tmp_path, size):
+    """As after it was started anew with a smaller --max-upload: Flask, waitress, or a broken connection refuse it."""
+    with open(tmp_path / "large.jpg", "wb") as file:
+        file.truncate(size)
+    page.run(f"about.max_upload = {1 << 30}")
+    page.choose_files("#file", tmp_path / "large.jpg")
+    page.wait("document.querySelectorAll('.given').length === 1")
+    page.click("#go")
+    page.wait(f"{STATUS}.className === 'problem'")
+    said = "The upload is too large: at most 2 MiB are taken. Choose a smaller image, or fewer parts."
+    assert page.run(f"{STATUS}.textContent") == said
+    page.click(".given .remove")
+    search_for(page, "a red circle")
+    assert page.run(f"{CARDS}.length") == 24
+    page.complaints.clear()  # Chromium's own lines about the 413 or the connection
+
+
+def test_a_server_that_has_gone(browser, searcher):  # noqa: F811
+    with serving(searcher) as server:
+        browser.open(f"http://127.0.0.1:{server.effective_port}/")
+        browser.wait("document.body.dataset.ready === 'yes'")
+    browser.click("#texts input")
+    browser.type("a red circle")
+    browser.press("Enter")
+    browser.wait(f"{STATUS}.textContent.startsWith('The server does not answer.')")
 
 
 def test_the_page_fits_a_phone(page):

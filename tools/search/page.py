@@ -89,7 +89,8 @@ def make_app(
 
     @app.errorhandler(RequestEntityTooLarge)
     def too_large(_):
-        return problem(413, f"The upload is too large: at most {max_upload / (1 << 20):g} MiB are taken.", "Send less.")
+        what = f"The upload is too large: at most {max_upload / (1 << 20):g} MiB are taken."
+        return problem(413, what, "Choose a smaller image, or fewer parts.")
 
     @app.errorhandler(HTTPException)
     def other(error):
