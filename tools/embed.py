@@ -13,7 +13,6 @@ fails gets no partition, and the command says so at its end.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import sys
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 PROG = "python -m tools.embed"
 GIB = 1 << 30
+MAX_CACHE_GIB = 1_000_000
 EXAMPLES = 20  # failures that a marker names; all are counted
 SHOWN = 5  # damaged shards that an error names
 
@@ -106,8 +106,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--skip-damaged", action="store_true", help="leave out what is damaged, for good")
     options = parser.parse_args(argv)
     check_numbers(options)
-    if not (math.isfinite(options.cache_gib) and options.cache_gib > 0):
-        raise UserError(f"--cache-gib is {options.cache_gib}.", "Give a number above 0.")
+    if not 0 < options.cache_gib <= MAX_CACHE_GIB:
+        raise UserError(f"--cache-gib is {options.cache_gib}.", f"Give a number above 0, up to {MAX_CACHE_GIB:,}.")
     return options
 
 
