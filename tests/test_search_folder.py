@@ -106,6 +106,15 @@ def test_flat_ranks_and_measures_exactly_as_csd(more, embeddings, tmp_path, monk
     assert sorted(file.suffix for file in tmp_path.rglob(".*")) == []
 
 
+def test_flat_vectors_are_filled_to_16_bytes_and_narrower_ones_are_read(embeddings, tmp_path, monkeypatch):
+    assert [width_of(512, form, "Flat") for form in ("csd", "mean")] == [516, 512]
+    index = build(embeddings, tmp_path / "index", "--factory", "Flat")
+    monkeypatch.setattr("probemb.search.index._multiple", lambda factory: 1)
+    before = build(embeddings, tmp_path / "before", "--factory", "Flat")
+    assert (index.width, before.width) == (20, 17)
+    assert torch.equal(search(before, queries(), 10)[1], search(index, queries(), 10)[1])
+
+
 @pytest.mark.parametrize(
     "factory",
     ["HNSW16", "IVF16,Flat", "IVF16,PQ16x4np", "OPQ8_16,IVF8,PQ8x6np", "SQ8", "PQ8x6np", "PCA14,Flat", "PQ8x4np,RFlat"],

@@ -120,6 +120,7 @@ def exact(gallery, queries, options: Namespace):
     from tools.bench.timing import report, time_in_turn
 
     with_u, alone = build(gallery, "Flat", "csd")[0], build(gallery, "Flat", "mean")[0]
+    bare = unpadded(gallery)
     q = as_gaussian(queries)
     mean, u = (torch.from_numpy(one) for one in gallery)
     distance, found = search(with_u, q, K)
@@ -138,10 +139,27 @@ def exact(gallery, queries, options: Namespace):
         (f"{len(q)} queries at once", lambda index: search(index, q, K)),
         (f"{len(single)} queries, one after the other", lambda index: [search(index, one, K) for one in rows(single)]),
     ):
-        variants = {"means": lambda run=run: run(alone), "CSD": lambda run=run: run(with_u)}
+        several = {"means": alone, "CSD": with_u, f"CSD, {bare.width} wide": bare}
+        variants = {name: lambda run=run, index=index: run(index) for name, index in several.items()}
         title = f"Flat, {options.items:,} items, D = {options.dim}, {title}"
         report(title, time_in_turn(variants, options.repeats), "means", target)
     return truth
+
+
+def unpadded(gallery):
+    """Flat under CSD in D + 1 dimensions and no more, to see what the zeros behind them are worth."""
+    import faiss
+    import torch
+
+    from probemb.search import Index
+    from probemb.search.index import gallery_vectors
+
+    mean, u = gallery
+    index = faiss.IndexFlatL2(mean.shape[1] + 1)
+    for first in range(0, len(u), CHUNK):
+        part = gallery_vectors(mean[first : first + CHUNK], u[first : first + CHUNK], "csd", "Flat")
+        index.add(part[:, : index.d].copy())
+    return Index((index,), "csd", mean.shape[1], index.d, torch.from_numpy(u))
 
 
 def rows(q):
