@@ -18,6 +18,8 @@ import yaml
 from probemb.errors import UserError, nearest
 
 Config = TypeVar("Config")
+LARGEST = 1_000_000  # batch, number of candidates and the like: more is a slip
+MAX_WORKERS = 512  # each is a process
 _TYPES = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "tuple": "a list",
     "list": "a list",
@@ -170,8 +172,10 @@ def check_numbers(config: Any, from_one: Sequence[str] = ("batch_size", "text_ba
         value = getattr(config, name, None)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number from 1 on.")
-    if config.workers is not None and config.workers < 0:
-        raise UserError(f"--workers is {config.workers}.", "Give 0 or more.")
+        if value is not None and value > LARGEST:
+            raise UserError(f"--{name.replace('_', '-')} is {value}.", f"Give at most {LARGEST:,}.")
+    if config.workers is not None and not 0 <= config.workers <= MAX_WORKERS:
+        raise UserError(f"--workers is {config.workers}.", f"Give 0 to {MAX_WORKERS}.")
     if not getattr(config, "temperature", 1.0) > 0:
         raise UserError(f"--temperature is {config.temperature}.", "Give a number above 0.")
     if not 0 <= config.max_bad <= 1:

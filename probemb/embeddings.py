@@ -1,21 +1,23 @@
 """The embeddings of shards in a folder: one partition a shard, complete once its marker is there.
 
-    OUT/embeddings.json          {"format", "model", "weights", "dim", "data", "items": {"image": n, "text": m}}
+    OUT/embeddings.json          {"format", "model", "weights", "dim", "data", "remote": {ADDRESS: [SHARD, …]},
+                                 "items": {"image": n, "text": m}}
     OUT/image/SHARD.npz          mean (n, D) float16, u (n,) float32 = sum of the variances
     OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
-    OUT/image/SHARD.done.json    {"shard", "bytes", "modified", "members", "samples", "without_image", "count",
-                                 "failures": {cause: n}, "examples"}, written last
+    OUT/image/SHARD.done.json    {"shard", "bytes", "modified" or "version", "members", "samples", "without_image",
+                                 "count", "failures": {cause: n}, "examples"}, written last
     OUT/text/…                   the same, a row for each caption: captions has that one, `number` says which it was
 
 SHARD is the tar's folder and name, so that several corpora fit into one folder of embeddings. `items` is there once
-every shard of `data` has been embedded. `tools.embed` writes the folder, `tools.build_index` reads it.
+every shard of `data` has been embedded; which those are of a corpus that lies elsewhere is in `remote`, so that nobody
+has to ask there again. `tools.embed` writes the folder, `tools.build_index` reads it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +46,7 @@ class Partition:
         kind: "image" or "text".
         name: of its files, without an extension.
         count: rows.
-        shard: path of the tar.
+        shard: path or address of the tar.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class Embeddings:
         dim: D.
         data: the corpora, as they were typed.
         items: rows by kind, once all of `data` is embedded; {} before.
+        remote: of those of `data` that are not here, the names of all partitions.
     """
 
     folder: Path
@@ -71,6 +74,7 @@ class Embeddings:
     dim: int
     data: tuple[str, ...]
     items: dict[str, int]
+    remote: dict[str, list[str]] = field(default_factory=dict)
 
     def partitions(self, kind: str) -> list[Partition]:
         """Those that are complete, in the order of their names. Raises UserError for a marker that is none."""
@@ -182,18 +186,23 @@ def open_embeddings(folder: str | Path) -> Embeddings:
         raise UserError(f"{path} has the format {content.get('format')!r}, not {FORMAT}.", "Embed the data anew.")
     try:
         model, weights, dim, data = (content[key] for key in ("model", "weights", "dim", "data"))
-        items = content.get("items", {})
+        items, remote = content.get("items", {}), content.get("remote", {})
         fine = type(model) is type(weights) is str and type(dim) is int and 0 < dim <= MAX_DIM
         fine &= all(type(one) is str for one in data) and all(items.get(kind, 0) >= 0 for kind in items)
+        fine &= all(type(name) is str for several in remote.values() for name in several)
         if not fine:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{path} does not describe embeddings.", "Embed the data anew into another folder.") from None
-    return Embeddings(Path(folder), model, weights, dim, tuple(data), items)
+    return Embeddings(Path(folder), model, weights, dim, tuple(data), items, remote)
 
 
-def plan_embeddings(folder: str | Path, model: str, weights: str, dim: int, data: Sequence[str]) -> Embeddings:
+def plan_embeddings(
+    folder: str | Path, model: str, weights: str, dim: int, data: Sequence[str], remote: dict[str, list[str]]
+) -> Embeddings:
     """A folder for the embeddings of `data`, which may hold some of them, or of other corpora, already. Writes nothing.
+
+    `remote`: as in `Embeddings`.
 
     Raises:
         UserError: it holds embeddings of another model, or something else, or cannot be written to.
@@ -210,13 +219,14 @@ def plan_embeddings(folder: str | Path, model: str, weights: str, dim: int, data
                 f"{model} ({weights[:12]}, {dim} dimensions).",
                 "Name another folder with --out, or the model that it was made with.",
             )
+        remote = held.remote | remote
         if set(data) <= set(held.data):
-            return held
+            return replace(held, remote=remote)
         data = tuple(dict.fromkeys((*held.data, *data)))
         model = held.model
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
-    return Embeddings(folder, model, weights, dim, data, {})
+    return Embeddings(folder, model, weights, dim, data, {}, remote)
 
 
 def save_embeddings(embeddings: Embeddings) -> None:
@@ -230,6 +240,8 @@ def save_embeddings(embeddings: Embeddings) -> None:
         "dim": embeddings.dim,
         "data": list(embeddings.data),
     }
+    if embeddings.remote:
+        content["remote"] = embeddings.remote
     if embeddings.items:
         content["items"] = embeddings.items
     try:

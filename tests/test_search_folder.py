@@ -87,6 +87,7 @@ def recall(found, truth, k=10):
 def test_flat_ranks_and_measures_exactly_as_csd(more, embeddings, tmp_path, monkeypatch):
     monkeypatch.setattr(items, "ROWS_PER_FILE", 128)
     monkeypatch.setattr(items, "ROWS_PER_GROUP", 32)
+    monkeypatch.setattr("tools.build_index.MIN_GIB", 0)  # the gallery is small
     index = build(embeddings, tmp_path / "index", "--factory", "Flat", *more)
     kind = "text" if "text" in more else "image"
     assert len(index.parts) == {(): 1, ("--part-items", 64): 11, ("--memory-gib", 1e-5): 5}.get(more, 1)
@@ -103,6 +104,15 @@ def test_flat_ranks_and_measures_exactly_as_csd(more, embeddings, tmp_path, monk
     with pytest.raises(IndexError):
         index.item(700)
     assert sorted(file.suffix for file in tmp_path.rglob(".*")) == []
+
+
+def test_flat_vectors_are_filled_to_16_bytes_and_narrower_ones_are_read(embeddings, tmp_path, monkeypatch):
+    assert [width_of(512, form, "Flat") for form in ("csd", "mean")] == [516, 512]
+    index = build(embeddings, tmp_path / "index", "--factory", "Flat")
+    monkeypatch.setattr("probemb.search.index._multiple", lambda factory: 1)
+    before = build(embeddings, tmp_path / "before", "--factory", "Flat")
+    assert (index.width, before.width) == (20, 17)
+    assert torch.equal(search(before, queries(), 10)[1], search(index, queries(), 10)[1])
 
 
 @pytest.mark.parametrize(
@@ -177,6 +187,8 @@ def test_the_choice_says_why():
     codes = choose_factory(1_000_000, 512, gib)
     assert codes.factory == "OPQ64_512,IVF4096,PQ64np"
     assert "compressed" in codes.why
+    assert "from the disk" not in codes.why
+    assert "from the disk" in choose_factory(1_000_000_000, 512, gib).why
     assert choose_factory(1_000_000_000, 1024, 500 * gib).factory == "OPQ64_512,IVF131072_HNSW32,PQ64np"
     for n in (1000, 10**6, 10**9):
         assert n / cell_count(n) >= 39  # below, FAISS warns
@@ -233,7 +245,18 @@ def test_an_index_of_another_model_is_refused(embeddings, tmp_path):
         (["--factory", "IVF4096,Flat"], "cannot be made from 700 items"),
         (["--train-items", "701"], "--train-items is 701 of 700 items"),
         (["--part-items", "0"], "--part-items is 0"),
+        (["--part-items", "-5"], "--part-items is -5"),
+        (["--part-items", "nan"], "--part-items: invalid int value: 'nan'"),
         (["--memory-gib", "nan"], "--memory-gib is nan"),
+        (["--memory-gib", "0"], r"--memory-gib is 0\.0"),
+        (["--memory-gib", "-1"], r"--memory-gib is -1\.0"),
+        (["--memory-gib", "inf"], "--memory-gib is inf, and this machine has"),
+        (["--memory-gib", "1e9"], r"--memory-gib is 1e\+09, and this machine has .*say --factory"),
+        (["--memory-gib", "0.000001"], r"--memory-gib is 1e-06, which holds no index\. Give at least 0\.001"),
+        (["--effort", "5"], "The index 'Flat' looks at everything"),
+        (["--effort", "0"], "--effort is 0"),
+        (["--factory", "HNSW8", "--effort", str(10**30)], r"--effort is 1,000,.* of 700 items"),
+        (["--seed", "-1"], "--seed is -1"),
         (["--form", "variance"], "invalid choice: 'variance'"),
         (["--kind", "audio"], "invalid choice: 'audio'"),
         (["--embeddings", "nowhere"], "There are no embeddings in nowhere"),
@@ -262,6 +285,17 @@ def test_what_cannot_be_built_is_refused(words, message, embeddings, tmp_path, m
         main(argv)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["EMPTY", "OTHER", "PARTLY", "there"]
     assert not list((tmp_path / "there").iterdir())
+
+
+def test_an_index_has_no_more_parts_than_a_search_can_open(embeddings, tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.build_index.MAX_PARTS", 9)
+    monkeypatch.setattr("tools.build_index.MIN_GIB", 0)  # the gallery is small
+    words = ["--embeddings", str(embeddings.folder), "--out", str(tmp_path / "index"), "--factory", "Flat"]
+    with pytest.raises(UserError, match=r"cuts 700 items into more than 9 parts\. Give at least 78\."):
+        main([*words, "--part-items", "77"])
+    with pytest.raises(UserError, match=r"--memory-gib 1e-06 holds 15 of 700 items .* Give at least 5\.4e-06\."):
+        main([*words, "--memory-gib", "1e-6"])
+    assert len(build(embeddings, tmp_path / "index", *words[4:], "--memory-gib", "5.4e-6").parts) == 9
 
 
 def one_row():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 import time
@@ -57,17 +58,18 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             self.send_error(404)
             return
-        start = 0
-        if asked and site.ranges:
-            start = int(re.fullmatch(r"bytes=(\d+)-", asked)[1])
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        start, end, part = 0, len(data), asked and site.ranges
+        if part:
+            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", asked).groups()
+            start, end = int(first), min(end, int(last) + 1 if last else end)
+        body = data[start:end]
+        self.send_response(206 if part else 200)
+        if part:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         if site.ranges:
-            self.send_header("ETag", f'"{len(data)}-{name}"')
-        self.send_header("Content-Length", str(len(data) - start))
+            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        body = data[start:]
         if trouble == "garbage":
             body = bytes(len(body))
         if trouble in ("cut", "stall"):

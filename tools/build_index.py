@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PROG = "python -m tools.build_index"
 GIB = 1 << 30
+MIN_GIB = 0.001  # less holds no part of any index
+MAX_PARTS = 1_000  # a search opens every one of them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +88,14 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a number above 0.")
+    if options.memory_gib is not None and options.memory_gib < MIN_GIB:
+        raise UserError(f"--memory-gib is {options.memory_gib:g}, which holds no index.", f"Give at least {MIN_GIB}.")
+    machine = machine_memory() / GIB
+    if options.memory_gib is not None and options.memory_gib > machine:
+        raise UserError(
+            f"--memory-gib is {options.memory_gib:g}, and this machine has {machine:.1f}.",
+            "Give less; for a search on a larger machine say --factory, and --part-items for what is filled at a time.",
+        )
     if options.seed < 0:
         raise UserError(f"--seed is {options.seed}.", "Give 0 or more.")
     return options
@@ -101,7 +111,7 @@ def refuse_repeated(sources: Sequence[Embeddings]) -> None:
 def choose(options: Namespace, count: int, dim: int) -> Choice:
     """The factory that was asked for, or the one that suits."""
     from probemb.search import Choice, choose_factory
-    from probemb.search.choice import bytes_per_item, default_effort, training_count
+    from probemb.search.choice import bytes_per_item, default_effort, takes_effort, training_count
     from probemb.search.unfinished import read_plan
 
     memory = int((options.memory_gib or machine_memory() / GIB / 2) * GIB)
@@ -109,12 +119,29 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
         choice = choose_factory(count, dim, memory)
     else:
         choice = Choice(options.factory, f"{options.factory}, as asked for.", default_effort(options.factory))
+    if options.effort and not takes_effort(choice.factory):
+        raise UserError(f"The index '{choice.factory}' looks at everything.", "Leave --effort out.")
+    if options.effort and count and options.effort > count:
+        raise UserError(f"--effort is {options.effort:,} of {count:,} items.", "Give fewer.")
     plan = read_plan(options.out)
     if (plan.get("factory"), plan.get("count")) == (choice.factory, count):  # it goes on on any machine
         options.part_items = options.part_items or plan.get("rows")
         options.train_items = options.train_items or plan.get("train_items")
+    each = bytes_per_item(choice.factory, dim)
     if options.part_items is None:
-        options.part_items = max(1, min(count, memory // bytes_per_item(choice.factory, dim)))
+        options.part_items = max(1, min(count, memory // each))
+        if memory < each or count > MAX_PARTS * options.part_items:
+            needed = max(each, -(-count // MAX_PARTS) * each)
+            raise UserError(
+                f"--memory-gib {options.memory_gib or memory / GIB:g} holds {memory // each:,} of {count:,} items at a "
+                f"time, and an index has at most {MAX_PARTS:,} parts.",
+                f"Give at least {1.1 * needed / GIB:.2g}.",
+            )
+    if count > MAX_PARTS * options.part_items:
+        raise UserError(
+            f"--part-items {options.part_items:,} cuts {count:,} items into more than {MAX_PARTS:,} parts.",
+            f"Give at least {-(-count // MAX_PARTS):,}.",
+        )
     if options.train_items is None:
         options.train_items = training_count(choice.factory, count, dim, memory) or None
     return Choice(choice.factory, choice.why, options.effort or choice.effort)

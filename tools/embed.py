@@ -5,14 +5,14 @@
     python -m tools.embed --part 3/16 …                                       # one of sixteen jobs; see docs/search.md
 
 One partition a shard, written when the shard is done: a command that is repeated goes on where the last one stopped.
-Several processes share the shards among themselves by their order. What cannot be read is left out and counted; a
-shard of which too much fails gets no partition, and the command says so at its end.
+Several processes share the shards among themselves by their order. Shards that lie elsewhere (http, s3, pipe:, …) are
+fetched as pretraining fetches them, one by one. What cannot be read is left out and counted; a shard of which too much
+fails gets no partition, and the command says so at its end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import sys
@@ -20,18 +20,19 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.command import Parser, check_numbers, run_command
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
-    from probemb.data.shards import SampleSpan
+    from probemb.data.index import Shard
     from probemb.embeddings import Embeddings
     from tools.embed_reading import Batch, Work
 
 PROG = "python -m tools.embed"
+GIB = 1 << 30
+MAX_CACHE_GIB = 1_000_000
 EXAMPLES = 20  # failures that a marker names; all are counted
 SHOWN = 5  # damaged shards that an error names
 
@@ -42,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = ("image", "text") if options.items == "both" else (options.items,)
     part = share(options.part)
 
+    from probemb.data.sources import Remote
     from probemb.placement import place
+    from tools.embed_shards import distinct, find_corpora, partition_names, pending
 
-    shards = find_shards(options.data)
+    corpora = find_corpora(options.data)
+    shards = distinct(corpora.values())
     names = partition_names(shards)
+    refuse_large(shards, options.cache_gib)
+    elsewhere = {data: partition_names(found) for data, found in corpora.items() if isinstance(found[0].path, Remote)}
     placement = place(local_device(options.device), options.precision)
 
     import torch
@@ -57,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if placement.device.startswith("cuda"):
         torch.cuda.set_device(placement.device)  # else every rank holds memory of the first GPU too
     loaded = load_model(options.model, device=placement.device)
-    data = [os.path.abspath(one) for one in options.data]
-    out = plan_embeddings(options.out, options.model, weights_sha256(loaded.model), loaded.model.embed_dim, data)
+    weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
+    out = plan_embeddings(options.out, options.model, weights, dim, list(corpora), elsewhere)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     works = pending(out, mine, kinds)
     save_embeddings(replace(out, items={}) if works else out)
@@ -82,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     """The options, checked as far as they can be without reading anything."""
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="run folder, model folder, .safetensors file or hub name")
-    parser.add_argument("--data", required=True, nargs="+", help="folders or patterns of webdataset shards, or tars")
+    parser.add_argument("--data", required=True, nargs="+", help="folders, patterns or addresses of webdataset shards")
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
@@ -94,9 +100,14 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument(
         "--max-bad", type=float, default=0.05, help="largest share of a shard's samples that may fail (%(default)s)"
     )
+    parser.add_argument(
+        "--cache-gib", type=float, default=100.0, help="most that fetched shards take on the disk (%(default)s)"
+    )
     parser.add_argument("--skip-damaged", action="store_true", help="leave out what is damaged, for good")
     options = parser.parse_args(argv)
     check_numbers(options)
+    if not 0 < options.cache_gib <= MAX_CACHE_GIB:
+        raise UserError(f"--cache-gib is {options.cache_gib}.", f"Give a number above 0, up to {MAX_CACHE_GIB:,}.")
     return options
 
 
@@ -119,97 +130,17 @@ def local_device(device: str) -> str:
     return f"cuda:{rank}" if torch.cuda.is_available() or device == "cuda" else "cpu"
 
 
-def find_shards(data: Sequence[str]) -> list[Path]:
-    """The tars that --data names, each once, in order. Raises UserError."""
-    from probemb.data.reading import find_tars
-    from probemb.data.sources import is_remote
+def refuse_large(shards: Sequence[Shard], gib: float) -> None:
+    """Raises UserError for a remote shard that is larger than all fetched ones together may be."""
+    from probemb.data.sources import Remote
 
-    found: dict[Path, None] = {}
-    for one in data:
-        if is_remote(one):
-            raise UserError(f"{one} is not a file here.", "Copy the shards to a disk first: search shows their images.")
-        tars = find_tars(one)
-        if not tars:
-            there = "holds no webdataset shards" if Path(one).exists() else "does not exist"
-            raise UserError(f"The data path {one} {there}.", "Name a folder of .tar files, a pattern, or one tar.")
-        found |= dict.fromkeys(Path(os.path.abspath(tar)) for tar in tars)  # a link keeps its own name
-    return list(found)
-
-
-def partition_names(shards: Sequence[Path]) -> list[str]:
-    """FOLDER-SHARD for each tar. Raises UserError if two tars would have the same."""
-    names = [f"{shard.parent.name}-{shard.stem}".encode("utf-8", "backslashreplace").decode() for shard in shards]
-    if len(set(names)) < len(names):
-        twice = next(name for name, count in Counter(names).items() if count > 1)
-        both = [str(shard) for shard, name in zip(shards, names) if name == twice]
+    remote = [shard for shard in shards if isinstance(shard.path, Remote)]
+    largest = max(remote, key=lambda shard: shard.bytes, default=None)
+    if largest and largest.bytes > gib * GIB:
         raise UserError(
-            f"{both[0]} and {both[1]} have the same folder name and name.",
-            "Embed them into two folders; tools.build_index takes several.",
+            f"{largest.path} has {largest.bytes / GIB:.3g} GiB, more than --cache-gib {gib:g} allows.",
+            "Raise --cache-gib to a few times that, as the next shards are fetched while one is read.",
         )
-    return names
-
-
-def pending(out: Embeddings, shards: Sequence[tuple[Path, str]], kinds: Sequence[str]) -> list[Work]:
-    """What is left to do of these shards. Raises UserError if a partition is another shard's."""
-    from tools.embed_reading import Work
-
-    works = []
-    for path, name in shards:
-        left = []
-        for kind in kinds:
-            marker = out.marker(kind, name)
-            if marker and marker.get("shard") != str(path):
-                raise UserError(
-                    f"{out.folder} has embeddings of {marker.get('shard')} under the name {name}.",
-                    f"Embed {path} into another folder; tools.build_index takes several.",
-                )
-            if not marker or not is_unchanged(path, marker):
-                left.append(kind)
-        if left:
-            works.append(Work(path, name, tuple(left)))
-    return works
-
-
-def is_unchanged(path: Path, marker: dict) -> bool:
-    """Whether a shard is the one that was embedded: of the same time or, as after copying, with the same members."""
-    from probemb.data.shards import BadShard
-    from tools.embed_reading import list_images
-
-    status = path.stat()
-    if marker.get("bytes") != status.st_size:
-        return False
-    if marker.get("modified") == status.st_mtime_ns:
-        return True
-    try:
-        return marker.get("members") == members_digest(list_images(path)[0])
-    except BadShard:
-        return False
-
-
-def members_digest(spans: Sequence[SampleSpan]) -> str:
-    """SHA-256 over the names, places and sizes of a shard's samples."""
-    return hashlib.sha256(repr([(span.key, sorted(span.parts.items())) for span in spans]).encode()).hexdigest()
-
-
-def count_samples(works: Sequence[Work]) -> int:
-    """Samples of the shards, as their indexes say or else as their headers do; 0 for one that cannot be read."""
-    from probemb.data.index import INDEX_NAME, read_index_file
-    from probemb.data.shards import BadShard
-    from tools.embed_reading import list_images
-
-    known: dict[Path, dict[str, int]] = {}
-    total = 0
-    for work in works:
-        folder = work.path.parent
-        if folder not in known:
-            indexed = (folder / INDEX_NAME).is_file()
-            known[folder] = {shard.name: shard.samples for shard in read_index_file(folder)} if indexed else {}
-        if work.path.name in known[folder]:
-            total += known[folder][work.path.name]
-            continue
-        with contextlib.suppress(BadShard, OSError):
-            total += len(list_images(work.path)[0])
-    return total
 
 
 def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, placement, preemption) -> bool:
@@ -218,13 +149,15 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
 
     from probemb.progress import progress
     from tools.embed_reading import default_workers, read_batches
+    from tools.embed_shards import count_samples
 
     if not works:
         return False
     model, tokenizer, transforms = loaded
     samples = count_samples(works)
     workers = default_workers(options.workers, placement.device, samples)
-    batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers)
+    limit = int(options.cache_gib * GIB)
+    batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers, limit)
     means, uncertainties = [], []
     with progress("samples", samples) as advance, torch.inference_mode(), contextlib.closing(batches):
         for batch in reading(batches):
@@ -292,13 +225,11 @@ def write(out: Embeddings, work: Work, means, uncertainties, model, options: Nam
     import torch
 
     from probemb.classify import encode_texts
+    from tools.embed_shards import identity
 
-    status = work.path.stat()
     marker = {
         "shard": str(work.path),
-        "bytes": status.st_size,
-        "modified": status.st_mtime_ns,
-        "members": members_digest(work.spans),
+        **identity(work),
         "samples": len(work.spans),
         "without_image": work.skipped,
         "failures": causes(work),
@@ -367,14 +298,12 @@ def refuse_nonfinite(mean, u, work: Work) -> None:
 
 def finish(out: Embeddings) -> dict[str, int]:
     """Write how many items there are of each kind that is embedded for every shard of all corpora, and return it."""
-    from probemb.data.reading import find_tars
     from probemb.embeddings import KINDS, open_embeddings, save_embeddings
+    from tools.embed_shards import distinct, local_shards, partition_names
 
     now = open_embeddings(out.folder)  # another part may have written it meanwhile
-    shards = {
-        Path(os.path.abspath(tar)) for one in now.data for tar in find_tars(one)
-    }  # none of a corpus that was removed since
-    names, counts = set(partition_names(sorted(shards))), {}
+    here = distinct(local_shards(one) for one in now.data if one not in now.remote)  # none of a corpus that is gone
+    names, counts = {*partition_names(here), *(name for several in now.remote.values() for name in several)}, {}
     for kind in KINDS:
         done = {part.name: part.count for part in now.partitions(kind)}
         if names <= set(done) and done:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from probemb.data.ahead import FetchAhead
+from probemb.data.cache import Scratch, ShardCache
+from probemb.data.index import Shard
 from probemb.data.shards import (
     IMAGE_EXTENSIONS,
     TEXT_EXTENSIONS,
@@ -25,9 +29,15 @@ from probemb.data.shards import (
     read_sample,
     walk_tar,
 )
+from probemb.data.sources import Remote
+from probemb.errors import UserError
 
 if TYPE_CHECKING:
+    from typing import BinaryIO
+
     import torch
+
+AHEAD = 3  # remote shards that are fetched while one is read
 
 
 @dataclass
@@ -35,9 +45,10 @@ class Work:
     """A shard to embed: which kinds of it are wanted, and what has come of it so far.
 
     Attributes:
-        path: of the tar; name: of its partitions.
+        shard: the tar; name: of its partitions.
         kinds: of KINDS, those that are not there yet.
         damage: why it cannot be used, "" if it can.
+        file: where it could be read; version: of a remote one, as its server stated when it was fetched.
         spans: its samples, once it was walked; skipped: groups of files that are none.
         images: rows of `spans` whose image was embedded.
         failures: (key, reason) of samples that were left out.
@@ -45,16 +56,23 @@ class Work:
         tokens: one tensor (n, L) for each batch.
     """
 
-    path: Path
+    shard: Shard
     name: str
     kinds: tuple[str, ...]
     damage: str = ""
+    file: Path | None = None
+    version: str | None = None
     spans: list[SampleSpan] = field(default_factory=list)
     skipped: int = 0
     images: list[int] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
     captions: list[list[str] | None] = field(default_factory=list)
     tokens: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path | Remote:
+        """Where the shard lies."""
+        return self.shard.path
 
 
 class Job(NamedTuple):
@@ -158,28 +176,84 @@ def _collate(rows: list) -> Batch:
     )
 
 
+class Shelf:
+    """Shards as files: what lies elsewhere is fetched, a few of them ahead, and removed once it has been read.
+
+    Args:
+        limit: bytes that fetched shards may take together.
+    """
+
+    def __init__(self, works: Sequence[Work], limit: int):
+        self._works = works
+        self._scratch = Scratch() if any(isinstance(work.path, Remote) for work in works) else None
+        self._cache = self._scratch and ShardCache(self._scratch.folder, limit, option="--cache-gib")
+        self._ahead = self._scratch and FetchAhead(self._cache)
+        self._open: dict[int, BinaryIO] = {}  # those that must stay
+
+    def take(self, number: int) -> None:
+        """Say in a work where its file is. Raises BadShard: it cannot be fetched, and UserError: there is no room."""
+        work = self._works[number]
+        if isinstance(work.path, Path):
+            work.file = work.path
+            return
+        for other in self._works[number : number + 1 + AHEAD]:
+            if isinstance(other.path, Remote):
+                self._ahead.request(other.shard)
+        self._ahead.wait(work.shard)
+        try:
+            self._open[number] = self._cache.open(work.path, work.shard.bytes)
+        except OSError as error:
+            raise UserError(
+                f"A fetched shard cannot be kept in {self._scratch.folder}: {error.strerror}.",
+                "Free some space, or name another folder with TMPDIR.",
+            ) from error
+        work.file, work.version = self._cache.path(work.path, work.shard.bytes), self._cache.versions.get(work.path)
+
+    def give_back(self, number: int) -> None:
+        """Its batches have all come."""
+        if number in self._open:
+            self._open.pop(number).close()
+            self._cache.remove(self._works[number].path, self._works[number].shard.bytes)
+
+    def close(self) -> None:
+        """Remove what is left."""
+        for number in list(self._open):
+            self.give_back(number)
+        if self._scratch:
+            self._ahead.close()
+            self._scratch.close()
+
+
 def read_batches(
-    works: Sequence[Work], transform: Callable, tokenizer: Callable, batch_size: int, workers: int
+    works: Sequence[Work], transform: Callable, tokenizer: Callable, batch_size: int, workers: int, limit: int
 ) -> Iterator[Batch]:
-    """Batches of all shards in their order, each shard ended by one with `last`; fills `spans` and `damage`."""
+    """Batches of all shards in their order, each shard ended by one with `last`; fills `spans` and `damage`.
+
+    `limit`: bytes that shards from elsewhere may take here together.
+    """
     import torch
     from torch.utils.data import DataLoader
+
+    shelf = Shelf(works, limit)
 
     def jobs() -> Iterator[list[Job]]:
         for number, work in enumerate(works):
             try:
-                work.spans, work.skipped = list_images(work.path)
+                shelf.take(number)
+                work.spans, work.skipped = list_images(work.file)
+                if len(work.spans) < work.shard.samples:
+                    raise BadShard(f"holds {len(work.spans):,} samples, but its index says {work.shard.samples:,}")
             except BadShard as error:
-                work.damage = str(error).removeprefix(f"{work.path}: ")
+                work.damage = str(error).removeprefix(f"{work.file}: ").removeprefix(f"{work.path}: ")
             except OSError as error:
                 work.damage = f"cannot be read ({error.strerror})"
             work.captions = [None] * len(work.spans)
-            every = [Job(number, row, str(work.path), span, work.kinds) for row, span in enumerate(work.spans)]
+            every = [Job(number, row, str(work.file), span, work.kinds) for row, span in enumerate(work.spans)]
             for start in range(0, len(every), batch_size):
                 yield every[start : start + batch_size]
-            yield [Job(number, -1, str(work.path), None, work.kinds)]
+            yield [Job(number, -1, "", None, work.kinds)]
 
-    yield from DataLoader(
+    loader = DataLoader(
         _Samples(transform, tokenizer),
         batch_sampler=jobs(),
         num_workers=workers,
@@ -187,6 +261,11 @@ def read_batches(
         worker_init_fn=_begin_worker,
         pin_memory=torch.cuda.is_available(),
     )
+    with closing(shelf):
+        for batch in loader:
+            yield batch
+            if batch.last:
+                shelf.give_back(batch.number)
 
 
 def _begin_worker(_: int) -> None:

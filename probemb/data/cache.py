@@ -23,7 +23,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import BinaryIO
 
-from probemb.data.sources import PATIENT, Fetch, Remote, fetch
+from probemb.data.sources import PATIENT, Again, Fetch, Remote, fetch
 from probemb.data.tar import BadShard
 from probemb.errors import UserError
 
@@ -42,13 +42,18 @@ class ShardCache:
         folder: made if it is missing; on a file system of this machine, as locks over a network are not to be trusted.
         limit: bytes that all shards in it may take together, those being fetched included.
         how: patience of every fetch.
+        option: how a person raises `limit`, for messages.
+
+    Attributes:
+        versions: of what this process has fetched from the web, the version that the server stated (see `Again`).
 
     Raises:
         UserError: the folder cannot be made, or its file system has no locks.
     """
 
-    def __init__(self, folder: Path, limit: int, how: Fetch = PATIENT):
-        self.folder, self.limit, self.how = folder, limit, how
+    def __init__(self, folder: Path, limit: int, how: Fetch = PATIENT, option: str = "data.cache_gib"):
+        self.folder, self.limit, self.how, self.option = folder, limit, how, option
+        self.versions: dict[Remote, str | None] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self._making_room():
@@ -68,10 +73,10 @@ class ShardCache:
         if size > self.limit:
             raise CacheFull(
                 f"{remote} has {size / GIB:.2f} GiB, more than the {self.limit / GIB:.2f} GiB of the cache of shards.",
-                "Raise data.cache_gib.",
+                f"Raise {self.option}.",
             )
-        name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
-        path, part, began = self.folder / f"{name}.tar", self.folder / f"{name}.part", time.time()
+        path, began = self.path(remote, size), time.time()
+        part = path.with_suffix(".part")
         while True:
             file = _open_whole(path, size)
             if file is not None:
@@ -87,7 +92,9 @@ class ShardCache:
                     continue
                 while not self._make_room(file, part, size, wait):
                     time.sleep(0.05)
-                fetch(remote, file, size, self.how)
+                again = Again()
+                fetch(remote, file, size, self.how, again=again)
+                self.versions[remote] = again.version
                 os.fsync(file.fileno())
                 _mark_used(file)
                 with self._making_room():  # a name that changes while room is counted would be missed
@@ -102,6 +109,15 @@ class ShardCache:
             part.with_suffix(".failed").unlink(missing_ok=True)
             fcntl.flock(file, fcntl.LOCK_SH)
             return file
+
+    def path(self, remote: Remote, size: int) -> Path:
+        """Where the shard lies while `open` keeps it here."""
+        name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
+        return self.folder / f"{name}.tar"
+
+    def remove(self, remote: Remote, size: int) -> None:
+        """Give its room to others now, where no process will open it again; whoever has it open can go on reading."""
+        self.path(remote, size).unlink(missing_ok=True)
 
     def _raise_failure(self, part: Path, began: float) -> None:
         """Those who waited for a fetch that failed share its failure, instead of trying one after the other."""
@@ -139,7 +155,7 @@ class ShardCache:
             return False
         raise CacheFull(
             f"The cache of shards ({self.limit / GIB:.2f} GiB) is full of {len(used)} shards being read.",
-            "Raise data.cache_gib, or use fewer lanes or workers: each worker reads a shard for each of its lanes.",
+            f"Raise {self.option}, or use fewer workers or lanes: each worker reads a shard for each of its lanes.",
         )
 
 

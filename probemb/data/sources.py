@@ -28,12 +28,14 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO
+from email.message import Message
+from typing import BinaryIO, TypeVar
 from urllib.parse import quote
 
 from probemb.data.tar import BadShard
 from probemb.errors import UserError, nearest
 
+Got = TypeVar("Got")
 CHUNK = 1 << 20
 SLOWEST = 1024  # bytes per second, over one time-out: a server that trickles holds up a run like one that is silent
 LONGEST_PAUSE = 60.0
@@ -100,12 +102,12 @@ class Fetch:
 PATIENT = Fetch()
 
 
-class _Failed(Exception):
+class Failed(Exception):
     """An attempt failed; `wait` is how many seconds the server asks for, or None where no attempt can succeed."""
 
-    def __init__(self, reason: str, wait: float | None = 0.0):
+    def __init__(self, reason: str, wait: float | None = 0.0, code: int | None = None):
         super().__init__(reason)
-        self.wait = wait
+        self.wait, self.code = wait, code
 
 
 def is_remote(source: str) -> bool:
@@ -147,24 +149,33 @@ def fetch(
     attempt_one = {"pipe": _from_command, "http": _from_web, "https": _from_web}.get(remote.scheme, _from_fsspec)
     limit = limit if size is None else size
     again = again or Again()
+
+    def attempt() -> int:
+        attempt_one(remote, file, limit, how.timeout, again)
+        got = file.tell()
+        if size is not None and got != size:
+            raise Failed(f"it has {got:,} bytes, but its index says {size:,}")
+        return got
+
+    return patiently(attempt, remote, how)
+
+
+def patiently(attempt: Callable[[], Got], remote: Remote, how: Fetch) -> Got:
+    """What an attempt to reach `remote` gives; one that fails for now is made again. Raises BadShard, as `fetch`."""
     reason, wait = "", 0.0
-    for attempt in range(how.attempts):
-        if attempt:
-            pause = min(LONGEST_PAUSE, how.backoff * 2 ** (attempt - 1))
+    for number in range(how.attempts):
+        if number:
+            pause = min(LONGEST_PAUSE, how.backoff * 2 ** (number - 1))
             time.sleep(max(pause * random.SystemRandom().uniform(0.5, 1), min(wait, LONGEST_PAUSE)))
         try:
-            attempt_one(remote, file, limit, how.timeout, again)
-            got = file.tell()
-            if size is not None and got != size:
-                raise _Failed(f"it has {got:,} bytes, but its index says {size:,}")
-            return got
-        except _Failed as error:
+            return attempt()
+        except Failed as error:
             reason, wait = " ".join(str(error).split()), error.wait
         except TimeoutError:
             reason, wait = f"no answer in {how.timeout:g} s", 0.0
         except (OSError, http.client.HTTPException) as error:
             reason, wait = _describe(error), 0.0
-        if wait is None:
+        if wait is None or how.attempts == 1:
             raise BadShard(f"{remote}: cannot be fetched ({reason})") from None
     raise BadShard(f"{remote}: cannot be fetched in {how.attempts} attempts (the last: {reason})")
 
@@ -198,54 +209,65 @@ def _write(file: BinaryIO, data: bytes) -> None:
             raise
         raise UserError(
             f"There is no room left for fetched shards: {error.strerror}.",
-            "Free some space, lower data.cache_gib, or name another folder with data.cache.",
+            "Free some space, lower data.cache_gib (--cache-gib), or name another folder with data.cache (TMPDIR).",
         ) from None
 
 
-def _copy(read: Callable[[], bytes], file: BinaryIO, limit: int, timeout: float) -> None:
+def copy(read: Callable[[], bytes], file: BinaryIO, limit: int, timeout: float) -> None:
     """Append all that `read` gives, until it gives nothing."""
     since, count = time.monotonic(), 0
     while data := read():
         if file.tell() + len(data) > limit:
-            raise _Failed(f"it has more than {limit:,} bytes, which it should have at most", wait=None)
+            raise Failed(f"it has more than {limit:,} bytes, which it should have at most", wait=None)
         _write(file, data)
         count += len(data)
         elapsed = time.monotonic() - since
         if elapsed >= timeout:
             if count < SLOWEST * elapsed:
-                raise _Failed(f"only {count:,} bytes came in {elapsed:.0f} s")
+                raise Failed(f"only {count:,} bytes came in {elapsed:.0f} s")
             since, count = time.monotonic(), 0
 
 
-def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
-    headers = {"User-Agent": "probemb", "Accept-Encoding": "identity"}
-    start = file.tell() if again.version else 0
-    if start:
-        headers |= {"Range": f"bytes={start}-", "If-Range": again.version}
-    request = urllib.request.Request(remote.address, headers=headers)
+def open_web(remote: Remote, headers: dict[str, str], timeout: float) -> http.client.HTTPResponse:
+    """The answer of a web server, whose body is not read yet. Raises Failed, OSError, HTTPException."""
+    headers = {"User-Agent": "probemb", "Accept-Encoding": "identity", **headers}
     try:
-        response = urllib.request.urlopen(request, timeout=timeout)
+        return urllib.request.urlopen(urllib.request.Request(remote.address, headers=headers), timeout=timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416:  # more bytes are here than there
-            again.version = None
         passing = error.code >= 500 or error.code in _AGAIN
         asked = error.headers.get("Retry-After", "")
         wait = float(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0.0
-        raise _Failed(f"HTTP {error.code} {error.reason}", wait if passing else None) from None
+        raise Failed(f"HTTP {error.code} {error.reason}", wait if passing else None, error.code) from None
     except ValueError as error:  # what urllib raises for an address that is none
-        raise _Failed(str(error), wait=None) from None
+        raise Failed(str(error), wait=None) from None
+
+
+def version_in(headers: Message) -> str | None:
+    """What tells a version of a file from its others, as If-Range takes it: a strong ETag, or else the date."""
+    tag = headers.get("ETag", "")
+    return tag if tag.startswith('"') else headers.get("Last-Modified")
+
+
+def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
+    start = file.tell() if again.version else 0
+    go_on = {"Range": f"bytes={start}-", "If-Range": again.version} if start else {}
+    try:
+        response = open_web(remote, go_on, timeout)
+    except Failed as error:
+        if error.code == 416:  # more bytes are here than there
+            again.version = None
+        raise
     with response:
         resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         if response.status == 206 and not resumed:
             again.version = None
-            raise _Failed("the server answers with another range than it was asked for")
+            raise Failed("the server answers with another range than it was asked for")
         again.begin(file, start if resumed else 0)
-        tag = response.headers.get("ETag", "")
-        again.version = tag if tag.startswith('"') else response.headers.get("Last-Modified")
-        _copy(lambda: response.read1(CHUNK), file, limit, timeout)
+        again.version = version_in(response.headers)
+        copy(lambda: response.read1(CHUNK), file, limit, timeout)
         if response.length:  # what http.client still expects of the length that the header states
-            raise _Failed(f"the connection broke off {response.length:,} bytes before the end")
+            raise Failed(f"the connection broke off {response.length:,} bytes before the end")
 
 
 def _from_command(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
@@ -272,7 +294,7 @@ def _from_process(argv: list[str], file: BinaryIO, limit: int, timeout: float) -
             return os.read(process.stdout.fileno(), CHUNK)
 
         try:
-            _copy(read, file, limit, timeout)
+            copy(read, file, limit, timeout)
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
@@ -284,7 +306,7 @@ def _from_process(argv: list[str], file: BinaryIO, limit: int, timeout: float) -
         if process.returncode:
             words.seek(max(0, words.seek(0, os.SEEK_END) - 2000))
             said = words.read().decode(errors="replace").strip().splitlines()
-            raise _Failed(f"exit code {process.returncode}{': ' + said[-1][:200] if said else ''}")
+            raise Failed(f"exit code {process.returncode}{': ' + said[-1][:200] if said else ''}")
 
 
 def _describe(error: Exception) -> str:

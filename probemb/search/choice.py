@@ -47,7 +47,9 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
     size = count * (parts + 8)
     why = f"IVF-PQ, compressed: {shape} would take {_size(graph)} as a graph"
     why += f", and {_size(memory)} are given" if graph > memory else ", which takes too long to build"
-    why += f"; codes of {parts} bytes in {cells:,} cells take {_size(size)}. Distances are approximate."
+    why += f"; codes of {parts} bytes in {cells:,} cells take {_size(size)}"
+    why += ", which is still more: searches will read from the disk" if size > memory else ""
+    why += ". Distances are approximate."
     return Choice(factory, why, default_effort(factory))
 
 
@@ -65,6 +67,11 @@ def default_effort(factory: str) -> int | None:
     if found:
         return min(int(found[1]), max(16, int(int(found[1]) ** 0.5)))
     return EF_SEARCH if "HNSW" in factory else None
+
+
+def takes_effort(factory: str) -> bool:
+    """Whether a search can look at fewer or more candidates."""
+    return re.search(r"IVF|IMI|HNSW", factory) is not None
 
 
 def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62) -> int:

@@ -122,7 +122,11 @@ def gallery_vectors(mean: np.ndarray, u: np.ndarray, form: str, factory: str) ->
 
 
 def width_of(dim: int, form: str, factory: str) -> int:
-    """Dimensions of the vectors: D, or D + 1, up to the next number that the factory's quantizers can cut."""
+    """Dimensions of the vectors: D, or D + 1, up to the next number that the factory's quantizers can cut.
+
+    Flat vectors are filled up to whole 16 bytes: zeros change no distance, and a search of 513 dimensions takes longer
+    than one of 516 (`tools.bench.search`).
+    """
     columns = dim + (form == "csd")
     return -(-columns // _multiple(factory)) * _multiple(factory)
 
@@ -266,12 +270,14 @@ def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarra
 
 
 def _multiple(factory: str) -> int:
-    """Product quantizers cut vectors into equal parts: the number of parts, by which the width must be divisible.
+    """By what the width must be divisible: by the number of equal parts into which product quantizers cut vectors.
 
     Where a transform gives the vectors a width of its own, as in OPQ64_512 or PCA256, any width will do before it.
     """
     if re.match(r"(OPQ\d+_\d+|PCA[RW]*\d+)", factory):
         return 1
+    if factory == "Flat":
+        return 4
     return int(np.lcm.reduce([int(n) for n in re.findall(r"PQ(\d+)", factory) if int(n) > 0] or [1]))
 
 

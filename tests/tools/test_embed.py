@@ -1,7 +1,6 @@
 """python -m tools.embed on real tars with a real model."""
 
 import io
-import json
 import multiprocessing
 import os
 import resource
@@ -16,56 +15,14 @@ import torch
 
 from probemb.command import run_command
 from probemb.data.images import decode_image
-from probemb.data.index import Shard, write_index
 from probemb.data.scenes import scene
 from probemb.data.shards import iterate_samples
 from probemb.embeddings import open_embeddings
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model, weights_sha256
+from tests.embedding import contents, corpus, options, whole  # noqa: F401 - fixtures
 from tests.world import jpeg, run_folder, write_tar  # noqa: F401 - a fixture
 from tools.embed import main
-
-PER_SHARD = 6
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    """Four shards of six scenes, with one to three captions each, and their index; the third has a sample without."""
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    rows = []
-    for number in range(4):
-        members = []
-        for i in range(PER_SHARD):
-            captions = [f"caption {number} {i} {j} {'word ' * 5 * j}" for j in range(1 + i % 3)]
-            text = (".cls", b"3") if (number, i) == (2, 4) else (".txt", "\n".join(captions).encode())
-            members += [(f"{number}{i}.jpg", jpeg(scene("embed", 10 * number + i))), (f"{number}{i}{text[0]}", text[1])]
-        path = write_tar(folder / f"{number:05d}.tar", members)
-        rows.append(Shard(path.name, path, PER_SHARD, path.stat().st_size))
-    write_index(folder, rows)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def whole(corpus, run_folder, tmp_path_factory):  # noqa: F811
-    """The corpus, embedded in one go."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    assert main(options(run_folder, corpus, out)) == 0
-    return out
-
-
-def options(model, data, out, *more):
-    return ["--model", str(model), "--data", str(data), "--out", str(out), "--batch-size", "4", *map(str, more)]
-
-
-def contents(folder):
-    """Every partition's bytes, and where each marker says that they come from."""
-    found = {}
-    for file in sorted(folder.rglob("*.*")):
-        if file.suffix in (".npz", ".parquet"):
-            found[str(file.relative_to(folder))] = file.read_bytes()
-        elif file.name != "embeddings.json":
-            found[str(file.relative_to(folder))] = json.loads(file.read_text())
-    return found
 
 
 def start(argv, prepare=lambda: None, **environ):
@@ -276,13 +233,18 @@ def test_what_cannot_run_is_refused(whole, corpus, run_folder, tmp_path, monkeyp
         (options("other", corpus, whole), rf"{run_folder} \(\w+, 16 dimensions\), not of other \(\w+, 24 dimensions\)"),
         (options(run_folder, "nowhere", "out"), "The data path nowhere does not exist"),
         (options(run_folder, "empty", "out"), "The data path empty holds no webdataset shards"),
-        (options(run_folder, "https://host/a.tar", "out"), "is not a file here"),
+        (options(run_folder, "s4://bucket/corpus", "out"), "'s4:' is not a known source"),
         (options(run_folder, corpus, "full"), "full holds other files"),
         (options(run_folder, corpus, "file"), "--out file is a file"),
         (options("nowhere", corpus, "out"), "There is no model"),
         (options(run_folder, corpus, "out", "--part", "3/2"), "--part 3/2 is not a part"),
         (options(run_folder, corpus, "out", "--batch-size", "0"), "--batch-size is 0"),
         (options(run_folder, corpus, "out", "--max-bad", "2"), "--max-bad is 2"),
+        (options(run_folder, corpus, "out", "--max-bad", "nan"), "--max-bad is nan"),
+        *((options(run_folder, corpus, "out", "--cache-gib", x), f"--cache-gib is {x}") for x in ("nan", "inf", "-1")),
+        (options(run_folder, corpus, "out", "--batch-size", str(10**30)), "Give at most 1,000,000"),
+        (options(run_folder, corpus, "out", "--text-batch-size", "-1"), "--text-batch-size is -1"),
+        (options(run_folder, corpus, "out", "--workers", "1000000"), "--workers is 1000000"),
         (options(run_folder, corpus, "out", "--items", "all"), "invalid choice: 'all'"),
         (options(run_folder, corpus, "out", "--device", "cuda") if not torch.cuda.is_available() else
          options(run_folder, corpus, "out", "--device", "cuda:99"), "was asked for"),

@@ -266,7 +266,19 @@ def test_captions_cannot_speak_to_the_terminal(gallery, capsys):  # noqa: F811
         (["a", "--top", "0"], "0 results"),
         (["a", "--max-uncertainty", "nan"], "is nan"),
         (["a", "--min-precision", "1.5"], "1.5"),
+        (["a", "--top", "1000000"], "1000000 results"),
+        (["a", "--top", "1e3"], "--top: invalid int value"),
+        (["a", "--max-uncertainty", "-1"], "is -1"),
+        (["a", "--max-item-uncertainty", "inf"], "is inf"),
+        (["a", "--min-precision", "nan"], "is nan"),
+        (["a", "--min-precision", "0"], "precision is 0"),
         (["a", "--effort", "4"], "looks at everything"),
+        (["a", "--effort", "0"], "--effort is 0"),
+        (["a", "--effort", str(10**30)], "of 40 items"),
+        (["--serve", "--max-upload", "0"], "--max-upload is 0"),
+        (["--serve", "--max-upload", "100000"], "--max-upload is 100000"),
+        (["--serve", "--port", "-1"], "no port -1"),
+        (["--calibrate", "x", "--within", "0"], "--within is 0"),
         (["a" * (MAX_TEXT + 1)], "characters"),
         (["a"] * 9, "9 parts"),
         (["a", "--serve"], "three different things"),
@@ -313,7 +325,7 @@ def test_no_index():
 
 def test_a_picture_is_read_from_its_place(gallery, searcher, tmp_path):  # noqa: F811
     assert [searcher.picture(row) for row in range(N)] == gallery.jpegs
-    from tools.search.query import read_member
+    from tools.search.pictures import read_member
 
     with pytest.raises(LookupError, match="shorter"):
         read_member(gallery.tar, gallery.tar.stat().st_size - 10, 100)

@@ -354,7 +354,36 @@ def test_what_the_page_says_of_a_bad_upload(page, tmp_path):
     page.choose_files("#file", tmp_path / "large.jpg")
     page.wait(f"{STATUS}.textContent.includes('too large')")
     assert page.run("document.querySelectorAll('.given').length") == 1
+    assert "Choose a smaller image" in page.run(f"{STATUS}.textContent")
     page.complaints.clear()  # Chromium's own line about the 400
+
+
+@pytest.mark.parametrize("size", [UPLOAD + 100, UPLOAD + (3 << 20), 40 << 20])
+def test_an_upload_that_only_the_server_knows_to_be_too_large(page, tmp_path, size):
+    """As after it was started anew with a smaller --max-upload: Flask, waitress, or a broken connection refuse it."""
+    with open(tmp_path / "large.jpg", "wb") as file:
+        file.truncate(size)
+    page.run(f"about.max_upload = {1 << 30}")
+    page.choose_files("#file", tmp_path / "large.jpg")
+    page.wait("document.querySelectorAll('.given').length === 1")
+    page.click("#go")
+    page.wait(f"{STATUS}.className === 'problem'")
+    said = "The upload is too large: at most 2 MiB are taken. Choose a smaller image, or fewer parts."
+    assert page.run(f"{STATUS}.textContent") == said
+    page.click(".given .remove")
+    search_for(page, "a red circle")
+    assert page.run(f"{CARDS}.length") == 24
+    page.complaints.clear()  # Chromium's own lines about the 413 or the connection
+
+
+def test_a_server_that_has_gone(browser, searcher):  # noqa: F811
+    with serving(searcher) as server:
+        browser.open(f"http://127.0.0.1:{server.effective_port}/")
+        browser.wait("document.body.dataset.ready === 'yes'")
+    browser.click("#texts input")
+    browser.type("a red circle")
+    browser.press("Enter")
+    browser.wait(f"{STATUS}.textContent.startsWith('The server does not answer.')")
 
 
 def test_the_page_fits_a_phone(page):
@@ -399,6 +428,45 @@ def test_pictures_that_are_gone(browser, gallery, searcher, tmp_path):  # noqa: 
             browser.wait("document.querySelector('.frame').textContent === 'The picture is not there.'")
         finally:
             hidden.rename(gallery.tar)
+
+
+def test_pictures_of_shards_on_a_web_server(browser, gallery, tmp_path, monkeypatch):  # noqa: F811
+    from probemb.data.sources import Fetch
+    from tools.build_index import main as build
+    from tools.embed import main as embed
+    from tools.search.command import open_searcher, parse
+
+    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=3))
+    with serve_folder(gallery.tar.parent) as site:
+        embedded = str(tmp_path / "embedded")
+        embed(["--model", str(gallery.model), "--data", f"{site.address}/data", "--out", embedded, "--items", "image"])
+        build(["--embeddings", embedded, "--out", str(tmp_path / "index")])
+        remote = open_searcher(parse(["anything", "--index", str(tmp_path / "index"), "--device", "cpu"]))
+        with serving(remote) as server:
+            port = int(server.effective_port)
+            assert [remote.picture(row) for row in range(N)] == gallery.jpegs
+            browser.open(f"http://127.0.0.1:{port}/")
+            browser.wait("document.body.dataset.ready === 'yes'")
+            search_for(browser, "a red circle")
+            browser.run("document.querySelectorAll('.card img').forEach(i => i.loading = 'eager')")
+            browser.wait("[...document.querySelectorAll('.card img')].every(i => i.complete && i.naturalWidth === 32)")
+            site.troubles["00000.tar"] = ["silence"] * 12
+            waiting = [threading.Thread(target=request, args=(port, "GET", f"/picture/{row}")) for row in range(12)]
+            for one in waiting:
+                one.start()
+            started = time.monotonic()
+            while len(site.troubles["00000.tar"]) > 4:
+                assert time.monotonic() < started + 2
+                time.sleep(0.01)
+            assert post(port, [("text", "a red circle")])[0] == 200  # while eight pictures are waited for
+            assert time.monotonic() < started + 2.5
+            for one in waiting:
+                one.join()
+            site.troubles["00000.tar"] = [404]
+            status, _, data = request(port, path="/picture/3")
+            assert status == 404
+            assert "HTTP 404" in json.loads(data)["error"]
+            assert site.address.encode() not in data
 
 
 def test_a_form_of_another_site_is_refused_in_the_browser(browser, port, tmp_path):

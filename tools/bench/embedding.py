@@ -107,14 +107,15 @@ def ours(loaded, shards: Path, items: str, options: Namespace, placement) -> Non
 
     from probemb.embeddings import Embeddings
     from probemb.runs.preemption import Preemption
-    from tools.embed import embed, find_shards, partition_names, pending
+    from tools.embed import embed
+    from tools.embed_shards import local_shards, partition_names, pending
 
     given = Namespace(batch_size=options.batch, text_batch_size=256, workers=options.workers, max_bad=0.0,
-                      skip_damaged=False)  # fmt: skip
+                      skip_damaged=False, cache_gib=1.0)  # fmt: skip
     kinds = ("image", "text") if items == "both" else (items,)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         out = Embeddings(Path(folder), "x", "x", loaded.model.embed_dim, (str(shards),), {})
-        tars = find_shards([str(shards)])
+        tars = local_shards(str(shards))
         works = pending(out, list(zip(tars, partition_names(tars))), kinds)
         embed(loaded, out, works, given, placement, Preemption())
         done = sum(part.count for kind in kinds for part in out.partitions(kind))

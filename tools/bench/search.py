@@ -5,7 +5,7 @@
 
 Three tables: exact search with and without the uncertainty, in turn; recall of the ten closest against queries per
 second for each approximate index; and at equal recall the same factory over the means, re-ranked (PCME++ §C.5), with
-the cheapest number of candidates that reaches it.
+the cheapest number of candidates that reaches it, up to the highest recall of either; these pairs are timed in turn.
 
 The items are synthetic: directions around clustered centres in a space of 64 dimensions, turned into D, with a little
 noise in all of them; uncertainties are log-normal, so that they change the ranking. Queries lie near items.
@@ -14,6 +14,7 @@ noise in all of them; uncertainties are log-normal, so that they change the rank
 from __future__ import annotations
 
 import json
+import re
 import resource
 import time
 from argparse import Namespace
@@ -21,8 +22,9 @@ from argparse import Namespace
 from probemb.command import Parser, run_command
 
 K = 10
-EFFORTS = (4, 8, 16, 32, 64, 128, 256, 512)
+NODES = (4, 8, 16, 32, 64, 128, 256, 512)  # of a graph to look at; of an inverted file up to all of its cells
 CANDIDATES = (10, 20, 50, 100, 200, 500, 1000)
+TURNS = 5  # times the repeats
 RECALLS = (0.7, 0.8, 0.9, 0.95, 0.99)
 CHUNK = 50_000
 
@@ -118,6 +120,7 @@ def exact(gallery, queries, options: Namespace):
     from tools.bench.timing import report, time_in_turn
 
     with_u, alone = build(gallery, "Flat", "csd")[0], build(gallery, "Flat", "mean")[0]
+    bare = unpadded(gallery)
     q = as_gaussian(queries)
     mean, u = (torch.from_numpy(one) for one in gallery)
     distance, found = search(with_u, q, K)
@@ -136,10 +139,27 @@ def exact(gallery, queries, options: Namespace):
         (f"{len(q)} queries at once", lambda index: search(index, q, K)),
         (f"{len(single)} queries, one after the other", lambda index: [search(index, one, K) for one in rows(single)]),
     ):
-        variants = {"means": lambda run=run: run(alone), "CSD": lambda run=run: run(with_u)}
+        several = {"means": alone, "CSD": with_u, f"CSD, {bare.width} wide": bare}
+        variants = {name: lambda run=run, index=index: run(index) for name, index in several.items()}
         title = f"Flat, {options.items:,} items, D = {options.dim}, {title}"
         report(title, time_in_turn(variants, options.repeats), "means", target)
     return truth
+
+
+def unpadded(gallery):
+    """Flat under CSD in D + 1 dimensions and no more, to see what the zeros behind them are worth."""
+    import faiss
+    import torch
+
+    from probemb.search import Index
+    from probemb.search.index import gallery_vectors
+
+    mean, u = gallery
+    index = faiss.IndexFlatL2(mean.shape[1] + 1)
+    for first in range(0, len(u), CHUNK):
+        part = gallery_vectors(mean[first : first + CHUNK], u[first : first + CHUNK], "csd", "Flat")
+        index.add(part[:, : index.d].copy())
+    return Index((index,), "csd", mean.shape[1], index.d, torch.from_numpy(u))
 
 
 def rows(q):
@@ -161,6 +181,12 @@ def brute_force(mean, u, queries):
     return best, truth.gather(1, order)
 
 
+def efforts_of(factory: str) -> tuple[int, ...]:
+    """What a search looks at, from little to much."""
+    found = re.search(r"IVF(\d+)", factory)
+    return NODES if found is None else tuple(2**i for i in range(int(found[1]).bit_length()))
+
+
 def approximate(gallery, queries, truth, factory: str, options: Namespace) -> None:
     """The second and third table for one factory."""
     import faiss
@@ -180,7 +206,7 @@ def approximate(gallery, queries, truth, factory: str, options: Namespace) -> No
     table = Table()
     for heading in ("effort", "recall@10", "queries/s"):
         table.add_column(heading, justify="right")
-    for effort in EFFORTS:
+    for effort in efforts_of(factory):
         known = set_effort(index, effort)
         point = measure(lambda: search(index, q, K)[1], truth, options.repeats)
         ours.append({"effort": effort, **point})
@@ -190,19 +216,27 @@ def approximate(gallery, queries, truth, factory: str, options: Namespace) -> No
     console.print(table)
     record = {"factory": factory, "items": options.items, "dim": options.dim, "build_s": seconds, "csd": ours}
     if not options.no_two_step:
-        del index
-        index, _ = build(gallery, factory, "mean")
+        means, _ = build(gallery, factory, "mean")
         theirs = []
-        for effort in EFFORTS:
-            known = set_effort(index, effort)
+        for effort in efforts_of(factory):
+            known = set_effort(means, effort)
             for candidates in CANDIDATES:
                 if candidates <= options.items:
-                    run = lambda c=candidates: rerank(index, q, K, c)[1]  # noqa: E731
+                    run = lambda c=candidates: rerank(means, q, K, c)[1]  # noqa: E731
                     theirs.append({"effort": effort, "candidates": candidates, **measure(run, truth, options.repeats)})
             if known is None:
                 break
         record["two_step"] = [p for p in theirs if not any(dominates(other, p) for other in theirs)]
-        console.print(equal_recall(ours, theirs))
+
+        def one_step(point: dict):
+            set_effort(index, point["effort"])
+            return search(index, q, K)
+
+        def two_steps(point: dict):
+            set_effort(means, point["effort"])
+            return rerank(means, q, K, point["candidates"])
+
+        console.print(equal_recall(ours, theirs, one_step, two_steps, len(q), options.repeats))
     print(json.dumps(record))
 
 
@@ -223,24 +257,36 @@ def dominates(one: dict, other: dict) -> bool:
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
-def equal_recall(ours: list[dict], theirs: list[dict]):
-    """The fastest point of each form that reaches a recall."""
+def equal_recall(ours: list[dict], theirs: list[dict], one_step, two_steps, count: int, repeats: int):
+    """The fastest point of each form that reaches a recall, timed in turn; also at the highest recall of either."""
+    import statistics
+
     from rich.table import Table
+
+    from tools.bench.timing import time_in_turn
 
     table = Table(title="at equal recall", title_justify="left")
     for heading in ("recall@10", "CSD, queries/s", "two steps, queries/s", "candidates", "CSD / two steps"):
         table.add_column(heading, justify="right")
-    for recall in RECALLS:
+    most = [max(p["recall"] for p in points) for points in (ours, theirs)]
+    for recall in sorted({*RECALLS, *most}):
         one, two = (
             max((p for p in points if p["recall"] >= recall), key=lambda p: p["queries_s"], default=None)
             for points in (ours, theirs)
         )
+        ratio = ""
+        if one and two:
+            variants = {"one": lambda p=one: one_step(p), "two": lambda p=two: two_steps(p)}
+            seconds = time_in_turn(variants, TURNS * repeats)
+            ratio = f"{statistics.median(b / a for a, b in zip(seconds['one'], seconds['two'])):.2f}"
+            medians = (count / statistics.median(several) for several in seconds.values())
+            one, two = ({**point, "queries_s": speed} for point, speed in zip((one, two), medians))
         table.add_row(
-            f"{recall}",
+            f"{recall:.3f}" + (" (the most)" if recall in most else ""),
             f"{one['queries_s']:,.0f}" if one else "not reached",
             f"{two['queries_s']:,.0f}" if two else "not reached",
             f"{two['candidates']:,}" if two else "",
-            f"{one['queries_s'] / two['queries_s']:.2f}" if one and two else "",
+            ratio,
         )
     return table
 

@@ -104,6 +104,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"--max-upload is {options.max_upload}.", "Give 1 to 1024 MiB.")
     if options.effort is not None and options.effort < 1:
         raise UserError(f"--effort is {options.effort}.", "Give a whole number from 1 on.")
+    if options.within < 1:
+        raise UserError(f"--within is {options.within}.", "Give a whole number from 1 on.")
     return options
 
 
@@ -115,6 +117,8 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     placement = place(options.device, options.precision)
     on_gpu = options.serve and placement.device.startswith("cuda")  # a single query is answered before it is there
     index = load_index(options.index, device="auto" if on_gpu else "cpu")
+    if options.effort is not None and options.effort > len(index):
+        raise UserError(f"--effort is {options.effort:,} of {len(index):,} items.", "Give fewer.")
     if options.effort is not None and set_effort(index, options.effort) is None:
         raise UserError(f"The index '{index.factory}' looks at everything.", "Leave --effort out.")
     from probemb.models import load_model, weights_sha256

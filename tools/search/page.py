@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).with_name("static")
 SMALL, LARGE = 480, 1600  # pixels of the longer side
 FORM_BYTES = 256 << 10  # of all texts of a form
+THREADS = 16  # twice what may wait for pictures from elsewhere (`pictures.FETCHES`)
 SAMPLED = 64  # items of the gallery whose uncertainties give the sliders their ends
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -88,7 +89,8 @@ def make_app(
 
     @app.errorhandler(RequestEntityTooLarge)
     def too_large(_):
-        return problem(413, f"The upload is too large: at most {max_upload / (1 << 20):g} MiB are taken.", "Send less.")
+        what = f"The upload is too large: at most {max_upload / (1 << 20):g} MiB are taken."
+        return problem(413, what, "Choose a smaller image, or fewer parts.")
 
     @app.errorhandler(HTTPException)
     def other(error):
@@ -134,8 +136,9 @@ def make_app(
         if row >= len(searcher.index):
             abort(404)
         try:
+            fetched = searcher.fetched_picture(row)  # not in turn: a server that is slow must not hold up the others
             with one_at_a_time:
-                data = shrink(searcher.picture(row), side)
+                data = shrink(fetched or searcher.picture(row), side)
         except LookupError as error:
             return problem(404, f"The picture is not there: {error}.", "Put the shards back where they were indexed.")
         return Response(data, mimetype="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
@@ -261,7 +264,7 @@ def make_server(app: Flask, host: str, port: int, max_upload: int):
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # "task queue depth": every page asks for 24 pictures
     try:
         return create_server(
-            app, host=host, port=port, threads=4, ident=None, connection_limit=200, channel_timeout=30,
+            app, host=host, port=port, threads=THREADS, ident=None, connection_limit=200, channel_timeout=30,
             max_request_body_size=max_upload + (1 << 20), max_request_header_size=16 << 10,
         )  # fmt: skip
     except (OSError, ValueError, OverflowError) as error:

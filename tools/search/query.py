@@ -186,11 +186,19 @@ class Searcher:
         }
 
     def picture(self, row: int) -> bytes:
-        """The encoded image of an item as it lies in its shard. Raises LookupError: it is not there any more."""
+        """The encoded image of an item as it lies in its shard. Raises LookupError: it is not at hand."""
+        from tools.search.pictures import read_picture
+
         item = self.index.item(row)
         if not item.get("shard") or item.get("offset") is None:
             raise LookupError("the index has no picture of this item")
-        return read_member(Path(item["shard"]), int(item["offset"]), int(item["size"]))
+        return read_picture(item["shard"], int(item["offset"]), int(item["size"]))
+
+    def fetched_picture(self, row: int) -> bytes | None:
+        """`picture` of an item whose shard is not a file here, else None. Raises LookupError."""
+        from probemb.data.sources import is_remote
+
+        return self.picture(row) if is_remote(self.index.item(row).get("shard") or "") else None
 
 
 def check_wish(wish: Wish) -> None:
@@ -207,32 +215,6 @@ def check_wish(wish: Wish) -> None:
             raise UserError(f"The {name} is {value}.", "Give a number from 0 on.")
     if wish.min_precision is not None and not 0 < wish.min_precision <= 1:
         raise UserError(f"The wanted precision is {wish.min_precision}.", "Give a share above 0 and up to 1.")
-
-
-def read_member(shard: Path, offset: int, size: int) -> bytes:
-    """Bytes of an image in a shard. Raises LookupError."""
-    import os
-    import stat
-
-    from probemb.data.shards import MAX_IMAGE_BYTES
-
-    if offset < 0 or not 0 < size <= MAX_IMAGE_BYTES:
-        raise LookupError(f"the index states {size:,} bytes at {offset:,}")
-    try:
-        fd = os.open(shard, os.O_RDONLY | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise LookupError(f"the shard cannot be opened ({getattr(error, 'strerror', None) or error})") from None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise LookupError("the shard is no file")
-        data = os.pread(fd, size, offset)
-    except OSError as error:
-        raise LookupError(f"the shard cannot be read ({error.strerror})") from None
-    finally:
-        os.close(fd)
-    if len(data) != size:
-        raise LookupError("the shard has become shorter")
-    return data
 
 
 def read_image(path: Path) -> QueryImage:

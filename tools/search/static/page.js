@@ -46,12 +46,15 @@ function addText(value = "") {
   return input;
 }
 
+const isTooLarge = (several) => several.reduce((sum, file) => sum + file.size, 0) > about.max_upload - 65536;
+const tooLarge = () =>
+  `The upload is too large: at most ${Math.floor(about.max_upload / 1048576)} MiB are taken. Choose a smaller image, or fewer parts.`;
+
 function addFiles(chosen) {
   for (const file of chosen) {
-    const total = files.reduce((sum, one) => sum + one.size, file.size);
-    if (total > about.max_upload - 65536) {
-      const limit = Math.floor(about.max_upload / 1048576);
-      return say(`The upload is too large: at most ${limit} MiB are taken. Choose a smaller image.`, "problem");
+    if (isTooLarge([...files, file])) {
+      say(tooLarge(), "problem");
+      break;
     }
     files.push(file);
     const figure = make("figure", "given");
@@ -145,15 +148,29 @@ async function ask(results = PAGE) {
   say("Searching …");
   try {
     const response = await fetch("/search", { method: "POST", body: form });
-    const answer = await response.json().catch(() => ({ error: `The server answered ${response.status}.`, remedy: "" }));
+    const answer = await response.json().catch(() => null); // of what is far too large the server says so in plain text
+    const problem = response.status === 413 ? await whyBroken(true) : answer ? `${answer.error} ${answer.remedy}`
+      : `The server answered ${response.status}. Search again, or load this page anew.`;
     if (number !== asked) return;
-    if (response.ok) show(answer);
-    else fail(`${answer.error} ${answer.remedy}`);
+    if (response.ok && answer) show(answer);
+    else fail(problem);
   } catch {
-    if (number === asked) fail("The server does not answer. Is it still running?");
+    const problem = await whyBroken(false);
+    if (number === asked) fail(problem);
   } finally {
     if (number === asked) $("go").disabled = false;
   }
+}
+
+// Why an upload was refused or broke off: a server ends the connection of one that is too large before all of it is sent,
+// and may have been started again, with another limit, since this page was opened.
+async function whyBroken(refused) {
+  try {
+    about.max_upload = (await (await fetch("/about")).json()).max_upload;
+  } catch {
+    return "The server does not answer. See whether it is still running, and search again.";
+  }
+  return refused || isTooLarge(files) ? tooLarge() : "The connection to the server broke off. Search again.";
 }
 
 function fail(text) {

@@ -1,0 +1,55 @@
+"""Small questions to a web server about a shard that is there: which version it is, and some bytes of it."""
+
+from __future__ import annotations
+
+import io
+import time
+
+from probemb.data.sources import CHUNK, PATIENT, Failed, Fetch, Remote, copy, open_web, patiently, version_in
+
+WEB = ("http", "https")
+
+
+def version_of(remote: Remote, how: Fetch = PATIENT) -> str | None:
+    """The version of a file on a web server now: a strong ETag, or its date. None if the server states neither.
+
+    None for every other source as well. Raises BadShard: it cannot be reached.
+    """
+    if remote.scheme not in WEB:
+        return None
+
+    def ask() -> str | None:
+        # Not HEAD: a signed address is often good for GET alone. A server without ranges is not listened to for longer.
+        with open_web(remote, {"Range": "bytes=0-0"}, how.timeout) as response:
+            return version_in(response.headers)
+
+    return patiently(ask, remote, how)
+
+
+def fetch_range(remote: Remote, offset: int, size: int, how: Fetch) -> bytes:
+    """`size` bytes of a file on a web server, from `offset` on.
+
+    An attempt ends after `how.timeout` seconds, however steadily the server trickles. Raises BadShard: the server
+    cannot be reached, serves no parts of files, or has other ones.
+    """
+
+    def ask() -> bytes:
+        wanted, end = f"bytes {offset}-{offset + size - 1}/", time.monotonic() + how.timeout
+        with open_web(remote, {"Range": f"bytes={offset}-{offset + size - 1}"}, how.timeout) as response:
+            if response.status != 206:
+                raise Failed("the server does not serve parts of files", wait=None)
+            if not response.headers.get("Content-Range", "").startswith(wanted):
+                raise Failed("the server answers with another range than it was asked for", wait=None)
+
+            def read() -> bytes:
+                if time.monotonic() > end:
+                    raise TimeoutError
+                return response.read1(CHUNK)
+
+            got = io.BytesIO()
+            copy(read, got, size, how.timeout)
+        if got.tell() != size:
+            raise Failed("the connection broke off")
+        return got.getvalue()
+
+    return patiently(ask, remote, how)

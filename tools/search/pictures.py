@@ -1,0 +1,64 @@
+"""The pictures of results, read from their shards: a file here, or a part of one on a web server.
+
+The address of a shard is the one that a person gave to `tools.embed`, with the name of a shard that is listed there. No
+command (`pipe:`) is run for a picture, and nothing but http and https is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from threading import BoundedSemaphore
+
+from probemb.data.shards import MAX_IMAGE_BYTES
+from probemb.data.sources import Fetch, Remote, is_remote
+from probemb.data.tar import BadShard
+from probemb.data.web import WEB, fetch_range
+
+MAX_REMOTE_BYTES = 32 << 20
+FETCHES = 8  # at a time; the page has more threads than that, so that a slow server holds up no search
+HOW = Fetch(attempts=1, timeout=10.0)
+_fetches = BoundedSemaphore(FETCHES)
+
+
+def read_picture(shard: str, offset: int, size: int) -> bytes:
+    """Bytes of an image in a shard, wherever that lies. Raises LookupError: it is not at hand."""
+    return fetch_member(Remote(shard), offset, size) if is_remote(shard) else read_member(Path(shard), offset, size)
+
+
+def fetch_member(shard: Remote, offset: int, size: int) -> bytes:
+    """Bytes of an image in a shard on a web server. Raises LookupError."""
+    if shard.scheme not in WEB:
+        raise LookupError(f"its shard is not a file here and not on a web server ({shard.scheme}:)")
+    if offset < 0 or not 0 < size <= MAX_REMOTE_BYTES:
+        raise LookupError(f"the index states {size:,} bytes at {offset:,}")
+    if not _fetches.acquire(timeout=HOW.timeout):
+        raise LookupError("too many other pictures are being fetched")
+    try:
+        return fetch_range(shard, offset, size, HOW)
+    except BadShard as error:
+        raise LookupError(f"its shard {str(error).removeprefix(f'{shard}: ')}") from None
+    finally:
+        _fetches.release()
+
+
+def read_member(shard: Path, offset: int, size: int) -> bytes:
+    """Bytes of an image in a shard. Raises LookupError."""
+    if offset < 0 or not 0 < size <= MAX_IMAGE_BYTES:
+        raise LookupError(f"the index states {size:,} bytes at {offset:,}")
+    try:
+        fd = os.open(shard, os.O_RDONLY | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise LookupError(f"the shard cannot be opened ({getattr(error, 'strerror', None) or error})") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise LookupError("the shard is no file")
+        data = os.pread(fd, size, offset)
+    except OSError as error:
+        raise LookupError(f"the shard cannot be read ({error.strerror})") from None
+    finally:
+        os.close(fd)
+    if len(data) != size:
+        raise LookupError("the shard has become shorter")
+    return data
