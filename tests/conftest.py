@@ -2,8 +2,12 @@
 
 import ctypes
 import gc
+import os
 import signal
 from pathlib import Path
+
+# Before anything loads OpenMP: what is forked from a process that has computed with several threads would hang.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

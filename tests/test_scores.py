@@ -39,7 +39,8 @@ def test_both_ways_are_the_same_whether_held_or_not(name):
     forward, backward = both_ways(scores, most=77)
     assert forward.shape == backward.T.shape == (7, 11)
     again, transposed = both_ways(scores, most=76)
-    assert callable(again) and callable(transposed)
+    assert callable(again)
+    assert callable(transposed)
     torch.testing.assert_close(again(slice(2, 5)), forward[2:5], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(transposed(slice(3, 9)), backward[3:9], rtol=1e-6, atol=1e-6)
 
