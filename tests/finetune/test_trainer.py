@@ -126,7 +126,7 @@ TRAINED = ("pcmepp --loss.clip=0.5", "pcme", "infonce", "vse", "daa", "p2rm", "n
 WORDS = ("--mix.ratio=0", "--size-augment=0.2")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_equal_one_process(world, few, alone):
     """Losses and weights through the real loop and DDP, with the backbone frozen, and thawed and wrapped anew."""
     names = TRAINED if world == 2 else (*TRAINED[:4], "ncr")
