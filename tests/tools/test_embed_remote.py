@@ -47,7 +47,7 @@ def fetched(site):
     return names
 
 
-@pytest.mark.parametrize(("workers", "ranges"), [(0, True), (2, False)])
+@pytest.mark.parametrize(("workers", "ranges"), [(0, True), (0, False)])
 def test_embeddings_are_those_of_the_files(workers, ranges, served, whole, run_folder, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     with serve(served, ranges) as site:
