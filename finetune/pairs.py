@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from finetune.pair_samples import PairBatch, Pairs, epoch_order, whole
 from probemb.data.captioned import Captioned
 from probemb.data.failures import Failure, Tally
+from probemb.data.workers import make_loader, naming_ended_workers
 from probemb.errors import UserError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -102,14 +103,14 @@ class PairLoader:
         self._tally = Tally(failure_share, min(failure_minimum, self.steps * self.rows))
         self._turn = 0
         self._sampler = _Rows(rank * self.rows, self.rows, self.steps)
-        self._loader: DataLoader | None = DataLoader(
+        self._loader: DataLoader | None = make_loader(
             Pairs(captioned, transform, tokenizer, batch_size, seed),
+            workers,
+            _outlive_signals,
             batch_sampler=self._sampler,
             collate_fn=whole,
-            num_workers=workers,
             persistent_workers=workers > 0,
             prefetch_factor=prefetch if workers else None,
-            worker_init_fn=_outlive_signals,
             multiprocessing_context="fork" if workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # otherwise each epoch would draw from the global random numbers
@@ -135,16 +136,10 @@ class PairLoader:
                 if self._sampler.fresh:
                     self._sampler.fresh = False
                     self._start()
-                batch, failures = next(self._batches)
+                with naming_ended_workers():
+                    batch, failures = next(self._batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise UserError(
-                    f"A data worker was ended from outside ({str(error).splitlines()[0][:200].rstrip('.')}).",
-                    "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, enlarge it.",
-                ) from None
             finally:
                 self.waited += time.perf_counter() - began
             self._count(failures)
@@ -236,7 +231,7 @@ class _Rows:
             yield [(self.epoch, step, self.first + row) for row in range(self.rows)]
 
 
-def _outlive_signals(_: int) -> None:
+def _outlive_signals() -> None:
     # Ctrl-C and a scheduler's warnings reach the whole process group; the parent decides what happens then.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -196,7 +196,13 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     """
     try:
         code = main() or 0
-    except UserError as error:
+    except (UserError, RuntimeError) as error:
+        if not isinstance(error, UserError):
+            from probemb.data.workers import ended_worker
+
+            if (told := ended_worker(error)) is None:
+                raise
+            error = told
         if os.environ.get("PROBEMB_TRACEBACK"):
             traceback.print_exc()
         if rank := int(os.environ.get("RANK", "0")):

@@ -1,9 +1,13 @@
 """Four shards to embed, the embeddings that they should get, and the words of the command."""
 
 import json
+import multiprocessing
+import os
+import sys
 
 import pytest
 
+from probemb.command import run_command
 from probemb.data.index import Shard, write_index
 from probemb.data.scenes import scene
 from tests.world import jpeg, write_tar
@@ -50,3 +54,18 @@ def contents(folder):
         elif file.name != "embeddings.json":
             found[str(file.relative_to(folder))] = json.loads(file.read_text())
     return found
+
+
+def start(argv, prepare=lambda: None, **environ):
+    """The command in a process forked from this one."""
+
+    def work():
+        os.setsid()
+        os.environ.update(environ)
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - of the child
+        prepare()
+        run_command(lambda: main(argv))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process

@@ -18,7 +18,7 @@ import re
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -144,7 +144,7 @@ def refuse_large(shards: Sequence[Shard], gib: float) -> None:
 
 
 def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, placement, preemption) -> bool:
-    """Embed every shard of `works` and write its partitions; True if a signal stopped it between two batches."""
+    """Embed every shard of `works` and write its partitions; True if a signal stopped it before the end."""
     import torch
 
     from probemb.progress import progress
@@ -157,10 +157,10 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
     samples = count_samples(works)
     workers = default_workers(options.workers, placement.device, samples)
     limit = int(options.cache_gib * GIB)
-    batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers, limit)
-    means, uncertainties = [], []
+    batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers, limit, preemption.asked)
+    means, uncertainties, left = [], [], len(works)
     with progress("samples", samples) as advance, torch.inference_mode(), contextlib.closing(batches):
-        for batch in reading(batches):
+        for batch in batches:
             if preemption.asked():
                 return True
             work = works[batch.number]
@@ -176,22 +176,9 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
                 judge(work, options)
                 if not work.damage or options.skip_damaged:
                     write(out, work, means, uncertainties, model, options, placement)
-                means, uncertainties = [], []
+                means, uncertainties, left = [], [], left - 1
                 work.spans, work.captions, work.tokens = [], [], []
-    return False
-
-
-def reading(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same, with words for a worker that the system ended."""
-    try:
-        yield from batches
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise UserError(
-            f"A process that reads samples was ended ({' '.join(str(error).split())[:200]}).",
-            "It may lack memory: give it more, or fewer --workers; the same command goes on where this one stopped.",
-        ) from error
+    return left > 0
 
 
 def autocast(placement):

@@ -30,6 +30,7 @@ from probemb.data.shards import (
     walk_tar,
 )
 from probemb.data.sources import Remote
+from probemb.data.workers import make_loader, naming_ended_workers
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -190,16 +191,20 @@ class Shelf:
         self._ahead = self._scratch and FetchAhead(self._cache)
         self._open: dict[int, BinaryIO] = {}  # those that must stay
 
-    def take(self, number: int) -> None:
-        """Say in a work where its file is. Raises BadShard: it cannot be fetched, and UserError: there is no room."""
+    def take(self, number: int, stop: Callable[[], bool]) -> bool:
+        """Say in a work where its file is; False if `stop` said, while it was waited for, that it is not wanted.
+
+        Raises BadShard: it cannot be fetched, and UserError: there is no room.
+        """
         work = self._works[number]
         if isinstance(work.path, Path):
             work.file = work.path
-            return
+            return True
         for other in self._works[number : number + 1 + AHEAD]:
             if isinstance(other.path, Remote):
                 self._ahead.request(other.shard)
-        self._ahead.wait(work.shard)
+        if not self._ahead.wait(work.shard, stop):
+            return False
         try:
             self._open[number] = self._cache.open(work.path, work.shard.bytes)
         except OSError as error:
@@ -208,6 +213,7 @@ class Shelf:
                 "Free some space, or name another folder with TMPDIR.",
             ) from error
         work.file, work.version = self._cache.path(work.path, work.shard.bytes), self._cache.versions.get(work.path)
+        return True
 
     def give_back(self, number: int) -> None:
         """Its batches have all come."""
@@ -225,21 +231,28 @@ class Shelf:
 
 
 def read_batches(
-    works: Sequence[Work], transform: Callable, tokenizer: Callable, batch_size: int, workers: int, limit: int
+    works: Sequence[Work],
+    transform: Callable,
+    tokenizer: Callable,
+    batch_size: int,
+    workers: int,
+    limit: int,
+    stop: Callable[[], bool],
 ) -> Iterator[Batch]:
     """Batches of all shards in their order, each shard ended by one with `last`; fills `spans` and `damage`.
 
     `limit`: bytes that shards from elsewhere may take here together.
+    `stop`: asked while one of them is waited for; ends it all.
     """
     import torch
-    from torch.utils.data import DataLoader
 
     shelf = Shelf(works, limit)
 
     def jobs() -> Iterator[list[Job]]:
         for number, work in enumerate(works):
             try:
-                shelf.take(number)
+                if not shelf.take(number, stop):
+                    return
                 work.spans, work.skipped = list_images(work.file)
                 if len(work.spans) < work.shard.samples:
                     raise BadShard(f"holds {len(work.spans):,} samples, but its index says {work.shard.samples:,}")
@@ -253,22 +266,22 @@ def read_batches(
                 yield every[start : start + batch_size]
             yield [Job(number, -1, "", None, work.kinds)]
 
-    loader = DataLoader(
+    loader = make_loader(
         _Samples(transform, tokenizer),
+        workers,
+        _begin_worker,
         batch_sampler=jobs(),
-        num_workers=workers,
         collate_fn=_collate,
-        worker_init_fn=_begin_worker,
         pin_memory=torch.cuda.is_available(),
     )
-    with closing(shelf):
+    with closing(shelf), naming_ended_workers():
         for batch in loader:
             yield batch
             if batch.last:
                 shelf.give_back(batch.number)
 
 
-def _begin_worker(_: int) -> None:
+def _begin_worker() -> None:
     """Signals are the command's to deal with; it ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

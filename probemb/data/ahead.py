@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 from probemb.data.cache import ShardCache
 from probemb.data.index import Shard
@@ -11,6 +12,7 @@ from probemb.data.tar import BadShard
 from probemb.errors import UserError
 
 _FRESH_SECONDS = 60.0  # how long the result of a fetch counts
+_LOOK_AROUND_SECONDS = 0.5
 
 
 class _Request:
@@ -46,14 +48,20 @@ class FetchAhead:
             self._running += 1
             threading.Thread(target=self._work, daemon=True, name=f"fetch-{self._running}").start()
 
-    def wait(self, shard: Shard) -> None:
-        """Until a request for this shard has ended. Raises BadShard if it has just failed."""
+    def wait(self, shard: Shard, stop: Callable[[], bool] | None = None) -> bool:
+        """Until a request for this shard has ended, or `stop` says so: then False.
+
+        Raises BadShard if it has just failed.
+        """
         request = self._requests.pop(shard.path, None)
         if request is None:
-            return
-        request.ended.wait()
+            return True
+        while not request.ended.wait(_LOOK_AROUND_SECONDS if stop else None):
+            if stop():
+                return False
         if request.failure and time.monotonic() - request.at < _FRESH_SECONDS:
             raise BadShard(request.failure)
+        return True
 
     def close(self) -> None:
         """Start no other fetch."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.data.shards import MAX_IMAGE_BYTES, BadSample, decode_image, read_index
+from probemb.data.workers import make_loader, naming_ended_workers
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -168,24 +169,24 @@ class ImageBatches:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         import torch
-        from torch.utils.data import DataLoader
 
         self.kept.clear()
         self.bad[:] = self.images.bad
         self._refuse_too_many()
-        loader = DataLoader(
+        loader = make_loader(
             _Decoded(self.images, self.transform),
+            self.workers,
             batch_size=self.batch_size,
-            num_workers=self.workers,
             collate_fn=_collate,
             pin_memory=torch.cuda.is_available(),
         )
-        for kept, pixels, bad in loader:
-            self.kept += kept
-            self.bad += [(self.images.places[index].name, why) for index, why in bad]
-            self._refuse_too_many()
-            if pixels is not None:
-                yield pixels
+        with naming_ended_workers():
+            for kept, pixels, bad in loader:
+                self.kept += kept
+                self.bad += [(self.images.places[index].name, why) for index, why in bad]
+                self._refuse_too_many()
+                if pixels is not None:
+                    yield pixels
 
     def _refuse_too_many(self) -> None:
         total = len(self.images) + len(self.images.bad)

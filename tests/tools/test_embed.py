@@ -1,11 +1,9 @@
 """python -m tools.embed on real tars with a real model."""
 
 import io
-import multiprocessing
 import os
 import resource
 import signal
-import sys
 import tarfile
 import time
 
@@ -13,31 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from probemb.command import run_command
 from probemb.data.images import decode_image
 from probemb.data.scenes import scene
 from probemb.data.shards import iterate_samples
 from probemb.embeddings import open_embeddings
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model, weights_sha256
-from tests.embedding import contents, corpus, options, whole  # noqa: F401 - fixtures
+from tests.embedding import contents, corpus, options, start, whole  # noqa: F401 - fixtures
 from tests.world import jpeg, run_folder, write_tar  # noqa: F401 - a fixture
 from tools.embed import main
-
-
-def start(argv, prepare=lambda: None, **environ):
-    """The command in a process forked from this one."""
-
-    def work():
-        os.setsid()
-        os.environ.update(environ)
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - of the child
-        prepare()
-        run_command(lambda: main(argv))
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    return process
 
 
 def test_embeddings_are_those_of_a_plain_loop(whole, corpus, run_folder):  # noqa: F811

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import signal
 import tempfile
+import time
 
 import pytest
 
@@ -12,7 +14,7 @@ from probemb.data.shards import iterate_samples
 from probemb.data.sources import Remote
 from probemb.embeddings import open_embeddings
 from probemb.errors import UserError
-from tests.embedding import contents, corpus, options, whole  # noqa: F401 - fixtures
+from tests.embedding import contents, corpus, options, start, whole  # noqa: F401 - fixtures
 from tests.webserver import serve
 from tests.world import run_folder  # noqa: F401 - a fixture
 from tools.embed import main
@@ -47,7 +49,7 @@ def fetched(site):
     return names
 
 
-@pytest.mark.parametrize(("workers", "ranges"), [(0, True), (0, False)])
+@pytest.mark.parametrize(("workers", "ranges"), [(0, True), (2, False)])
 def test_embeddings_are_those_of_the_files(workers, ranges, served, whole, run_folder, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     with serve(served, ranges) as site:
@@ -68,6 +70,25 @@ def test_embeddings_are_those_of_the_files(workers, ranges, served, whole, run_f
         else:
             with pytest.raises(LookupError, match="does not serve parts of files"):
                 read_picture(row["shard"], row["offset"], row["size"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_signal_while_a_server_is_silent(workers, served, whole, run_folder, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    with serve(served) as site:
+        site.troubles = {"00002.tar": ["silence"]}
+        argv = options(run_folder, f"{site.address}/corpus", out, "--workers", workers)
+        process = start(argv)
+        while ("00002.tar", None) not in site.requests:
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(1)  # for what lies before it
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(20)  # before the silence of 30 seconds ends
+        assert process.exitcode == 85
+        assert not (out / "image" / "corpus-00002.done.json").exists()
+        assert main(argv) == 0
+        assert vectors(out) == vectors(whole)
 
 
 def test_a_shard_that_has_changed_is_embedded_again(served, run_folder, tmp_path):  # noqa: F811

@@ -30,6 +30,7 @@ from probemb.data.images import decode_image
 from probemb.data.index import Shard, write_index
 from probemb.data.shards import MAX_IMAGE_BYTES
 from probemb.data.tar import BadSample
+from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.progress import progress
@@ -213,6 +214,7 @@ def _run(tasks: Sequence[Task], processes: int):
     if processes <= 1:
         yield from map(write_shard, tasks)
         return
+    shorten_sockets()
     context = get_context("forkserver")
     if tasks[0].settings["resize"] != "no":  # which needs img2dataset
         context.set_forkserver_preload(["tools.download.worker"])

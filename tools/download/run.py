@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
 from probemb.progress import progress
 from tools.download.shard import STATE, ShardPaths, read_marker
@@ -45,6 +46,7 @@ def _here(folder: Path, tasks: list, given, settings: dict) -> None:
     """
     import multiprocessing
 
+    shorten_sockets()
     context = multiprocessing.get_context("forkserver")  # img2dataset is imported once for all
     context.set_forkserver_preload(["tools.download.worker"])
     # Of a process that is ended, Python's tracker of semaphores would say that some are left, and removes them.
