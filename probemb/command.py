@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -203,6 +204,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             if (told := ended_worker(error)) is None:
                 raise
             error = told
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of workers that end from now on PyTorch would tell again
         if os.environ.get("PROBEMB_TRACEBACK"):
             traceback.print_exc()
         if rank := int(os.environ.get("RANK", "0")):
