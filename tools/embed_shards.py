@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from probemb.data.index import INDEX_NAME, Shard, read_index, read_index_file
@@ -117,8 +117,8 @@ def look_up(shards: Sequence[Shard]) -> dict[Remote, str | None]:
     if not paths:
         return {}
     try:
-        with ThreadPoolExecutor(LOOKING) as pool:
-            return dict(zip(paths, pool.map(version_of, paths)))
+        with ThreadPool(LOOKING) as pool:  # whose threads nobody waits for after Ctrl-C
+            return dict(zip(paths, pool.imap(version_of, paths)))
     except BadShard as error:
         raise UserError(
             f"Whether a shard has changed since it was embedded cannot be found out: {error}.",

@@ -89,6 +89,14 @@ def test_a_signal_while_a_server_is_silent(workers, served, whole, run_folder, t
         assert not (out / "image" / "corpus-00002.done.json").exists()
         assert main(argv) == 0
         assert vectors(out) == vectors(whole)
+        site.troubles, site.requests[:] = {"00001.tar": ["silence"]}, []
+        process = start(argv)
+        while "00001.tar" not in [name for name, _ in site.requests]:  # to see whether it has changed
+            assert process.is_alive()
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(20)
+        assert process.exitcode == 130
 
 
 def test_a_shard_that_has_changed_is_embedded_again(served, run_folder, tmp_path):  # noqa: F811
