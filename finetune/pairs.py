@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,10 +25,8 @@ from torch.utils.data import DataLoader
 from finetune.pair_samples import PairBatch, Pairs, epoch_order, whole
 from probemb.data.captioned import Captioned
 from probemb.data.failures import Failure, Tally
-from probemb.data.workers import make_loader, naming_ended_workers
+from probemb.data.workers import make_loader, naming_ended_workers, starting_workers
 from probemb.errors import UserError
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class PairLoader:
@@ -106,7 +103,6 @@ class PairLoader:
         self._loader: DataLoader | None = make_loader(
             Pairs(captioned, transform, tokenizer, batch_size, seed),
             workers,
-            _outlive_signals,
             batch_sampler=self._sampler,
             collate_fn=whole,
             persistent_workers=workers > 0,
@@ -136,7 +132,7 @@ class PairLoader:
                 if self._sampler.fresh:
                     self._sampler.fresh = False
                     self._start()
-                with naming_ended_workers():
+                with naming_ended_workers(self._loader.num_workers):
                     batch, failures = next(self._batches)
             except StopIteration:
                 return
@@ -149,12 +145,8 @@ class PairLoader:
 
     def _start(self) -> None:
         first = self._batches is None
-        # A signal that arrives before a new worker ignores it would end it, so it waits until then.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
+        with starting_workers():
             self._batches = iter(self._loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if first and self._loader.num_workers:  # later than PyTorch, and so run before what it does at the end
             atexit.register(_close, weakref.ref(self))
 
@@ -229,13 +221,6 @@ class _Rows:
     def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
         for step in range(self.start, self.steps):
             yield [(self.epoch, step, self.first + row) for row in range(self.rows)]
-
-
-def _outlive_signals() -> None:
-    # Ctrl-C and a scheduler's warnings reach the whole process group; the parent decides what happens then.
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _close(loader: weakref.ref) -> None:

@@ -1,23 +1,24 @@
 """The embeddings of shards in a folder: one partition a shard, complete once its marker is there.
 
-    OUT/embeddings.json          {"format", "model", "weights", "dim", "data", "remote": {ADDRESS: [SHARD, …]},
-                                 "items": {"image": n, "text": m}}
+    OUT/embeddings.json          {"format", "model", "weights", "dim"}
+    OUT/corpora/HASH.json        {"data": path or address, "shards": [SHARD, …]}, one file each, so that commands that
+                                 run at once do not write over what another has written
     OUT/image/SHARD.npz          mean (n, D) float16, u (n,) float32 = sum of the variances
     OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
     OUT/image/SHARD.done.json    {"shard", "bytes", "modified" or "version", "members", "samples", "without_image",
                                  "count", "failures": {cause: n}, "examples"}, written last
     OUT/text/…                   the same, a row for each caption: captions has that one, `number` says which it was
 
-SHARD is the tar's folder and name, so that several corpora fit into one folder of embeddings. `items` is there once
-every shard of `data` has been embedded; which those are of a corpus that lies elsewhere is in `remote`, so that nobody
-has to ask there again. `tools.embed` writes the folder, `tools.build_index` reads it.
+SHARD is the tar's folder and name, so that several corpora fit into one folder of embeddings. A kind is complete once
+every shard of every corpus has its marker. `tools.embed` writes the folder, `tools.build_index` reads it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,15 @@ from probemb.files import replace_file, replace_text
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = 1
+FORMAT = 2
 KINDS = ("image", "text")
 NAME = "embeddings.json"
+CORPORA = "corpora"
 MARKER = ".done.json"
 MAX_JSON_BYTES = 64 << 20
 MAX_DIM = 1 << 16
+_ANEW = "Embed the data anew into another folder."
+_AGAIN = "Delete it, and repeat the command of tools.embed for that corpus."
 _REPAIR = "Embed that shard again: delete its .done.json and repeat the command of tools.embed."
 
 
@@ -63,18 +67,20 @@ class Embeddings:
         folder: where it lies.
         model: as it was typed; weights: SHA-256 of it (`probemb.models.weights_sha256`).
         dim: D.
-        data: the corpora, as they were typed.
-        items: rows by kind, once all of `data` is embedded; {} before.
-        remote: of those of `data` that are not here, the names of all partitions.
+        corpora: of each that was given, its path or address, the names of all partitions.
     """
 
     folder: Path
     model: str
     weights: str
     dim: int
-    data: tuple[str, ...]
-    items: dict[str, int]
-    remote: dict[str, list[str]] = field(default_factory=dict)
+    corpora: dict[str, list[str]]
+
+    def count(self, kind: str) -> int | None:
+        """Rows of a kind, as its markers say now; None if it is not complete. Raises UserError."""
+        done = {part.name: part.count for part in self.partitions(kind)}
+        wanted = {name for several in self.corpora.values() for name in several}
+        return sum(done.values()) if done and wanted <= set(done) else None
 
     def partitions(self, kind: str) -> list[Partition]:
         """Those that are complete, in the order of their names. Raises UserError for a marker that is none."""
@@ -119,14 +125,16 @@ class Embeddings:
         """key, captions, shard, offset, size (and number, of captions) of every row. Raises UserError."""
         import pyarrow.parquet as pq
 
-        path = self.folder / part.kind / f"{part.name}.parquet"
+        path, schema = self.folder / part.kind / f"{part.name}.parquet", item_schema(part.kind)
         try:
             table = pq.read_table(path)
+            fits = table.num_rows == part.count and set(schema.names) <= set(table.column_names)
+            table = table.select(schema.names).cast(schema) if fits else None
         except Exception as error:  # pyarrow raises OSError, its own errors, or what a damaged file makes it raise
             raise UserError(f"{path} cannot be read ({type(error).__name__}).", _REPAIR) from error
-        if table.num_rows != part.count or not set(item_schema(part.kind).names) <= set(table.column_names):
+        if table is None:
             raise UserError(f"{path} does not fit its marker.", _REPAIR)
-        return table.select(item_schema(part.kind).names).cast(item_schema(part.kind))
+        return table
 
     def marker(self, kind: str, name: str) -> dict | None:
         """What the marker of a partition says; None if there is none that can be read."""
@@ -135,6 +143,13 @@ class Embeddings:
             return _read_json(path, _REPAIR) if path.is_file() else None
         except UserError:
             return None
+
+    def forget(self, kind: str, name: str) -> None:
+        """Let a partition count as missing, as its shard has changed. Raises UserError."""
+        try:
+            (self.folder / kind / f"{name}{MARKER}").unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unwritable(kind, error) from error
 
     def write(self, kind: str, name: str, mean: np.ndarray, u: np.ndarray, items: pyarrow.Table, marker: dict) -> None:
         """A partition, each file aside and renamed, the marker last. `marker` gets the count.
@@ -151,16 +166,19 @@ class Embeddings:
             with open(path, "wb") as file:
                 np.savez(file, mean=mean, u=u)
 
+        self.forget(kind, name)
         try:
-            (folder / f"{name}{MARKER}").unlink(missing_ok=True)  # of a shard that has changed since
             replace_file(folder / f"{name}.npz", arrays)
             replace_file(folder / f"{name}.parquet", lambda path: pq.write_table(items, path, compression="zstd"))
             replace_text(folder / f"{name}{MARKER}", json.dumps({**marker, "count": len(u)}) + "\n")
         except OSError as error:
-            raise UserError(
-                f"The embeddings cannot be written to {folder}: {error.strerror or error}.",
-                "Free some space or make the folder writable, and repeat the command: it goes on where it stopped.",
-            ) from error
+            raise self._unwritable(kind, error) from error
+
+    def _unwritable(self, kind: str, error: OSError) -> UserError:
+        return UserError(
+            f"The embeddings cannot be written to {self.folder / kind}: {error.strerror or error}.",
+            "Free some space or make the folder writable, and repeat the command: it goes on where it stopped.",
+        )
 
 
 def item_schema(kind: str) -> pyarrow.Schema:
@@ -176,42 +194,39 @@ def open_embeddings(folder: str | Path) -> Embeddings:
     """A folder of embeddings.
 
     Raises:
-        UserError: there is none, or its embeddings.json is damaged or of another version.
+        UserError: there is none, or a file that describes it is damaged or of another version.
     """
     path = Path(folder) / NAME
     if not path.is_file():
         raise UserError(f"There are no embeddings in {folder}.", "Make them with `python -m tools.embed`.")
-    content = _read_json(path, "Embed the data anew into another folder.")
+    content = _read_json(path, _ANEW)
     if content.get("format") != FORMAT:
-        raise UserError(f"{path} has the format {content.get('format')!r}, not {FORMAT}.", "Embed the data anew.")
-    try:
-        model, weights, dim, data = (content[key] for key in ("model", "weights", "dim", "data"))
-        items, remote = content.get("items", {}), content.get("remote", {})
-        fine = type(model) is type(weights) is str and type(dim) is int and 0 < dim <= MAX_DIM
-        fine &= all(type(one) is str for one in data) and all(items.get(kind, 0) >= 0 for kind in items)
-        fine &= all(type(name) is str for several in remote.values() for name in several)
-        if not fine:
-            raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{path} does not describe embeddings.", "Embed the data anew into another folder.") from None
-    return Embeddings(Path(folder), model, weights, dim, tuple(data), items, remote)
+        raise UserError(f"{path} has the format {content.get('format')!r}, not {FORMAT}.", _ANEW)
+    model, weights, dim = (content.get(key) for key in ("model", "weights", "dim"))
+    if not (type(model) is type(weights) is str and type(dim) is int and 0 < dim <= MAX_DIM):
+        raise UserError(f"{path} does not describe embeddings.", _ANEW)
+    corpora = {}
+    for file in sorted((path.parent / CORPORA).glob("*.json")):
+        one = _read_json(file, _AGAIN)
+        data, names = one.get("data"), one.get("shards")
+        if type(data) is not str or type(names) is not list or not all(type(name) is str for name in names):
+            raise UserError(f"{file} does not describe a corpus.", _AGAIN)
+        corpora[data] = names
+    return Embeddings(path.parent, model, weights, dim, corpora)
 
 
 def plan_embeddings(
-    folder: str | Path, model: str, weights: str, dim: int, data: Sequence[str], remote: dict[str, list[str]]
+    folder: str | Path, model: str, weights: str, dim: int, corpora: dict[str, list[str]]
 ) -> Embeddings:
-    """A folder for the embeddings of `data`, which may hold some of them, or of other corpora, already. Writes nothing.
-
-    `remote`: as in `Embeddings`.
+    """A folder for the embeddings of `corpora`, which may hold some of them, or of others, already. Writes nothing.
 
     Raises:
         UserError: it holds embeddings of another model, or something else, or cannot be written to.
     """
     folder = Path(folder)
-    path, data = folder / NAME, tuple(data)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file.", "Name a folder.")
-    if path.exists():
+    if (folder / NAME).exists():
         held = open_embeddings(folder)
         if held.weights != weights or held.dim != dim:
             raise UserError(
@@ -219,33 +234,28 @@ def plan_embeddings(
                 f"{model} ({weights[:12]}, {dim} dimensions).",
                 "Name another folder with --out, or the model that it was made with.",
             )
-        remote = held.remote | remote
-        if set(data) <= set(held.data):
-            return replace(held, remote=remote)
-        data = tuple(dict.fromkeys((*held.data, *data)))
-        model = held.model
-    elif folder.is_dir() and any(folder.iterdir()):
+        return replace(held, corpora=held.corpora | corpora)
+    if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
-    return Embeddings(folder, model, weights, dim, data, {}, remote)
+    return Embeddings(folder, model, weights, dim, corpora)
 
 
 def save_embeddings(embeddings: Embeddings) -> None:
-    """Write embeddings.json, if it does not say the same already. Raises UserError."""
-    if (embeddings.folder / NAME).exists() and open_embeddings(embeddings.folder) == embeddings:
-        return
-    content = {
-        "format": FORMAT,
-        "model": embeddings.model,
-        "weights": embeddings.weights,
-        "dim": embeddings.dim,
-        "data": list(embeddings.data),
+    """Write what describes the folder, where that does not say the same already. Raises UserError."""
+    what = {name: getattr(embeddings, name) for name in ("model", "weights", "dim")}
+    files = {
+        f"{CORPORA}/{hashlib.sha256(data.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}.json": {
+            "data": data,
+            "shards": list(names),
+        }
+        for data, names in embeddings.corpora.items()
     }
-    if embeddings.remote:
-        content["remote"] = embeddings.remote
-    if embeddings.items:
-        content["items"] = embeddings.items
+    files[NAME] = {"format": FORMAT, **what}
     try:
-        replace_text(embeddings.folder / NAME, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        for name, content in files.items():
+            path, text = embeddings.folder / name, json.dumps(content, indent=1) + "\n"
+            if not path.is_file() or path.read_text() != text:
+                replace_text(path, text)
     except OSError as error:
         raise UserError(
             f"{embeddings.folder} cannot be written to: {error.strerror or error}.", "Name another folder with --out."

@@ -10,6 +10,7 @@ import pytest
 from probemb.command import run_command
 from probemb.data.index import Shard, write_index
 from probemb.data.scenes import scene
+from probemb.embeddings import KINDS, open_embeddings
 from tests.world import jpeg, write_tar
 from tools.embed import main
 
@@ -45,13 +46,19 @@ def options(model, data, out, *more):
     return ["--model", str(model), "--data", str(data), "--out", str(out), "--batch-size", "4", *map(str, more)]
 
 
+def items(folder):
+    """How many there are of each kind that is complete."""
+    embeddings = open_embeddings(folder)
+    return {kind: count for kind in KINDS if (count := embeddings.count(kind)) is not None}
+
+
 def contents(folder):
     """Every partition's bytes, and where each marker says that they come from."""
     found = {}
     for file in sorted(folder.rglob("*.*")):
         if file.suffix in (".npz", ".parquet"):
             found[str(file.relative_to(folder))] = file.read_bytes()
-        elif file.name != "embeddings.json":
+        elif file.name.endswith(".done.json"):
             found[str(file.relative_to(folder))] = json.loads(file.read_text())
     return found
 

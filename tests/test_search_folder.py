@@ -14,6 +14,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn import functional as F
@@ -37,7 +38,7 @@ SIZES = (90, 0, 210, 140, 260)  # of the partitions
 @pytest.fixture(scope="module")
 def embeddings(tmp_path_factory):
     """700 images and 700 captions in five partitions, one of them empty."""
-    made = Embeddings(tmp_path_factory.mktemp("embeddings"), "runs/x", "f" * 64, DIM, ("data",), {})
+    made = Embeddings(tmp_path_factory.mktemp("embeddings"), "runs/x", "f" * 64, DIM, {})
     return fill(made, SIZES)
 
 
@@ -57,7 +58,8 @@ def fill(made, sizes, seed=0):
             }
             table = pa.table(rows, schema=item_schema(kind))
             made.write(kind, f"x-{number:05d}", mean.numpy(), u.numpy(), table, {"shard": f"/data/{number}.tar"})
-    save_embeddings(Embeddings(made.folder, made.model, made.weights, made.dim, made.data, dict(image=700, text=700)))
+    names = [f"x-{number:05d}" for number in range(len(sizes))]
+    save_embeddings(Embeddings(made.folder, made.model, made.weights, made.dim, {"data": names}))
     return open_embeddings(made.folder)
 
 
@@ -273,9 +275,9 @@ def test_what_cannot_be_built_is_refused(words, message, embeddings, tmp_path, m
         pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
     folders = {"EMBEDDINGS": embeddings.folder}
-    for name, weights, counts in (("OTHER", "e", dict(image=1)), ("PARTLY", "f", {}), ("EMPTY", "f", {})):
+    for name, weights, shards in (("OTHER", "e", ["x"]), ("PARTLY", "f", ["x", "y"]), ("EMPTY", "f", ["x"])):
         folders[name] = tmp_path / name
-        made = Embeddings(folders[name], "runs/y", weights * 64, DIM, ("data",), counts)
+        made = Embeddings(folders[name], "runs/y", weights * 64, DIM, {"data": shards})
         if name != "EMPTY":
             made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
         save_embeddings(made)
@@ -304,7 +306,7 @@ def one_row():
 
 
 def test_what_is_there_so_far_can_be_taken(embeddings, tmp_path):
-    made = Embeddings(tmp_path / "partly", "runs/x", "f" * 64, DIM, ("data",), {})
+    made = Embeddings(tmp_path / "partly", "runs/x", "f" * 64, DIM, {"data": ["x", "y"]})
     made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
     save_embeddings(made)
     index = build(embeddings, tmp_path / "index", "--embeddings", embeddings.folder, made.folder, "--incomplete")
@@ -312,10 +314,15 @@ def test_what_is_there_so_far_can_be_taken(embeddings, tmp_path):
     assert index.item(700)["key"] == "k"
 
 
+def of_other_types(table):
+    return table.set_column(table.column_names.index("offset"), "offset", pa.array(["no number"] * len(table)))
+
+
 def test_damaged_embeddings_are_named(embeddings, tmp_path):
     for name, spoil in {
         "x-00002.npz": lambda file: file.write_bytes(file.read_bytes()[:900]),
         "x-00002.parquet": lambda file: file.write_bytes(b"PAR1" * 9),
+        "x-00004.parquet": lambda file: pq.write_table(of_other_types(pq.read_table(file)), file),
         "x-00003.parquet": lambda file: shutil.copy(file.with_name("x-00002.parquet"), file),
         "x-00002.done.json": lambda file: file.write_text('{"count": "many"}'),
     }.items():
@@ -328,7 +335,7 @@ def test_damaged_embeddings_are_named(embeddings, tmp_path):
         np.savez(file, mean=np.array([None] * 210, dtype=object), u=np.ones(210))  # a pickle inside
     with pytest.raises(UserError, match=r"x-00002.npz cannot be read \(ValueError\)"):
         main(["--embeddings", str(tmp_path / "of x-00002.npz"), "--out", str(tmp_path / "index")])
-    nan = Embeddings(tmp_path / "nan", "runs/x", "f" * 64, DIM, ("data",), dict(image=1))
+    nan = Embeddings(tmp_path / "nan", "runs/x", "f" * 64, DIM, {"data": ["x"]})
     nan.write("image", "x", np.full((1, DIM), np.nan), np.ones(1), one_row(), {"shard": "x"})
     save_embeddings(nan)
     with pytest.raises(UserError, match="NaN or infinity"):
@@ -434,7 +441,7 @@ def test_a_killed_build_goes_on_behind_its_last_whole_part(factory, embeddings, 
 
 
 def test_embeddings_that_change_are_noticed(tmp_path):
-    made = fill(Embeddings(tmp_path / "embeddings", "runs/x", "f" * 64, DIM, ("data",), {}), SIZES)
+    made = fill(Embeddings(tmp_path / "embeddings", "runs/x", "f" * 64, DIM, {}), SIZES)
     last = made.path(made.partitions("image")[-1])
 
     @contextmanager

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     same_model(sources)
     refuse_repeated(sources)
     for source in sources:
-        if options.kind not in source.items and not options.incomplete:
+        if not options.incomplete and source.count(options.kind) is None:
             raise UserError(
                 f"The {options.kind} embeddings of {source.folder} are not complete.",
                 "Let tools.embed finish, or take what is there with --incomplete.",

@@ -19,7 +19,6 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from probemb.command import Parser, check_numbers, run_command
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = ("image", "text") if options.items == "both" else (options.items,)
     part = share(options.part)
 
-    from probemb.data.sources import Remote
     from probemb.placement import place
     from tools.embed_shards import distinct, find_corpora, partition_names, pending
 
@@ -51,12 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     shards = distinct(corpora.values())
     names = partition_names(shards)
     refuse_large(shards, options.cache_gib)
-    elsewhere = {data: partition_names(found) for data, found in corpora.items() if isinstance(found[0].path, Remote)}
     placement = place(local_device(options.device), options.precision)
 
     import torch
 
-    from probemb.embeddings import plan_embeddings, save_embeddings
+    from probemb.embeddings import KINDS, plan_embeddings, save_embeddings
     from probemb.models import load_model, weights_sha256
     from probemb.runs.preemption import REQUEUE, Preemption
 
@@ -64,10 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(placement.device)  # else every rank holds memory of the first GPU too
     loaded = load_model(options.model, device=placement.device)
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
-    out = plan_embeddings(options.out, options.model, weights, dim, list(corpora), elsewhere)
+    named = {data: partition_names(found) for data, found in corpora.items()}
+    out = plan_embeddings(options.out, options.model, weights, dim, named)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     works = pending(out, mine, kinds)
-    save_embeddings(replace(out, items={}) if works else out)
+    save_embeddings(out)
+    for work in works:
+        for kind in work.kinds:  # of a shard that has changed
+            out.forget(kind, work.name)
     if len(works) < len(mine):
         print(f"{len(mine) - len(works):,} of {len(mine):,} shards are embedded already", flush=True)
     with Preemption() as preemption:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stopped:
         print(f"stopped by {preemption.name}; the same command goes on from here", file=sys.stderr, flush=True)
         return REQUEUE
-    complete = finish(out)
+    complete = {kind: count for kind in KINDS if (count := out.count(kind)) is not None}
     refuse_damaged([work for work in works if work.damage], options.skip_damaged)
     if set(kinds) <= set(complete):
         print(f"{' and '.join(f'{count:,} {kind}s' for kind, count in complete.items())} in {out.folder}")
@@ -157,12 +158,14 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
     samples = count_samples(works)
     workers = default_workers(options.workers, placement.device, samples)
     limit = int(options.cache_gib * GIB)
-    batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers, limit, preemption.asked)
-    means, uncertainties, left = [], [], len(works)
+    batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers, limit)
+    means, uncertainties = [], []
     with progress("samples", samples) as advance, torch.inference_mode(), contextlib.closing(batches):
         for batch in batches:
             if preemption.asked():
                 return True
+            if batch is None:  # a shard is waited for
+                continue
             work = works[batch.number]
             if batch.pixels is not None:
                 pixels = batch.pixels.to(placement.device, non_blocking=True)
@@ -176,9 +179,9 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
                 judge(work, options)
                 if not work.damage or options.skip_damaged:
                     write(out, work, means, uncertainties, model, options, placement)
-                means, uncertainties, left = [], [], left - 1
+                means, uncertainties = [], []
                 work.spans, work.captions, work.tokens = [], [], []
-    return left > 0
+    return False
 
 
 def autocast(placement):
@@ -281,22 +284,6 @@ def refuse_nonfinite(mean, u, work: Work) -> None:
         raise UserError(
             f"The model embeds items of {work.path} as NaN or infinity.", "Use another checkpoint, or --precision fp32."
         )
-
-
-def finish(out: Embeddings) -> dict[str, int]:
-    """Write how many items there are of each kind that is embedded for every shard of all corpora, and return it."""
-    from probemb.embeddings import KINDS, open_embeddings, save_embeddings
-    from tools.embed_shards import distinct, local_shards, partition_names
-
-    now = open_embeddings(out.folder)  # another part may have written it meanwhile
-    here = distinct(local_shards(one) for one in now.data if one not in now.remote)  # none of a corpus that is gone
-    names, counts = {*partition_names(here), *(name for several in now.remote.values() for name in several)}, {}
-    for kind in KINDS:
-        done = {part.name: part.count for part in now.partitions(kind)}
-        if names <= set(done) and done:
-            counts[kind] = sum(done.values())
-    save_embeddings(replace(now, items=counts))
-    return counts
 
 
 def refuse_damaged(damaged: Sequence[Work], skip: bool) -> None:

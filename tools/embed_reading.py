@@ -7,7 +7,6 @@ never mix shards: what an image is embedded to does not depend on where a run wa
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from probemb.data.shards import (
     walk_tar,
 )
 from probemb.data.sources import Remote
-from probemb.data.workers import make_loader, naming_ended_workers
+from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 AHEAD = 3  # remote shards that are fetched while one is read
+MOMENT = 0.05  # seconds
 
 
 @dataclass
@@ -138,7 +138,10 @@ class _Samples:
             except Exception as error:  # one image must not end a run
                 why = f"cannot be transformed ({type(error).__name__})"
         if "text" in job.kinds and sample.captions:
-            tokens = self.tokenizer(sample.captions).int()
+            try:
+                tokens = self.tokenizer(sample.captions).int()
+            except Exception as error:
+                return job, None, None, None, f"its captions cannot be tokenised ({type(error).__name__})"
         return job, pixels, tokens, sample.captions, why
 
 
@@ -161,8 +164,11 @@ def _without_image(span: SampleSpan) -> SampleSpan:
     return SampleSpan(span.key, {ext: part for ext, part in span.parts.items() if ext not in IMAGE_EXTENSIONS})
 
 
-def _collate(rows: list) -> Batch:
+def _collate(rows: list) -> Batch | None:
     import torch
+
+    if not rows:
+        return None
 
     good = [(job.row, pixels) for job, pixels, *_ in rows if pixels is not None]
     tokens = [tokens for _, _, tokens, _, _ in rows if tokens is not None]
@@ -181,45 +187,60 @@ class Shelf:
     """Shards as files: what lies elsewhere is fetched, a few of them ahead, and removed once it has been read.
 
     Args:
-        limit: bytes that fetched shards may take together.
+        limit: bytes that fetched shards may take together; at least those of the largest.
     """
 
     def __init__(self, works: Sequence[Work], limit: int):
-        self._works = works
+        self._works, self._limit = works, limit
         self._scratch = Scratch() if any(isinstance(work.path, Remote) for work in works) else None
         self._cache = self._scratch and ShardCache(self._scratch.folder, limit, option="--cache-gib")
         self._ahead = self._scratch and FetchAhead(self._cache)
-        self._open: dict[int, BinaryIO] = {}  # those that must stay
+        self._requested = 0  # shards before this one have been asked for
+        self._room: dict[int, int] = {}  # bytes of those that are here or on their way
+        self._open: dict[int, BinaryIO] = {}
 
-    def take(self, number: int, stop: Callable[[], bool]) -> bool:
-        """Say in a work where its file is; False if `stop` said, while it was waited for, that it is not wanted.
+    def take(self, number: int) -> bool:
+        """Say in a work where its file is; False if that is not known yet, after a moment.
 
-        Raises BadShard: it cannot be fetched, and UserError: there is no room.
+        It may then be that a shard must be given back first. Raises BadShard: it cannot be fetched, and UserError.
         """
         work = self._works[number]
         if isinstance(work.path, Path):
             work.file = work.path
             return True
-        for other in self._works[number : number + 1 + AHEAD]:
-            if isinstance(other.path, Remote):
-                self._ahead.request(other.shard)
-        if not self._ahead.wait(work.shard, stop):
+        self._request(number + 1 + AHEAD)
+        if number >= self._requested:
             return False
         try:
-            self._open[number] = self._cache.open(work.path, work.shard.bytes)
+            file = self._ahead.take(work.shard, MOMENT)
         except OSError as error:
             raise UserError(
                 f"A fetched shard cannot be kept in {self._scratch.folder}: {error.strerror}.",
                 "Free some space, or name another folder with TMPDIR.",
             ) from error
+        if file is None:
+            return False
+        self._open[number] = file
         work.file, work.version = self._cache.path(work.path, work.shard.bytes), self._cache.versions.get(work.path)
         return True
+
+    def _request(self, end: int) -> None:
+        """Ask for the shards before `end`, in their order, as far as there is room for them."""
+        for number in range(self._requested, min(end, len(self._works))):
+            shard = self._works[number].shard
+            if isinstance(shard.path, Remote):
+                if sum(self._room.values()) + shard.bytes > self._limit:
+                    return
+                self._room[number] = shard.bytes
+                self._ahead.request(shard, keep=True)
+            self._requested = number + 1
 
     def give_back(self, number: int) -> None:
         """Its batches have all come."""
         if number in self._open:
             self._open.pop(number).close()
             self._cache.remove(self._works[number].path, self._works[number].shard.bytes)
+        self._room.pop(number, None)
 
     def close(self) -> None:
         """Remove what is left."""
@@ -231,18 +252,11 @@ class Shelf:
 
 
 def read_batches(
-    works: Sequence[Work],
-    transform: Callable,
-    tokenizer: Callable,
-    batch_size: int,
-    workers: int,
-    limit: int,
-    stop: Callable[[], bool],
-) -> Iterator[Batch]:
+    works: Sequence[Work], transform: Callable, tokenizer: Callable, batch_size: int, workers: int, limit: int
+) -> Iterator[Batch | None]:
     """Batches of all shards in their order, each shard ended by one with `last`; fills `spans` and `damage`.
 
-    `limit`: bytes that shards from elsewhere may take here together.
-    `stop`: asked while one of them is waited for; ends it all.
+    None comes instead, many times a second, while a shard is waited for. `limit`: see `Shelf`.
     """
     import torch
 
@@ -251,8 +265,8 @@ def read_batches(
     def jobs() -> Iterator[list[Job]]:
         for number, work in enumerate(works):
             try:
-                if not shelf.take(number, stop):
-                    return
+                while not shelf.take(number):
+                    yield []  # what is being read comes meanwhile, and is given back
                 work.spans, work.skipped = list_images(work.file)
                 if len(work.spans) < work.shard.samples:
                     raise BadShard(f"holds {len(work.spans):,} samples, but its index says {work.shard.samples:,}")
@@ -269,23 +283,15 @@ def read_batches(
     loader = make_loader(
         _Samples(transform, tokenizer),
         workers,
-        _begin_worker,
         batch_sampler=jobs(),
         collate_fn=_collate,
         pin_memory=torch.cuda.is_available(),
     )
-    with closing(shelf), naming_ended_workers():
-        for batch in loader:
+    with closing(shelf), closing(read(loader)) as batches:
+        for batch in batches:
             yield batch
-            if batch.last:
+            if batch and batch.last:
                 shelf.give_back(batch.number)
-
-
-def _begin_worker() -> None:
-    """Signals are the command's to deal with; it ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def default_workers(wanted: int | None, device: str, samples: int) -> int:

@@ -134,7 +134,10 @@ def is_unchanged(shard: Shard, marker: dict, versions: Mapping[Remote, str | Non
     """
     if isinstance(shard.path, Remote):
         return was_fetched(shard, marker) and marker.get("version") == versions[shard.path]
-    status = shard.path.stat()
+    try:
+        status = shard.path.stat()
+    except OSError:  # a link that leads nowhere
+        return False
     if marker.get("bytes") != status.st_size:
         return False
     if marker.get("modified") == status.st_mtime_ns:
@@ -150,7 +153,10 @@ def identity(work: Work) -> dict:
     members = members_digest(work.spans)
     if isinstance(work.path, Remote):  # without members if it could not be fetched: then it is tried again
         return {"bytes": work.shard.bytes, "version": work.version, "members": members if work.file else None}
-    status = work.path.stat()
+    try:
+        status = work.path.stat()
+    except OSError:  # tried again, too
+        return {"bytes": None, "modified": None, "members": None}
     return {"bytes": status.st_size, "modified": status.st_mtime_ns, "members": members}
 
 
@@ -169,8 +175,10 @@ def count_samples(works: Sequence[Work]) -> int:
             continue
         folder = work.path.parent
         if folder not in known:
-            indexed = (folder / INDEX_NAME).is_file()
-            known[folder] = {shard.name: shard.samples for shard in read_index_file(folder)} if indexed else {}
+            known[folder] = {}
+            with contextlib.suppress(UserError):  # it is another's, or none: nothing else is taken from it
+                if (folder / INDEX_NAME).is_file():
+                    known[folder] = {shard.name: shard.samples for shard in read_index_file(folder)}
         if work.path.name in known[folder]:
             total += known[folder][work.path.name]
             continue

@@ -3,25 +3,25 @@
 import queue
 import threading
 import time
-from collections.abc import Callable
+from typing import BinaryIO
 
 from probemb.data.cache import ShardCache
 from probemb.data.index import Shard
 from probemb.data.sources import Remote
 from probemb.data.tar import BadShard
-from probemb.errors import UserError
 
 _FRESH_SECONDS = 60.0  # how long the result of a fetch counts
-_LOOK_AROUND_SECONDS = 0.5
 
 
 class _Request:
-    """A fetch in the background: when it ended, and why it failed."""
+    """A fetch in the background: when it ended, and what it brought or why it failed."""
 
-    def __init__(self):
+    def __init__(self, keep: bool):
         self.ended = threading.Event()
         self.at = 0.0
-        self.failure: str | None = None
+        self.keep = keep
+        self.file: BinaryIO | None = None
+        self.error: Exception | None = None
 
 
 class FetchAhead:
@@ -36,48 +36,62 @@ class FetchAhead:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._requests: dict[Remote, _Request] = {}
         self._running = 0
+        self._closed = False
 
-    def request(self, shard: Shard) -> None:
-        """Fetch it when its turn comes; a request that is known already, or has just failed, is not repeated."""
+    def request(self, shard: Shard, keep: bool = False) -> None:
+        """Fetch it when its turn comes; a request that is known already, or has just failed, is not repeated.
+
+        `keep`: hold it in the cache until it is taken.
+        """
         known = self._requests.get(shard.path)
         if known and (not known.ended.is_set() or time.monotonic() - known.at < _FRESH_SECONDS):
             return
-        self._requests[shard.path] = request = _Request()
+        self._requests[shard.path] = request = _Request(keep)
         self._queue.put((shard, request))
         if self._running < self._threads:
             self._running += 1
             threading.Thread(target=self._work, daemon=True, name=f"fetch-{self._running}").start()
 
-    def wait(self, shard: Shard, stop: Callable[[], bool] | None = None) -> bool:
-        """Until a request for this shard has ended, or `stop` says so: then False.
-
-        Raises BadShard if it has just failed.
-        """
+    def wait(self, shard: Shard) -> None:
+        """Until a request for this shard has ended. Raises BadShard if it has just failed."""
         request = self._requests.pop(shard.path, None)
         if request is None:
-            return True
-        while not request.ended.wait(_LOOK_AROUND_SECONDS if stop else None):
-            if stop():
-                return False
-        if request.failure and time.monotonic() - request.at < _FRESH_SECONDS:
-            raise BadShard(request.failure)
-        return True
+            return
+        request.ended.wait()
+        # Of other errors, as a lack of room, whoever needs the shard finds out by trying again.
+        if isinstance(request.error, BadShard) and time.monotonic() - request.at < _FRESH_SECONDS:
+            raise BadShard(str(request.error))
+
+    def take(self, shard: Shard, seconds: float) -> BinaryIO | None:
+        """A shard that was requested with `keep`, open; None if it is not here after so many seconds.
+
+        Raises what its fetch has raised: BadShard, UserError or OSError.
+        """
+        request = self._requests[shard.path]
+        if not request.ended.wait(seconds):
+            return None
+        del self._requests[shard.path]
+        if request.error:
+            raise request.error
+        return request.file
 
     def close(self) -> None:
         """Start no other fetch."""
+        self._closed = True
         for _ in range(self._running):
             self._queue.put(None)
-        self._running = 0
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None and not self._closed:
             shard, request = item
             try:
-                self._cache.open(shard.path, shard.bytes, wait=False).close()
-            except BadShard as error:
-                request.failure = str(error)
-            except (UserError, OSError):  # no room: whoever needs the shard tries again, and says so
-                pass
+                file = self._cache.open(shard.path, shard.bytes, wait=False)
+                if request.keep:
+                    request.file = file
+                else:
+                    file.close()
+            except Exception as error:  # or nobody would answer the requests that this thread would have got
+                request.error = error
             finally:
                 request.at = time.monotonic()
                 request.ended.set()

@@ -10,6 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from glob import glob
 from itertools import islice
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.data.shards import MAX_IMAGE_BYTES, BadSample, decode_image, read_index
-from probemb.data.workers import make_loader, naming_ended_workers
+from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -180,8 +181,8 @@ class ImageBatches:
             collate_fn=_collate,
             pin_memory=torch.cuda.is_available(),
         )
-        with naming_ended_workers():
-            for kept, pixels, bad in loader:
+        with closing(read(loader)) as batches:
+            for kept, pixels, bad in batches:
                 self.kept += kept
                 self.bad += [(self.images.places[index].name, why) for index, why in bad]
                 self._refuse_too_many()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.queues import Queue
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
@@ -16,28 +17,51 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LONGEST = 71  # bytes of a folder in which a socket's whole path, /pymp-xxxxxxxx/listener-xxxxxxxx with it, fits
 
 
-def make_loader(dataset, workers: int, begin: Callable[[], None] | None = None, **options) -> DataLoader:
-    """A DataLoader with so many processes, each of which calls `begin` first; `options` are DataLoader's own.
+def make_loader(dataset, workers: int, **options) -> DataLoader:
+    """A DataLoader with so many processes; `options` are DataLoader's own. Begin it as `read` does.
 
-    Read it within `naming_ended_workers`. Raises UserError: the processes could not hand anything over.
+    Raises UserError: the processes could not hand anything over.
     """
     from torch.utils.data import DataLoader
 
     if workers:
         shorten_sockets()
-    return DataLoader(dataset, num_workers=workers, worker_init_fn=partial(_begin, begin), **options)
+    return DataLoader(dataset, num_workers=workers, worker_init_fn=_begin, **options)
+
+
+def read(loader: DataLoader) -> Iterator:
+    """All batches, once; ends the workers however it is left, and with the interpreter. Raises UserError."""
+    with starting_workers():
+        batches = iter(loader)
+    end = Finalize(None, _end, args=(batches,), exitpriority=10)  # before multiprocessing waits for its children
+    try:
+        with naming_ended_workers(loader.num_workers):
+            yield from batches
+    finally:
+        end()
 
 
 @contextmanager
-def naming_ended_workers() -> Iterator[None]:
-    """Raises UserError in place of what a DataLoader raises when one of its processes has ended."""
+def starting_workers() -> Iterator[None]:
+    """Workers are started herein: a signal that comes before a new one ignores it would end it, so it waits."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def naming_ended_workers(workers: int) -> Iterator[None]:
+    """Raises UserError in place of what a DataLoader with so many workers raises when one of them has ended."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
-        if "Caught " in str(error):  # raised in a worker, by what it reads
+        if not workers or "Caught " in str(error):  # raised by what is read
             raise
         raise _ended("in the middle of a batch") from error
     except RuntimeError as error:
@@ -55,7 +79,8 @@ def ended_worker(error: RuntimeError) -> UserError | None:
 def _ended(how: str) -> UserError:
     return UserError(
         f"A data worker was ended from outside ({how}).",
-        "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, enlarge it.",
+        "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, or too few files may be open "
+        "(ulimit -n), allow more.",
     )
 
 
@@ -70,8 +95,9 @@ def shorten_sockets() -> None:
     for short in ("/tmp", "/var/tmp"):
         tempfile.tempdir = short
         try:
-            multiprocessing.util.get_temp_dir()  # made at the first call, inherited by children, removed at the end
-            return
+            made = multiprocessing.util.get_temp_dir()  # at the first call; inherited by children, removed at the end
+            if len(os.fsencode(os.path.dirname(made))) <= _LONGEST:
+                return
         except OSError:
             continue
         finally:
@@ -82,10 +108,19 @@ def shorten_sockets() -> None:
     )
 
 
-def _begin(begin: Callable[[], None] | None, _: int) -> None:
+def _begin(_: int) -> None:
+    # Ctrl-C and a scheduler's warnings reach the whole process group; the parent decides what happens then.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
-    if begin:
-        begin()
+
+
+def _end(batches: Iterator) -> None:
+    # PyTorch does this when the last reference goes, but the traceback of an error may hold one for ever.
+    shut_down = getattr(batches, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
 
 
 def _end_worker(error: BaseException, _batch: object) -> None:

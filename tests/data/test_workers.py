@@ -15,7 +15,7 @@ SCRIPT = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import torch
-from probemb.data.workers import make_loader, naming_ended_workers
+from probemb.data.workers import make_loader, read
 from probemb.command import run_command
 
 class Rows:
@@ -35,11 +35,10 @@ class Stubborn:
 
 def main():
     total = 0
-    with naming_ended_workers():
-        for rows in make_loader(Rows(), 2, batch_size=4, collate_fn=list):
-            total += sum(row["row"] for row in rows)
-            if {what} == "kill":
-                time.sleep(1)  # in the midst of another's work
+    for rows in read(make_loader(Rows(), 2, batch_size=4, collate_fn=list)):
+        total += sum(row["row"] for row in rows)
+        if {what} == "kill":
+            time.sleep(1)  # in the midst of another's work
     print(total)
 
 run_command(main)

@@ -28,5 +28,5 @@ def test_parts_embed_every_shard_once(jobs):
         assert state == "COMPLETED", log
         assert "samples: 32 in" in log  # its own shard of 32, not the other's
     embeddings = open_embeddings(out)
-    assert embeddings.items["image"] == 64
+    assert embeddings.count("image") == 64
     assert {part.count for part in embeddings.partitions("image")} == {32}

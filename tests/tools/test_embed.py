@@ -3,6 +3,7 @@
 import io
 import os
 import resource
+import shutil
 import signal
 import tarfile
 import time
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from probemb.data.images import decode_image
+from probemb.data.index import Shard, write_index
 from probemb.data.scenes import scene
 from probemb.data.shards import iterate_samples
 from probemb.embeddings import open_embeddings
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model, weights_sha256
-from tests.embedding import contents, corpus, options, start, whole  # noqa: F401 - fixtures
+from tests.embedding import contents, corpus, items, options, start, whole  # noqa: F401 - fixtures
 from tests.world import jpeg, run_folder, write_tar  # noqa: F401 - a fixture
 from tools.embed import main
 
@@ -29,7 +31,7 @@ def test_embeddings_are_those_of_a_plain_loop(whole, corpus, run_folder):  # noq
         images = [model.encode_image(transforms.evaluate(decode_image(s.image))[None]) for s in samples]
         texts = [(s, i, model.encode_text(tokenizer([c]))) for s in samples for i, c in enumerate(s.captions)]
     embeddings = open_embeddings(whole)
-    assert embeddings.items == {"image": 24, "text": len(texts)} == {"image": 24, "text": 46}
+    assert items(whole) == {"image": 24, "text": len(texts)} == {"image": 24, "text": 46}
     assert (embeddings.dim, embeddings.weights) == (16, weights_sha256(model))
     for kind, expected in ("image", images), ("text", [g for _, _, g in texts]):
         parts = [embeddings.read(part) for part in embeddings.partitions(kind)]
@@ -55,7 +57,7 @@ def test_the_same_bytes_however_they_are_read(more, whole, corpus, run_folder, t
     if "--items" in more:
         expected = {name: content for name, content in expected.items() if name.startswith(more[1])}
     assert contents(tmp_path / "out") == expected
-    assert set(open_embeddings(tmp_path / "out").items) == ({more[1]} if "--items" in more else {"image", "text"})
+    assert set(items(tmp_path / "out")) == ({more[1]} if "--items" in more else {"image", "text"})
 
 
 def test_several_processes_share_the_shards(whole, corpus, run_folder, tmp_path):  # noqa: F811
@@ -67,20 +69,20 @@ def test_several_processes_share_the_shards(whole, corpus, run_folder, tmp_path)
     assert {name.partition(".")[0] for name in contents(tmp_path / "out")} == {
         f"{kind}/corpus-0000{number}" for kind in ("image", "text") for number in (0, 1)
     }
-    assert open_embeddings(tmp_path / "out").items == {}
+    assert items(tmp_path / "out") == {}
     assert main(argv) == 0
     assert contents(tmp_path / "out") == contents(whole)
-    assert open_embeddings(tmp_path / "out").items == open_embeddings(whole).items
+    assert items(tmp_path / "out") == items(whole)
 
 
-@pytest.mark.parametrize(("number", "workers"), [(signal.SIGKILL, 0), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGKILL, 0), (signal.SIGTERM, 2)])
 def test_a_run_that_was_ended_goes_on(number, workers, whole, corpus, run_folder, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     process = start(options(run_folder, corpus, out, "--batch-size", 1, "--workers", workers), prepare=slow)
     deadline = time.monotonic() + 60
     while not list(out.glob("text/*.done.json")) and time.monotonic() < deadline:
         time.sleep(0.005)
-    os.kill(process.pid, number)
+    os.killpg(process.pid, number)  # as Slurm does: the workers get it, too
     process.join(30)
     assert process.exitcode == (-9 if number == signal.SIGKILL else 85)
     done = {file: file.stat().st_mtime_ns for file in out.rglob("*.done.json")}
@@ -93,7 +95,7 @@ def test_a_run_that_was_ended_goes_on(number, workers, whole, corpus, run_folder
     for name in expected:
         if name.endswith(".json"):
             assert found[name] == expected[name]
-    assert open_embeddings(out).items == {"image": 24, "text": 46}
+    assert items(out) == {"image": 24, "text": 46}
 
 
 def slow():
@@ -115,14 +117,56 @@ def test_a_shard_that_has_changed_is_embedded_again(whole, corpus, run_folder, t
     )
     assert main(options(run_folder, data, out)) == 0
     after = contents(out)
-    assert open_embeddings(out).items == {"image": 3, "text": 3}
+    assert items(out) == {"image": 3, "text": 3}
     assert {name for name in before if before[name] != after[name]} == {name for name in before if "corpus-1" in name}
     os.utime(data / "0.tar")
     written = (out / "image" / "corpus-0.npz").stat().st_mtime_ns
     assert main(options(run_folder, data, out)) == 0
     assert (out / "image" / "corpus-0.npz").stat().st_mtime_ns == written
     assert main(options(run_folder, corpus, out)) == 0  # a second corpus in the same folder
-    assert open_embeddings(out).items == {"image": 27, "text": 49}
+    assert items(out) == {"image": 27, "text": 49}
+
+
+def test_what_happens_to_one_corpus_or_kind_does_not_concern_another(corpus, run_folder, tmp_path):  # noqa: F811
+    out, data = tmp_path / "out", tmp_path / "gone"
+    write_tar(data / "0.tar", [("a.jpg", jpeg(scene("embed", 1))), ("a.txt", b"one")])
+    assert main(options(run_folder, data, out)) == 0
+    write_index(data, [Shard("0.tar", data / "0.tar", 1, (data / "0.tar").stat().st_size)])
+    (data / "0.tar").unlink()  # the index stays
+    assert main(options(run_folder, corpus, out, "--items", "image")) == 0
+    assert items(out) == {"image": 25}
+    process = start(options(run_folder, corpus, out, "--batch-size", 1), prepare=slow)  # the captions of it
+    while not (out / "text" / "corpus-00000.done.json").exists():
+        assert process.is_alive()
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert items(out) == {"image": 25}
+    assert open_embeddings(out).corpora == {
+        str(data): ["gone-0"], str(corpus): [f"corpus-{number:05d}" for number in range(4)]
+    }  # fmt: skip
+
+
+def test_a_link_that_leads_nowhere(corpus, run_folder, tmp_path):  # noqa: F811
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    (data / "0.tar").symlink_to(corpus / "00000.tar")
+    (data / "1.tar").symlink_to(tmp_path / "nowhere.tar")
+    with pytest.raises(UserError, match=r"1 shard is not embedded .*1\.tar: cannot be opened"):
+        main(options(run_folder, data, out))
+    assert main(options(run_folder, data, out, "--skip-damaged")) == 0
+    assert items(out)["image"] == 6
+    (tmp_path / "nowhere.tar").symlink_to(corpus / "00001.tar")
+    assert main(options(run_folder, data, out)) == 0
+    assert items(out)["image"] == 12
+
+
+def test_an_index_of_something_else_beside_the_shards(corpus, run_folder, tmp_path):  # noqa: F811
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    (data / "index.json").write_text("{}")
+    assert main(options(run_folder, data / "*.tar", tmp_path / "out")) == 0
+    assert items(tmp_path / "out") == {"image": 24, "text": 46}
 
 
 def test_what_cannot_be_used_is_left_out_and_counted(run_folder, tmp_path):  # noqa: F811
@@ -144,11 +188,11 @@ def test_what_cannot_be_used_is_left_out_and_counted(run_folder, tmp_path):  # n
     with pytest.raises(UserError, match=r"3 shards are not embedded .*5 of 7 samples.*2\.tar: cut off") as caught:
         main(argv)
     assert "--skip-damaged" in caught.value.remedy
-    assert open_embeddings(tmp_path / "out").items == {}
+    assert items(tmp_path / "out") == {}
     assert len(list((tmp_path / "out").rglob("*.done.json"))) == 2
     assert main([*argv, "--skip-damaged"]) == 0
     embeddings = open_embeddings(tmp_path / "out")
-    assert embeddings.items == {"image": 3, "text": 6}
+    assert items(tmp_path / "out") == {"image": 3, "text": 6}
     rows = [row for part in embeddings.partitions("image") for row in embeddings.read_items(part).to_pylist()]
     assert [(row["key"], row["captions"]) for row in rows] == [
         ("d", ["lone \\ud800 half", "fine"]), ("g", ["good"]), ("a", ["good"])
@@ -163,13 +207,13 @@ def test_what_cannot_be_used_is_left_out_and_counted(run_folder, tmp_path):  # n
 def test_images_and_captions_do_not_need_each_other(run_folder, tmp_path):  # noqa: F811
     write_tar(tmp_path / "a" / "0.tar", [("a.png", b"not read"), ("a.txt", b"one\ntwo")])
     assert main(options(run_folder, tmp_path / "a", tmp_path / "out", "--items", "text")) == 0
-    assert open_embeddings(tmp_path / "out").items == {"text": 2}
+    assert items(tmp_path / "out") == {"text": 2}
     good = jpeg(scene("embed", 1))
     members = [("a.jpg", good), ("b.jpg", good), ("b.json", b'{"labels": [3]}'), ("c.txt", b"no image")]
     write_tar(tmp_path / "b" / "0.tar", members)
     assert main(options(run_folder, tmp_path / "b", tmp_path / "both")) == 0
     embeddings = open_embeddings(tmp_path / "both")
-    assert embeddings.items == {"image": 2, "text": 0}
+    assert items(tmp_path / "both") == {"image": 2, "text": 0}
     assert embeddings.read_items(embeddings.partitions("image")[0])["captions"].to_pylist() == [[], []]
     assert embeddings.marker("image", "b-0")["without_image"] == 1
 
@@ -196,8 +240,8 @@ def test_a_full_disk(corpus, run_folder, tmp_path):  # noqa: F811
     process = start(options(run_folder, corpus, tmp_path / "out"), prepare=small)
     process.join(60)
     assert process.exitcode == 2
-    left = [file.name for file in (tmp_path / "out").rglob("*") if file.is_file()]
-    assert left == ["embeddings.json"]
+    left = [file.parent.name for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert sorted(left) == ["corpora", "out"]  # what describes the folder
     assert main(options(run_folder, corpus, tmp_path / "out")) == 0
 
 
@@ -239,4 +283,4 @@ def test_what_cannot_run_is_refused(whole, corpus, run_folder, tmp_path, monkeyp
             main(argv)
     assert not (tmp_path / "out").exists()
     assert contents(whole) == before
-    assert open_embeddings(whole).items == {"image": 24, "text": 46}
+    assert items(whole) == {"image": 24, "text": 46}

@@ -14,7 +14,7 @@ from probemb.data.shards import iterate_samples
 from probemb.data.sources import Remote
 from probemb.embeddings import open_embeddings
 from probemb.errors import UserError
-from tests.embedding import contents, corpus, options, start, whole  # noqa: F401 - fixtures
+from tests.embedding import contents, corpus, items, options, start, whole  # noqa: F401 - fixtures
 from tests.webserver import serve
 from tests.world import run_folder  # noqa: F401 - a fixture
 from tools.embed import main
@@ -57,7 +57,7 @@ def test_embeddings_are_those_of_the_files(workers, ranges, served, whole, run_f
         argv = options(run_folder, f"{site.address}/corpus?key=secret", out, "--workers", workers)
         assert main(argv) == 0
         assert vectors(out) == vectors(whole)
-        assert open_embeddings(out).items == open_embeddings(whole).items
+        assert items(out) == items(whole)
         asked = [(name, part) for name, part in site.requests if name == "00001.tar"]
         assert len(asked) == 2
         assert (asked[1][1] is not None) == ranges  # it went on where it had broken off
@@ -139,13 +139,13 @@ def test_what_cannot_be_fetched_is_named_and_tried_again(served, whole, run_fold
         with pytest.raises(UserError, match=r"2 shards are not .*corpus/00001\.tar: .*HTTP 404.*holds 0 samples"):
             main(argv)
         assert len(list((out / "image").glob("*.done.json"))) == 2
-        assert open_embeddings(out).items == {}
+        assert items(out) == {}
         assert main([*argv, "--skip-damaged"]) == 0
-        assert open_embeddings(out).items == {"image": 12, "text": 24}
+        assert items(out) == {"image": 12, "text": 24}
         site.requests.clear()
         assert main(argv) == 0
         assert "00001.tar" in fetched(site)
-        assert open_embeddings(out).items["image"] == 18  # the other one is as damaged as its server says
+        assert items(out)["image"] == 18  # the other one is as damaged as its server says
         (out / "image" / "corpus-00002.done.json").unlink()
         (out / "text" / "corpus-00002.done.json").unlink()
         assert main(argv) == 0
@@ -158,11 +158,11 @@ def test_corpora_from_here_and_elsewhere_in_one_folder(corpus, served, whole, ru
     shutil.copy(served / "00000.tar", here)
     with serve(served) as site:
         assert main(options(run_folder, f"{site.address}/corpus", out, "--part", "1/2")) == 0
-        assert open_embeddings(out).items == {}
+        assert items(out) == {}
         assert main(options(run_folder, f"{site.address}/corpus", out)) == 0
     assert main(options(run_folder, here, out)) == 0  # without asking there again
-    counts = open_embeddings(whole).items
-    assert open_embeddings(out).items["image"] == counts["image"] + 6
+    counts = items(whole)
+    assert items(out)["image"] == counts["image"] + 6
     with pytest.raises(UserError, match=r"has embeddings of http.* under the name corpus-00000"):
         main(options(run_folder, corpus, out))
 
@@ -188,8 +188,12 @@ def test_room_for_fetched_shards(served, whole, run_folder, tmp_path):  # noqa: 
         argv = options(run_folder, f"{site.address}/corpus", tmp_path / "out", "--cache-gib")
         with pytest.raises(UserError, match=r"\.tar has .* GiB, more than --cache-gib .* allows"):
             main([*argv, f"{0.9 * sizes[-1]:.12f}"])
-        assert main([*argv, f"{1.1 * sizes[-1]:.12f}"]) == 0  # one after the other
-        assert vectors(tmp_path / "out") == vectors(whole)
+        for workers in 0, 2:  # with workers, shards are asked for before earlier ones are given back
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            site.requests.clear()
+            assert main([*argv, f"{1.1 * sizes[-1]:.12f}", "--workers", str(workers)]) == 0  # one after the other
+            assert vectors(tmp_path / "out") == vectors(whole)
+            assert fetched(site) == ["00000.tar", "00001.tar", "00002.tar", "00003.tar", "index.json"]
 
 
 @pytest.mark.parametrize("name", ["../../x.tar", "/etc/x.tar", "a\u202eb.tar", "n" * 300 + ".tar"])

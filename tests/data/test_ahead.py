@@ -1,0 +1,78 @@
+"""Fetching in the background, where the fetches themselves go wrong."""
+
+import os
+
+import pytest
+
+from probemb.data.ahead import FetchAhead
+from probemb.data.cache import ShardCache
+from probemb.data.index import Shard
+from probemb.data.sources import Remote
+from probemb.data.tar import BadShard
+from tests.webserver import serve
+
+
+class Broken(ShardCache):
+    """Every fetch fails with an error that nobody expects."""
+
+    def open(self, *_, **__):
+        raise AttributeError("length")
+
+
+def shards(count, site=None):
+    address = site.address if site else "http://127.0.0.1:9"
+    return [Shard(f"{i}.tar", Remote(f"{address}/{i}.tar"), 1, 100) for i in range(count)]
+
+
+def test_no_error_leaves_a_request_without_an_answer(tmp_path):
+    ahead = FetchAhead(Broken(tmp_path, 1 << 20), threads=2)
+    wanted = shards(6)
+    for shard in wanted:
+        ahead.request(shard, keep=True)
+    for shard in wanted:
+        with pytest.raises(AttributeError):
+            ahead.take(shard, 20)
+    for shard in wanted:
+        ahead.request(shard)
+    for shard in wanted:
+        ahead.wait(shard)  # whoever needs the shard finds out
+    ahead.close()
+
+
+def test_what_is_taken_stays_until_then(tmp_path):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.tar").write_bytes(bytes([i]) * 100)
+    with serve(folder) as site:
+        site.troubles = {"2.tar": [404]}
+        cache = ShardCache(tmp_path / "cache", 200)
+        ahead = FetchAhead(cache, threads=1)
+        wanted = shards(3, site)
+        for shard in wanted[:2]:
+            ahead.request(shard, keep=True)
+        assert os.pread(ahead.take(wanted[1], 20).fileno(), 200, 0) == bytes([1]) * 100
+        ahead.request(wanted[2], keep=True)
+        with pytest.raises(BadShard, match="404"):
+            while ahead.take(wanted[2], 0.01) is None:
+                pass
+        assert os.pread(ahead.take(wanted[0], 20).fileno(), 200, 0) == bytes(100)  # not given up for the others
+        ahead.close()
+    assert [name for name, _ in site.requests] == ["0.tar", "1.tar", "2.tar"]
+
+
+def test_nothing_is_fetched_after_the_end(tmp_path):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "0.tar").write_bytes(bytes(100))
+    with serve(folder) as site:
+        site.troubles = {"0.tar": ["stall"]}
+        ahead = FetchAhead(ShardCache(tmp_path / "cache", 1 << 20), threads=1)
+        for shard in shards(4, site):
+            ahead.request(shard)
+        while not site.requests:
+            pass
+        ahead.close()
+        site.ended.set()
+        ahead.wait(shards(1, site)[0])
+        assert [name for name, _ in site.requests if name != "0.tar"] == []
