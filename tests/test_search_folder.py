@@ -24,7 +24,17 @@ from probemb.distances import csd
 from probemb.embeddings import Embeddings, item_schema, open_embeddings, save_embeddings
 from probemb.errors import UserError
 from probemb.runs.lock import RunLock
-from probemb.search import Choice, choose_factory, items, load_index, require_model, rerank, search, set_effort
+from probemb.search import (
+    Choice,
+    build_index,
+    choose_factory,
+    items,
+    load_index,
+    require_model,
+    rerank,
+    search,
+    set_effort,
+)
 from probemb.search.choice import bytes_per_item, cell_count, training_count
 from probemb.search.index import new_index, width_of
 from probemb.search.writing import write_index
@@ -153,6 +163,11 @@ def test_effort_is_traded_for_recall(embeddings, tmp_path):
     few = recall(search(index, q, 10)[1], truth)
     assert set_effort(index, 400) == "efSearch"
     assert few < recall(search(index, q, 10)[1], truth)
+    index = build_index(gallery(embeddings), "NSG8")
+    set_effort(index, 1)
+    few = recall(search(index, q, 10)[1], truth)
+    assert set_effort(index, 400) == "search_L"
+    assert few < recall(search(index, q, 10)[1], truth)
     assert set_effort(build(embeddings, tmp_path / "flat"), 3) is None
 
 
@@ -244,6 +259,10 @@ def test_an_index_of_another_model_is_refused(embeddings, tmp_path):
     ("words", "message"),
     [
         (["--factory", "HNWS32"], "FAISS makes no index of 'HNWS32'"),
+        (["--factory", "LSH"], "'LSH' does not rank by the Euclidean distance"),
+        (["--factory", "L2norm,Flat"], "'L2norm,Flat' does not rank by the Euclidean distance"),
+        (["--factory", "PCA8,L2norm,IVF8,Flat"], "does not rank by the Euclidean distance"),
+        (["--factory", "ITQ,LSH"], "does not rank by the Euclidean distance|FAISS makes no index"),
         (["--factory", "IVF4096,Flat"], "cannot be made from 700 items"),
         (["--train-items", "701"], "--train-items is 701 of 700 items"),
         (["--part-items", "0"], "--part-items is 0"),
@@ -264,6 +283,7 @@ def test_an_index_of_another_model_is_refused(embeddings, tmp_path):
         (["--embeddings", "nowhere"], "There are no embeddings in nowhere"),
         (["--embeddings", "OTHER", "EMBEDDINGS"], r"embedded by runs/y \(e+, 16 dim.*by runs/x \(f+, 16 dim"),
         (["--embeddings", "EMBEDDINGS", "EMBEDDINGS"], "named twice"),
+        (["--embeddings", "PARTLY", "--kind", "text"], "PARTLY holds no text embeddings"),
         (["--embeddings", "PARTLY"], "image embeddings of .* are not complete"),
         (["--embeddings", "EMPTY", "--incomplete"], "hold no image embeddings"),
         (["--out", "there"], "there is there already"),

@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     refuse_repeated(sources)
     for source in sources:
         if not options.incomplete and source.count(options.kind) is None:
+            if not source.partitions(options.kind):
+                raise UserError(
+                    f"{source.folder} holds no {options.kind} embeddings.",
+                    f"Make them with `python -m tools.embed --items {options.kind}` or `both`.",
+                )
             raise UserError(
                 f"The {options.kind} embeddings of {source.folder} are not complete.",
                 "Let tools.embed finish, or take what is there with --incomplete.",

@@ -78,11 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REQUEUE
     complete = {kind: count for kind in KINDS if (count := out.count(kind)) is not None}
     refuse_damaged([work for work in works if work.damage], options.skip_damaged)
-    if set(kinds) <= set(complete):
+    if complete:
         print(f"{' and '.join(f'{count:,} {kind}s' for kind, count in complete.items())} in {out.folder}")
-    else:
-        print(f"this part is done; other shards of {out.folder} are not yet")
+    for kind in kinds:
+        if kind not in complete:
+            print(f"what was asked for is done; {out.folder} still lacks {kind}s of {lacking(out, kind)}")
     return 0
+
+
+def lacking(out: Embeddings, kind: str) -> str:
+    """The corpora of which not every shard is embedded."""
+    done = {part.name for part in out.partitions(kind)}
+    return ", ".join(plain(data) for data, names in out.corpora.items() if not done.issuperset(names))
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:

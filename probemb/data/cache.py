@@ -232,7 +232,13 @@ class Scratch:
 
 
 def _end_scratch(folder: Path, owner: BinaryIO) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    ended = folder.with_name(f"{folder.name}-ended")
+    with suppress(OSError):
+        folder.rename(ended)  # a fetch that still goes on finds no folder to write into
+        for path in ended.iterdir():
+            if path.name != "owner":  # which goes last: by it the next process knows what is left
+                path.unlink()
+    shutil.rmtree(ended, ignore_errors=True)
     owner.close()
 
 
@@ -243,4 +249,4 @@ def _sweep(parent: Path) -> None:
                 continue
             with open(folder / "owner", "rb") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                _end_scratch(folder, owner)

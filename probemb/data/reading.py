@@ -76,7 +76,8 @@ class Images:
 def find_tars(data: str | Path) -> list[Path]:
     """Tars of a folder (those of its index.json, if there is one), of a pattern with wildcards and braces, or one tar.
 
-    An evaluation reads everything in order, so it needs no index. Empty where there is none.
+    An evaluation reads everything in order, so it needs no index. Empty where there is none. Raises UserError where
+    some of what the braces name is there, and some is not.
     """
     path = Path(data)
     if path.is_dir():
@@ -93,7 +94,14 @@ def find_tars(data: str | Path) -> list[Path]:
             names = list(islice(braceexpand(names[0]), MAX_PATTERN_FILES))
         except UnbalancedBracesError as error:
             raise UserError(f"The braces of {data} do not pair up.", "Write a range, as in {00000..00009}.") from error
-    return [Path(found) for name in names for found in sorted(glob(name))]
+    found = [[name] if os.path.isfile(name) else sorted(glob(name)) for name in names]
+    missing = [name for name, tars in zip(names, found) if not tars]
+    if 0 < len(missing) < len(names):
+        raise UserError(
+            f"{len(missing):,} of the {len(names):,} names in {data} do not exist, {missing[0]} for one.",
+            "Fetch what is missing, or correct the range.",
+        )
+    return [Path(tar) for tars in found for tar in tars]
 
 
 def in_both(these: Images, those: Images) -> list[str]:

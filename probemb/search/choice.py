@@ -66,12 +66,12 @@ def default_effort(factory: str) -> int | None:
     found = re.search(r"IVF(\d+)", factory)
     if found:
         return min(int(found[1]), max(16, int(int(found[1]) ** 0.5)))
-    return EF_SEARCH if "HNSW" in factory else None
+    return EF_SEARCH if "HNSW" in factory or "NSG" in factory else None
 
 
 def takes_effort(factory: str) -> bool:
     """Whether a search can look at fewer or more candidates."""
-    return re.search(r"IVF|IMI|HNSW", factory) is not None
+    return re.search(r"IVF|IMI|HNSW|NSG", factory) is not None
 
 
 def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62) -> int:

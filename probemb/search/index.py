@@ -35,6 +35,7 @@ FORMS = ("csd", "mean")
 # Nodes that are looked at for each one added. With FAISS' own 40 recall stops short of 1 at any effort, as queries lie
 # outside of the gallery, where the last dimension is 0; with 100 it does not, in twice the time to build.
 EF_CONSTRUCTION = 100
+_EFFORT = {"IVF": "nprobe", "HNSW": "efSearch", "NSG": "search_L"}
 CANDIDATES = 10  # times k that are re-ranked by default, or refined (",RFlat")
 
 
@@ -142,12 +143,34 @@ def new_index(width: int, factory: str) -> faiss.Index:
             f"FAISS makes no index of '{factory}' in {width} dimensions ({_reason(error)}).",
             "Use a string such as Flat, HNSW32, or IVF256,Flat.",
         ) from error
+    refuse_other_distances(index, factory)
     if isinstance(index, faiss.IndexRefine):
         index.k_factor = CANDIDATES  # with FAISS' own 1 the finer codes would only sort what was found
     graph = _innermost(index)
     if isinstance(graph, faiss.IndexHNSW):
         graph.hnsw.efConstruction = EF_CONSTRUCTION
     return index
+
+
+def refuse_other_distances(index: faiss.Index, factory: str) -> None:
+    """Raises UserError for an index that measures something else than the Euclidean distance, as LSH and L2norm do."""
+    import faiss
+
+    while True:
+        index = faiss.downcast_index(index)
+        chain = [index.chain.at(i) for i in range(index.chain.size())] if hasattr(index, "chain") else []
+        other = any(isinstance(faiss.downcast_VectorTransform(one), faiss.NormalizationTransform) for one in chain)
+        if other or isinstance(index, faiss.IndexLSH) or index.metric_type != faiss.METRIC_L2:
+            raise UserError(
+                f"'{factory}' does not rank by the Euclidean distance, from which CSD follows.",
+                "Use a string such as Flat, HNSW32, or IVF256,Flat.",
+            )
+        if isinstance(index, faiss.IndexPreTransform):
+            index = index.index
+        elif isinstance(index, faiss.IndexRefine):
+            index = index.base_index
+        else:
+            return
 
 
 def train(index: faiss.Index, vectors: np.ndarray, factory: str) -> None:
@@ -233,7 +256,7 @@ def rerank(index: Index, queries: Gaussian, k: int, candidates: int | None = Non
 
 
 def set_effort(index: Index, effort: int) -> str | None:
-    """How many candidates an approximate index looks at: `nprobe` cells of IVF, `efSearch` nodes of HNSW.
+    """How much an approximate index looks at: cells (`nprobe`), or nodes of a graph (`efSearch`, `search_L`).
 
     Returns:
         the name of what was set, None for an index that has no such choice.
@@ -242,9 +265,12 @@ def set_effort(index: Index, effort: int) -> str | None:
 
     name = None
     for part in index.parts:
-        kind = type(_innermost(part)).__name__
-        name = "nprobe" if "IVF" in kind else "efSearch" if "HNSW" in kind else None
-        if name:
+        inner = _innermost(part)
+        kind = type(inner).__name__
+        name = next((name for mark, name in _EFFORT.items() if mark in kind), None)
+        if name == "search_L":
+            inner.nsg.search_L = effort
+        elif name:
             space = faiss.GpuParameterSpace() if "Gpu" in kind else faiss.ParameterSpace()
             space.set_index_parameter(part, name, effort)
     return name

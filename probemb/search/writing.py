@@ -163,8 +163,6 @@ def _write_parts(
     unfinished: Unfinished, gallery: Gallery, trained: faiss.Index, show: Callable, say: Callable[[str], object]
 ) -> list[dict]:
     """Fill clones of the trained index, one after the other; what stands in index.json about them."""
-    import faiss
-
     rows = unfinished.plan["rows"]
     sizes = [min(rows, gallery.count - start) for start in range(0, gallery.count, rows)]
     done = unfinished.parts()
@@ -172,7 +170,7 @@ def _write_parts(
         say(f"going on behind {done:,} of {len(sizes):,} parts, which are complete")
     with show("items", sum(sizes[done:])) as advance:
         for number in range(done, len(sizes)):
-            index = faiss.clone_index(trained)
+            index = clone(trained, gallery.factory)
             for vectors in gallery.vectors(number * rows, number * rows + sizes[number]):
                 fill(index, vectors, gallery.factory)
                 if advance:
@@ -181,6 +179,16 @@ def _write_parts(
             _write_faiss(index, unfinished.part(number))
     _refuse_changed(unfinished, gallery)
     return [{"file": unfinished.part(number).name, "count": size} for number, size in enumerate(sizes)]
+
+
+def clone(index: faiss.Index, factory: str) -> faiss.Index:
+    """Raises UserError: there are parts of FAISS that cannot be copied."""
+    import faiss
+
+    try:
+        return faiss.clone_index(index)
+    except RuntimeError as error:
+        raise UserError(f"FAISS cannot copy the index '{factory}'.", "Use a string such as IVF256,Flat.") from error
 
 
 def _refuse_changed(unfinished: Unfinished, gallery: Gallery) -> None:

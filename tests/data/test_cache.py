@@ -171,6 +171,24 @@ def _make_scratch(parent, queue) -> None:
     time.sleep(30)
 
 
+def test_nothing_of_a_scratch_is_left_by_a_fetch_that_goes_on(tmp_path, monkeypatch):
+    scratch = Scratch(tmp_path)
+    cache = ShardCache(scratch.folder, 1 << 20)
+    (scratch.folder / "x.tar").write_bytes(b"x")
+    unlink = os.unlink
+
+    def meanwhile(path, *args, **options):  # another thread is at its fetch while the folder is being emptied
+        unlink(path, *args, **options)
+        with pytest.raises(OSError, match="No such file"), cache._making_room():
+            pass
+        with pytest.raises(OSError, match="No such file"):
+            open(scratch.folder / "y.part", "wb").close()
+
+    monkeypatch.setattr(os, "unlink", meanwhile)
+    scratch.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_scratch_ends_with_its_process_or_with_the_next(tmp_path):
     with_us = Scratch(tmp_path)
     queue = fork.SimpleQueue()

@@ -190,6 +190,9 @@ def test_how_to_ask_again_depends_on_the_cause(site, cc3m, tmp_path, capsys):
     capsys.readouterr()
     assert main(["cc3m", "--out", str(tmp_path / "private"), *quick, *again]) == 0
     assert json.loads(capsys.readouterr().out)["got"] == 1
+    with pytest.raises(UserError, match="No image was fetched"):
+        main(["cc3m", "--out", str(tmp_path / "lasting"), *quick, "--retry-failed", "--retry-causes", "gone"])
+    assert "asking again for 0 images; not for: HTTP 404" in capsys.readouterr().err
 
 
 def test_a_folder_goes_on_with_its_own_settings(cc3m, tmp_path, capsys):

@@ -161,6 +161,14 @@ def test_a_link_that_leads_nowhere(corpus, run_folder, tmp_path):  # noqa: F811
     assert items(out)["image"] == 12
 
 
+def test_a_range_of_which_some_is_not_there(corpus, run_folder, tmp_path):  # noqa: F811
+    with pytest.raises(UserError, match=r"2 of the 3 names in .* do not exist, .*/00004\.tar for one"):
+        main(options(run_folder, f"{corpus}/{{00003..00005}}.tar", tmp_path / "out"))
+    with pytest.raises(UserError, match="does not exist"):
+        main(options(run_folder, f"{corpus}/{{00004..00005}}.tar", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_index_of_something_else_beside_the_shards(corpus, run_folder, tmp_path):  # noqa: F811
     data = tmp_path / "data"
     shutil.copytree(corpus, data)

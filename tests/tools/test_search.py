@@ -92,6 +92,11 @@ def test_an_index_of_means_is_reranked(gallery, searcher, tmp_path, capsys):  # 
     capsys.readouterr()
     answer = ask(gallery, capsys, "a red circle", "--top", 10, index=out)
     assert rows(answer) == rows(searcher.answer(Wish(["a red circle"])))  # 10 x 10 candidates are all of them
+    means = (gallery.embedded.mean - searcher.embed(["a red circle"], []).mean).square().sum(1)
+    by_mean, by_csd = means.argsort().tolist(), rows(answer)
+    k = next(k for k in range(1, 10) if set(by_mean[:k]) != set(by_csd[:k]))
+    few = ask(gallery, capsys, "a red circle", "--rerank", k, "--top", k, index=out)
+    assert set(rows(few)) == set(by_mean[:k])
 
 
 def test_uncertain_results_are_left_out(gallery, searcher, capsys):  # noqa: F811
@@ -272,6 +277,10 @@ def test_captions_cannot_speak_to_the_terminal(gallery, capsys):  # noqa: F811
         (["a", "--max-item-uncertainty", "inf"], "is inf"),
         (["a", "--min-precision", "nan"], "is nan"),
         (["a", "--min-precision", "0"], "precision is 0"),
+        (["a", ""], "One of the texts is empty"),
+        (["bad \udcff text"], "is not UTF-8"),
+        (["a", "--rerank", "20"], "has nothing to re-rank"),
+        (["a", "--rerank", "5"], "--rerank is 5, --top 10"),
         (["a", "--effort", "4"], "looks at everything"),
         (["a", "--effort", "0"], "--effort is 0"),
         (["a", "--effort", str(10**30)], "of 40 items"),

@@ -225,8 +225,10 @@ def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tupl
             report(folder, state, given, write=False)
             return 0
         if given.retry_failed:
-            count = plan.plan_retry(folder, state, [cause.strip() for cause in given.retry_causes.split(",") if cause])
-            print(f"asking again for {count:,} images", file=sys.stderr)
+            causes = [cause for one in given.retry_causes.split(",") if (cause := one.strip())]
+            count, others = plan.plan_retry(folder, state, causes)
+            kept = f"; not for: {', '.join(others)}" if others and not count else ""
+            print(f"asking again for {count:,} images{kept}", file=sys.stderr)
             run(folder, state, given, part)
         finish(folder, state, given)
         shutil.rmtree(folder / STATE / "work", ignore_errors=True)

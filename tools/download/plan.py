@@ -21,7 +21,7 @@ from probemb.data.corpora import CORPORA, Dropped, Row, read_list
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.progress import progress
-from tools.download.shard import STATE, Marker, ShardPaths, read_marker, read_records
+from tools.download.shard import GOT, STATE, Marker, ShardPaths, read_marker, read_records
 
 TWICE = "duplicate address"
 _HEAD = 1 << 20  # bytes at either end of a list by which a change of it is noticed
@@ -222,26 +222,30 @@ def markers(folder: Path, state: State) -> list[Marker]:
     return [one for one in found if one is not None]
 
 
-def plan_retry(folder: Path, state: State, causes: Sequence[str]) -> int:
+def plan_retry(folder: Path, state: State, causes: Sequence[str]) -> tuple[int, list[str]]:
     """Put all rows that failed for one of `causes` ("HTTP 5" stands for HTTP 500 to 599) into shards of their own.
 
-    All shards must be finished. Returns how many rows there are.
+    All shards must be finished. Returns how many rows there are, and for what others have failed.
     """
     failed: dict[str, tuple[str, int]] = {}  # key -> cause and shard of the last time
+    others: set[str] = set()
     retried_from = min((one.first_shard for one in state.batches if one.retried), default=state.shards)
     for number in range(state.shards):
         for row in read_records(ShardPaths(folder, number), ["key", "cause"]):
             if any(row["cause"].startswith(cause) for cause in causes):
                 failed[row["key"]] = (row["cause"], number)
-            elif number >= retried_from:
+                continue
+            if row["cause"] != GOT:
+                others.add(row["cause"])
+            if number >= retried_from:
                 failed.pop(row["key"], None)
     if not failed:
-        return 0
+        return 0, sorted(others)
     batch = _Planner(folder, state)
     for key, row in _planned(folder, failed):
         batch.add(key, row)
     batch.finish(dict(Counter(cause for cause, _ in failed.values()).most_common()))
-    return len(failed)
+    return len(failed), sorted(others)
 
 
 def _planned(folder: Path, failed: dict[str, tuple[str, int]]) -> Iterator[tuple[str, Row]]:

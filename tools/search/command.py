@@ -57,6 +57,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--min-precision", type=float, metavar="P", help="refuse a query above the threshold calibrated for this"
     )
     parser.add_argument("--effort", type=int, help="cells (IVF) or nodes (HNSW) that an approximate index looks at")
+    parser.add_argument(
+        "--rerank", type=int, metavar="N", help="of an index of means (--form mean): candidates that CSD sorts anew"
+    )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     parser.add_argument("--precision", default="auto", help="auto, fp32, bf16, fp16 (default: %(default)s)")
@@ -86,7 +89,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a further name of this server; may be repeated",
     )
     page.add_argument("--max-upload", type=int, default=16, metavar="MIB", help="of one query (default: %(default)s)")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # texts may stand on both sides of options
     if options.index is None:
         raise UserError("--index is missing.", "Name the folder that tools.build_index has made.")
     asked = bool(options.texts or options.image)
@@ -98,12 +101,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} does not belong to {doing}.", "Leave it out.")
     if not options.serve and not options.calibrate and not any(map(str.strip, options.texts)) and not options.image:
         raise UserError("The query is empty.", f'Write `{PROG} "two dogs on grass" --index FOLDER`, or give --image.')
+    if not options.serve and not options.calibrate and not all(map(str.strip, options.texts)):
+        raise UserError("One of the texts is empty.", "Leave it out.")
     if not 0 <= options.port <= 65535:
         raise UserError(f"There is no port {options.port}.", "Give a number from 0 to 65535.")
     if not 1 <= options.max_upload <= 1024:
         raise UserError(f"--max-upload is {options.max_upload}.", "Give 1 to 1024 MiB.")
     if options.effort is not None and options.effort < 1:
         raise UserError(f"--effort is {options.effort}.", "Give a whole number from 1 on.")
+    if options.rerank is not None and not options.top <= options.rerank:
+        raise UserError(f"--rerank is {options.rerank}, --top {options.top}.", "Take at least as many candidates.")
     if options.within < 1:
         raise UserError(f"--within is {options.within}.", "Give a whole number from 1 on.")
     return options
@@ -117,6 +124,11 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     placement = place(options.device, options.precision)
     on_gpu = options.serve and placement.device.startswith("cuda")  # a single query is answered before it is there
     index = load_index(options.index, device="auto" if on_gpu else "cpu")
+    if options.rerank is not None and index.form == "csd":
+        raise UserError(
+            f"{options.index} ranks by CSD itself and has nothing to re-rank.",
+            "Leave --rerank out, or build an index of the means with `python -m tools.build_index --form mean`.",
+        )
     if options.effort is not None and options.effort > len(index):
         raise UserError(f"--effort is {options.effort:,} of {len(index):,} items.", "Give fewer.")
     if options.effort is not None and set_effort(index, options.effort) is None:
@@ -136,7 +148,7 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
         ) from None
     require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
     calibration = load_calibration(options.index, index.weights) if calibrated else None
-    return Searcher(index, loaded, name, calibration, placement)
+    return Searcher(index, loaded, name, calibration, placement, options.rerank)
 
 
 def search_once(options: argparse.Namespace) -> int:

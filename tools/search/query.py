@@ -65,12 +65,22 @@ class Searcher:
 
     Args:
         loaded: `probemb.models.LoadedModel`, on `device`; autocast as in `encode_images`.
+        candidates: of an index of the means, how many are re-ranked at least; by default 10 times the results.
     """
 
-    def __init__(self, index: Index, loaded, name: str, calibration: Calibration | None = None, placement=None):
+    def __init__(
+        self,
+        index: Index,
+        loaded,
+        name: str,
+        calibration: Calibration | None = None,
+        placement=None,
+        candidates: int | None = None,
+    ):
         from probemb.placement import Placement
 
         self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
+        self.candidates = candidates
         self.placement = placement or Placement("cpu", None, "fp32")
         self._one_at_a_time = Lock()  # of the model: memory stays bounded, and the tokenizer's cache whole
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
@@ -86,6 +96,8 @@ class Searcher:
         texts = [text.strip() for text in texts if text.strip()]
         if not texts and not images:
             raise UserError("The query is empty.", "Write a text or give an image.")
+        if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+            raise UserError("A text of the query is not UTF-8.", "Write it in UTF-8.")
         if len(texts) + len(images) > MAX_PARTS:
             raise UserError(
                 f"The query has {len(texts) + len(images)} parts, more than {MAX_PARTS}.", "Leave some out."
@@ -155,12 +167,17 @@ class Searcher:
     def closest(self, query: Gaussian, top: int, max_uncertainty: float | None) -> tuple[list[Found], int]:
         """At most `top` items and how many neighbours were looked at; the query is (1, D)."""
         from probemb.search import rerank, search
+        from probemb.search.index import CANDIDATES
 
-        look = search if self.index.form == "csd" else rerank
+        def look(k: int):
+            if self.index.form == "csd":
+                return search(self.index, query, k)
+            return rerank(self.index, query, k, max(k, self.candidates or min(CANDIDATES * k, MOST_LOOKED_AT)))
+
         k = min(top, len(self.index))
         while True:
             with self._one_search:
-                distances, rows = look(self.index, query, k)
+                distances, rows = look(k)
             rows = rows[0].tolist()
             u = [float(self.index.uncertainty[row]) if row >= 0 else 0.0 for row in rows]
             found = [
@@ -242,5 +259,6 @@ def decode_query(image: QueryImage) -> Image.Image:
         return decode_image(image.data)
     except BadSample as error:
         raise UserError(
-            f"{image.name} is not an image that can be searched with: {error}.", "Give a JPEG, PNG or WebP file."
+            f"{image.name} is not an image that can be searched with: {error}.",
+            "Give a JPEG, PNG or WebP file, neither very large nor very thin.",
         ) from None
