@@ -5,7 +5,8 @@
 
 Add `--resume` to go on from the newest checkpoint in --out. The run folder holds config.yaml (resolved),
 metrics.jsonl, tensorboard/, checkpoints/step-N/ and model/, which `probemb.load_model` reads.
-SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85: start it again with `--resume`.
+SIGTERM and SIGUSR1 end a run after the step, or while it waits for data, with a checkpoint and exit code 85: start it
+again with `--resume`.
 """
 
 from __future__ import annotations

@@ -263,6 +263,14 @@ class Stream:
         return self
 
     def __next__(self) -> Batch:
+        return self.load()
+
+    def load(self, while_waiting: Callable[[], None] | None = None) -> Batch:
+        """The next batch. `while_waiting` is called about every half second that it is not there.
+
+        Whatever is raised, by `while_waiting` too, closes the stream; `samples_seen` is then the position before the
+        batch that never came. Raises StopIteration after the last one, and what `Team.collect` and the reader raise.
+        """
         if self._closed or self.samples_seen == self._end:
             self.close()
             raise StopIteration
@@ -272,9 +280,9 @@ class Stream:
             rows = Rows(*(torch.empty(shape, dtype=dtype, pin_memory=self._pin) for shape, dtype in self._kinds))
             if self._team is None:
                 with isolated_randomness():
-                    reports = [self._makers[0].fill(self.samples_seen, rows)]
+                    reports = [self._makers[0].fill(self.samples_seen, rows, while_waiting)]
             else:
-                reports = self._team.collect()
+                reports = self._team.collect(while_waiting)
                 step = (self.samples_seen - self._start) // self.order.batch_size
                 for tensor, ready in zip(rows, self._ring[step % self._prefetch], strict=True):
                     tensor.copy_(ready)

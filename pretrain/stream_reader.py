@@ -5,8 +5,11 @@ A remote shard is fetched whole into a cache before, if possible in the backgrou
 """
 
 import errno
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +21,7 @@ from probemb.data.shards import BadSample, BadShard, Member, SampleSpan, Shard, 
 from probemb.data.sources import Remote
 from probemb.errors import UserError
 
+LOOK_UP_SECONDS = 0.5  # how often `while_waiting` is called, here and in the stream
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -70,12 +74,16 @@ class OpenShards:
 
     A shard that cannot be opened is remembered as such, so that its thousands of samples fail at no cost.
     `spare` of them are kept open only while there is room for others in the cache.
+
+    Attributes:
+        while_waiting: called again and again while a remote shard is waited for; what it raises ends the wait.
     """
 
     def __init__(self, limit: int, spare: int = 0, cache: ShardCache | None = None):
         self._limit, self._spare, self._cache = limit, spare, cache
         self._open: OrderedDict[Path | Remote, TarReader | BadSample] = OrderedDict()
         self._ahead = FetchAhead(cache) if cache else None
+        self.while_waiting: Callable[[], None] | None = None
 
     def get(self, shard: Shard) -> TarReader:
         """The reader of a shard. Raises BadSample if the shard cannot be used."""
@@ -106,14 +114,17 @@ class OpenShards:
                 return open(shard.path, "rb", buffering=0)
             except OSError as error:
                 raise _unreadable(str(shard.path), error) from None
-        self._ahead.wait(shard)
         while True:
             try:
-                return self._cache.open(shard.path, shard.bytes)
+                return _in_thread(partial(self._fetch, shard), self.while_waiting)
             except CacheFull:
                 if len(self._open) < self._limit - self._spare:
                     raise
                 _close(self._open.popitem(last=False)[1])
+
+    def _fetch(self, shard: Shard) -> BinaryIO:
+        self._ahead.wait(shard)
+        return self._cache.open(shard.path, shard.bytes)
 
     def close(self) -> None:
         """Close them all."""
@@ -121,6 +132,26 @@ class OpenShards:
             self._ahead.close()
         while self._open:
             _close(self._open.popitem()[1])
+
+
+def _in_thread(work: Callable[[], BinaryIO], while_waiting: Callable[[], None] | None) -> BinaryIO:
+    """What `work` gives. A thread does it where something else is to be done meanwhile: a silent server, or another
+    process that holds a lock, would keep this one for minutes. A thread that is given up ends with the program.
+    """
+    if while_waiting is None:
+        return work()
+    done = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="open-shard").start()
+    while not wait([done], LOOK_UP_SECONDS).done:
+        while_waiting()
+    return done.result()
 
 
 def _close(reader: TarReader | BadSample) -> None:

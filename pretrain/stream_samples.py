@@ -110,11 +110,12 @@ class SampleMaker:
             )
         return tuple(image.shape), tokens.shape[1]
 
-    def fill(self, samples_seen: int, rows: Rows) -> Report:
+    def fill(self, samples_seen: int, rows: Rows, while_waiting: Callable[[], None] | None = None) -> Report:
         """Fill these rows of the global batch that follows after `samples_seen` samples.
 
-        Uses up the global random numbers of the process: see `isolated_randomness`.
+        Uses up the global random numbers of the process: see `isolated_randomness`. `while_waiting`: see `OpenShards`.
         """
+        self._open.while_waiting = while_waiting
         epoch, step = self.order.locate(samples_seen)
         if epoch != self._epoch:
             self._epoch = epoch

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pretrain.stream_reader import LOOK_UP_SECONDS
 from probemb.errors import UserError
 
 _LOOK_AROUND_SECONDS = 1.0  # how often an idle worker looks whether its parent still lives
@@ -68,8 +69,11 @@ class Team:
             theirs.close()
             self._processes.append(process)
 
-    def collect(self) -> list[Any]:
+    def collect(self, while_waiting: Callable[[], None] | None = None) -> list[Any]:
         """What the workers returned for the next job, in their order; waits for it.
+
+        Args:
+            while_waiting: called again and again meanwhile; what it raises ends the wait.
 
         Raises:
             UserError: the one that a worker raised, or if a worker was killed.
@@ -77,12 +81,13 @@ class Team:
         """
         results = []
         for process, connection in zip(self._processes, self._connections, strict=True):
-            wait([connection, process.sentinel])
+            while not wait([connection, process.sentinel], LOOK_UP_SECONDS if while_waiting else None):
+                while_waiting()
             try:
                 if not connection.poll():
                     raise EOFError
                 result, error = connection.recv()
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # OSError: also one that was killed in the middle of its message
                 process.join(1)
                 raise UserError(
                     f"{process.name} was ended from outside (exit code {process.exitcode}).",

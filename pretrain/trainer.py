@@ -15,8 +15,10 @@ import logging
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,7 +29,9 @@ from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine_state import discard_step, gradient_norm, random_state, set_random_state
 from pretrain.nonfinite import Evidence, as_error
 from pretrain.progress import Window
+from pretrain.stream import Batch, Stream
 from probemb import Gaussian, distributed
+from probemb.errors import UserError
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import ProbabilisticCLIP, no_weight_decay
 from probemb.runs.agreement import all_of
@@ -195,24 +199,28 @@ class Recorder(Protocol):
     def save(self, engine, step: int, samples: int, skipped: int) -> None: ...
 
 
+class _Stopped(Exception):
+    """The ranks have agreed to stop instead of taking another batch."""
+
+
 class Trainer:
     """Everything that a step needs.
 
     Args:
         engine: of `make_engine`.
-        stream: yields batches with `images` (B, 3, H, W), `tokens` (B, L) and `keys` for this rank.
+        stream: of this rank's batches.
         steps: length of the whole run.
         step: steps done before, when resumed.
         samples: samples seen before; None if all steps had this batch size.
         skipped: steps skipped before.
         recorder: writes what is to be kept; None writes nothing.
-        stop: whether this process was asked to end; looked at once a step.
+        stop: whether this process was asked to end; looked at around every step, and while data is waited for.
     """
 
     def __init__(
         self,
         engine,
-        stream,
+        stream: Stream,
         config: Config,
         device: torch.device,
         steps: int,
@@ -241,10 +249,11 @@ class Trainer:
         """
         config, recorder = self.config, self.recorder
         last = min(self.steps, config.stop_at_step or self.steps)
-        window = Window(self.stream)
-        (self.stopping,) = distributed.any_rank([self.stop()], self.device)  # the signal may have come while starting
-        while self.step < last and not self.stopping:
-            batch = next(self.stream)  # ---------------------------------------------------------------- load
+        window, saved = Window(self.stream), self.step
+        while self.step < last:
+            batch = self._load()  # --------------------------------------------------------------- load, agree
+            if batch is None:
+                break
             images = batch.images.to(self.device, non_blocking=True)
             tokens = self._cut(batch.tokens).to(self.device, non_blocking=True)
             lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.total)
@@ -258,15 +267,50 @@ class Trainer:
                 values = window.close(self.device, config.batch_size, last - self.step)
                 recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
             due = config.save_every and self.step % config.save_every == 0
-            if self.step == last or self.stopping or due:  # ------------------------------------------------- save
+            if self.step == last or due:  # ------------------------------------------------------------------ save
                 recorder.save(self.engine, self.step, self.samples, self.skipped)
+                saved = self.step
                 window.restart()
             if self.stopping and self.step < last:
                 break  # there may be no time for an evaluation
             if evaluate and self._crossed(config.evaluate.every_samples, last):  # ------------------------- evaluate
                 recorder.report(self.step, {"samples": self.samples, **evaluate()})
                 window.restart()
+        if self.stopping and self.step > saved:  # ----------------------------------------------- save, when stopped
+            recorder.save(self.engine, self.step, self.samples, self.skipped)
         return self.stopping and self.step < last
+
+    def _load(self) -> Batch | None:
+        """This rank's next batch, or None if all ranks are to stop instead, as any of them was asked to; collective.
+
+        No rank may wait alone, for its data or for a rank that waits for its data: it would not learn of the request.
+        So the ranks meet in rounds, in which each says whether it still waits; who does comes again every half second,
+        who has its batch at once. All act on the same sums, so they leave in the same round: with a batch each, or with
+        none. Then the batches that did come are dropped, and the run's position is the one before them.
+
+        Raises:
+            UserError: this rank has had its batch for `engine.timeout` minutes, and another one has not.
+        """
+        try:
+            batch = self.stream.load(while_waiting=partial(self._meet, waiting=True))
+            ready, minutes = time.monotonic(), self.config.engine.timeout
+            while self._meet(waiting=False):
+                if time.monotonic() - ready > 60 * minutes:
+                    raise UserError(
+                        f"Another rank has had no data for {minutes:g} minutes.",
+                        "See whether its shards can be read, or raise engine.timeout, and go on with --resume.",
+                    )
+        except _Stopped:
+            return None
+        return batch
+
+    def _meet(self, waiting: bool) -> bool:
+        """One round of `_load`; whether any rank waits. Raises _Stopped, on all ranks; collective."""
+        device = self.device if distributed.world_size() > 1 else None  # alone, a GPU need not be waited for
+        waiting, self.stopping = distributed.any_rank([waiting, self.stop()], device)
+        if self.stopping:
+            raise _Stopped
+        return waiting
 
     def _cut(self, tokens: Tensor) -> Tensor:
         """Without padding that nothing reads; compiled towers keep one shape."""

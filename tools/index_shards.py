@@ -18,7 +18,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from probemb.command import Parser, run_command
 from probemb.data.index import Shard, write_index
 from probemb.data.shards import BadShard, list_samples
 from probemb.errors import UserError
+from probemb.pools import process_pool
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def walk_folder(folder: Path, workers: int) -> list[Walked]:
     from rich.progress import track
 
     paths = find_shards(folder)
-    with ProcessPoolExecutor(min(workers, len(paths))) as pool:
+    with process_pool(min(workers, len(paths)), "--workers") as pool:
         done = pool.map(walk_shard, paths)
         return list(track(done, "Walking shards", total=len(paths), console=Console(stderr=True)))
 

@@ -19,13 +19,14 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from probemb.command import Parser, run_command
 from probemb.data.index import Shard, read_index, write_index
 from probemb.errors import UserError
+from probemb.pools import process_pool
 
 RECORD = "scenes.json"
 JPEG_QUALITY = 90
@@ -130,12 +131,9 @@ def _write_all(tasks: list[ShardTask], workers: int) -> Iterator[Shard]:
     if min(workers, len(tasks)) == 1:
         yield from map(write_shard, tasks)
         return
-    with ProcessPoolExecutor(min(workers, len(tasks))) as pool:
-        try:
-            for done in as_completed([pool.submit(write_shard, task) for task in tasks]):
-                yield done.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with process_pool(min(workers, len(tasks)), "--workers") as pool:
+        for done in as_completed([pool.submit(write_shard, task) for task in tasks]):
+            yield done.result()
 
 
 def describe(plan: Plan) -> dict:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from probemb.data.shards import BadSample, BadShard, decode_image, list_samples, parse_sample, read_sample
 from probemb.errors import UserError
+from probemb.pools import process_pool
 
 MOST_NAMED = 1000  # damaged samples of one shard that are named; all are counted
 _SHOWN = 20
@@ -92,16 +93,15 @@ def verify_folder(paths: Sequence[Path], index: dict[str, tuple[int, int]] | Non
         for name, (samples, _) in index.items()
         if name not in {path.name for path in paths}
     ]
-    with Progress(*columns, console=Console(stderr=True)) as bar, ProcessPoolExecutor(min(workers, len(paths))) as pool:
+    with (
+        Progress(*columns, console=Console(stderr=True)) as bar,
+        process_pool(min(workers, len(paths)), "--workers") as pool,
+    ):
         task = bar.add_task("", total=len(paths), found=0)
         jobs = [pool.submit(verify_shard, path, index.get(path.name), not labelled) for path in paths]
-        try:
-            for job in as_completed(jobs):
-                results.append(job.result())
-                bar.update(task, advance=1, found=sum(one.bad for one in results))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for job in as_completed(jobs):
+            results.append(job.result())
+            bar.update(task, advance=1, found=sum(one.bad for one in results))
     return sorted(results, key=lambda one: one.name)
 
 

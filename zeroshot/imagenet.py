@@ -19,7 +19,6 @@ from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConf
 
 if TYPE_CHECKING:
     from probemb.data.classes import Classes
-    from probemb.data.labelled import LabelledImages
     from probemb.placement import Placement
     from zeroshot.filters import Selection
     from zeroshot.outcome import Outcome
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message:
             print(message, flush=True)
     print_table(outcome, len(classes))
-    results = describe(config, outcome, images, classes, templates, placement)
+    results = describe(config, outcome, classes, templates, placement)
     write_json(out / OUTPUTS[0], results, GENERATOR)
     write_report(out / OUTPUTS[1], results, outcome, images, classes, templates)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
@@ -149,7 +148,6 @@ def print_table(outcome: Outcome, n_classes: int) -> None:
 def describe(
     config: ImagenetConfig,
     outcome: Outcome,
-    images: LabelledImages,
     classes: Classes,
     templates: Sequence[str],
     placement: Placement,

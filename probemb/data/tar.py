@@ -14,7 +14,6 @@ from typing import NamedTuple
 BLOCK = 512
 MAX_EXTENSION_BYTES = 1 << 20  # a pax header or a long name; real ones have a few hundred bytes
 
-_REGULAR = b"0\x007"
 _SKIPPED = {b"1": "hard link", b"2": "link", b"3": "device", b"4": "device", b"5": "folder", b"6": "fifo"}
 
 
@@ -61,7 +60,7 @@ def _walk(fd: int, label: str) -> Iterator[Member]:
     while True:
         header = os.pread(fd, BLOCK, offset)
         if len(header) < BLOCK:
-            raise BadShard(f"{label}: {_why_it_ends(fd, offset, end)}")
+            raise BadShard(f"{label}: {_why_it_ends(offset, end)}")
         if header.count(0) == BLOCK:
             if following:
                 raise BadShard(f"{label}: ends after an extended header (byte {offset})")
@@ -163,7 +162,7 @@ def _pax_records(payload: bytes, label: str) -> dict[str, str]:
     return records
 
 
-def _why_it_ends(fd: int, offset: int, end: int) -> str:
+def _why_it_ends(offset: int, end: int) -> str:
     if end == 0:
         return "the file is empty"
     if offset == 0:

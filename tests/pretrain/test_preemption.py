@@ -6,12 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from pretrain.config import Config
+from pretrain.order import Order
+from probemb.data.shards import read_index
 from probemb.runs.preemption import REQUEUE
 from tests.forked import Job
+from tests.webserver import serve
 from tools.make_scenes import Plan, make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +96,72 @@ def _signal_soon(rank):
         return make_stream(*args)
 
     pretrain.run.make_stream = with_signal
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Eight shards of eight samples."""
+    out = tmp_path_factory.mktemp("shards") / "world"
+    make(Plan(train=64, val=0, classes_images=0, size=32, shard_size=8), out, workers=1)
+    return out / "train"
+
+
+@pytest.fixture
+def silent(shards, options, tmp_path):
+    """A web server that will not send the shard which rank 1 of 2, and it alone, needs for the third step.
+
+    `options` read from it, half a batch for each of two lanes.
+    """
+    sizes = [shard.samples for shard in read_index(shards)]
+    order = Order(sizes, batch_size=16, lanes=2, window=Config().data.window, seed=Config().seed)
+    (needed,) = set(order.rows(0, 2, 8, 16).shard.tolist())
+    assert all(needed not in order.rows(0, step, 0, 16).shard for step in range(2))
+    with serve(shards) as site:
+        site.troubles[f"{needed:05d}.tar"] = ["silence"] * 1000
+        options |= {"data.train": site.address, "data.lanes": 2, "data.cache": tmp_path / "cache"}
+        yield site
+
+
+@pytest.mark.parametrize(("workers", "rank"), [(0, 0), (0, 1), (2, 0)])
+def test_a_signal_while_one_rank_waits_for_its_data(workers, rank, silent, options, shards, tmp_path):
+    """Rank 1 waits for a server that would keep it for minutes, and rank 0 for rank 1; either may get the signal."""
+    options = {**options, "data.workers": workers}
+    job = Job(options, ranks=2, output=tmp_path / "log")
+    job.until("step     2/")
+    time.sleep(1)  # both wait
+    began = time.monotonic()
+    job.signal(signal.SIGUSR1, rank)
+    assert job.wait() == [REQUEUE, REQUEUE], job.text()
+    assert time.monotonic() - began < 10
+    assert "step 2/10000 | stopped by" in job.text()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    silent.troubles.clear()
+    on = Job({**options, "stop-at-step": 4}, "--resume", ranks=2, output=tmp_path / "on")
+    assert on.wait() == [0, 0], on.text()
+    assert "resumed at step 2" in on.text()
+    whole = {**options, "data.train": shards, "stop-at-step": 4, "out": tmp_path / "whole"}
+    assert Job(whole, ranks=2, output=tmp_path / "whole.log").wait() == [0, 0]
+    assert weights(tmp_path / "run", 4) == weights(tmp_path / "whole", 4)
+
+
+def test_a_signal_while_a_single_process_waits_for_its_data(silent, options, tmp_path):
+    """A second start finds the server silent as before: there is nothing new to save."""
+    for words in ("step     2/", "resumed at step 2"):
+        job = Job(options, "--resume", ranks=1, output=tmp_path / "log")
+        job.until(words)
+        time.sleep(1)
+        began = time.monotonic()
+        job.signal(signal.SIGTERM)
+        assert job.wait() == [REQUEUE], job.text()
+        assert time.monotonic() - began < 10
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_a_rank_does_not_wait_for_ever_for_the_data_of_another(silent, options, tmp_path):
+    job = Job({**options, "engine.timeout": 0.05}, ranks=2, output=tmp_path / "log")
+    first, second = job.wait()
+    assert (first, second != 0) == (2, True), job.text()
+    assert "Another rank has had no data for 0.05 minutes" in job.text()
 
 
 def torchrun(options: dict, log: Path) -> subprocess.Popen:

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from pretrain.stream import Corpus, Stream, labels_of
+from pretrain.stream_workers import Team
 from probemb.data.shards import Shard, list_samples
 from probemb.errors import UserError
 
@@ -549,6 +550,20 @@ def die(image: Image.Image) -> torch.Tensor:
 def test_a_killed_worker_is_noticed(corpus):
     with make(corpus, transform=die, workers=2) as stream, pytest.raises(UserError, match="exit code -9"):
         take(stream, 20)
+
+
+def send_eight_mib(step: int) -> bytes:
+    return bytes(8 << 20)
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_its_answer_is_noticed():
+    team = Team([send_eight_mib], ahead=1)
+    (process,), (connection,) = team._processes, team._connections
+    assert connection.poll(20)  # the answer has begun, and does not fit into the socket
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="exit code -9"):
+        team.collect()
+    team.close()
 
 
 def leave(image: Image.Image) -> torch.Tensor:

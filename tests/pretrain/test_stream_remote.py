@@ -1,5 +1,7 @@
 """The stream over the web and over commands: the same batches as from files, whatever the server does."""
 
+import time
+
 import pytest
 import torch
 
@@ -119,3 +121,51 @@ def test_global_random_states_are_left_alone_by_fetching(folder):
         torch.manual_seed(3)
         read(shards, steps=7, fetch=QUICK)
         assert torch.equal(torch.rand(3), before)
+
+
+class Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_waiting_for_a_silent_server_can_be_given_up(folder, workers):
+    """And the position and the random numbers are those before the batch that never came."""
+    expected = read(read_index(folder), steps=7)
+    with serve(folder) as site:
+        shards = read_index(site.address, QUICK)
+        stream = make(shards, workers=workers, fetch=Fetch(attempts=5, timeout=30))
+        first = stream.order.rows(0, 0, 0, 1).shard[0]  # comes, and its sample sets the random numbers
+        for shard in shards[:first] + shards[first + 1 :]:
+            site.troubles[shard.name] = ["silence"] * 1000
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        called = []
+
+        def give_up() -> None:
+            called.append(time.monotonic())
+            if len(called) == 2:
+                raise Enough
+
+        began = time.monotonic()
+        with pytest.raises(Enough):
+            stream.load(give_up)
+        assert time.monotonic() - began < 4
+        assert stream.samples_seen == 0
+        assert torch.equal(torch.get_rng_state(), before)
+        site.troubles.clear()
+        with make(shards, workers=workers, fetch=QUICK, steps=7) as stream:
+            assert_same([stream.load(called.clear) for _ in range(7)], expected)
+
+
+def test_what_goes_wrong_while_waiting_is_told_as_without(folder, tmp_path):
+    """A shard that is refused counts as lost, and a full cache ends the run, where something else is done meanwhile."""
+    with serve(folder) as site:
+        shards = read_index(site.address, QUICK)
+        site.troubles["00003.tar"] = [503] * 1000
+        with make(shards, steps=7, failure_share=0.5, fetch=QUICK) as stream:
+            for _ in range(7):
+                stream.load(lambda: None)
+        assert {name: failure.count for name, failure in stream.failures.items()} == {"00003.tar": 7}
+        gib = 2.5 * max(shard.bytes for shard in shards) / (1 << 30)
+        with make(shards, cache_gib=gib, fetch=QUICK) as stream, pytest.raises(UserError, match="is full of"):
+            stream.load(lambda: None)

@@ -11,8 +11,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 from pretrain import trainer
 from pretrain.config import Config, Engine, Loss, Optimizer
 from probemb import create_model
+from probemb.data.sources import Remote
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import no_weight_decay
+from tests.pretrain.test_stream import make, write_corpus
 from tests.ranks import run_ranks
 
 BATCH, STEPS = 8, 3
@@ -107,6 +109,33 @@ def test_steps_equal_plain_torch(world, stage, parts, checkpointing):
         np.testing.assert_allclose(rank_losses, losses, rtol=2e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(rank_weights[name], value, atol=2e-4, err_msg=name)
+
+
+def load_all(rank, world, shards):
+    """The positions that a rank was given until the last one was asked to stop, and the rounds; rank 1 reads slowly."""
+    slow = [replace(shard, path=Remote(f"pipe:sleep 0.7; cat {shard.path}")) for shard in shards]
+    seen, rounds = [], []
+
+    def stop() -> bool:
+        rounds.append(len(seen))
+        return rank == world - 1 and len(seen) == 2
+
+    with make(slow if rank == 1 else shards, batch_size=60, lanes=world, rank=rank, world_size=world) as stream:
+        fit = trainer.Trainer(None, stream, CONFIG, CPU, STEPS, stop=stop)
+        while batch := fit._load():
+            seen.append((batch.samples_seen, len(batch.keys)))
+    return seen, rounds, fit.stopping
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_ranks_load_in_step_however_slow_one_of_them_is(world, tmp_path):
+    shards = write_corpus(tmp_path / "data", sizes=(60 // world,) * 3 * world)
+    results = run_ranks(world, load_all, shards)
+    seen, rounds, _ = results[0]
+    assert results == [(seen, rounds, True)] * world
+    assert seen == [(60, 60 // world), (120, 60 // world)]
+    assert len(rounds) > 3  # they waited for rank 1
+    assert rounds[-2:] == [1, 2]  # and stopped without waiting again
 
 
 def test_schedule_warms_up_linearly_and_ends_at_zero():

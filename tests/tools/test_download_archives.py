@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import signal
 import tarfile
 import time
 import zipfile
@@ -200,6 +201,18 @@ def test_resizing_and_processes(tmp_path, capsys):
     assert main([*words, "--processes", "2", "--shard-size", "8", "--json"]) == 0
     for sample in iterate_samples(read_index(out / "val")):
         assert decode_image(sample.image).size == (40, 40)
+
+
+def be_killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_told(tmp_path, monkeypatch):
+    words = ["coco", *write_coco(tmp_path / "zips"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("tools.download.archives.write_shard", be_killed)
+    with pytest.raises(UserError, match="process was killed") as error:
+        main([*words, "--processes", "2", "--shard-size", "4"])
+    assert "fewer --processes" in error.value.remedy
 
 
 def write_flickr(folder, names=("1_a", "2_b", "3_c", "4_d"), splits=("train", "dev", "test")):

@@ -11,8 +11,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +32,7 @@ from probemb.data.tar import BadSample
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
 from probemb.files import replace_text
+from probemb.pools import process_pool
 from probemb.progress import progress
 from probemb.runs.lock import RunLock
 from tools.download.report import Outcome, print_report, totals, write_report
@@ -218,16 +218,9 @@ def _run(tasks: Sequence[Task], processes: int):
     context = get_context("forkserver")
     if tasks[0].settings["resize"] != "no":  # which needs img2dataset
         context.set_forkserver_preload(["tools.download.worker"])
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        try:
-            for job in as_completed([pool.submit(write_shard, task) for task in tasks]):
-                yield job.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "A process was killed, usually for want of memory.", "Start the command again with fewer --processes."
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with process_pool(processes, "--processes", context) as pool:
+        for job in as_completed([pool.submit(write_shard, task) for task in tasks]):
+            yield job.result()
 
 
 def write_shard(task: Task) -> Marker:
@@ -254,13 +247,13 @@ def write_shard(task: Task) -> Marker:
                 writer.drop(record)
                 continue
             record.hash = getattr(hashlib, task.settings["hash"])(data).hexdigest()
-            writer.add(record, _stored(image, data, task.settings), picture.meta)
+            writer.add(record, _stored(data, task.settings), picture.meta)
         return writer.finish(len(task.pictures))
     finally:
         writer.abandon()
 
 
-def _stored(image, data: bytes, settings: dict) -> bytes:
+def _stored(data: bytes, settings: dict) -> bytes:
     """The JPEG as it is, or as --resize wants it (img2dataset's policies)."""
     if settings["resize"] == "no" and data.startswith(b"\xff\xd8\xff"):
         return data

@@ -1,0 +1,33 @@
+"""Processes that share the work of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
+
+from probemb.errors import UserError
+
+
+@contextmanager
+def process_pool(processes: int, option: str, context: BaseContext | None = None) -> Iterator[ProcessPoolExecutor]:
+    """A pool of processes. However the block ends, what has not begun by then is not begun.
+
+    Args:
+        option: of the command, with which a person chooses how many there are.
+        context: how they are started; None for the system's own way.
+
+    Raises:
+        UserError: one of them was killed.
+    """
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        try:
+            yield pool
+        except BrokenProcessPool:
+            raise UserError(
+                "A process was killed, usually for want of memory.", f"Start the command again with fewer {option}."
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
