@@ -1,4 +1,4 @@
-"""Warnings of a scheduler: a signal sets a flag, which the trainer looks at once a step."""
+"""Warnings of a scheduler: a signal sets a flag, which is looked at around every step and while data is waited for."""
 
 from __future__ import annotations
 
