@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -235,26 +235,26 @@ def plan_embeddings(
                 "Name another folder with --out, or the model that it was made with.",
             )
         return replace(held, corpora=held.corpora | corpora)
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(
+        not file.name.startswith(f".{NAME}.") for file in folder.iterdir()
+    ):  # as left by kill -9
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
     return Embeddings(folder, model, weights, dim, corpora)
 
 
-def save_embeddings(embeddings: Embeddings) -> None:
-    """Write what describes the folder, where that does not say the same already. Raises UserError."""
-    what = {name: getattr(embeddings, name) for name in ("model", "weights", "dim")}
-    files = {
-        f"{CORPORA}/{hashlib.sha256(data.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}.json": {
-            "data": data,
-            "shards": list(names),
-        }
-        for data, names in embeddings.corpora.items()
-    }
-    files[NAME] = {"format": FORMAT, **what}
+def save_embeddings(embeddings: Embeddings, given: Iterable[str]) -> None:
+    """Write what describes the folder and the `given` of its corpora, where that does not stand there already.
+
+    Raises UserError.
+    """
+    files = {NAME: {"format": FORMAT, **{name: getattr(embeddings, name) for name in ("model", "weights", "dim")}}}
+    for data in given:
+        digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
+        files[f"{CORPORA}/{digest[:16]}.json"] = {"data": data, "shards": embeddings.corpora[data]}
     try:
         for name, content in files.items():
             path, text = embeddings.folder / name, json.dumps(content, indent=1) + "\n"
-            if not path.is_file() or path.read_text() != text:
+            if not path.is_file() or path.read_bytes() != text.encode():
                 replace_text(path, text)
     except OSError as error:
         raise UserError(

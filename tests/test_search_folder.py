@@ -69,7 +69,7 @@ def fill(made, sizes, seed=0):
             table = pa.table(rows, schema=item_schema(kind))
             made.write(kind, f"x-{number:05d}", mean.numpy(), u.numpy(), table, {"shard": f"/data/{number}.tar"})
     names = [f"x-{number:05d}" for number in range(len(sizes))]
-    save_embeddings(Embeddings(made.folder, made.model, made.weights, made.dim, {"data": names}))
+    save_embeddings(Embeddings(made.folder, made.model, made.weights, made.dim, {"data": names}), ["data"])
     return open_embeddings(made.folder)
 
 
@@ -300,7 +300,7 @@ def test_what_cannot_be_built_is_refused(words, message, embeddings, tmp_path, m
         made = Embeddings(folders[name], "runs/y", weights * 64, DIM, {"data": shards})
         if name != "EMPTY":
             made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
-        save_embeddings(made)
+        save_embeddings(made, made.corpora)
     (tmp_path / "there").mkdir()
     argv = ["--embeddings", str(embeddings.folder), "--out", "index", *(str(folders.get(w, w)) for w in words)]
     with pytest.raises(UserError, match=message):
@@ -328,7 +328,7 @@ def one_row():
 def test_what_is_there_so_far_can_be_taken(embeddings, tmp_path):
     made = Embeddings(tmp_path / "partly", "runs/x", "f" * 64, DIM, {"data": ["x", "y"]})
     made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
-    save_embeddings(made)
+    save_embeddings(made, made.corpora)
     index = build(embeddings, tmp_path / "index", "--embeddings", embeddings.folder, made.folder, "--incomplete")
     assert len(index) == 701
     assert index.item(700)["key"] == "k"
@@ -357,7 +357,7 @@ def test_damaged_embeddings_are_named(embeddings, tmp_path):
         main(["--embeddings", str(tmp_path / "of x-00002.npz"), "--out", str(tmp_path / "index")])
     nan = Embeddings(tmp_path / "nan", "runs/x", "f" * 64, DIM, {"data": ["x"]})
     nan.write("image", "x", np.full((1, DIM), np.nan), np.ones(1), one_row(), {"shard": "x"})
-    save_embeddings(nan)
+    save_embeddings(nan, nan.corpora)
     with pytest.raises(UserError, match="NaN or infinity"):
         main(["--embeddings", str(nan.folder), "--out", str(tmp_path / "index")])
     assert not [file for file in tmp_path.iterdir() if "index" in file.name]

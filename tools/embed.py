@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from probemb.embeddings import KINDS, plan_embeddings, save_embeddings
+    from probemb.embeddings import KINDS, open_embeddings, plan_embeddings, save_embeddings
     from probemb.models import load_model, weights_sha256
     from probemb.runs.preemption import REQUEUE, Preemption
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = plan_embeddings(options.out, options.model, weights, dim, named)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     works = pending(out, mine, kinds)
-    save_embeddings(out)
+    save_embeddings(out, named)
     for work in works:
         for kind in work.kinds:  # of a shard that has changed
             out.forget(kind, work.name)
@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stopped:
         print(f"stopped by {preemption.name}; the same command goes on from here", file=sys.stderr, flush=True)
         return REQUEUE
+    out = open_embeddings(out.folder)  # other commands may have added to it
     complete = {kind: count for kind in KINDS if (count := out.count(kind)) is not None}
     refuse_damaged([work for work in works if work.damage], options.skip_damaged)
     if complete:
