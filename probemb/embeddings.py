@@ -235,9 +235,8 @@ def plan_embeddings(
                 "Name another folder with --out, or the model that it was made with.",
             )
         return replace(held, corpora=held.corpora | corpora)
-    if folder.is_dir() and any(
-        not file.name.startswith(f".{NAME}.") for file in folder.iterdir()
-    ):  # as left by kill -9
+    others = [file for file in folder.iterdir() if not file.name.startswith(f".{NAME}.")] if folder.is_dir() else []
+    if others:  # than what a process that was killed has left
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
     return Embeddings(folder, model, weights, dim, corpora)
 

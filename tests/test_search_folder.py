@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from probemb import Gaussian
 from probemb.distances import csd
-from probemb.embeddings import Embeddings, item_schema, open_embeddings, save_embeddings
+from probemb.embeddings import Embeddings, item_schema, open_embeddings, plan_embeddings, save_embeddings
 from probemb.errors import UserError
 from probemb.runs.lock import RunLock
 from probemb.search import (
@@ -332,6 +332,22 @@ def test_what_is_there_so_far_can_be_taken(embeddings, tmp_path):
     index = build(embeddings, tmp_path / "index", "--embeddings", embeddings.folder, made.folder, "--incomplete")
     assert len(index) == 701
     assert index.item(700)["key"] == "k"
+
+
+def test_commands_that_begin_at_once_keep_what_the_other_says(tmp_path):
+    first = plan_embeddings(tmp_path / "x", "runs/x", "f" * 64, DIM, {"a": ["a-0"]})
+    second = plan_embeddings(tmp_path / "x", "runs/x", "f" * 64, DIM, {"b": ["b-0", "b-1"]})
+    save_embeddings(first, ["a"])
+    save_embeddings(second, ["b"])
+    (tmp_path / "x" / ".embeddings.json.k3x9").write_bytes(b"")  # of a killed process
+    assert open_embeddings(tmp_path / "x").corpora == {"a": ["a-0"], "b": ["b-0", "b-1"]}
+    late = plan_embeddings(tmp_path / "x", "runs/x", "f" * 64, DIM, {"c": ["c-0"]})
+    save_embeddings(plan_embeddings(tmp_path / "x", "runs/x", "f" * 64, DIM, {"a": ["a-0", "a-1"]}), ["a"])
+    save_embeddings(late, ["c"])
+    assert open_embeddings(tmp_path / "x").corpora == {"a": ["a-0", "a-1"], "b": ["b-0", "b-1"], "c": ["c-0"]}
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / ".embeddings.json.k3x9").write_bytes(b"")
+    assert plan_embeddings(tmp_path / "y", "runs/x", "f" * 64, DIM, {}).corpora == {}
 
 
 def of_other_types(table):
