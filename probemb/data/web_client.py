@@ -32,7 +32,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = {408, 416, 425, 429}  # HTTP codes that may pass, beside all from 500 on
 _FOR_EVERYBODY = {"User-Agent", "Accept-Encoding", "Range", "If-Range"}  # headers that follow to another server
 _INVALID = (
-    "it is no valid web address; a space is written %20, and / ? # @ : in a user's name or password %2F %3F %23 %40 %3A"
+    "it is no valid web address; spaces and what is not ASCII are written as %20 and so on, and / ? # @ : in a user's "
+    "name or password as %2F %3F %23 %40 %3A"
 )
 
 
@@ -224,12 +225,12 @@ class _HTTPS(http.client.HTTPSConnection, _HTTP):  # in this order: its connect(
         self.sock.deadline = self.timeout
 
 
-class _HTTPHandler(urllib.request.HTTPHandler):
+class _Handler(urllib.request.AbstractHTTPHandler):
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
     def http_open(self, request):
         return self.do_open(_HTTP, request)
 
-
-class _HTTPSHandler(urllib.request.HTTPSHandler):
     def https_open(self, request):
         tls = ssl.create_default_context()
         tls.sslsocket_class = _TLSSocket
@@ -239,6 +240,6 @@ class _HTTPSHandler(urllib.request.HTTPSHandler):
 
 def _make_opener() -> urllib.request.OpenerDirector:
     opener = urllib.request.OpenerDirector()
-    for handler in (urllib.request.ProxyHandler, urllib.request.UnknownHandler, _HTTPHandler, _HTTPSHandler):
+    for handler in (urllib.request.ProxyHandler, urllib.request.UnknownHandler, _Handler):
         opener.add_handler(handler())
     return opener

@@ -148,6 +148,7 @@ if sys.argv[2] == "forked":  # like the data workers of pretraining, which are e
         os.waitpid(child, 0)
     else:
         work()
+    sys.exit()
 threading.Thread(target=work, daemon=True).start()
 print(os.getpid(), flush=True)
 sys.stdin.readline()
