@@ -12,35 +12,29 @@ process that hangs can be ended. A command is run only if the person who started
 
 from __future__ import annotations
 
-import errno
 import http.client
 import os
 import random
 import re
-import select
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from email.message import Message
 from typing import BinaryIO, TypeVar
 from urllib.parse import quote
 
+from probemb.data.commands import read_output
 from probemb.data.tar import BadShard
+from probemb.data.transfer import CHUNK, Failed, copy
+from probemb.data.web_client import open_web, version_in
 from probemb.errors import UserError, nearest
 
 Got = TypeVar("Got")
-CHUNK = 1 << 20
-SLOWEST = 1024  # bytes per second, over one time-out: a server that trickles holds up a run like one that is silent
 LONGEST_PAUSE = 60.0
-_AGAIN = {408, 416, 425, 429}  # HTTP codes that may pass, beside all from 500 on
+LONGEST_REASON = 300  # characters of what a server or a command says
 _REMOTE = re.compile(r"(pipe):.|([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_HOST = re.compile(r"[^:]*(:\d*)?|\[.*\](:\d*)?")
 _READ = """
 import shutil, sys, fsspec
 with fsspec.open(sys.argv[1], "rb") as file:
@@ -62,7 +56,16 @@ class Remote:
             return self.address
         scheme, _, rest = self.split()[0].partition("://")
         host, slash, path = rest.partition("/")
-        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+        host = host.rpartition("@")[2]
+        if "@" in self.address and not _HOST.fullmatch(host):  # part of a password that has a / or ? in it
+            return f"{scheme}://…"
+        return f"{scheme}://{host}{slash}{path}"
+
+    def hide(self, text: str) -> str:
+        """A text of others, without the secrets of this address where it repeats them."""
+        text = text.replace(self.address, str(self))
+        user = self.address.partition("://")[2].partition("/")[0].rpartition("@")[0]
+        return text.replace(user, "…") if ":" in user and self.scheme != "pipe" else text
 
     @property
     def scheme(self) -> str:
@@ -89,7 +92,8 @@ class Fetch:
     """How patiently a remote shard is fetched.
 
     attempts  in all
-    timeout   seconds without a byte (or with fewer than 1 KiB a second) after which an attempt is given up
+    timeout   seconds after which an attempt is given up that has had no answer (of a web server: all before the body,
+              redirects included), or then no byte, or fewer than 1 KiB a second
     backoff   seconds before the second attempt; doubled for every further one, up to a minute, and shortened at random
               by up to a half, so that the workers of a cluster do not all come back at once
     """
@@ -100,14 +104,6 @@ class Fetch:
 
 
 PATIENT = Fetch()
-
-
-class Failed(Exception):
-    """An attempt failed; `wait` is how many seconds the server asks for, or None where no attempt can succeed."""
-
-    def __init__(self, reason: str, wait: float | None = 0.0, code: int | None = None):
-        super().__init__(reason)
-        self.wait, self.code = wait, code
 
 
 def is_remote(source: str) -> bool:
@@ -170,11 +166,12 @@ def patiently(attempt: Callable[[], Got], remote: Remote, how: Fetch) -> Got:
         try:
             return attempt()
         except Failed as error:
-            reason, wait = " ".join(str(error).split()), error.wait
+            reason, wait = str(error), error.wait
         except TimeoutError:
             reason, wait = f"no answer in {how.timeout:g} s", 0.0
         except (OSError, http.client.HTTPException) as error:
             reason, wait = _describe(error), 0.0
+        reason = remote.hide(" ".join(reason.split()))[:LONGEST_REASON]
         if wait is None or how.attempts == 1:
             raise BadShard(f"{remote}: cannot be fetched ({reason})") from None
     raise BadShard(f"{remote}: cannot be fetched in {how.attempts} attempts (the last: {reason})")
@@ -199,56 +196,6 @@ class Again:
         file.seek(position)
 
 
-def _write(file: BinaryIO, data: bytes) -> None:
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[file.write(view) :]
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise UserError(
-            f"There is no room left for fetched shards: {error.strerror}.",
-            "Free some space, lower data.cache_gib (--cache-gib), or name another folder with data.cache (TMPDIR).",
-        ) from None
-
-
-def copy(read: Callable[[], bytes], file: BinaryIO, limit: int, timeout: float) -> None:
-    """Append all that `read` gives, until it gives nothing."""
-    since, count = time.monotonic(), 0
-    while data := read():
-        if file.tell() + len(data) > limit:
-            raise Failed(f"it has more than {limit:,} bytes, which it should have at most", wait=None)
-        _write(file, data)
-        count += len(data)
-        elapsed = time.monotonic() - since
-        if elapsed >= timeout:
-            if count < SLOWEST * elapsed:
-                raise Failed(f"only {count:,} bytes came in {elapsed:.0f} s")
-            since, count = time.monotonic(), 0
-
-
-def open_web(remote: Remote, headers: dict[str, str], timeout: float) -> http.client.HTTPResponse:
-    """The answer of a web server, whose body is not read yet. Raises Failed, OSError, HTTPException."""
-    headers = {"User-Agent": "probemb", "Accept-Encoding": "identity", **headers}
-    try:
-        return urllib.request.urlopen(urllib.request.Request(remote.address, headers=headers), timeout=timeout)
-    except urllib.error.HTTPError as error:
-        error.close()
-        passing = error.code >= 500 or error.code in _AGAIN
-        asked = error.headers.get("Retry-After", "")
-        wait = float(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0.0
-        raise Failed(f"HTTP {error.code} {error.reason}", wait if passing else None, error.code) from None
-    except ValueError as error:  # what urllib raises for an address that is none
-        raise Failed(str(error), wait=None) from None
-
-
-def version_in(headers: Message) -> str | None:
-    """What tells a version of a file from its others, as If-Range takes it: a strong ETag, or else the date."""
-    tag = headers.get("ETag", "")
-    return tag if tag.startswith('"') else headers.get("Last-Modified")
-
-
 def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
     start = file.tell() if again.version else 0
     go_on = {"Range": f"bytes={start}-", "If-Range": again.version} if start else {}
@@ -265,50 +212,23 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again:
             raise Failed("the server answers with another range than it was asked for")
         again.begin(file, start if resumed else 0)
         again.version = version_in(response.headers)
-        copy(lambda: response.read1(CHUNK), file, limit, timeout)
+
+        def read() -> bytes:
+            response.deadline.restart()
+            return response.read1(CHUNK)
+
+        copy(read, file, limit, timeout)
         if response.length:  # what http.client still expects of the length that the header states
             raise Failed(f"the connection broke off {response.length:,} bytes before the end")
 
 
 def _from_command(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
-    _from_process(["/bin/sh", "-c", remote.address.partition(":")[2]], file, limit, timeout)
+    read_output(["/bin/sh", "-c", remote.address.partition(":")[2]], file, limit, timeout)
 
 
 def _from_fsspec(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
-    _from_process([sys.executable, "-c", _READ, remote.address], file, limit, timeout)
-
-
-def _from_process(argv: list[str], file: BinaryIO, limit: int, timeout: float) -> None:
-    """What a program prints; it and all that it started are ended when it is silent for too long."""
-    file.seek(0)
-    with tempfile.TemporaryFile() as words:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, start_new_session=True, bufsize=0
-        )
-        ready = select.poll()
-        ready.register(process.stdout, select.POLLIN)
-
-        def read() -> bytes:
-            if not ready.poll(timeout * 1000):
-                raise TimeoutError
-            return os.read(process.stdout.fileno(), CHUNK)
-
-        try:
-            copy(read, file, limit, timeout)
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-        finally:
-            with suppress(ProcessLookupError):  # children of the shell may be left even when it has ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
-        if process.returncode:
-            words.seek(max(0, words.seek(0, os.SEEK_END) - 2000))
-            said = words.read().decode(errors="replace").strip().splitlines()
-            raise Failed(f"exit code {process.returncode}{': ' + said[-1][:200] if said else ''}")
+    read_output([sys.executable, "-c", _READ, remote.address], file, limit, timeout)
 
 
 def _describe(error: Exception) -> str:
-    reason = getattr(error, "reason", error)
-    return " ".join(str(getattr(reason, "strerror", None) or reason).split()) or type(reason).__name__
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__

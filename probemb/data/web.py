@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-import time
 
-from probemb.data.sources import CHUNK, PATIENT, Failed, Fetch, Remote, copy, open_web, patiently, version_in
+from probemb.data.sources import PATIENT, Fetch, Remote, patiently
+from probemb.data.transfer import CHUNK, Failed, copy
+from probemb.data.web_client import open_web, version_in
 
 WEB = ("http", "https")
 
@@ -34,20 +35,14 @@ def fetch_range(remote: Remote, offset: int, size: int, how: Fetch) -> bytes:
     """
 
     def ask() -> bytes:
-        wanted, end = f"bytes {offset}-{offset + size - 1}/", time.monotonic() + how.timeout
+        wanted = f"bytes {offset}-{offset + size - 1}/"
         with open_web(remote, {"Range": f"bytes={offset}-{offset + size - 1}"}, how.timeout) as response:
             if response.status != 206:
                 raise Failed("the server does not serve parts of files", wait=None)
             if not response.headers.get("Content-Range", "").startswith(wanted):
                 raise Failed("the server answers with another range than it was asked for", wait=None)
-
-            def read() -> bytes:
-                if time.monotonic() > end:
-                    raise TimeoutError
-                return response.read1(CHUNK)
-
             got = io.BytesIO()
-            copy(read, got, size, how.timeout)
+            copy(lambda: response.read1(CHUNK), got, size, how.timeout)
         if got.tell() != size:
             raise Failed("the connection broke off")
         return got.getvalue()

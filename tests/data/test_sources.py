@@ -1,6 +1,10 @@
 """Fetching from real servers and commands that fail, stall, cut off and lie."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -128,6 +132,89 @@ def test_a_command_that_hangs_is_ended_with_its_children(folder, tmp_path):
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < limit, left  # they end when they next get a processor
         time.sleep(0.05)
+
+
+_FETCHING = """
+import os, sys, tempfile, threading, time
+from probemb.data.sources import Remote, fetch, PATIENT
+
+def work():
+    with tempfile.TemporaryFile(buffering=0) as file:
+        fetch(Remote(sys.argv[1]), file, None, PATIENT)
+
+if sys.argv[2] == "forked":  # like the data workers of pretraining, which are ended with SIGKILL
+    if child := os.fork():
+        print(child, flush=True)
+        os.waitpid(child, 0)
+    else:
+        work()
+    sys.exit()
+threading.Thread(target=work, daemon=True).start()
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "SIGINT", "SIGTERM", "SIGKILL", "forked"])
+def test_a_command_ends_with_the_process_that_runs_it(how, tmp_path):
+    """However that ends. One that is in the background and one that has taken the shell's place."""
+    pids = tmp_path / "pids"
+    command = f"pipe:sleep 4242 & echo $! >> {pids}; echo $$ >> {pids}; echo . >> {pids}; exec sleep 4242"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FETCHING, command, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        fetching = int(process.stdout.readline())
+        limit = time.monotonic() + 20
+        while not (pids.exists() and pids.read_text().endswith(".\n")):
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        sleeping = pids.read_text().split()[:2]
+        assert all(map(_runs, sleeping))
+        if how == "end":
+            process.stdin.close()
+        else:
+            os.kill(fetching, signal.SIGKILL if how == "forked" else signal.Signals[how])
+        while left := [pid for pid in sleeping if _runs(pid)]:
+            assert time.monotonic() < limit, left
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in pids.read_text().split()[:2] if pids.exists() else []:
+            if _runs(pid):
+                os.kill(int(pid), signal.SIGKILL)
+        process.stdout.close()
+        process.stdin.close()
+
+
+_ADOPTING = """
+import ctypes, os, sys, tempfile
+from pathlib import Path
+from probemb.data.sources import Fetch, Remote, fetch
+from probemb.data.tar import BadShard
+
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: as init does, we adopt orphans
+for command in sys.argv[1:]:
+    with tempfile.TemporaryFile(buffering=0) as file:
+        try:
+            print(fetch(Remote(command), file, None, Fetch(attempts=1, timeout=20)))
+        except BadShard as error:
+            print(error)
+print([child.read_text().split() for child in Path("/proc/self/task").glob("*/children")])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
+def test_commands_leave_no_process_behind(folder):
+    """Nor a zombie that init would have to collect: in many containers nothing does."""
+    commands = [f"pipe:cat {folder}/a.tar", "pipe:echo last words >&2; exit 3", "pipe:kill -KILL $$"]
+    run = subprocess.run([sys.executable, "-c", _ADOPTING, *commands], capture_output=True, text=True, check=True)
+    fine, failed, killed, children = run.stdout.splitlines()
+    assert fine == str(SIZE)
+    assert "(exit code 3: last words)" in failed
+    assert "(exit code 137" in killed
+    assert children == "[[]]"
 
 
 def _runs(pid: str) -> bool:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -50,18 +51,20 @@ def fetched(site):
 
 
 @pytest.mark.parametrize(("workers", "ranges"), [(0, True), (2, False)])
-def test_embeddings_are_those_of_the_files(workers, ranges, served, whole, run_folder, tmp_path):  # noqa: F811
+def test_embeddings_are_those_of_the_files(workers, ranges, served, whole, run_folder, tmp_path, capfd):  # noqa: F811
     out = tmp_path / "out"
     with serve(served, ranges) as site:
         site.troubles = {"00001.tar": ["cut"], "00002.tar": [503]}
-        argv = options(run_folder, f"{site.address}/corpus?key=secret", out, "--workers", workers)
+        source = f"{site.address}/corpus?key=secret".replace("//", "//me:hush@")
+        argv = options(run_folder, source, out, "--workers", workers)
         assert main(argv) == 0
         assert vectors(out) == vectors(whole)
         assert items(out) == items(whole)
         asked = [(name, part) for name, part in site.requests if name == "00001.tar"]
         assert len(asked) == 2
         assert (asked[1][1] is not None) == ranges  # it went on where it had broken off
-        assert not any(b"secret" in file.read_bytes() for file in out.rglob("*.*") if file.is_file())
+        said = [file.read_bytes() for file in out.rglob("*.*") if file.is_file()] + [str(capfd.readouterr()).encode()]
+        assert not any(secret in text for text in said for secret in (b"secret", b"hush"))
         row = open_embeddings(out).read_items(open_embeddings(out).partitions("image")[3]).to_pylist()[4]
         assert row["shard"] == f"{site.address}/corpus/00003.tar"
         image = [sample.image for sample in iterate_samples(served / "00003.tar")][4]
@@ -97,6 +100,27 @@ def test_a_signal_while_a_server_is_silent(workers, served, whole, run_folder, t
         os.kill(process.pid, signal.SIGINT)
         process.join(20)
         assert process.exitcode == 130
+
+
+@pytest.mark.parametrize(("workers", "number", "code"), [(0, signal.SIGTERM, 85), (2, signal.SIGINT, 130)])
+def test_a_command_does_not_outlive_the_embedding(workers, number, code, corpus, run_folder, tmp_path):  # noqa: F811
+    pid = tmp_path / "pid"
+    hang = f"case $f in *2.t*) echo $$ > {pid}; echo > {pid}.whole; exec sleep 4242;; esac"
+    command = f"pipe:f={corpus}/{{00000..00003}}.tar; {hang}; cat $f"
+    process = start(options(run_folder, command, tmp_path / "out", "--workers", workers))
+    while not (tmp_path / "pid.whole").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    time.sleep(1)  # for the other shards, as a fetch that ends while the temporary folder is removed may leave it there
+    os.kill(process.pid, number)
+    process.join(20)
+    assert process.exitcode == code
+    limit = time.monotonic() + 20
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(int(pid.read_text()), 0)
+            assert time.monotonic() < limit
+            time.sleep(0.02)
 
 
 def test_a_shard_that_has_changed_is_embedded_again(served, run_folder, tmp_path):  # noqa: F811

@@ -6,6 +6,8 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import pytest
 from PIL import Image
 from waitress import wasyncore
 
+from probemb.data.sources import Fetch
 from probemb.errors import UserError
 from tests.browser import chromium
 from tests.searching import BACKWARDS, EVIL, MARKUP, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.webserver import serve as serve_folder
 from tests.world import run_folder  # noqa: F401 - a fixture
-from tools.search.page import addresses, host_check, make_app, make_server
+from tools.search.page import PICTURES, addresses, host_check, make_app, make_server
 from tools.search.query import QueryImage, Wish
 
 UPLOAD = 2 << 20
@@ -240,6 +243,7 @@ def page(browser, port):
 
 CARDS = "[...document.querySelectorAll('.card')]"
 STATUS = "document.querySelector('#status')"
+PICTURES_ARE_THERE = "[...document.querySelectorAll('.frame img')].filter(i => i.naturalWidth === 32).length === 24"
 SETTLED = f"{STATUS}.textContent && !document.querySelector('#go').disabled"
 
 
@@ -261,8 +265,7 @@ def test_a_text_is_searched(page, searcher, tmp_path):  # noqa: F811
         == f"1.distance {answer['results'][0]['distance']:.3f}uncertainty {answer['results'][0]['uncertainty']:.3f}"
     )
     assert f"{answer['query']['uncertainty']:.3f}" in page.run(f"{STATUS}.textContent")
-    page.run("document.querySelectorAll('.card img').forEach(i => i.loading = 'eager')")
-    page.wait("[...document.querySelectorAll('.card img')].every(i => i.complete && i.naturalWidth === 32)")
+    page.wait(PICTURES_ARE_THERE)
     page.screenshot(tmp_path / "page.png")
     assert Image.open(tmp_path / "page.png").size[0] == 1280
 
@@ -279,7 +282,6 @@ def test_more_results(page):
 def test_hostile_captions_are_shown_as_text(page):
     for caption in (EVIL, MARKUP, BACKWARDS):
         search_for(page, caption[:100])
-    page.run("document.querySelectorAll('.card img').forEach(i => i.loading = 'eager')")
     told = []
     for text in ("anything", "a shape", "red", "blue star", "three objects", "a small ring"):
         search_for(page, text)
@@ -430,43 +432,87 @@ def test_pictures_that_are_gone(browser, gallery, searcher, tmp_path):  # noqa: 
             hidden.rename(gallery.tar)
 
 
-def test_pictures_of_shards_on_a_web_server(browser, gallery, tmp_path, monkeypatch):  # noqa: F811
-    from probemb.data.sources import Fetch
+@pytest.fixture(scope="module")
+def elsewhere(gallery, tmp_path_factory):  # noqa: F811
+    """(the server that has the shards, a searcher of an index that was made from there)"""
     from tools.build_index import main as build
     from tools.embed import main as embed
     from tools.search.command import open_searcher, parse
 
-    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=3))
+    folder = tmp_path_factory.mktemp("elsewhere")
     with serve_folder(gallery.tar.parent) as site:
-        embedded = str(tmp_path / "embedded")
+        embedded = str(folder / "embedded")
         embed(["--model", str(gallery.model), "--data", f"{site.address}/data", "--out", embedded, "--items", "image"])
-        build(["--embeddings", embedded, "--out", str(tmp_path / "index")])
-        remote = open_searcher(parse(["anything", "--index", str(tmp_path / "index"), "--device", "cpu"]))
-        with serving(remote) as server:
-            port = int(server.effective_port)
-            assert [remote.picture(row) for row in range(N)] == gallery.jpegs
-            browser.open(f"http://127.0.0.1:{port}/")
-            browser.wait("document.body.dataset.ready === 'yes'")
-            search_for(browser, "a red circle")
-            browser.run("document.querySelectorAll('.card img').forEach(i => i.loading = 'eager')")
-            browser.wait("[...document.querySelectorAll('.card img')].every(i => i.complete && i.naturalWidth === 32)")
-            site.troubles["00000.tar"] = ["silence"] * 12
-            waiting = [threading.Thread(target=request, args=(port, "GET", f"/picture/{row}")) for row in range(12)]
-            for one in waiting:
-                one.start()
-            started = time.monotonic()
-            while len(site.troubles["00000.tar"]) > 4:
-                assert time.monotonic() < started + 2
-                time.sleep(0.01)
-            assert post(port, [("text", "a red circle")])[0] == 200  # while eight pictures are waited for
-            assert time.monotonic() < started + 2.5
-            for one in waiting:
-                one.join()
-            site.troubles["00000.tar"] = [404]
-            status, _, data = request(port, path="/picture/3")
-            assert status == 404
-            assert "HTTP 404" in json.loads(data)["error"]
-            assert site.address.encode() not in data
+        build(["--embeddings", embedded, "--out", str(folder / "index")])
+        yield site, open_searcher(parse(["anything", "--index", str(folder / "index"), "--device", "cpu"]))
+
+
+def test_pictures_of_shards_on_a_web_server(browser, elsewhere, gallery):  # noqa: F811
+    site, remote = elsewhere
+    assert [remote.picture(row) for row in range(N)] == gallery.jpegs
+    with serving(remote) as server:
+        port = int(server.effective_port)
+        browser.open(f"http://127.0.0.1:{port}/")
+        browser.wait("document.body.dataset.ready === 'yes'")
+        search_for(browser, "a red circle")
+        browser.wait(PICTURES_ARE_THERE)
+        site.troubles["00000.tar"] = [404]
+        status, _, data = request(port, path="/picture/3")
+        assert status == 404
+        assert "HTTP 404" in json.loads(data)["error"]
+        assert site.address.encode() not in data
+
+
+def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
+    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=6))
+    site, remote = elsewhere
+    with serving(remote) as server, ThreadPoolExecutor(48) as pool:
+        port = int(server.effective_port)
+        site.troubles["00000.tar"] = ["silence"] * 48
+        started = time.monotonic()
+        waiting = [pool.submit(request, port, "GET", f"/picture/{row % N}") for row in range(48)]
+        while len(site.troubles["00000.tar"]) > 48 - PICTURES:
+            assert time.monotonic() < started + 5
+            time.sleep(0.01)
+        assert post(port, [("text", "a red circle")])[0] == 200
+        assert time.monotonic() < started + 5
+        answers = [one.result()[:2] for one in waiting]
+        assert Counter(status for status, _ in answers) == {503: 48 - PICTURES, 404: PICTURES}
+        assert {headers.get("Retry-After") for status, headers in answers if status == 503} == {"1"}
+        site.troubles["00000.tar"] = []
+        assert request(port, path="/picture/3")[0] == 200
+
+
+def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):
+    """Of a server that has too many to make, and then is silent: the next search is answered all the same."""
+    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=3))
+    site, remote = elsewhere
+    with serving(remote) as server, ThreadPoolExecutor(PICTURES) as pool:
+        port = int(server.effective_port)
+        browser.open(f"http://127.0.0.1:{port}/")
+        browser.wait("document.body.dataset.ready === 'yes'")
+        site.troubles["00000.tar"] = ["silence"] * PICTURES
+        waiting = [pool.submit(request, port, "GET", f"/picture/{row}") for row in range(PICTURES)]
+        while site.troubles["00000.tar"]:
+            time.sleep(0.01)
+        browser.complaints.clear()
+        search_for(browser, "a red circle")
+        assert not all(one.done() for one in waiting)
+        browser.wait(PICTURES_ARE_THERE)
+        assert "503" in browser.complaints[0]  # Chromium's own line
+        assert all(one.done() for one in waiting)
+
+        monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=6))
+        site.troubles["00000.tar"] = ["silence"] * 24
+        browser.call("Network.clearBrowserCache")
+        search_for(browser, "a blue star")
+        time.sleep(0.5)  # for all that the page asks for at once, which has to be less than the browser's connections
+        assert 18 < len(site.troubles["00000.tar"]) < 24
+        site.troubles["00000.tar"] = []
+        started = time.monotonic()
+        search_for(browser, "a red circle")
+        browser.wait(PICTURES_ARE_THERE)
+        assert time.monotonic() < started + 4.5
 
 
 def test_a_form_of_another_site_is_refused_in_the_browser(browser, port, tmp_path):

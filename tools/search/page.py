@@ -2,7 +2,8 @@
 
 GET /                the page
 POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision -> the answer
-GET /picture/ROW     an item's picture, made anew from the shard and small; /picture/ROW/large up to 1600 pixels
+GET /picture/ROW     an item's picture, made anew from the shard and small; /picture/ROW/large up to 1600 pixels;
+                     503 with Retry-After while too many others are being made
 
 What other sites could do through a visitor's browser is refused: a request must name this server as its host (not a
 foreign name that was made to point here), and a form must come from this page. Pictures are decoded and encoded again,
@@ -17,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).with_name("static")
 SMALL, LARGE = 480, 1600  # pixels of the longer side
 FORM_BYTES = 256 << 10  # of all texts of a form
-THREADS = 16  # twice what may wait for pictures from elsewhere (`pictures.FETCHES`)
+THREADS = 16
+PICTURES = 12  # threads that may be busy with them: however slow the server is that has their shards, searches find one
 SAMPLED = 64  # items of the gallery whose uncertainties give the sliders their ends
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -64,6 +66,7 @@ def make_app(
     app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
     app.json.sort_keys = False
     known, one_at_a_time = host_check(host, names), Lock()  # of large pictures, so that memory stays bounded
+    places = BoundedSemaphore(PICTURES)
     about = describe(searcher) | {"max_upload": max_upload, "max_results": MAX_TOP, "max_text": MAX_TEXT}
 
     @app.before_request
@@ -135,12 +138,18 @@ def make_app(
     def jpeg(row: int, side: int) -> Response:
         if row >= len(searcher.index):
             abort(404)
+        if not places.acquire(blocking=False):  # to wait for one would take a thread as well
+            response, code = problem(503, "Too many pictures are asked for at once.", "Ask again in a moment.")
+            response.headers["Retry-After"] = "1"
+            return response, code
         try:
             fetched = searcher.fetched_picture(row)  # not in turn: a server that is slow must not hold up the others
             with one_at_a_time:
                 data = shrink(fetched or searcher.picture(row), side)
         except LookupError as error:
             return problem(404, f"The picture is not there: {error}.", "Put the shards back where they were indexed.")
+        finally:
+            places.release()
         return Response(data, mimetype="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
 
     return app

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from threading import BoundedSemaphore
 
 from probemb.data.shards import MAX_IMAGE_BYTES
 from probemb.data.sources import Fetch, Remote, is_remote
@@ -17,9 +16,7 @@ from probemb.data.tar import BadShard
 from probemb.data.web import WEB, fetch_range
 
 MAX_REMOTE_BYTES = 32 << 20
-FETCHES = 8  # at a time; the page has more threads than that, so that a slow server holds up no search
 HOW = Fetch(attempts=1, timeout=10.0)
-_fetches = BoundedSemaphore(FETCHES)
 
 
 def read_picture(shard: str, offset: int, size: int) -> bytes:
@@ -33,14 +30,10 @@ def fetch_member(shard: Remote, offset: int, size: int) -> bytes:
         raise LookupError(f"its shard is not a file here and not on a web server ({shard.scheme}:)")
     if offset < 0 or not 0 < size <= MAX_REMOTE_BYTES:
         raise LookupError(f"the index states {size:,} bytes at {offset:,}")
-    if not _fetches.acquire(timeout=HOW.timeout):
-        raise LookupError("too many other pictures are being fetched")
     try:
         return fetch_range(shard, offset, size, HOW)
     except BadShard as error:
         raise LookupError(f"its shard {str(error).removeprefix(f'{shard}: ')}") from None
-    finally:
-        _fetches.release()
 
 
 def read_member(shard: Path, offset: int, size: int) -> bytes:

@@ -184,6 +184,8 @@ function show(answer) {
   const u = answer.query.uncertainty;
   const kinds = answer.query.parts.map((part) => part.kind);
   $("results").className = "";
+  pictures.stop();
+  pictures = new Pictures();
   $("results").replaceChildren(...answer.results.map((result) => card(result)));
   $("more").hidden = answer.results.length < wanted || wanted === Math.min(about.max_results, about.count);
   const several = answer.query.parts.length > 1 ? ` (its parts: ${answer.query.parts.map((part) => shorten(part.uncertainty)).join(", ")})` : "";
@@ -209,6 +211,61 @@ function show(answer) {
   $("high").textContent = shorten(high);
 }
 
+// ------------------------------------------------------------------------------------------------ the pictures
+
+const AT_ONCE = 4; // of a browser's six connections to a server, so that a search finds one while pictures are slow
+const PATIENCE = 30000; // ms for which the server may say that it has too many pictures to make
+
+// The pictures of one answer, fetched in their order.
+class Pictures {
+  ended = new AbortController();
+  waiting = [];
+  loading = 0;
+
+  load(...picture) {
+    this.waiting.push(picture);
+    this.next();
+  }
+
+  stop() {
+    this.waiting = [];
+    this.ended.abort();
+  }
+
+  next() {
+    if (this.loading >= AT_ONCE || !this.waiting.length) return;
+    this.loading++;
+    this.put(...this.waiting.shift()).finally(() => {
+      this.loading--;
+      this.next();
+    });
+  }
+
+  async put(image, source, told) {
+    try {
+      const response = await this.ask(source);
+      if (response.ok) {
+        image.src = URL.createObjectURL(await response.blob());
+        image.alt = told;
+        await image.decode().finally(() => URL.revokeObjectURL(image.src));
+      } else image.replaceWith(response.status === 503 ? "The picture is not to be had now." : "The picture is not there.");
+    } catch {
+      if (!this.ended.signal.aborted) image.replaceWith("The picture is not there.");
+    }
+  }
+
+  async ask(source) {
+    const end = Date.now() + PATIENCE;
+    for (;;) {
+      const response = await fetch(source, { signal: this.ended.signal });
+      if (response.status !== 503 || Date.now() > end) return response;
+      await new Promise((wake) => setTimeout(wake, 1000 * (Number(response.headers.get("Retry-After")) || 1)));
+    }
+  }
+}
+
+let pictures = new Pictures();
+
 function card(result) {
   const item = make("li", "card");
   const caption = result.captions[0] ?? "";
@@ -218,11 +275,8 @@ function card(result) {
     link.target = "_blank";
     link.rel = "noopener";
     const image = make("img");
-    image.src = result.picture;
-    image.alt = caption || result.key;
-    image.loading = "lazy";
-    image.addEventListener("error", () => link.replaceChildren("The picture is not there."));
     link.append(image);
+    pictures.load(image, result.picture, caption || result.key);
     item.append(link);
   }
   const told = make("div", "told");

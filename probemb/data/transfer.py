@@ -1,0 +1,50 @@
+"""One attempt to bring a remote file here: how its bytes reach a file of ours, and why it failed."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+from probemb.errors import UserError
+
+CHUNK = 1 << 20
+SLOWEST = 1024  # bytes per second, over one time-out: a server that trickles holds up a run like one that is silent
+
+
+class Failed(Exception):
+    """An attempt failed; `wait` is how many seconds the server asks for, or None where no attempt can succeed."""
+
+    def __init__(self, reason: str, wait: float | None = 0.0, code: int | None = None):
+        super().__init__(reason)
+        self.wait, self.code = wait, code
+
+
+def copy(read: Callable[[], bytes], file: BinaryIO, limit: int, timeout: float) -> None:
+    """Append all that `read` gives, until it gives nothing."""
+    since, count = time.monotonic(), 0
+    while data := read():
+        if file.tell() + len(data) > limit:
+            raise Failed(f"it has more than {limit:,} bytes, which it should have at most", wait=None)
+        _write(file, data)
+        count += len(data)
+        elapsed = time.monotonic() - since
+        if elapsed >= timeout:
+            if count < SLOWEST * elapsed:
+                raise Failed(f"only {count:,} bytes came in {elapsed:.0f} s")
+            since, count = time.monotonic(), 0
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(
+            f"There is no room left for fetched shards: {error.strerror}.",
+            "Free some space, lower data.cache_gib (--cache-gib), or name another folder with data.cache (TMPDIR).",
+        ) from None
