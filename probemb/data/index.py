@@ -129,7 +129,9 @@ def _read_remote(source: str, how: Fetch) -> list[Shard]:
     for address in _expand(source):
         whole, query = Remote(address).split()
         folder, _, name = whole.rpartition("/")
-        if name == INDEX_NAME or not (name.endswith(".tar") or any(mark in name for mark in "*?[")):
+        if "/" not in whole.partition("://")[2]:  # a host alone
+            folder, name = whole, "*"
+        elif name == INDEX_NAME or not (name.endswith(".tar") or any(mark in name for mark in "*?[")):
             folder, name = (folder if name == INDEX_NAME else whole), "*"
         base = Remote(folder + query)
         if base.address not in indexes:
@@ -179,7 +181,7 @@ def _expand(pattern: str) -> list[str]:
     names = list(itertools.islice(_expand_braces(pattern), MAX_PATTERN_FILES + 1))
     if len(names) > MAX_PATTERN_FILES:
         raise UserError(
-            f"The data path {pattern} stands for more than {MAX_PATTERN_FILES:,} files.", "Narrow the range."
+            f"The data path {_shown(pattern)} stands for more than {MAX_PATTERN_FILES:,} files.", "Narrow the range."
         )
     return names
 
@@ -191,7 +193,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
     if braces is None:
         if not command and ("{" in pattern or "}" in pattern):
             raise UserError(
-                f"The braces of the data path {pattern} do not pair up.",
+                f"The braces of the data path {_shown(pattern)} do not pair up.",
                 "Write a range as in data/cc3m/{00000..00331}.tar.",
             )
         yield pattern
@@ -204,6 +206,11 @@ def _expand_braces(pattern: str) -> Iterator[str]:
         options = iter(braces[1].split(","))
     for option in options:
         yield from _expand_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
+
+
+def _shown(source: str) -> str:
+    """What was typed, without the secrets of an address."""
+    return str(Remote(source)) if is_remote(source) else source
 
 
 def _index_command(folder: Path) -> str:

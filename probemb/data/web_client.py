@@ -63,7 +63,7 @@ class Answer(http.client.HTTPResponse):
         self.deadline = sock.deadline
 
 
-def open_web(remote: Remote, headers: dict[str, str], timeout: float) -> Answer:
+def open_web(remote: Remote, headers: dict[str, str], timeout: float, method: str = "GET") -> Answer:
     """The answer of a web server, whose body is not read yet, `timeout` seconds from now at the latest.
 
     Raises Failed, OSError (TimeoutError), HTTPException.
@@ -71,7 +71,7 @@ def open_web(remote: Remote, headers: dict[str, str], timeout: float) -> Answer:
     headers = {"User-Agent": "probemb", "Accept-Encoding": "identity", **headers}
     place, deadline, opener = _Place.of(remote.address), Deadline(timeout), _make_opener()
     for _ in range(MOST_REDIRECTS + 1):
-        answer = _ask(opener, place, headers, deadline)
+        answer = _ask(opener, method, place, headers, deadline)
         if 200 <= answer.status < 300:
             return answer
         answer.close()
@@ -89,11 +89,13 @@ def version_in(headers: Message) -> str | None:
     return tag if tag.startswith('"') else headers.get("Last-Modified")
 
 
-def _ask(opener: urllib.request.OpenerDirector, place: _Place, headers: dict[str, str], deadline: Deadline) -> Answer:
-    login = {"Authorization": place.login} if place.login else {}
+def _ask(
+    opener: urllib.request.OpenerDirector, method: str, place: _Place, headers: dict, deadline: Deadline
+) -> Answer:
+    headers = {**headers, "Authorization": place.login} if place.login else headers
     try:
         # urllib hands a time-out on, through proxies, to what makes the connection (`_connect`): here a Deadline.
-        return opener.open(urllib.request.Request(place.address, headers={**headers, **login}), timeout=deadline)
+        return opener.open(urllib.request.Request(place.address, headers=headers, method=method), timeout=deadline)
     except urllib.error.URLError as error:
         if isinstance(error.reason, OSError):
             raise error.reason from None

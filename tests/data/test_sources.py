@@ -308,3 +308,10 @@ def test_an_index_names_nothing_outside_its_folder_and_no_command(corpus, name, 
         read_index(f"pipe:cat {corpus}/00000.tar", QUICK)
     assert not Path("run").exists()
     assert not Path("run.tar").exists()
+
+
+@pytest.mark.parametrize("rest", ["h/x{", "h/x{0..999999999}.tar", "127.0.0.1:9"])
+def test_a_password_is_not_shown(rest):
+    with pytest.raises(UserError) as error:
+        read_index(f"http://me:gehe*im@{rest}", Fetch(attempts=1, timeout=1))
+    assert "gehe" not in error.value.what + error.value.remedy

@@ -7,7 +7,6 @@ import http.client
 import io
 import os
 import sys
-import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -18,6 +17,9 @@ from typing import BinaryIO
 
 from probemb.data.sources import Again, Fetch, Remote, fetch, is_remote
 from probemb.data.tar import BadSample, BadShard
+from probemb.data.transfer import Failed
+from probemb.data.web import WEB
+from probemb.data.web_client import open_web
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.progress import progress
@@ -120,11 +122,12 @@ class _Growing(io.FileIO):
 
 def _stated_size(remote: Remote) -> int:
     """Bytes that the server says the file has, for the time that is left; 0 where it does not say."""
-    request = urllib.request.Request(remote.address, method="HEAD", headers={"User-Agent": "probemb"})
+    if remote.scheme not in WEB:
+        return 0
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with open_web(remote, {}, timeout=10, method="HEAD") as answer:
             return int(answer.headers.get("Content-Length") or 0)
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError, http.client.HTTPException, Failed):
         return 0
 
 
