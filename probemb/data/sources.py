@@ -200,7 +200,7 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again:
     start = file.tell() if again.version else 0
     go_on = {"Range": f"bytes={start}-", "If-Range": again.version} if start else {}
     try:
-        response = open_web(remote, go_on, timeout)
+        response = open_web(remote.address, go_on, timeout)
     except Failed as error:
         if error.code == 416:  # more bytes are here than there
             again.version = None

@@ -21,7 +21,7 @@ def version_of(remote: Remote, how: Fetch = PATIENT) -> str | None:
 
     def ask() -> str | None:
         # Not HEAD: a signed address is often good for GET alone. A server without ranges is not listened to for longer.
-        with open_web(remote, {"Range": "bytes=0-0"}, how.timeout) as response:
+        with open_web(remote.address, {"Range": "bytes=0-0"}, how.timeout) as response:
             return version_in(response.headers)
 
     return patiently(ask, remote, how)
@@ -36,7 +36,7 @@ def fetch_range(remote: Remote, offset: int, size: int, how: Fetch) -> bytes:
 
     def ask() -> bytes:
         wanted = f"bytes {offset}-{offset + size - 1}/"
-        with open_web(remote, {"Range": f"bytes={offset}-{offset + size - 1}"}, how.timeout) as response:
+        with open_web(remote.address, {"Range": f"bytes={offset}-{offset + size - 1}"}, how.timeout) as response:
             if response.status != 206:
                 raise Failed("the server does not serve parts of files", wait=None)
             if not response.headers.get("Content-Range", "").startswith(wanted):

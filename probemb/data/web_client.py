@@ -18,13 +18,9 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, replace
 from email.message import Message
-from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 from probemb.data.transfer import Failed
-
-if TYPE_CHECKING:
-    from probemb.data.sources import Remote
 
 MOST_REDIRECTS = 10
 _PORTS = {"http": 80, "https": 443}
@@ -63,13 +59,13 @@ class Answer(http.client.HTTPResponse):
         self.deadline = sock.deadline
 
 
-def open_web(remote: Remote, headers: dict[str, str], timeout: float, method: str = "GET") -> Answer:
+def open_web(address: str, headers: dict[str, str], timeout: float, method: str = "GET") -> Answer:
     """The answer of a web server, whose body is not read yet, `timeout` seconds from now at the latest.
 
     Raises Failed, OSError (TimeoutError), HTTPException.
     """
     headers = {"User-Agent": "probemb", "Accept-Encoding": "identity", **headers}
-    place, deadline, opener = _Place.of(remote.address), Deadline(timeout), _make_opener()
+    place, deadline, opener = _Place.of(address), Deadline(timeout), _make_opener()
     for _ in range(MOST_REDIRECTS + 1):
         answer = _ask(opener, method, place, headers, deadline)
         if 200 <= answer.status < 300:

@@ -125,7 +125,7 @@ def _stated_size(remote: Remote) -> int:
     if remote.scheme not in WEB:
         return 0
     try:
-        with open_web(remote, {}, timeout=10, method="HEAD") as answer:
+        with open_web(remote.address, {}, timeout=10, method="HEAD") as answer:
             return int(answer.headers.get("Content-Length") or 0)
     except (OSError, ValueError, http.client.HTTPException, Failed):
         return 0
