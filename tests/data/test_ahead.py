@@ -49,8 +49,8 @@ def test_what_is_taken_stays_until_then(tmp_path):
         wanted = shards(4, site)
         for shard in wanted:
             ahead.request(shard, keep=True)
-        for i in 1, 0:
-            assert os.pread(ahead.take(wanted[i], 20).fileno(), 200, 0) == bytes([i]) * 100
+        files = {i: ahead.take(wanted[i], 20) for i in (1, 0)}
+        assert all(os.pread(file.fileno(), 200, 0) == bytes([i]) * 100 for i, file in files.items())
         with pytest.raises(CacheFull):  # those before it do not give way
             ahead.take(wanted[2], 20)
         ahead.close()

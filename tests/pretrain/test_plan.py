@@ -194,7 +194,10 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "batch", "world", "engine"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "ViT-Small-112")) for case in CASES],
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "ViT-Small-112" or "accumulation" in case[3]))
+        for case in CASES
+    ],
 )
 def test_a_real_step_needs_what_the_plan_says(name, batch, world, engine):
     """Tensors to the byte (but for ZeRO's padding), the state between steps to 2 %, the peak to 15 %.
