@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import base64
 import http.client
-import socket
-import ssl
 import string
-import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, replace
 from email.message import Message
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
+from probemb.data.connections import Answer, Deadline, WebHandler
 from probemb.data.transfer import Failed
 
 MOST_REDIRECTS = 10
@@ -31,32 +29,6 @@ _INVALID = (
     "it is no valid web address; spaces and what is not ASCII are written as %20 and so on, and / ? # @ : in a user's "
     "name or password as %2F %3F %23 %40 %3A"
 )
-
-
-class Deadline:
-    """A moment that all waiting for a server ends at."""
-
-    def __init__(self, seconds: float):
-        self._seconds = seconds
-        self.restart()
-
-    def restart(self) -> None:
-        self._end = time.monotonic() + self._seconds
-
-    def left(self) -> float:
-        """Seconds. Raises TimeoutError."""
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
-
-
-class Answer(http.client.HTTPResponse):
-    """A server's answer. Reads of the body end at `deadline`, too, unless it is restarted."""
-
-    def __init__(self, sock: _Socket | _TLSSocket, *args, **more):
-        super().__init__(sock, *args, **more)
-        self.deadline = sock.deadline
 
 
 def open_web(address: str, headers: dict[str, str], timeout: float, method: str = "GET") -> Answer:
@@ -90,7 +62,7 @@ def _ask(
 ) -> Answer:
     headers = {**headers, "Authorization": place.login} if place.login else headers
     try:
-        # urllib hands a time-out on, through proxies, to what makes the connection (`_connect`): here a Deadline.
+        # urllib hands a time-out on, through proxies, to what makes the connection: here a Deadline.
         return opener.open(urllib.request.Request(place.address, headers=headers, method=method), timeout=deadline)
     except urllib.error.URLError as error:
         if isinstance(error.reason, OSError):
@@ -157,87 +129,8 @@ class _Place:
         return host == other_host and (with_tls or (scheme, port) == (other_scheme, other_port))
 
 
-# ------------------------------------------------------------------------------------- connections with a deadline
-
-
-class _Socket(socket.socket):
-    deadline: Deadline
-
-    def recv_into(self, *args):
-        self.settimeout(self.deadline.left())
-        return super().recv_into(*args)
-
-    def sendall(self, *args):
-        self.settimeout(self.deadline.left())
-        return super().sendall(*args)
-
-
-class _TLSSocket(ssl.SSLSocket):
-    deadline: Deadline
-
-    def read(self, *args):
-        self.settimeout(self.deadline.left())
-        return super().read(*args)
-
-    def sendall(self, *args):
-        self.settimeout(self.deadline.left())
-        return super().sendall(*args)
-
-
-def _connect(address: tuple[str, int], deadline: Deadline, *_) -> _Socket:
-    """A connection to the first address of the host that answers. Each has its share of the time that is left."""
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    problem = OSError("the host has no address")
-    for number, (family, kind, protocol, _, place) in enumerate(found):
-        try:
-            connection = _Socket(family, kind, protocol)
-        except OSError as error:
-            problem = error
-            continue
-        try:
-            connection.deadline = deadline
-            connection.settimeout(deadline.left() / (len(found) - number))
-            connection.connect(place)
-            return connection
-        except OSError as error:
-            connection.close()
-            problem = error
-    raise problem
-
-
-class _HTTP(http.client.HTTPConnection):
-    response_class = Answer
-
-    def __init__(self, *args, **more):
-        super().__init__(*args, **more)
-        self._create_connection = _connect
-
-    def connect(self):
-        super().connect()
-        self.sock.settimeout(self.timeout.left())  # what a TLS handshake may take as a whole
-
-
-class _HTTPS(http.client.HTTPSConnection, _HTTP):  # in this order: its connect() begins with that of _HTTP
-    def connect(self):
-        super().connect()
-        self.sock.deadline = self.timeout
-
-
-class _Handler(urllib.request.AbstractHTTPHandler):
-    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
-
-    def http_open(self, request):
-        return self.do_open(_HTTP, request)
-
-    def https_open(self, request):
-        tls = ssl.create_default_context()
-        tls.sslsocket_class = _TLSSocket
-        tls.set_alpn_protocols(["http/1.1"])
-        return self.do_open(_HTTPS, request, context=tls)
-
-
 def _make_opener() -> urllib.request.OpenerDirector:
     opener = urllib.request.OpenerDirector()
-    for handler in (urllib.request.ProxyHandler, urllib.request.UnknownHandler, _Handler):
+    for handler in (urllib.request.ProxyHandler, urllib.request.UnknownHandler, WebHandler):
         opener.add_handler(handler())
     return opener

@@ -12,13 +12,14 @@ import http.client
 import ipaddress
 import socket
 import ssl
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from probemb.data.connections import Answer, Deadline, WebHandler
 
 CHUNK = 1 << 18
 PLACEHOLDERS = (  # where hosts send those who ask for an image that is gone; each would be kept as a picture
@@ -54,66 +55,33 @@ class Refused(OSError):
         self.cause = cause
 
 
-_now = threading.local()  # .limits, .end: of the address that this thread is asking for
+class _Budget(Deadline):
+    """What is left of the time for one address, and which hosts may be asked for it."""
 
+    def __init__(self, limits: Limits):
+        super().__init__(limits.seconds)
+        self.limits = limits
 
-def _left() -> float:
-    left = _now.end - time.monotonic()
-    if left <= 0:
-        raise Refused("too slow", f"not finished in {_now.limits.seconds:g} s")
-    return min(left, _now.limits.patience)
-
-
-class _Socket(socket.socket):
-    """No read or write may outlast the address' end."""
-
-    def recv_into(self, *args):
-        self.settimeout(_left())
-        return super().recv_into(*args)
-
-    def sendall(self, *args):
-        self.settimeout(_left())
-        return super().sendall(*args)
-
-
-class _TLSSocket(ssl.SSLSocket):
-    def read(self, *args):
-        self.settimeout(_left())
-        return super().read(*args)
-
-    def sendall(self, *args):
-        self.settimeout(_left())
-        return super().sendall(*args)
-
-
-def _connect(address: tuple[str, int], *_) -> socket.socket:
-    """A connection to the first address of the host that answers."""
-    try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:
-        raise Refused("host not found", str(error)) from None
-    problem: Exception = Refused("host not found", address[0])
-    for family, kind, protocol, _, place in found:
-        if not (_now.limits.private or ipaddress.ip_address(place[0].partition("%")[0]).is_global):
-            problem = Refused("private address", place[0])
-            continue
-        connection = _Socket(family, kind, protocol)
+    def left(self) -> float:
         try:
-            connection.settimeout(_left())
-            connection.connect(place)
-            return connection
-        except OSError as error:
-            connection.close()
-            problem = error
-    raise problem
+            return min(super().left(), self.limits.patience)
+        except TimeoutError:
+            raise Refused("too slow", f"not finished in {self.limits.seconds:g} s") from None
+
+    def share(self, addresses: int) -> float:
+        return self.left()
+
+    def check(self, address: str) -> None:
+        if not (self.limits.private or ipaddress.ip_address(address.partition("%")[0]).is_global):
+            raise Refused("private address", address)
 
 
-class _Answer(http.client.HTTPResponse):
+class _Answer(Answer):
     def read(self, amt: int | None = None) -> bytes:
         """The body, or at most `amt` bytes of it. Raises Refused: it is too large, or ends early."""
         if amt is not None:
             return super().read(amt)
-        size = _now.limits.size
+        size = self.deadline.limits.size
         if self.length is not None and self.length > size:
             raise Refused("too many bytes", f"{self.length:,}")
         parts, count = [], 0
@@ -125,37 +93,6 @@ class _Answer(http.client.HTTPResponse):
         if self.length:
             raise Refused("cut off", f"{self.length:,} bytes missing")
         return b"".join(parts)
-
-
-class _HTTP(http.client.HTTPConnection):
-    response_class = _Answer
-
-    def __init__(self, *args, **more):
-        super().__init__(*args, **more)
-        self._create_connection = _connect
-
-
-class _HTTPS(http.client.HTTPSConnection):
-    response_class = _Answer
-
-    def __init__(self, *args, **more):
-        super().__init__(*args, **more)
-        self._create_connection = _connect
-
-
-class _HTTPHandler(urllib.request.HTTPHandler):
-    def http_open(self, request):
-        return self.do_open(_HTTP, request)
-
-
-class _HTTPSHandler(urllib.request.HTTPSHandler):
-    def __init__(self):
-        self.tls = ssl.create_default_context()
-        self.tls.sslsocket_class = _TLSSocket
-        super().__init__(context=self.tls)
-
-    def https_open(self, request):
-        return self.do_open(_HTTPS, request, context=self.tls)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -185,38 +122,35 @@ class BoundedOpener(urllib.request.OpenerDirector):
             urllib.request.HTTPDefaultErrorHandler(),
             urllib.request.HTTPErrorProcessor(),
             _Redirects(limits.redirects),
-            _HTTPHandler(),
-            _HTTPSHandler(),
+            WebHandler(_Answer),
         ):
             self.add_handler(handler)
         self.stopped = False  # set when nothing can be stored any more: what is still to be asked for fails at once
 
     def open(self, request, data=None, timeout=None):
         """As urllib's; an open within an open is a redirect, and shares the time of the first."""
-        if getattr(_now, "within", False):
-            return super().open(request, data, self.limits.patience)
+        if isinstance(timeout, _Budget):
+            return super().open(request, data, timeout)
         if self.stopped:
             raise Refused("stopped")
-        _now.within, _now.limits, _now.end = True, self.limits, time.monotonic() + self.limits.seconds
+        budget = _Budget(self.limits)
         try:
-            answer = super().open(request, data, self.limits.patience)
+            answer = super().open(request, data, budget)
         except Exception as error:
-            raise _explain(error) from None
-        finally:
-            _now.within = False
+            raise _explain(error, budget) from None
         read = answer.read
 
         def explained(*args):
             try:
                 return read(*args)
             except Exception as error:
-                raise _explain(error) from None
+                raise _explain(error, budget) from None
 
         answer.read = explained
         return answer
 
 
-def _explain(error: Exception) -> Refused:
+def _explain(error: Exception, budget: _Budget) -> Refused:
     """The cause of a failure in a word for the histogram."""
     if isinstance(error, urllib.error.HTTPError):
         error.close()
@@ -227,10 +161,12 @@ def _explain(error: Exception) -> Refused:
         error = error.reason
     if isinstance(error, Refused):
         return error
+    if isinstance(error, socket.gaierror):
+        return Refused("host not found", str(error))
     if isinstance(error, TimeoutError):
-        late = time.monotonic() > _now.end - 0.02  # the last read had only what was left
+        late = time.monotonic() > budget.end - 0.02  # the last read had only what was left
         return Refused(
-            "too slow" if late else "no answer", f"nothing in {_now.limits.patience:g} s" if not late else ""
+            "too slow" if late else "no answer", f"nothing in {budget.limits.patience:g} s" if not late else ""
         )
     if isinstance(error, ssl.SSLError):
         return Refused("TLS", getattr(error, "verify_message", "") or str(error))

@@ -1,0 +1,140 @@
+"""Connections to web servers whose reads and writes end at one moment; urllib's time-out holds for each read alone.
+
+urllib is given a `Deadline` for a time-out, and hands it on, through proxies, to what makes the connection.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import time
+import urllib.request
+from collections.abc import Callable
+
+
+class Deadline:
+    """A moment that all waiting for a server ends at."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        self.end = time.monotonic() + self._seconds
+
+    def left(self) -> float:
+        """Seconds. Raises TimeoutError."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def share(self, addresses: int) -> float:
+        """Seconds for the first of so many addresses that a host still has."""
+        return self.left() / addresses
+
+    def check(self, address: str) -> None:
+        """Raises OSError for an address of a host that is not to be connected to."""
+
+
+class Answer(http.client.HTTPResponse):
+    """A server's answer. Reads of the body end at `deadline`, too, unless it is restarted."""
+
+    def __init__(self, sock: _Socket | _TLSSocket, *args, **more):
+        super().__init__(sock, *args, **more)
+        self.deadline = sock.deadline
+
+
+class _Timed:
+    """Over a socket's reads and writes."""
+
+    deadline: Deadline
+
+    def read(self, *args):  # of TLS
+        self.settimeout(self.deadline.left())
+        return super().read(*args)
+
+    def recv_into(self, *args):
+        self.settimeout(self.deadline.left())
+        return super().recv_into(*args)
+
+    def sendall(self, *args):
+        self.settimeout(self.deadline.left())
+        return super().sendall(*args)
+
+
+class _Socket(_Timed, socket.socket):
+    pass
+
+
+class _TLSSocket(_Timed, ssl.SSLSocket):
+    pass
+
+
+def _connect(address: tuple[str, int], deadline: Deadline, *_) -> _Socket:
+    """A connection to the first address of the host that answers."""
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # no name at all
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+    problem = OSError("the host has no address")
+    for number, (family, kind, protocol, _, place) in enumerate(found):
+        try:
+            deadline.check(place[0])
+            connection = _Socket(family, kind, protocol)
+        except OSError as error:
+            problem = error
+            continue
+        try:
+            connection.deadline = deadline
+            connection.settimeout(deadline.share(len(found) - number))
+            connection.connect(place)
+            return connection
+        except OSError as error:
+            connection.close()
+            problem = error
+    raise problem
+
+
+class _HTTP(http.client.HTTPConnection):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self._create_connection = _connect
+
+    def connect(self):
+        super().connect()
+        self.sock.settimeout(self.timeout.left())  # what a TLS handshake may take as a whole
+
+
+class _HTTPS(http.client.HTTPSConnection, _HTTP):  # in this order: its connect() begins with that of _HTTP
+    def connect(self):
+        super().connect()
+        self.sock.deadline = self.timeout
+
+
+class WebHandler(urllib.request.AbstractHTTPHandler):
+    """urllib's handler of http and https; answers are of the type `answer`."""
+
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+    def __init__(self, answer: type[Answer] = Answer):
+        super().__init__()
+        self._answer = answer
+
+    def http_open(self, request):
+        return self.do_open(self._connection(_HTTP), request)
+
+    def https_open(self, request):
+        tls = ssl.create_default_context()
+        tls.sslsocket_class = _TLSSocket
+        tls.set_alpn_protocols(["http/1.1"])
+        return self.do_open(self._connection(_HTTPS), request, context=tls)
+
+    def _connection(self, kind: type[_HTTP]) -> Callable[..., _HTTP]:
+        def make(*args, **more) -> _HTTP:
+            connection = kind(*args, **more)
+            connection.response_class = self._answer
+            return connection
+
+        return make
