@@ -114,7 +114,7 @@ def ours(loaded, shards: Path, items: str, options: Namespace, placement) -> Non
                       skip_damaged=False, cache_gib=1.0)  # fmt: skip
     kinds = ("image", "text") if items == "both" else (items,)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        out = Embeddings(Path(folder), "x", "x", loaded.model.embed_dim, (str(shards),), {})
+        out = Embeddings(Path(folder), "x", "x", loaded.model.embed_dim, {})
         tars = local_shards(str(shards))
         works = pending(out, list(zip(tars, partition_names(tars))), kinds)
         embed(loaded, out, works, given, placement, Preemption())
