@@ -91,18 +91,19 @@ def train(config: Config, preemption: Preemption) -> int:
     # Everything that can be wrong with the command is found before anything is written.
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
     same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
-    torch.manual_seed(config.seed)
-    networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
-    model, evaluated = networks[0], as_one(networks)
-    transforms, tokenizer = create_transforms(model), create_tokenizer(model)
     data = config.data
     where = {"images": data.images, "format": data.format}
     validation = find_captioned(data.path, data.validation, **where) if data.validation else None
     if validation is not None:
         refuse_unusable(validation, data.failure_share)
-    if METHODS[config.method] is ZeroShot:
+    measured = METHODS[config.method] is ZeroShot
+    clean = None if measured else find_captioned(data.path, data.train, **where)
+    torch.manual_seed(config.seed)
+    networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
+    model, evaluated = networks[0], as_one(networks)
+    transforms, tokenizer = create_transforms(model), create_tokenizer(model)
+    if measured:
         return measure_only(config, model, tokenizer, transforms, validation, accelerator, say)
-    clean = find_captioned(data.path, data.train, **where)
     out = Path(config.out)
     train_data = noisy_captions(clean, config.noise_ratio, config.seed, out, write=False)
     loader = PairLoader(
