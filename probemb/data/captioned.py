@@ -48,6 +48,8 @@ def find_captioned(
     split = None if split is None else split_name(split)
     format = format or _recognise(data)
     if images is not None:
+        if str(data).endswith((".json", ".txt")) and not Path(data).exists():
+            raise UserError(f"The data path {data} does not exist.", "Check the spelling.")
         if format == "webdataset":
             raise UserError(
                 f"{data} holds its images itself, so that the image folder {images} would not be used.",

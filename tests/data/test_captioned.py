@@ -516,3 +516,8 @@ def test_coco_images_with_annotation_ids(shared_data):
     assert (len(found), found.n_captions) == (645, 3226)
     assert found.caption_ids is not None
     assert all(type(one) is int for one in found.image_ids)
+
+
+def test_a_json_that_is_not_there_is_no_pattern_of_shards(tmp_path):
+    with pytest.raises(UserError, match=r"dataset_coco\.json does not exist"):
+        find_captioned(tmp_path / "dataset_coco.json", "train", images=tmp_path)
