@@ -35,7 +35,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """Images and their captions, in any form that probemb.data.captioned reads.
+    """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
         path: Karpathy's json, a folder of precomp caption files, or webdataset shards.

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.measure_config import GENERATOR, MeasureConfig
-from probemb.command import check_numbers, parse_config, run_command, to_dict
+from probemb.cli.command import check_numbers, parse_config, run_command, to_dict
 from probemb.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from finetune.rankings import Ranked, Ranker, RankingOptions
-    from probemb.data.captioned import Captioned
+    from probemb.data.captions.find import Captioned
+    from probemb.evaluation.embed_pairs import EmbeddedPairs
+    from probemb.evaluation.rankings import Ranked, Ranker, RankingOptions
     from probemb.metrics import Positives
-    from probemb.pairs import EmbeddedPairs
 
 PROG = "python -m finetune.measure"
 DESCRIPTION = (
@@ -49,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_numbers(config, ("batch_size", "text_batch_size", "candidates", "samples"))
     if config.erased < 0:
         raise UserError(f"--erased is {config.erased}.", "Give 0 or more.")
-    from finetune.rankings import RankingOptions, ranking_names
-    from probemb.data.captioned import find_captioned
-    from probemb.data.reading import describe_bad
-    from probemb.placement import place
-    from probemb.results import claim_files, results_folder, write_json
+    from probemb.cli.device import place
+    from probemb.cli.results import claim_files, results_folder, write_json
+    from probemb.data.captions.find import find_captioned
+    from probemb.data.image_loader import describe_bad
+    from probemb.evaluation.rankings import RankingOptions, ranking_names
 
     rankings = ranking_names(config.rankings)
     captions = find_captioned(config.data, config.split, config.images)
@@ -61,17 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = choose_benchmarks(config, captions)
     labels = None
     if "pmrp" in benchmarks:
-        from probemb.data.instances import read_instances
+        from probemb.data.labelled.coco_objects import read_instances
 
         labels = read_instances(config.instances, captions.image_ids)
     out = results_folder(config.out, config.model, "measure", "measure-results")
     claim_files(out, OUTPUTS, GENERATOR)
 
-    from finetune.measure_report import write_report
-    from finetune.uncertainty_findings import projection
+    from probemb.cli.progress import progress
+    from probemb.evaluation.embed_pairs import embed_pairs
+    from probemb.evaluation.uncertainty import projection
     from probemb.models import as_one, load_model
-    from probemb.pairs import embed_pairs
-    from probemb.progress import progress
+    from zeroshot.retrieval_report import write_report
 
     placement = place(config.device, config.precision)
     names = [config.model, *second_model(config)]
@@ -177,10 +177,17 @@ def measure(
         rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds"}.
         per_query: side ("images", "captions") -> metric -> values of every query under the first ranking.
     """
-    from finetune.rankings import both_directions, depth_for, describe_ranking, make_ranker, own_captions, rank_all
+    from probemb.cli.progress import silent
+    from probemb.evaluation.embed_pairs import exact_match
+    from probemb.evaluation.rankings import (
+        both_directions,
+        depth_for,
+        describe_ranking,
+        make_ranker,
+        own_captions,
+        rank_all,
+    )
     from probemb.metrics import Positives, coco_depth, query_metrics
-    from probemb.pairs import exact_match
-    from probemb.progress import silent
 
     n_images, n_captions = len(pairs.images), len(pairs.texts)
     kinds: dict[str, Positives] = {OWN: own_captions(pairs.owner, n_images)}
@@ -257,9 +264,9 @@ def _coco_rows(
 def _plausible_rows(
     ranker: Ranker, pairs: EmbeddedPairs, labels: Tensor, about: dict, per_query: dict | None
 ) -> list[dict]:
+    from probemb.evaluation.scores import both_ways
     from probemb.metrics import plausible_match_r_precision
     from probemb.metrics.plausible import VARIANTS
-    from probemb.scores import both_ways
 
     images = labels[pairs.kept]
     texts = images[pairs.owner]
@@ -283,8 +290,8 @@ def _plausible_rows(
 
 def find(config: MeasureConfig, model, tokenizer, transforms, captions, pairs, per_query, placement) -> dict:
     """What uncertainty goes along with: everything under "uncertainty" in results.json; {} if the model has none."""
-    from finetune.uncertainty_findings import erasing, extremes, quality, spearman
-    from probemb.pairs import true_ambiguity
+    from probemb.evaluation.embed_pairs import true_ambiguity
+    from probemb.evaluation.uncertainty import erasing, extremes, quality, spearman
 
     if not getattr(model, "probabilistic", True):
         return {}
@@ -334,7 +341,7 @@ def print_table(rows: Sequence[dict], n_images: int, n_captions: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from finetune.rankings import TITLES as RANKINGS
+    from probemb.evaluation.rankings import TITLES as RANKINGS
 
     console = Console()
     if not console.is_terminal:

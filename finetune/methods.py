@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config import Config, given
-from probemb.data.captioned import Captioned
+from probemb.data.captions.find import Captioned
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.losses import (

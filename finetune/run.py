@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.config import Config, check, with_method_file
-from probemb.command import parse_config, run_command
+from probemb.cli.command import parse_config, run_command
 from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
 
@@ -47,9 +47,9 @@ def train(config: Config, preemption: Preemption) -> int:
     from accelerate.utils import GradientAccumulationPlugin
 
     from finetune.folder import RunFolder, load_checkpoint, read_position, refuse_another_run
+    from finetune.loading.noise import noisy_captions
+    from finetune.loading.pair_loader import PairLoader, refuse_unusable
     from finetune.methods import METHODS, ZeroShot, check_method
-    from finetune.noise import noisy_captions
-    from finetune.pairs import PairLoader, refuse_unusable
     from finetune.recipe import (
         Schedule,
         WeightAverage,
@@ -58,11 +58,10 @@ def train(config: Config, preemption: Preemption) -> int:
         parameter_groups,
     )
     from finetune.trainer import Joint, Trainer
-    from probemb.data.captioned import find_captioned
+    from probemb.data.captions.find import find_captioned
     from probemb.data.failures import describe_failures
-    from probemb.distributed import settle
+    from probemb.distributed import agree, all_of, same_everywhere, settle
     from probemb.models import as_one, create_tokenizer, create_transforms
-    from probemb.runs.agreement import agree, all_of, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.lock import RunLock
 
@@ -260,8 +259,8 @@ def validate(model, tokenizer, transforms, captioned, config: Config, accelerato
     """RSUM and recalls in percent on the validation split, ranked by CSD (a point model by the cosine)."""
     import torch
 
-    from finetune.rankings import KS, evaluate_retrieval
-    from probemb.placement import Placement
+    from probemb.cli.device import Placement
+    from probemb.evaluation.rankings import KS, evaluate_retrieval
 
     half = accelerator.mixed_precision == "bf16"
     placement = Placement(str(accelerator.device), torch.bfloat16 if half else None, "bf16" if half else "fp32")

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.augment import Mix, draw_mix, mix_images, size_augment_text
 from finetune.config import Config
+from finetune.loading.augment import Mix, draw_mix, mix_images, size_augment_text
+from finetune.loading.pair_loader import PairLoader
 from finetune.methods import Batch, Method
-from finetune.pairs import PairLoader
 from finetune.recipe import Schedule, WeightAverage, freeze_image_backbone, set_learning_rates
 from probemb import distributed, labels
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
 from probemb.models import ProbabilisticCLIP
-from probemb.models.pooling import size_augment_mask
+from probemb.models.heads.gpo import size_augment_mask
 
 _TEXT, _IMAGE, _MIX, _LOSS = range(4)  # what a random number is for
 

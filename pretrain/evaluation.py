@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Evaluate
-from probemb import Gaussian, UserError, classify, distributed
-from probemb.data.labelled import find_images, resolve_classes
-from probemb.data.reading import ImageBatches
+from probemb import Gaussian, UserError, distributed
+from probemb.data.image_loader import ImageBatches
+from probemb.data.labelled.images import find_images, resolve_classes
+from probemb.evaluation import classification as classify
 
 
 class Evaluator:

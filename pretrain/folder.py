@@ -6,13 +6,13 @@ import json
 import time
 from pathlib import Path
 
-from pretrain.background import BackgroundWriter
-from pretrain.checkpoint import Snapshot, take_snapshot
 from pretrain.config import Config
-from pretrain.nonfinite import culprits
+from pretrain.engine.background_writer import BackgroundWriter
+from pretrain.engine.checkpoint import Snapshot, take_snapshot
+from pretrain.engine.nonfinite import culprits
 from pretrain.progress import SampleLog, evaluation_line, train_line
 from probemb import distributed
-from probemb.command import to_dict, to_yaml
+from probemb.cli.command import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.models import ProbabilisticCLIP, save_model

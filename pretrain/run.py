@@ -20,7 +20,7 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pretrain.config import Config, check
-from probemb.command import parse_config, run_command
+from probemb.cli.command import parse_config, run_command
 from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, Preemption
 
@@ -44,12 +44,11 @@ def train(config: Config, preemption: Preemption) -> int:
     import torch
 
     from pretrain import trainer
-    from pretrain.checkpoint import load_checkpoint, read_state
+    from pretrain.engine.checkpoint import load_checkpoint, read_state
     from pretrain.folder import RunFolder, refuse_another_run
     from probemb.data.failures import describe_failures
-    from probemb.distributed import settle
+    from probemb.distributed import agree, all_of, same_everywhere, settle
     from probemb.models import create_tokenizer, create_transforms
-    from probemb.runs.agreement import agree, all_of, same_everywhere
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
 
     def say(line: str) -> None:
@@ -166,8 +165,8 @@ def make_model(config: Config):
 
 def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):
     """This rank's batches after `samples` of all ranks."""
-    from pretrain.stream import Corpus, Stream
-    from probemb.data.shards import read_index
+    from pretrain.stream.stream import Corpus, Stream
+    from probemb.data.shards.samples import read_index
 
     weights = config.data.weights or [1.0] * len(config.train_paths)
     corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from pretrain.config import BUCKET, Config
 from pretrain.config import Optimizer as OptimizerConfig
-from pretrain.engine_state import discard_step, gradient_norm, random_state, set_random_state
-from pretrain.nonfinite import Evidence, as_error
+from pretrain.engine.nonfinite import Evidence, as_error
+from pretrain.engine.state import discard_step, gradient_norm, random_state, set_random_state
 from pretrain.progress import Window
-from pretrain.stream import Batch, Stream
+from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
+from probemb.distributed import all_of
 from probemb.errors import UserError
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import ProbabilisticCLIP, no_weight_decay
-from probemb.runs.agreement import all_of
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
 MAX_SKIPPED = 100  # steps in a row; then the weights, not the samples, are at fault

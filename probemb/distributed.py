@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,3 +129,31 @@ def any_rank(flags: list[bool | Tensor], device=None) -> list[bool]:
     if world_size() > 1:
         dist.all_reduce(packed, op=dist.ReduceOp.MAX)
     return [value > 0 for value in packed.tolist()]
+
+
+def all_of(mine: Any) -> list[Any]:
+    """Every rank's object, in rank order; collective."""
+    if world_size() == 1:
+        return [mine]
+    everyone = [None] * world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def agree(failure: Exception | None) -> None:
+    """If any rank failed, all raise the first one's error; collective."""
+    for error in all_of(failure):
+        if error is not None:
+            raise error
+
+
+def same_everywhere(what: str, mine: str, remedy: str) -> None:
+    """Refuse to go on where ranks see different things, as on a folder that is not shared; collective.
+
+    Raises:
+        UserError: on all ranks, with what rank 0 and the first other one see.
+    """
+    seen = all_of(mine)
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            raise UserError(f"{what} is {seen[0]} for rank 0 and {other} for rank {rank}.", remedy)

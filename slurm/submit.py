@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from probemb.command import parse_config, run_command
+from probemb.cli.command import parse_config, run_command
 from probemb.errors import UserError, nearest
 from slurm.sweep import argument_lists
 

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from probemb.command import run_command
-from probemb.data.index import Shard, write_index
-from probemb.data.scenes import scene
-from probemb.embeddings import KINDS, open_embeddings
+from probemb.cli.command import run_command
+from probemb.data.scenes.scenes import scene
+from probemb.data.shards.index import Shard, write_index
+from probemb.search.embeddings import KINDS, open_embeddings
 from tests.world import jpeg, write_tar
-from tools.embed import main
+from tools.embed.command import main
 
 PER_SHARD = 6
 

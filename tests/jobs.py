@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from probemb.command import run_command
+from probemb.cli.command import run_command
 
 
 class Job:

@@ -46,11 +46,11 @@ def gallery(tmp_path_factory, run_folder):
     import numpy as np
     import torch
 
-    from probemb.data.index import Shard, write_index
-    from probemb.data.scenes import draw_captions, sample_to_json, scene
-    from probemb.embeddings import open_embeddings
+    from probemb.data.scenes.scenes import draw_captions, sample_to_json, scene
+    from probemb.data.shards.index import Shard, write_index
+    from probemb.search.embeddings import open_embeddings
     from tools.build_index import main as build
-    from tools.embed import main as embed
+    from tools.embed.command import main as embed
 
     folder = tmp_path_factory.mktemp("gallery")
     members, told, jpegs = [], [], []

@@ -8,7 +8,7 @@ import pytest
 
 from probemb.errors import UserError
 from probemb.pools import process_pool
-from tests.pretrain.test_stream import write_corpus
+from tests.pretrain.stream.test_stream import write_corpus
 from tools import index_shards, make_scenes
 
 

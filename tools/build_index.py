@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
-    from probemb.embeddings import Embeddings
     from probemb.search import Choice
+    from probemb.search.embeddings import Embeddings
 
 PROG = "python -m tools.build_index"
 GIB = 1 << 30
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     options = parse(argv)
 
-    from probemb.embeddings import open_embeddings, same_model
+    from probemb.search.embeddings import open_embeddings, same_model
 
     sources = [open_embeddings(folder) for folder in options.embeddings]
     same_model(sources)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choice = choose(options, count, sources[0].dim)
     print(choice.why, flush=True)
 
-    from probemb.progress import progress
+    from probemb.cli.progress import progress
     from probemb.search import load_index
     from probemb.search.writing import write_index
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from probemb.command import Parser, run_command
-from probemb.data.index import Shard, write_index
-from probemb.data.shards import BadShard, list_samples
+from probemb.cli.command import Parser, run_command
+from probemb.data.shards.index import Shard, write_index
+from probemb.data.shards.samples import BadShard, list_samples
 from probemb.errors import UserError
 from probemb.pools import process_pool
 

@@ -23,8 +23,8 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from probemb.command import Parser, run_command
-from probemb.data.index import Shard, read_index, write_index
+from probemb.cli.command import Parser, run_command
+from probemb.data.shards.index import Shard, read_index, write_index
 from probemb.errors import UserError
 from probemb.pools import process_pool
 
@@ -63,7 +63,7 @@ class ShardTask:
 
 def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     """Members of sample `index` of a part, by extension; a pure function of its arguments."""
-    from probemb.data import scenes
+    from probemb.data.scenes.scenes import scenes
 
     seed = f"{plan.seed} {part}"  # parts never share a scene's random state
     if part == "classes":
@@ -109,7 +109,7 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from probemb.data.scenes import class_names
+    from probemb.data.scenes.scenes import class_names
 
     tasks = plan_shards(plan, folder)
     for part in plan.parts():

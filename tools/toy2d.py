@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
 
 GENERATOR = "probemb tools.toy2d"
@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from probemb.cli.results import claim_files
     from probemb.distances import get_distance
-    from probemb.results import claim_files
 
     distances = options.distance or ["csd", "wasserstein2"]
     for distance in distances:
@@ -125,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def draw(path: Path, toys: Sequence[tuple[str, Toy]]) -> None:
     """One page with a chart of each distance's first seed: a point's radius is its standard deviation."""
-    from probemb.charts import BLUE, GREY, Cloud, escape, scatter_chart
     from probemb.files import replace_text
-    from probemb.page import html_page
+    from probemb.reports.charts import BLUE, GREY, Cloud, escape, scatter_chart
+    from probemb.reports.page import html_page
 
     parts = ["<h1>Uncertainty of points in a plane</h1>"]
     for distance, toy in toys:

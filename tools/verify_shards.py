@@ -8,7 +8,7 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from probemb.data.shards import BadSample, BadShard, decode_image, list_samples, parse_sample, read_sample
+from probemb.data.shards.samples import BadSample, BadShard, decode_image, list_samples, parse_sample, read_sample
 from probemb.errors import UserError
 from probemb.pools import process_pool
 
@@ -159,7 +159,7 @@ def write_report(path: Path, folder: Path, results: Sequence[Verified]) -> None:
 
 def read_rows(folder: Path) -> dict[str, tuple[int, int]] | None:
     """Samples and bytes by name of the shard, as index.json says; None without one. The shards are not looked at."""
-    from probemb.data.index import INDEX_NAME, read_index_file
+    from probemb.data.shards.index import INDEX_NAME, read_index_file
 
     if not (folder / INDEX_NAME).exists():
         return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from probemb.classify import accuracy, class_accuracy, class_vectors, prefix_vectors, true_ranks
+from probemb.evaluation.classification import accuracy, class_accuracy, class_vectors, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
 from zeroshot.filters import (
     CHOSEN_ON_DATA,

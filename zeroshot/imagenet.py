@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.command import check_numbers, parse_config, run_command, to_dict
+from probemb.cli.command import check_numbers, parse_config, run_command, to_dict
 from probemb.errors import UserError
 from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConfig
 
 if TYPE_CHECKING:
-    from probemb.data.classes import Classes
-    from probemb.placement import Placement
+    from probemb.cli.device import Placement
+    from probemb.data.labelled.classes import Classes
     from zeroshot.filters import Selection
     from zeroshot.outcome import Outcome
 
@@ -33,8 +33,8 @@ OUTPUTS = ("results.json", "report.html")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Everything that can be refused is refused before the model is loaded."""
-    from probemb.progress import progress
-    from probemb.results import claim_files, results_folder
+    from probemb.cli.progress import progress
+    from probemb.cli.results import claim_files, results_folder
 
     config = parse_config(ImagenetConfig, PROG, DESCRIPTION, argv)
     check_numbers(config)
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
-    from probemb.data.labelled import assign_labels, find_images, resolve_classes
-    from probemb.data.reading import describe_bad
+    from probemb.data.image_loader import describe_bad
+    from probemb.data.labelled.images import assign_labels, find_images, resolve_classes
     from zeroshot.filters import filter_names, parse_selection, stratified_folds
     from zeroshot.prompts import read_templates, single_index
 
@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = results_folder(config.out, config.model, "zeroshot", "zeroshot-results")
     claim_files(out, OUTPUTS, GENERATOR)
 
+    from probemb.cli.device import place
+    from probemb.cli.results import write_json
     from probemb.models import load_model
-    from probemb.placement import place
-    from probemb.results import write_json
     from zeroshot.filters import FilterOptions
     from zeroshot.outcome import evaluate
     from zeroshot.report import write_report

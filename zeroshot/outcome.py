@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from probemb.classify import encode_images, prompt_texts
-from probemb.data.classes import Classes
-from probemb.data.labelled import LabelledImages
-from probemb.data.reading import ImageBatches, in_both
+from probemb.cli.device import Placement, loader_workers
+from probemb.cli.progress import silent
+from probemb.data.image_loader import ImageBatches, in_both
+from probemb.data.labelled.classes import Classes
+from probemb.data.labelled.images import LabelledImages
 from probemb.errors import UserError
+from probemb.evaluation.classification import encode_images, prompt_texts
 from probemb.gaussian import Gaussian
-from probemb.placement import Placement, loader_workers
-from probemb.progress import silent
 from zeroshot.evaluation import Evaluation, SelectionData, evaluate_embeddings
 from zeroshot.filters import FilterOptions, Selection
 from zeroshot.prompts import embed_texts
@@ -71,7 +71,7 @@ def evaluate(
         transform: PIL image -> (3, H, W); labels: index into `classes` for each of `images`.
         filters: names in FILTERS, in the order of the rows.
         select_images: images with labels to choose K on, for selection "train".
-        show: context manager (title, total) -> advance, as `probemb.progress.progress`; None is silent.
+        show: context manager (title, total) -> advance, as `probemb.cli.progress.progress`; None is silent.
 
     Raises:
         UserError: too many unreadable images, folds that are not possible, embeddings that are not finite, images that

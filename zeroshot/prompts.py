@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.data.classes import read_text
+from probemb.data.labelled.classes import read_text
 from probemb.errors import UserError
 from probemb.files import replace_file
 
@@ -28,7 +28,7 @@ def read_templates(path: str | Path | None) -> list[str]:
         UserError: a missing or empty file, a template without `{}`, a template that occurs twice.
     """
     if path is None:
-        from probemb.classify import imagenet_templates
+        from probemb.evaluation.classification import imagenet_templates
 
         return imagenet_templates()
     path = Path(path)
@@ -50,7 +50,7 @@ def read_templates(path: str | Path | None) -> list[str]:
 
 def single_index(templates: Sequence[str]) -> int:
     """Which template `single` stands for: "a photo of a {}.", or the first where a list does not have it."""
-    from probemb.classify import SINGLE_TEMPLATE
+    from probemb.evaluation.classification import SINGLE_TEMPLATE
 
     return list(templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in templates else 0
 
@@ -87,7 +87,7 @@ def embed_texts(
     Returns:
         PromptEmbeddings with a Gaussian (T, D), float32, CPU.
     """
-    from probemb.classify import encode_texts
+    from probemb.evaluation.classification import encode_texts
 
     tokens = tokenizer(list(texts))
 

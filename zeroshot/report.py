@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, number
-from probemb.data.shards import BadSample
+from probemb.data.shards.samples import BadSample
 from probemb.files import replace_text
-from probemb.page import correlation, html_page, percent, thumbnail
+from probemb.reports.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, number
+from probemb.reports.page import correlation, html_page, percent, thumbnail
 from zeroshot.config import GENERATOR
 
 if TYPE_CHECKING:
-    from probemb.data.classes import Classes
-    from probemb.data.labelled import LabelledImages
+    from probemb.data.labelled.classes import Classes
+    from probemb.data.labelled.images import LabelledImages
     from zeroshot.evaluation import Evaluation
     from zeroshot.outcome import Outcome
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from probemb.command import check_numbers, parse_config, run_command, to_dict
+from probemb.cli.command import check_numbers, parse_config, run_command, to_dict
 from probemb.errors import UserError
 from zeroshot.config import GENERATOR, RetrievalConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from probemb.data.captioned import Captioned
+    from probemb.data.captions.find import Captioned
     from probemb.gaussian import Gaussian
 
 PROG = "python -m zeroshot.retrieval"
@@ -30,11 +30,11 @@ MAX_PAIRS = 2_000_000_000  # scores held at once, 4 bytes each
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    from probemb.data.captioned import find_captioned
-    from probemb.data.reading import describe_bad
-    from probemb.placement import place
-    from probemb.progress import progress
-    from probemb.results import claim_files, results_folder, write_json
+    from probemb.cli.device import place
+    from probemb.cli.progress import progress
+    from probemb.cli.results import claim_files, results_folder, write_json
+    from probemb.data.captions.find import find_captioned
+    from probemb.data.image_loader import describe_bad
 
     config = parse_config(RetrievalConfig, PROG, DESCRIPTION, argv)
     for option, what in (("model", "a run folder, a model folder or a hub name"), ("data", "shards with captions")):
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = results_folder(config.out, config.model, "retrieval", "zeroshot-results/retrieval")
     claim_files(out, [OUTPUT], GENERATOR)
 
+    from probemb.evaluation.embed_pairs import embed_pairs
     from probemb.models import load_model
-    from probemb.pairs import embed_pairs
 
     placement = place(config.device, config.precision)
     model, tokenizer, transforms = load_model(config.model, device=placement.device)
@@ -111,7 +111,7 @@ def score(images: Gaussian, texts: Gaussian, owner: torch.Tensor, match=None, po
 
 def score_exact(images: Gaussian, texts: Gaussian, captions: Captioned, kept: Sequence[int], device: str) -> list:
     """`score` with every true pair of the embedded world as a positive."""
-    from probemb.pairs import exact_match
+    from probemb.evaluation.embed_pairs import exact_match
 
     match = exact_match(captions, kept).to(device)
     return score(images.to(device), texts.to(device), None, match, "all true captions")
@@ -133,7 +133,7 @@ def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Cap
         bins = uncertainty_bins(gaussian.uncertainty(), ranked_matches(s, m, 1)[:, 0].double())
         found[name] = asdict(bins) if bins else None
     if captions.scenes is not None:
-        from probemb.pairs import true_ambiguity
+        from probemb.evaluation.embed_pairs import true_ambiguity
 
         truth = true_ambiguity(captions, kept)
         found["ambiguity_spearman"] = pearson(average_ranks(texts.uncertainty()), average_ranks(truth))

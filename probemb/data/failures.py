@@ -12,6 +12,14 @@ _MOST_WARNINGS = 20  # places whose first failure is told at once
 _log = logging.getLogger(__name__)
 
 
+class BadSample(Exception):
+    """A sample that cannot be used; the message is the reason."""
+
+
+class BadShard(BadSample):
+    """A tar that cannot be read, so that none of its samples can be used; the message is the reason."""
+
+
 @dataclass
 class Failure:
     """What could not be used of one place, a shard or an image."""

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from probemb.data.tar import BadSample
+from probemb.data.failures import BadSample
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -57,7 +57,7 @@ def rank_both(
     """Ranked lists of both directions from one pass over the scores, of which about BLOCK_ELEMENTS are held at a time.
 
     Args:
-        score: rows -> (rows, n_columns) scores, larger is closer; see `probemb.scores`.
+        score: rows -> (rows, n_columns) scores, larger is closer; see `probemb.evaluation.scores`.
         depth: length of the lists, or one for each direction; at most the gallery's size is used.
 
     Returns:

@@ -1,12 +1,12 @@
 """Models: create, save, load; what prepares their input; which parameters decay."""
 
 from probemb.models.create import create_model
+from probemb.models.dual_encoder import ModelOutput, ProbabilisticCLIP, no_weight_decay
+from probemb.models.ensemble import Together, as_one
 from probemb.models.hub import LoadedModel, digest_model, load_model, push_to_hub, save_model, weights_sha256
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
-from probemb.models.model import ModelOutput, ProbabilisticCLIP, no_weight_decay
 from probemb.models.published import import_pcmepp
-from probemb.models.together import Together, as_one
-from probemb.models.towers import POINT_LOG_VAR
+from probemb.models.towers.open_clip_transformer import POINT_LOG_VAR
 
 __all__ = [
     "POINT_LOG_VAR",

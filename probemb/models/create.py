@@ -13,8 +13,7 @@ from open_clip.transform import PreprocessCfg
 
 from probemb.errors import UserError
 from probemb.models.architectures import architecture
-from probemb.models.hub import load_model
-from probemb.models.model import (
+from probemb.models.dual_encoder import (
     POOLING,
     ProbabilisticCLIP,
     build_stock,
@@ -22,6 +21,7 @@ from probemb.models.model import (
     check_n_unc_layers,
     plain,
 )
+from probemb.models.hub import load_model
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.files import replace_file
+from probemb.models.dual_encoder import ProbabilisticCLIP
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
-from probemb.models.model import ProbabilisticCLIP
 from probemb.models.pretrained import HUB_NAME, is_hub_name, load_strictly, read_state_dict
 from probemb.models.published import import_pcmepp, is_pcmepp
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from probemb.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from probemb.models.model import ProbabilisticCLIP
+    from probemb.models.dual_encoder import ProbabilisticCLIP
 
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -12,7 +12,7 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.models.model import POOLING, ProbabilisticCLIP, plain
+from probemb.models.dual_encoder import POOLING, ProbabilisticCLIP, plain
 from probemb.models.pretrained import load_strictly
 
 # What the authors' configuration may say about the towers; they ignore everything else in it.

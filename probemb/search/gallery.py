@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from probemb.embeddings import Embeddings
 from probemb.errors import UserError
+from probemb.search.embeddings import Embeddings
 from probemb.search.index import gallery_vectors, width_of
 
 ROWS = 1 << 16  # vectors at a time

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.embeddings import Embeddings
+from probemb.cli.progress import silent
 from probemb.errors import UserError
 from probemb.files import flush, replace_file, replace_text
-from probemb.progress import silent
 from probemb.search.choice import Choice, training_count
+from probemb.search.embeddings import Embeddings
 from probemb.search.folder import FORMAT, ITEMS, NAME, UNCERTAINTY
 from probemb.search.gallery import Gallery
 from probemb.search.index import FORMS, fill, new_index, train
@@ -45,7 +45,7 @@ def write_index(
         part_items: vectors in a FAISS file; all by default. A part is in memory while it is filled.
         train_items: to train on, drawn at random; by default as many as the factory needs.
         gpu: train on the GPU.
-        show: as `probemb.progress.progress`; say: called with what a person should know.
+        show: as `probemb.cli.progress.progress`; say: called with what a person should know.
 
     Raises:
         UserError: no items, one that is not finite, a factory that FAISS does not know or that needs more items, no

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from probemb.data.shards import BadSample, decode_image
+from probemb.data.shards.samples import BadSample, decode_image
 
 
 def pixel(data):

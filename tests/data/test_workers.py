@@ -16,7 +16,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 import torch
 from probemb.data.workers import make_loader, read
-from probemb.command import run_command
+from probemb.cli.command import run_command
 
 class Rows:
     def __len__(self):

@@ -9,7 +9,7 @@ import pytest
 import finetune
 from finetune.config import Config, check, method_names, with_method_file
 from finetune.methods import check_method
-from probemb.command import parse_config
+from probemb.cli.command import parse_config
 
 EXAMPLES = sorted((Path(finetune.__file__).parent / "examples").glob("*.yaml"))
 

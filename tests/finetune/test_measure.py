@@ -11,16 +11,16 @@ import torch
 
 from finetune.measure import choose_benchmarks, main, measure
 from finetune.measure_config import MeasureConfig
-from finetune.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
-from finetune.uncertainty_findings import erase_pixels, erase_words, evenly, extremes, projection, quality
 from probemb import Gaussian, metrics
-from probemb.data.captioned import Captioned, find_captioned
-from probemb.data.instances import read_instances
+from probemb.data.captions.find import Captioned, find_captioned
+from probemb.data.labelled.coco_objects import read_instances
 from probemb.distances import csd
 from probemb.errors import UserError
+from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
+from probemb.evaluation.uncertainty import erase_pixels, erase_words, evenly, extremes, projection, quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import create_model, load_model, save_model
-from probemb.pairs import EmbeddedPairs
 from tests.world import jpeg, write_tar
 
 
@@ -154,7 +154,7 @@ def test_a_point_model_has_no_uncertainty_to_tell_of(captioned, tmp_path, capsys
 
 
 def test_markup_in_captions_and_unreadable_images(run_folder, tmp_path, capsys):
-    from probemb.data.scenes import scene
+    from probemb.data.scenes.scenes import scene
 
     members = []
     for i in range(10):
@@ -173,7 +173,7 @@ def test_markup_in_captions_and_unreadable_images(run_folder, tmp_path, capsys):
 
 
 def test_plausible_matches_by_an_instances_file(run_folder, tmp_path):
-    from probemb.data.scenes import scene
+    from probemb.data.scenes.scenes import scene
 
     members = [(f"{i}.jpg", jpeg(scene("p", i))) for i in range(6)]
     members += [(f"{i}.json", json.dumps({"captions": ["a", f"b {i}"], "image_id": i}).encode()) for i in range(6)]

@@ -19,15 +19,15 @@ import yaml
 
 import finetune.run
 from finetune.config import Config, check, with_method_file
-from finetune.noise import NOISE_FILE
+from finetune.loading.noise import NOISE_FILE
 from finetune.trainer import Trainer
 from probemb import load_model
-from probemb.command import parse_config, run_command
-from probemb.data.captioned import find_captioned
+from probemb.cli.command import parse_config, run_command
+from probemb.data.captions.find import find_captioned
 from probemb.errors import UserError
 from probemb.metrics import retrieval_metrics, rsum
 from probemb.models import create_model, save_model
-from probemb.models.model import build_stock
+from probemb.models.dual_encoder import build_stock
 from probemb.runs.preemption import REQUEUE
 from tests.finetune.runs import ONE_EPOCH, OPTIONS, Job, checkpoint, metrics, run_here, saved, words
 
@@ -241,7 +241,7 @@ def test_a_signal_while_validating_spares_the_workers_and_stops_behind(scenes, t
 
 
 def _read_slowly(rank: int) -> None:
-    from probemb.data.reading import _Decoded
+    from probemb.data.image_loader import _Decoded
 
     getitem = _Decoded.__getitem__
 
@@ -366,7 +366,7 @@ def test_room_on_the_disk_is_asked_for_both_networks(scenes, tmp_path, monkeypat
 def test_noisy_correspondence_is_kept_with_the_run(scenes, tmp_path, monkeypatch):
     """Training sees moved captions, validation clean ones; a run goes on with the file that it began with."""
     seen = {}
-    loader, validate = finetune.pairs.PairLoader, finetune.run.validate
+    loader, validate = finetune.loading.pair_loader.PairLoader, finetune.run.validate
 
     def spy_loader(captioned, *others, **options):
         seen["train"] = captioned
@@ -376,7 +376,7 @@ def test_noisy_correspondence_is_kept_with_the_run(scenes, tmp_path, monkeypatch
         seen["val"] = captioned
         return validate(model, tokenizer, transforms, captioned, *others)
 
-    monkeypatch.setattr(finetune.pairs, "PairLoader", spy_loader)
+    monkeypatch.setattr(finetune.loading.pair_loader, "PairLoader", spy_loader)
     monkeypatch.setattr(finetune.run, "validate", spy_validate)
     options = {"method": "vse", "data.path": scenes, "noise-ratio": 0.5, "out": tmp_path / "run", "swa-epochs": 0}
     assert run_here({**options, "stop-after-epochs": 1}) == 0

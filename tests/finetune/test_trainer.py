@@ -10,16 +10,16 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 
-from finetune.augment import Mix, draw_mix
 from finetune.config import Config, with_method_file
+from finetune.loading.augment import Mix, draw_mix
+from finetune.loading.noise import shuffle_captions
+from finetune.loading.pair_loader import PairLoader
 from finetune.methods import METHODS, check_method
-from finetune.noise import shuffle_captions
-from finetune.pairs import PairLoader
 from finetune.recipe import Schedule, WeightAverage, create_optimizer, parameter_groups
 from finetune.trainer import Joint, Trainer, Window
 from probemb import labels
-from probemb.command import parse_config
-from probemb.data.captioned import find_captioned
+from probemb.cli.command import parse_config
+from probemb.data.captions.find import find_captioned
 from probemb.errors import UserError
 from probemb.losses import CaptionSimilarity
 from probemb.models import create_model, create_tokenizer, create_transforms

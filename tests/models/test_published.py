@@ -9,7 +9,7 @@ from open_clip.transform import PreprocessCfg
 from torch.testing import assert_close
 
 from probemb.models import ProbabilisticCLIP, import_pcmepp
-from probemb.models.model import plain
+from probemb.models.dual_encoder import plain
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import Config
-from pretrain.order import Order
-from probemb.data.shards import read_index
+from pretrain.stream.order import Order
+from probemb.data.shards.samples import read_index
 from probemb.runs.preemption import REQUEUE
 from tests.forked import Job
 from tests.webserver import serve

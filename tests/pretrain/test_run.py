@@ -12,7 +12,7 @@ import torch
 
 import pretrain.run
 from probemb import load_model
-from probemb.command import run_command
+from probemb.cli.command import run_command
 from tools.make_scenes import Plan, make
 
 ROOT = Path(__file__).resolve().parents[2]

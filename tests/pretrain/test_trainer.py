@@ -11,10 +11,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 from pretrain import trainer
 from pretrain.config import Config, Engine, Loss, Optimizer
 from probemb import create_model
-from probemb.data.sources import Remote
+from probemb.data.remote.sources import Remote
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import no_weight_decay
-from tests.pretrain.test_stream import make, write_corpus
+from tests.pretrain.stream.test_stream import make, write_corpus
 from tests.ranks import run_ranks
 
 BATCH, STEPS = 8, 3

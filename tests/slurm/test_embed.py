@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-from probemb.embeddings import open_embeddings
 from probemb.models import create_model, save_model
+from probemb.search.embeddings import open_embeddings
 from tests.slurm.jobs import ROOT
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from probemb.command import run_command
+from probemb.cli.command import run_command
 from probemb.errors import UserError
 from slurm.submit import main, seconds
 from slurm.sweep import argument_lists

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from finetune.pairs import PairLoader
+from finetune.loading.pair_loader import PairLoader
 from probemb.errors import UserError
-from probemb.pairs import exact_match
+from probemb.evaluation.embed_pairs import exact_match
 from tools.claims import command as claims
 from tools.claims.findings import FAILS, HOLDS, ONE_SEED, PRETRAINING, WITHIN, Value, compare, value, verdict
 from tools.claims.queue import Kept

@@ -9,7 +9,7 @@ import tarfile
 import pytest
 from PIL import Image
 
-from probemb.data.shards import iterate_samples, read_index
+from probemb.data.shards.samples import iterate_samples, read_index
 from probemb.errors import UserError
 from tools.index_shards import main
 

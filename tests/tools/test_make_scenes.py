@@ -10,7 +10,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from probemb.data.scenes import (
+from probemb.data.scenes.scenes import (
     class_label,
     class_names,
     class_scene,
@@ -20,7 +20,7 @@ from probemb.data.scenes import (
     sample_from_json,
     scene,
 )
-from probemb.data.shards import decode_image, iterate_samples, read_index
+from probemb.data.shards.samples import decode_image, iterate_samples, read_index
 from probemb.errors import UserError
 from tools.make_scenes import Plan, main, make
 

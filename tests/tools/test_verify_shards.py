@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from probemb.data.scenes import class_scene
-from probemb.data.shards import read_index
+from probemb.data.scenes.scenes import class_scene
+from probemb.data.shards.samples import read_index
 from probemb.errors import UserError
-from tests.pretrain.test_stream import make, write_corpus, write_shard
+from tests.pretrain.stream.test_stream import make, write_corpus, write_shard
 from tests.world import jpeg, write_tar
 from tools.index_shards import main
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from probemb.classify import normalise
 from probemb.errors import UserError
+from probemb.evaluation.classification import normalise
 from probemb.gaussian import Gaussian
 from zeroshot.evaluation import (
     UPPER_BOUND,
@@ -88,7 +88,7 @@ def test_folds_choose_k_without_the_images_they_score():
         evaluate_embeddings(images, labels, names, prompts, ["best-topk"], selection=Selection("folds", 5))
     )
     row = honest["best-topk", "honest (folds:5)"]
-    from probemb.classify import class_accuracy, prefix_vectors, true_ranks
+    from probemb.evaluation.classification import class_accuracy, prefix_vectors, true_ranks
     from zeroshot.filters import best_class_k, stratified_folds
 
     prefixes = prefix_vectors(prompts.mean, prompts.uncertainty())

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from probemb.data.classes import read_classes
+from probemb.data.labelled.classes import read_classes
 from probemb.errors import UserError
 from probemb.models import load_model
 from zeroshot.prompts import embed_texts, read_templates, single_index

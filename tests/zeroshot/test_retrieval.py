@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from probemb.classify import normalise
-from probemb.data.captioned import find_captioned
-from probemb.data.scenes import matches
+from probemb.data.captions.find import find_captioned
+from probemb.data.scenes.scenes import matches
 from probemb.errors import UserError
+from probemb.evaluation.classification import normalise
+from probemb.evaluation.embed_pairs import exact_match
 from probemb.gaussian import Gaussian
-from probemb.pairs import exact_match
 from tests.world import jpeg, write_tar
 from zeroshot.retrieval import main, refuse_too_many_pairs, score
 
@@ -63,7 +63,7 @@ def test_the_command_writes_both_halves_and_the_ambiguity(run_folder, captioned,
 
 
 def test_unreadable_images_take_their_captions_along(run_folder, tmp_path):
-    from probemb.data.scenes import scene
+    from probemb.data.scenes.scenes import scene
 
     members = []
     for i in range(10):

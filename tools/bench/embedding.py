@@ -15,7 +15,7 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
 
     import open_clip
 
+    from probemb.cli.device import place
     from probemb.models import LoadedModel, create_model, create_tokenizer, create_transforms
-    from probemb.placement import place
     from tools.bench.loader import draw_shards
     from tools.bench.timing import report, time_in_turn
 
@@ -70,7 +70,7 @@ def loop(model, transform, tokenizer, shards: Path, captions: bool, options: Nam
     import torch
     import webdataset as wds
 
-    from tools.embed import autocast
+    from tools.embed.command import autocast
 
     dataset = wds.DataPipeline(
         wds.SimpleShardList(sorted(map(str, shards.glob("*.tar")))),
@@ -105,10 +105,10 @@ def ours(loaded, shards: Path, items: str, options: Namespace, placement) -> Non
     import contextlib
     import io
 
-    from probemb.embeddings import Embeddings
     from probemb.runs.preemption import Preemption
-    from tools.embed import embed
-    from tools.embed_shards import local_shards, partition_names, pending
+    from probemb.search.embeddings import Embeddings
+    from tools.embed.command import embed
+    from tools.embed.shards import local_shards, partition_names, pending
 
     given = Namespace(batch_size=options.batch, text_batch_size=256, workers=options.workers, max_bad=0.0,
                       skip_damaged=False, cache_gib=1.0)  # fmt: skip

@@ -7,7 +7,7 @@ The second ratio depends on the model: the larger the towers, the closer to 1.
 
 from __future__ import annotations
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 IMAGE_SIZE = 224
 
@@ -70,7 +70,7 @@ def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:
     import numpy as np
     from PIL import Image
 
-    from probemb.data.index import Shard, write_index
+    from probemb.data.shards.index import Shard, write_index
 
     numbers, rows = np.random.default_rng(0), []
     for s in range(shards):
@@ -103,8 +103,8 @@ def parts():
 
 def stream_batches(folder: str, batch: int, workers: int, draft: bool) -> Iterator:
     """Endless batches of the stream."""
-    from pretrain.stream import Stream
-    from probemb.data.shards import read_index
+    from pretrain.stream.stream import Stream
+    from probemb.data.shards.samples import read_index
 
     transform, tokenizer = parts()
     with Stream(

@@ -5,7 +5,7 @@ python -m tools.bench.loss --batch 1024 --dim 512
 
 from __future__ import annotations
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import contextlib
 import io
 from functools import partial
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 N_IMAGES, N_CAPTIONS, KEPT = 5000, 25000, 500
 CATEGORIES, ZETAS = 80, (0, 1, 2)
@@ -135,9 +135,9 @@ def argsort_loops(embedded, precision: str) -> dict:
 
 def ours(embedded) -> dict:
     """The library's."""
+    from probemb.evaluation.scores import csd_scores
     from probemb.metrics import coco_benchmarks, rank_both
     from probemb.metrics.coco import coco_test_ids
-    from probemb.scores import csd_scores
 
     scores = csd_scores(*embedded)
 
@@ -189,8 +189,8 @@ def pmrp_loops(embedded, precision: str) -> dict:
 
 def our_pmrp(embedded) -> dict:
     """The library's."""
+    from probemb.evaluation.scores import both_ways, csd_scores
     from probemb.metrics import plausible_match_r_precision
-    from probemb.scores import both_ways, csd_scores
 
     of_images = drawn_labels()
     labels, out = (of_images, of_images.repeat_interleave(5, dim=0)), {}

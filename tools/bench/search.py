@@ -19,7 +19,7 @@ import resource
 import time
 from argparse import Namespace
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 K = 10
 NODES = (4, 8, 16, 32, 64, 128, 256, 512)  # of a graph to look at; of an inverted file up to all of its cells

@@ -5,7 +5,7 @@ python -m tools.bench.step --model ViT-B-32 --batch 16
 
 from __future__ import annotations
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from probemb.command import Parser, run_command
+from probemb.cli.command import Parser, run_command
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, scratch: Path) -> None:
     """Load everything once, then time both variants in turn."""
-    from probemb.data.labelled import find_images, resolve_classes
-    from probemb.placement import place
+    from probemb.cli.device import place
+    from probemb.data.labelled.images import find_images, resolve_classes
     from tools.bench.timing import report, time_in_turn
     from zeroshot.filters import FILTERS
     from zeroshot.outcome import evaluate

@@ -1,6 +1,6 @@
 """`python -m tools.claims`: see `command.py`."""
 
-from probemb.command import run_command
+from probemb.cli.command import run_command
 from tools.claims.command import main
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from probemb.command import Parser
+from probemb.cli.command import Parser
 from probemb.errors import UserError
 
 GENERATOR = "probemb tools.claims"
@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(settings, out: Path, n_seeds: int = 3, workers: int = 2, report_only: bool = False) -> dict:
     """Train what is not there yet, then judge and write; returns what claims.json holds."""
+    from probemb.cli.results import claim_files, write_json
     from probemb.files import replace_text
-    from probemb.results import claim_files, write_json
     from tools.claims.findings import Found, judge, markdown_tables, text_tables
     from tools.claims.queue import Kept, train_all
     from tools.claims.report import report

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from finetune.config import Config
 from finetune.methods import METHODS
-from probemb.classify import encode_images, encode_texts
+from probemb.evaluation.classification import encode_images, encode_texts
+from probemb.evaluation.scores import csd_scores, match_probability_scores, mean_scores, wasserstein2_scores
 from probemb.gaussian import Gaussian
 from probemb.metrics import (
     Positives,
@@ -24,7 +25,6 @@ from probemb.metrics import (
     uncertainty_bins,
 )
 from probemb.models import ProbabilisticCLIP
-from probemb.scores import csd_scores, match_probability_scores, mean_scores, wasserstein2_scores
 from tools.claims.world import Part, World
 
 BINS = 10

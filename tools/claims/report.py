@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from probemb.charts import (
+from probemb.files import replace_text
+from probemb.reports.charts import (
     BLUE,
     GREEN,
     GREY,
@@ -18,8 +19,7 @@ from probemb.charts import (
     line_chart,
     scatter_chart,
 )
-from probemb.files import replace_text
-from probemb.page import html_page
+from probemb.reports.page import html_page
 from tools.claims.findings import FAILS, HOLDS, MAP, NAMES, PARTS, Found, retrieval
 
 COLOURS = dict(zip(NAMES, (GREY, ORANGE, GREEN, BLUE)))

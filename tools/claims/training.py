@@ -17,7 +17,7 @@ from finetune.config import Config, Loss, Mix, Optimizer
 from finetune.methods import METHODS, check_method
 from finetune.recipe import Schedule, create_optimizer, parameter_groups
 from finetune.trainer import Joint, Trainer
-from probemb.models.model import POOLING, ProbabilisticCLIP, plain
+from probemb.models.dual_encoder import POOLING, ProbabilisticCLIP, plain
 from probemb.models.pretrained import fill_from_model
 from tools.claims.measuring import both_ways, measure
 from tools.claims.world import MemoryLoader, Part, Sizes, World

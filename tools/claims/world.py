@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.noise import shuffle_captions
-from finetune.pair_samples import PairBatch, epoch_order
-from probemb.classify import imagenet_templates, prompt_texts
-from probemb.data.captioned import Captioned
-from probemb.data.scenes import Scene, class_names, class_scene, draw_captions, render, scene
+from finetune.loading.noise import shuffle_captions
+from finetune.loading.pair_samples import PairBatch, epoch_order
+from probemb.data.captions.find import Captioned
+from probemb.data.scenes.scenes import Scene, class_names, class_scene, draw_captions, render, scene
+from probemb.evaluation.classification import imagenet_templates, prompt_texts
+from probemb.evaluation.embed_pairs import exact_match, true_ambiguity
 from probemb.metrics import Positives
 from probemb.models.inputs import Tokenizer
-from probemb.pairs import exact_match, true_ambiguity
 
 CONTEXT = 32
 MEAN, STD = (0.481, 0.458, 0.408), (0.269, 0.261, 0.276)  # CLIP's
@@ -181,7 +181,7 @@ def _pixels(scenes: Sequence[Scene], size: int) -> Tensor:
 
 
 class MemoryLoader:
-    """In place of `finetune.pairs.PairLoader`: the same epochs in the same order, from memory.
+    """In place of `finetune.loading.pair_loader.PairLoader`: the same epochs in the same order, from memory.
 
     Attributes:
         steps, batch_size, waited: as there.

@@ -1,6 +1,6 @@
 """`python -m tools.download`: see `command.py`."""
 
-from probemb.command import run_command
+from probemb.cli.command import run_command
 from tools.download.command import main
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from probemb.data.annotations import (
+from probemb.cli.progress import progress
+from probemb.data.captions.annotations import (
     COCO_FILE,
     SPLIT_FILE,
     TOKEN_FILE,
@@ -25,15 +26,14 @@ from probemb.data.annotations import (
     split_pictures,
     token_pictures,
 )
+from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.index import Shard, write_index
-from probemb.data.shards import MAX_IMAGE_BYTES
-from probemb.data.tar import BadSample
+from probemb.data.shards.index import Shard, write_index
+from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.pools import process_pool
-from probemb.progress import progress
 from probemb.runs.lock import RunLock
 from tools.download.report import Outcome, print_report, totals, write_report
 from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker

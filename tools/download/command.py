@@ -28,8 +28,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from probemb.command import parse_config
-from probemb.data.corpora import CORPORA, find_lists, read_list
+from probemb.cli.command import parse_config
+from probemb.data.weblists.corpora import CORPORA, find_lists, read_list
 from probemb.errors import UserError, nearest
 
 PROG = "python -m tools.download"
@@ -285,7 +285,7 @@ def run(folder: Path, state, given: Download, part: tuple[int, int]) -> None:
 
 def finish(folder: Path, state, given: Download) -> None:
     """Drop duplicates across shards, write the index and the report."""
-    from probemb.data.index import INDEX_NAME, Shard, write_index
+    from probemb.data.shards.index import INDEX_NAME, Shard, write_index
     from tools.download.finish import drop_duplicates
     from tools.download.plan import markers
     from tools.download.shard import ShardPaths

@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 from img2dataset.downloader import Downloader
 from img2dataset.resizer import Resizer
 
+from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.tar import BadSample
 from tools.download.shard import GOT, NotWritten, Record, ShardPaths, ShardWriter
 from tools.download.web import Limits, bounded
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from probemb.data.corpora import CORPORA, Dropped, Row, read_list
+from probemb.cli.progress import progress
+from probemb.data.weblists.corpora import CORPORA, Dropped, Row, read_list
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
-from probemb.progress import progress
 from tools.download.shard import GOT, STATE, Marker, ShardPaths, read_marker, read_records
 
 TWICE = "duplicate address"

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from probemb.charts import escape
-from probemb.data.shards import BadSample, decode_image, list_samples, parse_sample, read_sample
+from probemb.data.shards.samples import BadSample, decode_image, list_samples, parse_sample, read_sample
 from probemb.files import replace_text
-from probemb.page import html_page, thumbnail
+from probemb.reports.charts import escape
+from probemb.reports.page import html_page, thumbnail
 from tools.download.shard import ASPECTS, GOT, SIDES, STATE, WORDS, Marker
 
 GENERATOR = "python -m tools.download"

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from probemb.cli.progress import progress
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
-from probemb.progress import progress
 from tools.download.shard import STATE, ShardPaths, read_marker
 
 LOOK_EVERY = 0.5  # seconds

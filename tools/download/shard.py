@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from probemb.data.shards import list_samples, read_sample
+from probemb.data.shards.samples import list_samples, read_sample
 from probemb.files import flush, replace_file, replace_text
 
 STATE = "download"  # the folder in OUT for everything that is not a shard

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from probemb.data.connections import Answer, Deadline, WebHandler
+from probemb.data.remote.deadline import Answer, Deadline, WebHandler
 
 CHUNK = 1 << 18
 PLACEHOLDERS = (  # where hosts send those who ask for an image that is gone; each would be kept as a picture

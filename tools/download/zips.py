@@ -15,14 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from probemb.data.sources import Again, Fetch, Remote, fetch, is_remote
-from probemb.data.tar import BadSample, BadShard
-from probemb.data.transfer import Failed
-from probemb.data.web import WEB
-from probemb.data.web_client import open_web
+from probemb.cli.progress import progress
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.remote.http_client import open_web
+from probemb.data.remote.range_requests import WEB
+from probemb.data.remote.sources import Again, Fetch, Remote, fetch, is_remote
+from probemb.data.remote.transfer import Failed
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.progress import progress
 
 MAX_ARCHIVE_BYTES = 64 << 30
 MAX_TEXT_BYTES = 2 << 30

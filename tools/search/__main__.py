@@ -1,6 +1,6 @@
 """`python -m tools.search`: see `command.py`."""
 
-from probemb.command import run_command
+from probemb.cli.command import run_command
 from tools.search.command import main
 
 if __name__ == "__main__":

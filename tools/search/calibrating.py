@@ -32,15 +32,15 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
         data: as `find_captioned` takes it.
         rivals: "validation", or "index": then the items of the index count, too, none of them as the right one.
         within: a query is right if its own item is among so many.
-        show: as `probemb.progress.progress`.
+        show: as `probemb.cli.progress.progress`.
 
     Raises:
         UserError: the data cannot be read or is smaller than `within`, or another kind of rivals.
     """
-    from probemb.data.captioned import find_captioned
+    from probemb.cli.progress import silent
+    from probemb.data.captions.find import find_captioned
     from probemb.errors import nearest
-    from probemb.pairs import embed_pairs
-    from probemb.progress import silent
+    from probemb.evaluation.embed_pairs import embed_pairs
 
     if rivals not in RIVALS:
         raise UserError(f"There are no rivals '{rivals}'.{nearest(rivals, RIVALS)}", f"Say {' or '.join(RIVALS)}.")

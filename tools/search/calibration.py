@@ -72,7 +72,7 @@ class Calibration:
 
 def save_calibration(folder: Path, calibration: Calibration) -> Path:
     """Write it beside the index. Raises UserError: the folder cannot be written."""
-    from probemb.results import write_json
+    from probemb.cli.results import write_json
 
     content = {"format": 1, **asdict(calibration)}
     content["curves"] = {str(parts): asdict(curve) for parts, curve in calibration.curves.items()}

@@ -17,7 +17,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from probemb.command import Parser
+from probemb.cli.command import Parser
 from probemb.errors import UserError
 
 PROG = "python -m tools.search"
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     """The index, the model that made it, and their calibration. Raises UserError."""
-    from probemb.placement import place
+    from probemb.cli.device import place
     from probemb.search import load_index, require_model, set_effort
 
     placement = place(options.device, options.precision)
@@ -162,7 +162,7 @@ def search_once(options: argparse.Namespace) -> int:
     check_wish(wish)
     answer = open_searcher(options).answer(wish)
     if options.json:
-        from probemb.results import finite
+        from probemb.cli.results import finite
 
         print(json.dumps(finite(answer), indent=1, ensure_ascii=True))
     else:
@@ -176,7 +176,7 @@ def print_answer(answer: dict) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from probemb.charts import printable
+    from probemb.reports.charts import printable
 
     console = Console()
     if not console.is_terminal:
@@ -207,7 +207,7 @@ def print_answer(answer: dict) -> None:
 
 def calibrate_index(options: argparse.Namespace) -> int:
     """Measure when to refuse, and keep it beside the index."""
-    from probemb.progress import progress
+    from probemb.cli.progress import progress
     from tools.search.calibrating import calibrate
     from tools.search.calibration import save_calibration
 

@@ -22,8 +22,8 @@ from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from probemb.charts import printable
 from probemb.errors import UserError
+from probemb.reports.charts import printable
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -180,8 +180,8 @@ def shown(answer: dict) -> dict:
 
 def shrink(data: bytes, side: int) -> bytes:
     """An image as a JPEG of at most so many pixels a side. Raises LookupError: it cannot be decoded."""
+    from probemb.data.failures import BadSample
     from probemb.data.images import decode_image
-    from probemb.data.tar import BadSample
 
     def draft(width: int, height: int) -> tuple[int, int]:
         scale = min(1.0, side / max(width, height))

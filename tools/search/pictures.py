@@ -10,10 +10,10 @@ import os
 import stat
 from pathlib import Path
 
-from probemb.data.shards import MAX_IMAGE_BYTES
-from probemb.data.sources import Fetch, Remote, is_remote
-from probemb.data.tar import BadShard
-from probemb.data.web import WEB, fetch_range
+from probemb.data.failures import BadShard
+from probemb.data.remote.range_requests import WEB, fetch_range
+from probemb.data.remote.sources import Fetch, Remote, is_remote
+from probemb.data.shards.samples import MAX_IMAGE_BYTES
 
 MAX_REMOTE_BYTES = 32 << 20
 HOW = Fetch(attempts=1, timeout=10.0)

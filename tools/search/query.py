@@ -77,7 +77,7 @@ class Searcher:
         placement=None,
         candidates: int | None = None,
     ):
-        from probemb.placement import Placement
+        from probemb.cli.device import Placement
 
         self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
         self.candidates = candidates
@@ -90,7 +90,7 @@ class Searcher:
         """The parts of a query, texts first, (K, D). Raises UserError: nothing is asked or too much, or no image."""
         import torch
 
-        from probemb.classify import encode_images, encode_texts
+        from probemb.evaluation.classification import encode_images, encode_texts
         from probemb.gaussian import Gaussian
 
         texts = [text.strip() for text in texts if text.strip()]
@@ -213,7 +213,7 @@ class Searcher:
 
     def fetched_picture(self, row: int) -> bytes | None:
         """`picture` of an item whose shard is not a file here, else None. Raises LookupError."""
-        from probemb.data.sources import is_remote
+        from probemb.data.remote.sources import is_remote
 
         return self.picture(row) if is_remote(self.index.item(row).get("shard") or "") else None
 
@@ -236,7 +236,7 @@ def check_wish(wish: Wish) -> None:
 
 def read_image(path: Path) -> QueryImage:
     """An image of the person's own as a query. Raises UserError: it cannot be read or decoded."""
-    from probemb.data.shards import MAX_IMAGE_BYTES
+    from probemb.data.shards.samples import MAX_IMAGE_BYTES
 
     try:
         with open(path, "rb") as file:  # which may be a pipe or a device without an end
@@ -252,8 +252,8 @@ def read_image(path: Path) -> QueryImage:
 
 def decode_query(image: QueryImage) -> Image.Image:
     """Decode an image that is a query. Raises UserError."""
+    from probemb.data.failures import BadSample
     from probemb.data.images import decode_image
-    from probemb.data.tar import BadSample
 
     try:
         return decode_image(image.data)

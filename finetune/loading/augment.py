@@ -1,0 +1,219 @@
+"""Augmentation of a batch: Mixup and CutMix of its images, SizeAugment of its texts.
+
+Drawing is apart from applying: the draws are a few numbers on the CPU from a generator that the caller gives, so that a
+step can be repeated and no rank depends on another; applying runs on any device without waiting for it.
+SizeAugment of images is `probemb.models.heads.gpo.size_augment_mask`.
+
+Shapes: B images, L text positions, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+START_TOKEN, END_TOKEN = 49406, 49407  # of CLIP's vocabulary; all tokens below are words or parts of words
+# CLIP has no mask token. This one is a capital M, which its tokenizer, with everything in lower case, never gives out;
+# PCME++'s public code masks with it too.
+MASK_TOKEN = 44
+
+
+class Mix(NamedTuple):
+    """How the images of a batch are mixed; image i becomes lam_i of itself and 1 − lam_i of image partner_i.
+
+    Attributes:
+        lam: (B,) float32, the share of the image itself; 1 where it stays as it is. For CutMix the true share of area.
+        use_cutmix: (B,) bool, whether a box is pasted (CutMix) rather than all pixels blended (Mixup).
+        boxes: (B, 4) int64, CutMix's boxes: top, bottom, left, right, the ends not included. Zeros elsewhere.
+        partner: (B,) int64.
+    """
+
+    lam: Tensor
+    use_cutmix: Tensor
+    boxes: Tensor
+    partner: Tensor
+
+    def to(self, device: torch.device | str) -> Mix:
+        """On another device, for `labels.mixed` there."""
+        return Mix(*(tensor.to(device, non_blocking=True) for tensor in self))
+
+    @staticmethod
+    def cat(mixes: Sequence[Mix]) -> Mix:
+        """Those of several ranks as one of the gathered batch, in rank order: partners are counted on."""
+        starts = np.cumsum([0, *(len(mix.lam) for mix in mixes)])
+        partner = torch.cat([mix.partner + int(start) for mix, start in zip(mixes, starts)])
+        return Mix(*(torch.cat([mix[i] for mix in mixes]) for i in range(3)), partner)
+
+
+def draw_mix(
+    batch: int,
+    height: int,
+    width: int,
+    rng: np.random.Generator | np.random.RandomState,
+    ratio: float = 0.25,
+    mixup_alpha: float = 2.0,
+    cutmix_alpha: float = 2.0,
+    switch: float = 0.5,
+    prob: float = 1.0,
+    minmax: tuple[float, float] | None = None,
+    mode: str = "element",
+) -> Mix:
+    """Mixup and CutMix for a batch of images, drawn image by image. Source: PCME++ §2.4, §B.2.
+
+    An image is mixed with probability ratio · prob, with image B−1−i (in an odd batch the middle one with itself, which
+    changes nothing). CutMix's box has sides √(1 − λ) of the image's, its centre is anywhere, and what lies outside is
+    cut off; λ is then the share of area that is left.
+
+    The order of the draws is part of the interface, so that another program can repeat them: for all images CutMix or
+    Mixup, λ of CutMix, λ of Mixup, [mixed or not, if ratio < 1], mixed or not by prob; then, for each image with a box,
+    its centre's row and column. With one kind alone neither the choice nor the other λ is drawn. With a RandomState
+    these are the numbers of PCME++'s public code, which, however, ignores the ratio where one kind is alone.
+
+    Args:
+        batch, height, width: B and the size of the images in pixels.
+        rng: numpy's; nothing else is drawn from.
+        ratio: share of the images that is mixed (mode "element").
+        mixup_alpha, cutmix_alpha: λ ~ Beta(α, α); 0 turns that kind off.
+        switch: probability of CutMix rather than Mixup.
+        prob: one more probability of being mixed; of the whole batch in mode "batch".
+        minmax: shortest and longest side of CutMix's boxes, as shares of the image's, instead of √(1 − λ); the box then
+            lies within the image, and CutMix's λ is drawn from Beta(1, 1) and not used.
+        mode: "element"; "pair" (image i and its partner alike); "batch" (one draw for all).
+
+    Raises:
+        ValueError: both kinds are off, there is no such mode, or a ratio with another mode than "element".
+    """
+    if mixup_alpha <= 0 and cutmix_alpha <= 0 and minmax is None:
+        raise ValueError("mixup_alpha and cutmix_alpha are both 0: there is nothing to mix")
+    if mode not in ("element", "pair", "batch") or (mode != "element" and ratio < 1):
+        raise ValueError(f"mode {mode!r} with ratio {ratio}: choose 'element', or 'pair' or 'batch' with ratio 1")
+    cutmix_alpha = 1.0 if minmax is not None else cutmix_alpha
+    if mode == "batch":
+        lam, use_cutmix = _draw_batch(rng, mixup_alpha, cutmix_alpha, switch, prob)
+    else:
+        n = batch if mode == "element" else batch // 2
+        lam, use_cutmix = _draw_elements(n, rng, ratio, mixup_alpha, cutmix_alpha, switch, prob)
+    boxes = np.zeros((len(lam), 4), dtype=np.int64)
+    for i in np.flatnonzero(use_cutmix & (lam != 1)):
+        boxes[i] = top, bottom, left, right = _draw_box(lam[i], height, width, rng, minmax)
+        lam[i] = 1 - (bottom - top) * (right - left) / (height * width)
+    whole = (np.ones(batch, np.float32), np.zeros(batch, bool), np.zeros((batch, 4), np.int64))
+    for all_B, drawn in zip(whole, (lam, use_cutmix, boxes)):
+        if mode == "pair":  # of an odd batch the middle stays as it is
+            all_B[: len(drawn)], all_B[batch - len(drawn) :] = drawn, drawn[::-1]
+        else:
+            all_B[:] = drawn
+    return Mix(*map(torch.from_numpy, whole), torch.arange(batch - 1, -1, -1))
+
+
+def mix_images(images: Tensor, mix: Mix) -> Tensor:
+    """(B, C, H, W) float on any device -> the mixed images, from originals only; `images` stays as it is.
+
+    `mix` is as drawn, on the CPU: so that the images' device need not be waited for.
+    """
+    rows = torch.nonzero(mix.lam != 1).flatten()
+    if not len(rows):
+        return images
+    partner, lam, use_cutmix, boxes, rows = (
+        x.to(images.device, non_blocking=True)
+        for x in (mix.partner[rows], mix.lam[rows], mix.use_cutmix[rows], mix.boxes[rows], rows)
+    )
+    top, bottom, left, right = boxes[:, :, None].unbind(1)  # (R, 1) each, R mixed images
+    y, x = (torch.arange(n, device=images.device) for n in images.shape[-2:])
+    inside_RHW = ((y >= top) & (y < bottom))[:, :, None] & ((x >= left) & (x < right))[:, None, :]
+    own_R11 = lam.to(images.dtype)[:, None, None]
+    own_RHW = torch.where(use_cutmix[:, None, None], (~inside_RHW).to(images.dtype), own_R11)[:, None]
+    mixed = images[rows] * own_RHW + images[partner] * (1 - own_RHW)
+    return images.index_copy(0, rows, mixed)
+
+
+def size_augment_text(
+    tokens_BL: Tensor,
+    ratio: float = 0.2,
+    masking: float = 0.5,
+    replacing: float = 0.1,
+    *,
+    generator: torch.Generator | None = None,
+    word_end_V: Tensor | None = None,
+) -> Tensor:
+    """SizeAugment of texts: a share of the words is masked, replaced or left out, (B, L) int64 -> (B, L) int64.
+
+    A word is chosen with probability `ratio`; a chosen one is masked with probability `masking`, replaced by random
+    tokens with probability `replacing`, and else left out, with the rest of the text moving up. Start and end token
+    stay, the end is filled with zeros. Source: VSE∞ and PCME++'s public code (0.2, 0.5, 0.1).
+
+    VSE∞ chooses whole words and has BERT's mask token. PCME++'s public code chooses single tokens, masks with
+    MASK_TOKEN, and replaces with one of the first 30,522 tokens (as many as BERT has); here replacements are any of
+    CLIP's words and parts of words (but for token 0, which fills the end).
+
+    Args:
+        tokens_BL: as CLIP's tokenizer gives them, on the CPU.
+        generator: torch's; nothing else is drawn from. The draws are those of the whole (B, L): rows augmented one by
+            one, each from a generator of its own, do not depend on their batch.
+        word_end_V: (V,) bool, whether a token ends a word (`Tokenizer.word_ends`), to choose whole words; None to
+            choose tokens.
+    """
+    draw_BL = torch.rand(tokens_BL.shape, generator=generator)
+    random_BL = torch.randint(1, START_TOKEN, tokens_BL.shape, generator=generator)
+    is_word_BL = (tokens_BL < START_TOKEN) & ((tokens_BL == END_TOKEN).cumsum(1) == 0)
+    if word_end_V is not None:  # a word's first token draws for all of it
+        begins_BL = torch.ones_like(is_word_BL)
+        begins_BL[:, 1:] = (word_end_V[tokens_BL] | ~is_word_BL)[:, :-1]
+        position_L = torch.arange(tokens_BL.shape[1])
+        draw_BL = draw_BL.gather(1, (position_L * begins_BL).cummax(1).values)
+    share_BL = torch.where(is_word_BL, draw_BL / ratio if ratio else torch.inf, torch.inf)
+    result = torch.where(share_BL < masking + replacing, random_BL, tokens_BL)
+    result = torch.where(share_BL < masking, MASK_TOKEN, result)
+    out_BL = (share_BL >= masking + replacing) & (share_BL < 1)
+    order_BL = out_BL.int().argsort(dim=1, stable=True)  # what is left out goes behind the padding
+    return result.masked_fill(out_BL, 0).gather(1, order_BL)
+
+
+def _draw_elements(
+    n: int, rng, ratio: float, mixup_alpha: float, cutmix_alpha: float, switch: float, prob: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """λ (n,) float32 and CutMix or not (n,), image by image."""
+    if mixup_alpha > 0 and cutmix_alpha > 0:
+        use_cutmix = rng.random(n) < switch
+        lam_cutmix = rng.beta(cutmix_alpha, cutmix_alpha, n)
+        lam = np.where(use_cutmix, lam_cutmix, rng.beta(mixup_alpha, mixup_alpha, n))
+    else:
+        use_cutmix = np.full(n, mixup_alpha <= 0)
+        alpha = cutmix_alpha if mixup_alpha <= 0 else mixup_alpha
+        lam = rng.beta(alpha, alpha, n)
+    if ratio < 1:
+        lam = np.where(rng.random(n) < ratio, lam, 1.0)
+    return np.where(rng.random(n) < prob, lam.astype(np.float32), np.float32(1)), use_cutmix
+
+
+def _draw_batch(
+    rng, mixup_alpha: float, cutmix_alpha: float, switch: float, prob: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same for a whole batch, (1,) float64 and (1,)."""
+    if rng.random() >= prob:
+        return np.ones(1), np.zeros(1, dtype=bool)
+    both = mixup_alpha > 0 and cutmix_alpha > 0
+    use_cutmix = rng.random() < switch if both else mixup_alpha <= 0
+    alpha = cutmix_alpha if use_cutmix else mixup_alpha
+    return np.array([rng.beta(alpha, alpha)]), np.array([use_cutmix])
+
+
+def _draw_box(
+    lam: np.floating, height: int, width: int, rng, minmax: tuple[float, float] | None
+) -> tuple[int, int, int, int]:
+    """Top, bottom, left, right."""
+    integers = rng.integers if hasattr(rng, "integers") else rng.randint  # Generator, RandomState
+    if minmax is not None:
+        box_h, box_w = (integers(int(size * minmax[0]), int(size * minmax[1])) for size in (height, width))
+        top, left = integers(0, height - box_h), integers(0, width - box_w)
+        return top, top + box_h, left, left + box_w
+    side = np.sqrt(lam.dtype.type(1) - lam)
+    box_h, box_w = (int(lam.dtype.type(size) * side) for size in (height, width))
+    y, x = integers(0, height), integers(0, width)
+    top, bottom = np.clip([y - box_h // 2, y + box_h // 2], 0, height)
+    left, right = np.clip([x - box_w // 2, x + box_w // 2], 0, width)
+    return top, bottom, left, right

@@ -1,0 +1,50 @@
+"""Writing beside training: one job at a time, in a thread of rank 0."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from probemb.distributed import agree
+
+
+class BackgroundWriter:
+    """Runs one job at a time in a thread. Every rank holds one, only rank 0 gives it jobs.
+
+    An error of a job is kept until `check`, which raises it on every rank.
+    """
+
+    def __init__(self):
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Wait for the job before, then begin this one.
+
+        The thread is not a daemon: a process that ends, also with Ctrl-C, finishes what it writes.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer")
+        self._thread.start()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._failure = error
+
+    @property
+    def failed(self) -> bool:
+        """Whether a job of this rank has failed; does not wait."""
+        return self._failure is not None
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Raise, on every rank, what a job on any rank raised; collective, does not wait for a job in progress."""
+        failure, self._failure = self._failure, None
+        agree(failure)

@@ -1,0 +1,240 @@
+"""Checkpoints that any ZeRO stage and any number of ranks can load; no pickles.
+
+    checkpoints/step-N/
+        weights.safetensors     NAME: parameters (float32) and buffers of the engine's module, whole
+        optimizer.safetensors   exp_avg.NAME, exp_avg_sq.NAME: Adam's moments (float32), whole
+        random.safetensors      RANK.GENERATOR: random state of every rank
+        state.json              everything else: the caller's state, step counts, sizes and SHA-256 of the files
+
+A checkpoint appears under its name only when it is complete and on disk. The folder must be one that all ranks see.
+Continuing at the same stage and number of ranks is exact to the bit on a CPU; otherwise only the order of sums differs.
+
+`take_snapshot` is the part that needs all ranks and a standing engine: a copy in rank 0's memory. `Snapshot.write` is
+the part that needs time, and can be done in a thread while training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pretrain.engine.state import (
+    MOMENTS,
+    EngineState,
+    choose_random_state,
+    full_state_dict,
+    random_state,
+    set_random_state,
+    shapes,
+)
+from probemb import distributed
+from probemb.distributed import agree, all_of
+from probemb.errors import UserError
+from probemb.runs.checkpoints import (
+    FORMAT,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    VERSION,
+    WEIGHTS,
+    Damaged,
+    read_content,
+    verify_files,
+    write_checkpoint,
+)
+
+__all__ = [
+    "Snapshot",
+    "full_state_dict",
+    "load_checkpoint",
+    "read_state",
+    "save_checkpoint",
+    "take_snapshot",
+]
+
+COUNTERS = "global_steps", "global_samples"  # of the engine
+
+
+class Snapshot(NamedTuple):
+    """A training state in the memory of rank 0.
+
+    whole       {name: CPU tensor} of the engine's module, shared parameters under each of their names
+    tensors     by file: what is written
+    content     of state.json
+    """
+
+    whole: dict[str, Tensor]
+    tensors: dict[str, dict[str, Tensor]]
+    content: dict[str, Any]
+
+    def write(self, run_dir: Path | str) -> Path:
+        """Write `run_dir`/checkpoints/step-N; not collective.
+
+        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
+
+        Raises:
+            UserError: it could not be written; nothing of it is left behind.
+        """
+        target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
+        try:
+            write_checkpoint(target, self.tensors, self.content)
+        except OSError as error:
+            raise UserError(
+                f"The checkpoint {target} could not be written: {error}.",
+                "Make room, or make the folder writable, and go on with --resume; checkpoints before are whole.",
+            ) from error
+        return target
+
+
+def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
+    """Copy the training state to rank 0's memory (12 bytes a parameter); collective, between two optimizer steps.
+
+    Args:
+        state: what the caller wants back from `load_checkpoint`; anything JSON can hold, the same on all ranks.
+
+    Returns:
+        None on the other ranks.
+    """
+    json.dumps(state, allow_nan=False)  # raises on every rank alike, before any of them waits for another
+    held = EngineState(engine)
+    whole, moments, steps = full_state_dict(engine), held.moments(), held.steps()
+    generators = all_of(random_state())
+    if not distributed.is_main():
+        return None
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "world_size": distributed.world_size(),
+        "zero_stage": held.stage,
+        "engine": {name: getattr(engine, name) for name in COUNTERS},
+        "adam_steps": steps,
+        "groups": [
+            {"lr": float(g["lr"]), **{key: g[key] for key in ("betas", "eps", "weight_decay")}}
+            for g in held.optimizer.param_groups
+        ],
+        "state": state,
+    }
+    rng = {f"{r}.{name}": t for r, one in enumerate(generators) for name, t in one.items()}
+    # Each parameter is stored once, under its first name.
+    weights = {name: whole[name] for name in shapes(engine)}
+    return Snapshot(whole, {WEIGHTS: weights, OPTIMIZER: moments, RANDOM: rng}, content)
+
+
+def save_checkpoint(engine, run_dir: Path | str, step: int, state: dict[str, Any]) -> Path:
+    """`take_snapshot` and `Snapshot.write` at once; collective.
+
+    Raises:
+        UserError: it could not be written (on all ranks).
+    """
+    snapshot, failure = take_snapshot(engine, step, state), None
+    if snapshot:
+        try:
+            snapshot.write(run_dir)
+        except UserError as error:
+            failure = error
+    agree(failure)
+    return Path(run_dir) / "checkpoints" / f"step-{step}"
+
+
+def read_state(path: Path | str) -> dict[str, Any]:
+    """The `state` that a checkpoint was saved with, and its "step"; not collective, reads no tensors.
+
+    Raises:
+        UserError: damaged, or of another version.
+    """
+    content = read_content(Path(path))
+    return {**content["state"], "step": content["step"]}
+
+
+def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[str, Any]:
+    """Put an engine back to where `save_checkpoint` found it; collective, before the first or between two steps.
+
+    Restores weights, buffers, Adam's moments and counts, learning rates, the engine's counters, and random states.
+    Betas, eps and weight decay stay the engine's: they are configuration. A rank that the checkpoint does not have gets
+    random states drawn from rank 0's and its own number.
+
+    Args:
+        verified: the files have just been compared with their sums; not done again.
+
+    Returns:
+        what `read_state` returns.
+
+    Raises:
+        UserError: damaged, of another version, or of another model; on all ranks, and nothing is changed.
+    """
+    path = Path(path)
+    held = EngineState(engine)
+    with ExitStack() as stack:
+        failure = content = None
+        try:
+            content = read_content(path)
+            if distributed.is_main() and not verified:
+                verify_files(path, content)
+            weights, moments = (stack.enter_context(_open(path, name)) for name in (WEIGHTS, OPTIMIZER))
+            ours = shapes(engine)
+            _check_shapes(path, ours, _shapes_in(weights))
+            _check_shapes(
+                path, {f"{m}.{name}": ours[name] for name in held.stepped for m in MOMENTS}, _shapes_in(moments)
+            )
+            steps = {name: int(content["adam_steps"][name]) for name in held.stepped}
+            rates = [float(group["lr"]) for group in content["groups"]]
+            if len(rates) != len(held.optimizer.param_groups):
+                raise _another_model(path, [f"it has {len(rates)} parameter groups"])
+            counters = {name: int(content["engine"][name]) for name in COUNTERS}
+            generators = choose_random_state(load_file(path / RANDOM), int(content["world_size"]))
+        except UserError as error:
+            failure = error
+        except (OSError, SafetensorError) as error:
+            failure = Damaged(path, str(error))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            failure = Damaged(path, f"{STATE} is not as it was written ({error!r})")
+        agree(failure)
+
+        held.load(weights.get_tensor, moments.get_tensor, steps)
+    for group, rate in zip(held.optimizer.param_groups, rates):
+        group["lr"] = rate
+    for name, value in counters.items():
+        setattr(engine, name, value)
+    set_random_state(generators)
+    distributed.barrier()
+    return {**content["state"], "step": content["step"]}
+
+
+def _open(path: Path, name: str):
+    return safe_open(path / name, framework="pt", device="cpu")
+
+
+def _shapes_in(file) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+
+
+def _check_shapes(path: Path, ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> None:
+    """Names and shapes of the engine against those in a file."""
+
+    def differences() -> Iterator[str]:
+        for name, shape in ours.items():
+            if name not in theirs:
+                yield f"{name!r} is missing"
+            elif theirs[name] != shape:
+                yield f"{name!r} is {theirs[name]} instead of {shape}"
+        yield from (f"{name[:100]!r} is unknown" for name in theirs if name not in ours)
+
+    found = list(differences())
+    if found:
+        raise _another_model(path, found)
+
+
+def _another_model(path: Path, differences: list[str]) -> UserError:
+    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return UserError(
+        f"The checkpoint {path} is a checkpoint of another model: {', '.join(differences[:3])}{more}.",
+        "Resume with the model that the run was begun with (config.yaml in its folder), or begin a new run.",
+    )

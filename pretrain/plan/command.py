@@ -1,0 +1,292 @@
+"""What a pretraining run will need, before it is started: parameters, memory, network, data, hours, disk.
+
+    python -m pretrain.plan --config pretrain/configs/vit_b16_cc3m_cc12m_redcaps.yaml --nodes 4 --gpus-per-node 8 \\
+        --samples-per-epoch 27000000 --peak-tflops 989 --efficiency 0.35 --gpu-memory-gib 80
+
+It takes every option of `pretrain.run`, reads index.json of the shards if they are here, builds the model without
+weights, and writes nothing. What is counted, and how far it is from measurements, is in docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pretrain.config import Config, check, one_of
+from probemb.cli.command import parse_config
+from probemb.errors import UserError
+
+GIB = 2**30
+RANDOM_STATE = 15_000  # bytes of one rank's random state in a checkpoint
+
+
+@dataclass(frozen=True)
+class Plan(Config):
+    """What a pretraining run will need. Takes every key of a pretraining configuration, and:
+
+    Args:
+        nodes: machines.
+        gpus_per_node: GPUs of each, one rank on each.
+        device: cuda or cpu: what the ranks run on. It decides what precision auto is, and the number of buckets.
+        gpu_memory_gib: memory of one GPU in GiB; warn when a rank needs more. 0 does not look.
+        samples_per_epoch: samples in all of data.train, each times its weight; 0 reads index.json in the folders.
+        text_tokens: tokens of the longest text in a batch, to which batches are cut; 0 takes the whole context.
+        peak_tflops: of one GPU at the run's precision, in TFLOP/s, from its data sheet.
+        efficiency: share of it that the run reaches, recomputation included.
+        images_per_second: measured, over all ranks; takes the place of peak_tflops and efficiency.
+        json: print JSON for programs.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 1
+    device: str = "cuda"
+    gpu_memory_gib: float = 0.0
+    samples_per_epoch: int = 0
+    text_tokens: int = 0
+    peak_tflops: float = 0.0
+    efficiency: float = 0.35
+    images_per_second: float = 0.0
+    json: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """W, ranks."""
+        return self.nodes * self.gpus_per_node
+
+
+def main() -> None:
+    """Read the configuration, count, print."""
+    options = parse_config(Plan, "python -m pretrain.plan", "What a pretraining run will need, before it is started.")
+    plan = make_plan(options)
+    if options.json:
+        print(json.dumps(plan, indent=2))
+        return
+    from pretrain.plan.report import show
+
+    show(plan)
+
+
+def make_plan(o: Plan) -> dict[str, Any]:
+    """Everything that is printed, as JSON takes it; bytes, seconds and counts are plain numbers.
+
+    Raises:
+        UserError: a value that no run could have, or data that is not here and `samples_per_epoch` not given.
+    """
+    warnings = check_options(o)
+    from pretrain.plan import memory as plan_memory
+    from pretrain.plan.cost import flops, network
+
+    model = plan_memory.build(o)
+    e, world = o.engine, o.world_size
+    half = e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda")
+    setting = plan_memory.Setting(
+        world=world,
+        rows=-(-o.batch_size // (world * e.accumulation)) * e.accumulation,
+        parts=e.accumulation,
+        zero_stage=e.zero_stage,
+        half=half,
+        gpu=o.device == "cuda",
+        checkpointing=e.grad_checkpointing,
+        pseudo_positive=o.loss.pseudo_positive > 0,
+    )
+    text_tokens = o.text_tokens or None
+    data = count_data(o)
+    stages = {stage: replace(setting, zero_stage=stage) for stage in range(4)}
+    by_stage = {stage: plan_memory.memory(model, s, text_tokens) for stage, s in stages.items()}
+    variants = [
+        replace(setting, checkpointing=checkpointing, parts=parts)
+        for checkpointing in (False, True)
+        for parts in sorted({1, 2, 4, 8, e.accumulation})
+        if setting.rows % parts == 0
+    ]
+    peak = by_stage[e.zero_stage].peak
+    if o.gpu_memory_gib and peak > o.gpu_memory_gib * GIB:
+        fits = [f"ZeRO {stage}" for stage, m in by_stage.items() if m.peak <= o.gpu_memory_gib * GIB]
+        fits += [
+            f"accumulation {s.parts}{' with grad_checkpointing' * s.checkpointing}"
+            for s in variants
+            if plan_memory.memory(model, s, text_tokens).peak <= o.gpu_memory_gib * GIB
+        ]
+        remedy = f"It would fit with {' or '.join(fits[:3])}." if fits else "Use more GPUs or a smaller batch."
+        warnings.append(f"A rank needs {peak / GIB:.1f} GiB, more than the {o.gpu_memory_gib:g} GiB of a GPU. {remedy}")
+    work = flops(model, setting, text_tokens)
+    return {
+        "model": {"name": o.model.name, "head": o.model.head, "embed_dim": model.embed_dim},
+        "parameters": {"total": sum(p.numel() for p in model.parameters()), **plan_memory.count_parameters(model)},
+        "run": {
+            "nodes": o.nodes,
+            "gpus_per_node": o.gpus_per_node,
+            "world_size": world,
+            "device": o.device,
+            "precision": "bf16" if half else "fp32",
+            "zero_stage": e.zero_stage,
+            "accumulation": e.accumulation,
+            "grad_checkpointing": e.grad_checkpointing,
+            "batch_size": o.batch_size,
+            "rows_per_rank": setting.rows,
+            "rows_per_part": setting.rows // e.accumulation,
+            **data,
+        },
+        "memory": {
+            "by_zero_stage": {str(stage): _memory(m) for stage, m in by_stage.items()},
+            "variants": [
+                {
+                    "grad_checkpointing": s.checkpointing,
+                    "accumulation": s.parts,
+                    **_memory(plan_memory.memory(model, s, text_tokens)),
+                }
+                for s in variants
+            ],
+            "gpu_memory": int(o.gpu_memory_gib * GIB),
+        },
+        "network": {str(stage): network(model, s) for stage, s in stages.items()},
+        "compute": time_needed(o, work, data["steps"]),
+        "loader": loader(o, work, data),
+        "disk": disk(o, model),
+        "warnings": warnings,
+    }
+
+
+def check_options(o: Plan) -> list[str]:
+    """Warnings: what `pretrain.run` would refuse on so many ranks, though a plan can be made.
+
+    Raises:
+        UserError: what no plan can be made of.
+    """
+    one_of("device", o.device, ("cuda", "cpu"))
+    for key, value, least in (
+        ("nodes", o.nodes, 1),
+        ("gpus_per_node", o.gpus_per_node, 1),
+        ("gpu_memory_gib", o.gpu_memory_gib, 0),
+        ("samples_per_epoch", o.samples_per_epoch, 0),
+        ("text_tokens", o.text_tokens, 0),
+        ("peak_tflops", o.peak_tflops, 0),
+        ("images_per_second", o.images_per_second, 0),
+    ):
+        if not least <= value < float("inf"):
+            raise UserError(f"{key} is {value}.", f"Set it to {least} or more.")
+    if not 0 < o.efficiency <= 1:
+        raise UserError(f"efficiency is {o.efficiency}.", "Set it to a share between 0 and 1, such as 0.35.")
+    check(replace(o, engine=replace(o.engine, accumulation=1)), 1)  # everything but who gets which rows
+    if o.engine.accumulation < 1:
+        raise UserError(f"engine.accumulation is {o.engine.accumulation}.", "Set it to 1 or more.")
+    warnings = []
+    try:
+        check(o, o.world_size)
+    except UserError as error:
+        warnings.append(f"{error.what} {error.remedy}")
+    from pretrain.stream.order import default_lanes
+
+    lanes = o.data.lanes or default_lanes(o.batch_size)
+    if o.batch_size % lanes:
+        warnings.append(f"{lanes} lanes do not divide the global batch of {o.batch_size}. Change data.lanes.")
+    elif lanes % o.world_size:
+        fits = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        warnings.append(
+            f"{o.world_size} ranks cannot share the data's {lanes} lanes evenly. "
+            f"Take one of {', '.join(map(str, fits))} ranks, or data.lanes that {o.world_size} divides."
+        )
+    return warnings
+
+
+def count_data(o: Plan) -> dict[str, Any]:
+    """Samples, steps and, where the shards are here, bytes; rounded as the stream and the trainer round."""
+    size, per_sample = o.samples_per_epoch, None
+    if not size:
+        from probemb.data.shards.samples import read_index
+
+        try:
+            corpora = [read_index(path) for path in o.train_paths]
+        except UserError as error:
+            if o.samples:
+                corpora = []  # the length of the run is given, and an epoch is only for information
+            else:
+                raise UserError(
+                    error.what,
+                    "Where the shards are not on this machine, pass --samples-per-epoch with the number of samples.",
+                ) from None
+        weights = o.data.weights or [1.0] * len(corpora)
+        counts = [sum(shard.samples for shard in shards) for shards in corpora]
+        size = sum(int(weight * count + 0.5) for weight, count in zip(weights, counts))
+        if size:
+            read = [weight * sum(s.bytes for s in shards) for weight, shards in zip(weights, corpora)]
+            per_sample = sum(read) / size
+    steps_per_epoch = size // o.batch_size
+    steps = o.samples // o.batch_size if o.samples else int(o.epochs * steps_per_epoch)
+    if steps < 1:
+        raise UserError(
+            f"The run would have no step: an epoch has {steps_per_epoch}, each of {o.batch_size} samples.",
+            "Lower batch_size, or raise epochs or samples.",
+        )
+    return {
+        "samples_per_epoch": size or None,
+        "steps_per_epoch": steps_per_epoch or None,
+        "epochs": steps / steps_per_epoch if steps_per_epoch else None,
+        "steps": steps,
+        "samples": steps * o.batch_size,
+        "bytes_per_sample": per_sample,
+    }
+
+
+def images_per_second(o: Plan, work: dict[str, float]) -> float | None:
+    """Over all ranks: as measured, or as the arithmetic takes; None if neither can be said."""
+    if o.images_per_second:
+        return o.images_per_second
+    if o.peak_tflops:
+        return o.world_size * o.peak_tflops * 1e12 * o.efficiency / (work["executed_per_step"] / o.batch_size)
+    return None
+
+
+def time_needed(o: Plan, work: dict[str, float], steps: int) -> dict[str, Any]:
+    """FLOPs of a step over all ranks, and time."""
+    speed = images_per_second(o, work)
+    seconds = o.batch_size / speed if speed else None
+    return {
+        "flops_per_step": work["executed_per_step"],
+        "model_flops_per_step": work["model_per_step"],
+        "flops_per_pair": work["model_per_step"] / o.batch_size,
+        "images_per_second": speed,
+        "images_per_second_is": ("measured" if o.images_per_second else "computed") if speed else None,
+        "peak_tflops": o.peak_tflops or None,
+        "efficiency": o.efficiency if o.peak_tflops and not o.images_per_second else None,
+        "seconds_per_step": seconds,
+        "hours": seconds * steps / 3600 if seconds else None,
+        "gpu_hours": seconds * steps / 3600 * o.world_size if seconds else None,
+    }
+
+
+def loader(o: Plan, work: dict[str, float], data: dict[str, Any]) -> dict[str, Any]:
+    """What the data must deliver so that no step waits for it."""
+    speed = images_per_second(o, work)
+    workers = max(1, o.data.workers)
+    return {
+        "images_per_second": speed,
+        "images_per_second_per_node": speed / o.nodes if speed else None,
+        "images_per_second_per_worker": speed / (o.world_size * workers) if speed else None,
+        "workers_per_rank": o.data.workers,
+        "bytes_per_second": speed * data["bytes_per_sample"] if speed and data["bytes_per_sample"] else None,
+        "bytes_of_all_shards_per_epoch": int(data["bytes_per_sample"] * data["samples_per_epoch"])
+        if data["bytes_per_sample"]
+        else None,
+    }
+
+
+def disk(o: Plan, model) -> dict[str, int]:
+    """A checkpoint (weights, two moments, random states), model/, and what the run folder grows to."""
+    weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    moments = 2 * 4 * sum(p.numel() for p in model.parameters())
+    checkpoint = weights + moments + RANDOM_STATE * o.world_size
+    return {
+        "checkpoint": checkpoint,
+        "model_folder": weights,
+        "keep_checkpoints": o.keep_checkpoints,
+        # One more than are kept while the next is written, and model/ beside the one that it replaces.
+        "run_folder": (o.keep_checkpoints + 1) * checkpoint + 2 * weights,
+    }
+
+
+def _memory(m) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(m)

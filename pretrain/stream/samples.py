@@ -1,0 +1,213 @@
+"""From slots to rows of a batch: read, decode, transform, tokenise; and what stands in for an unusable sample.
+
+Everything is a function of the seed and the slot: the caption that is drawn and the random numbers that the transform
+uses do not depend on the rank, on the worker, or on what was read before.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from pretrain.stream.jpeg_draft import CropDraft
+from pretrain.stream.open_shards import OpenShards
+from pretrain.stream.order import Order, draw
+from probemb.data.randomness import isolated_randomness, seed_all
+from probemb.data.remote.cache import ShardCache
+from probemb.data.shards.samples import BadSample, Shard, decode_image, parse_sample
+from probemb.errors import UserError
+
+_CAPTION, _TRANSFORM = 11, 12  # what a random number is for
+_SEARCH_LIMIT = 20_000  # samples tried in place of a bad one before the data is given up
+_LONGEST_REASON = 300
+
+
+class Rows(NamedTuple):
+    """Rows of a batch, tensors that are filled in place."""
+
+    images: torch.Tensor  # (b, 3, H, W) float32
+    tokens: torch.Tensor  # (b, L) int64
+    slots: torch.Tensor  # (b, 2) int64: shard and index of the slot
+    replaced: torch.Tensor  # (b,) bool: another sample stands in for the one of the slot
+
+    def part(self, start: int, stop: int) -> "Rows":
+        """Views of rows [start, stop)."""
+        return Rows(*(tensor[start:stop] for tensor in self))
+
+
+class Report(NamedTuple):
+    """What is known of some rows besides their tensors."""
+
+    keys: list[str]  # "shard/key" of the sample that each row shows
+    failures: list[tuple[int, str]]  # shard and reason for every slot whose own sample cannot be used
+
+
+class _Example(NamedTuple):
+    image: torch.Tensor
+    tokens: torch.Tensor
+    key: str
+
+
+class SampleMaker:
+    """Makes rows [start, stop) of every global batch.
+
+    Args:
+        order, shards: which samples, and where they are.
+        labels: of the shards, for people.
+        transform: PIL image -> (3, H, W) float32; may use the global random numbers of torch, numpy and Python.
+        tokenizer: list of n strings -> (n, L) int64.
+        caption: "random" or "first" of a sample's captions.
+        draft: see `CropDraft`.
+        cache: where remote shards are put; None if there are none.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        shards: Sequence[Shard],
+        labels: Sequence[str],
+        start: int,
+        stop: int,
+        *,
+        transform: Callable[[Image.Image], torch.Tensor],
+        tokenizer: Callable[[list[str]], torch.Tensor],
+        caption: str = "random",
+        draft: bool = False,
+        cache: ShardCache | None = None,
+    ):
+        self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
+        self.transform, self.tokenizer, self.caption = transform, tokenizer, caption
+        self._draft = CropDraft(transform) if draft else None
+        self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
+        self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache)
+        self._remote = cache is not None
+        self._epoch = -1
+        self._good = np.full((stop - start, 2), -1, np.int64)  # step and row of each row's stand-in, once known
+
+    def shapes(self) -> tuple[tuple[int, ...], int]:
+        """(3, H, W) of a transformed image, and L of the tokens, found by trying.
+
+        Raises:
+            UserError: if the transform's or tokenizer's result is not of the kind that a batch holds.
+        """
+        with isolated_randomness():
+            seed_all(0)
+            image = self.transform(Image.new("RGB", (256, 256)))
+        tokens = torch.as_tensor(self.tokenizer(["a"]))
+        if not isinstance(image, torch.Tensor) or image.dtype != torch.float32 or image.ndim != 3:
+            raise UserError(
+                "The transform does not turn an image into a float32 tensor of three dimensions.",
+                "Use the transforms that belong to the model.",
+            )
+        if tokens.dtype != torch.int64 or tokens.ndim != 2 or len(tokens) != 1:
+            raise UserError(
+                "The tokenizer does not turn n captions into an (n, L) int64 tensor.",
+                "Use the tokenizer that belongs to the model.",
+            )
+        return tuple(image.shape), tokens.shape[1]
+
+    def fill(self, samples_seen: int, rows: Rows, while_waiting: Callable[[], None] | None = None) -> Report:
+        """Fill these rows of the global batch that follows after `samples_seen` samples.
+
+        Uses up the global random numbers of the process: see `isolated_randomness`. `while_waiting`: see `OpenShards`.
+        """
+        self._open.while_waiting = while_waiting
+        epoch, step = self.order.locate(samples_seen)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._good.fill(-1)
+        if self._remote:
+            self._prepare(epoch, step)
+        report = Report([], [])
+        slots = self.order.rows(epoch, step, self.start, self.stop)
+        rows.slots.copy_(torch.from_numpy(np.stack([slots.shard, slots.index], axis=1)))
+        for i, (shard, index, visit) in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
+            try:
+                example = self._example(shard, index, visit)
+                rows.replaced[i] = False
+                self._good[i] = step, self.start + i
+            except BadSample as error:
+                report.failures.append((shard, printable(str(error))))
+                example = self._stand_in(epoch, step, i)
+                rows.replaced[i] = True
+            if example.image.shape != rows.images.shape[1:]:
+                shapes = tuple(example.image.shape), tuple(rows.images.shape[1:])
+                raise UserError(
+                    f"The transform gave an image of shape {shapes[0]} where others have {shapes[1]}.",
+                    "Use a transform that crops or resizes every image to the same size.",
+                )
+            rows.images[i].copy_(example.image)
+            rows.tokens[i].copy_(example.tokens)
+            report.keys.append(example.key)
+        return report
+
+    def close(self) -> None:
+        """Close the shards."""
+        self._open.close()
+
+    def _prepare(self, epoch: int, step: int) -> None:
+        """Have the shards of all lanes fetched, and then those that the lanes will come to next."""
+        ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in self._lanes]
+        self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
+
+    def _example(self, shard: int, index: int, visit: int) -> _Example:
+        reader = self._open.get(self.shards[shard])
+        if index >= len(reader):
+            raise BadSample(f"sample {index}: the shard holds only {len(reader)} samples")
+        key, parts = reader.read(index)
+        try:
+            sample = parse_sample(parts, key)
+            seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
+            image = decode_image(sample.image, self._draft and partial(self._draft.needed, seed=seed))
+            which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
+            caption = sample.captions[which if self.caption == "random" else 0]
+            seed()
+            return _Example(*self._tensors(image, caption), printable(f"{self.labels[shard]}/{key}"))
+        except BadSample as error:
+            raise BadSample(f"{key}: {error}") from None
+
+    def _tensors(self, image: Image.Image, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0]
+        except (UserError, MemoryError):
+            raise
+        except (
+            Exception
+        ) as error:  # an odd image or caption must not stop a run; a wrong transform fails on all of them
+            raise BadSample(f"the transform or tokenizer failed ({type(error).__name__}: {error})") from None
+
+    def _stand_in(self, epoch: int, step: int, i: int) -> _Example:
+        """The last good sample of the same row in this epoch, just as it was; before the first good one, that one.
+
+        The row rather than the lane: a lane's last sample may be in this very batch, where a repeat would be a
+        false negative. Reading it again, instead of keeping it, makes the answer the same after a restart. A row
+        without any good sample, as tiny data may have, takes the first good one of the next row that has one.
+        """
+        order, row = self.order, self.start + i
+        known = [tuple(self._good[i].tolist())] if self._good[i, 0] >= 0 else []
+        same_row = ((other, row) for other in chain(range(step - 1, -1, -1), range(step + 1, order.steps)))
+        next_rows = ((s, (row + d) % order.batch_size) for d in range(1, order.batch_size) for s in range(order.steps))
+        tried, last = 0, ""
+        for other in islice(chain(known, same_row, next_rows), _SEARCH_LIMIT):
+            shard, index, visit = (int(column[0]) for column in order.rows(epoch, other[0], other[1], other[1] + 1))
+            try:
+                example = self._example(shard, index, visit)
+            except BadSample as error:
+                tried, last = tried + 1, f"{self.labels[shard]}: {error}"
+                continue
+            self._good[i] = other
+            return example
+        raise UserError(
+            f"Not one of the {tried} samples tried in place of a bad one can be used (the last: {printable(last)}).",
+            "Check the shards: most of what is in them is damaged or has no captions.",
+        )
+
+
+def printable(text: str) -> str:
+    """Names in a tar may hold anything, also what a terminal obeys or a log cannot encode."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"

@@ -1,0 +1,330 @@
+"""The stream of training batches: a pure function of the data, the seed and the position.
+
+    stream = Stream(read_index("data/cc3m"), batch_size=1024, transform=train, tokenizer=tokenizer, seed=0, workers=4)
+    for batch in stream:  # endless: epochs roll on
+        engine(batch.images, batch.tokens)
+
+`order.py` says which sample stands where. A rank owns a contiguous run of the lanes, which is a contiguous run of the
+rows of every global batch, and its workers share out these rows. So the global batches are the same for every world
+size that divides the lanes and for any number of workers, and the position is one integer, the samples seen.
+"""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+
+from pretrain.stream.order import Order
+from pretrain.stream.samples import Report, Rows, SampleMaker
+from pretrain.stream.workers import Team, shared_tensors
+from probemb.data.failures import Failure, Tally
+from probemb.data.randomness import isolated_randomness
+from probemb.data.remote.cache import GIB, Scratch, ShardCache
+from probemb.data.remote.sources import PATIENT, Fetch, Remote
+from probemb.data.shards.samples import Shard
+from probemb.errors import UserError, nearest
+
+CAPTIONS = ("random", "first")
+
+
+class Corpus(NamedTuple):
+    """Shards that belong together in a mixture, and how often an epoch goes through them (see `Order`)."""
+
+    shards: Sequence[Shard]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's rows of one global batch, b = batch_size / world_size.
+
+    images        (b, 3, H, W) float32
+    tokens        (b, L) int64
+    slots         (b, 2) int64: number of the shard, index of the sample in it
+    replaced      (b,) bool: the slot's own sample cannot be used, and another one stands in for it
+    keys          "shard/key" of the sample that is shown, for logs
+    samples_seen  the position after this batch, over all ranks: where to resume
+    """
+
+    images: torch.Tensor
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    replaced: torch.Tensor
+    keys: list[str]
+    samples_seen: int
+
+
+class Stream:
+    """Endless batches for one rank; see the module for what they depend on. An iterator, and a context that closes it.
+
+    Args:
+        shards: shards of one corpus, or a `Corpus` each for those to be mixed.
+        batch_size: the global batch, over all ranks.
+        transform: PIL image -> (3, H, W) float32. It may draw from the global random numbers of torch, numpy and
+            Python, which are seeded for every sample; their states in this process are left as they were.
+        tokenizer: list of n captions -> (n, L) int64.
+        seed: any integer.
+        lanes: see `Order`; None takes the largest divisor of the batch that is at most 64. A run keeps its lanes.
+        window: number of samples of a shard that are shuffled together.
+        rank, world_size: of this process; `world_size` divides `lanes`.
+        workers: processes that prepare batches ahead; 0 prepares them in this one.
+        start_samples: position to start from, a multiple of `batch_size`.
+        steps: number of batches after which to stop, None for no end.
+        caption: which of a sample's captions: "random" draws one anew in each epoch, "first" takes the first.
+        failure_share: the run stops when more than this share of this rank's samples cannot be used,
+        failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
+        prefetch: batches that workers prepare ahead, each of rows · (3·H·W·4 + L·8) bytes of shared memory.
+        pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
+        draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
+            enough pixels even then (see `CropDraft`): faster, but not the same to the last bit where it applies.
+        cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
+            temporary one that ends with the stream.
+        cache_gib: the largest size of either; it holds a shard for each lane of this machine, and the next one.
+        fetch: how patiently remote shards are fetched.
+
+    Attributes:
+        order: the `Order`: steps in an epoch, what is dropped.
+        samples_seen: the position after the last batch handed out, over all ranks.
+        rows: rows of every global batch that this rank gets, b.
+        failures: by label of the shard (see `labels_of`), what this rank could not use since the process started.
+        wait_seconds: time spent inside `next` so far.
+
+    Raises:
+        UserError: on construction for settings that do not fit each other or the data; from `next` when too many
+            samples cannot be used, or a worker was killed.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard] | Sequence[Corpus],
+        *,
+        batch_size: int,
+        transform: Callable[[Image.Image], torch.Tensor],
+        tokenizer: Callable[[list[str]], torch.Tensor],
+        seed: int = 0,
+        lanes: int | None = None,
+        window: int = 4096,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        start_samples: int = 0,
+        steps: int | None = None,
+        caption: str = "random",
+        failure_share: float = 0.05,
+        failure_minimum: int = 1000,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        draft: bool = False,
+        cache: str | None = None,
+        cache_gib: float = 100.0,
+        fetch: Fetch = PATIENT,
+    ):
+        if caption not in CAPTIONS:
+            raise UserError(
+                f"'{caption}' is no way to choose a caption.{nearest(caption, CAPTIONS)}", _one_of(CAPTIONS)
+            )
+        if workers < 0 or prefetch < 1:
+            raise UserError(
+                f"{workers} workers with a prefetch of {prefetch} batches cannot work.",
+                "Use 0 or more workers and a prefetch of at least 1.",
+            )
+        corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
+        self.shards = [shard for corpus in corpora for shard in corpus.shards]
+        for path, times in Counter(shard.path for shard in self.shards).items():
+            if times > 1:
+                raise UserError(
+                    f"The shard {path} is named {times} times.",
+                    "Name every shard once, and say with data.weights what is to be seen more often.",
+                )
+        self.order = Order(
+            [shard.samples for shard in self.shards],
+            batch_size=batch_size,
+            lanes=lanes,
+            window=window,
+            seed=seed,
+            corpus=[number for number, corpus in enumerate(corpora) for _ in corpus.shards],
+            weights=[corpus.weight for corpus in corpora],
+        )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}")
+        if self.order.lanes % world_size:
+            fits = [n for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0]
+            raise UserError(
+                f"{world_size} processes cannot share the data's {self.order.lanes} lanes evenly.",
+                f"Start {_listed(fits)} processes, or begin a new run with lanes that {world_size} divides.",
+            )
+        self.order.locate(start_samples)  # refuses a position inside a batch
+        self.samples_seen = start_samples
+        self.rows = batch_size // world_size
+        self._labels = labels_of(self.shards)
+        self.wait_seconds = 0.0
+        self._tally = Tally(failure_share, min(failure_minimum, self.order.steps * self.rows))
+        self._start, self._end = start_samples, None if steps is None else start_samples + steps * batch_size
+        self._caption, self._draft, self._pin = caption, draft, pin_memory
+
+        self._scratch, shard_cache = None, None
+        remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
+        if remote:
+            self._scratch = None if cache else Scratch()
+            folder = Path(cache) if cache else self._scratch.folder
+            shard_cache = ShardCache(folder, int(cache_gib * GIB), fetch)
+            largest = max(remote, key=lambda shard: shard.bytes)
+            if largest.bytes > shard_cache.limit:
+                raise UserError(
+                    f"{largest.path} has {largest.bytes / GIB:.2f} GiB, more than the cache of {cache_gib:g} GiB.",
+                    "Raise data.cache_gib to several times that, as each lane reads a shard of its own.",
+                )
+
+        parts = max(1, min(workers, self.rows))
+        cuts = [self.rows * i // parts for i in range(parts + 1)]
+        first_row = rank * self.rows
+        self._parts = list(pairwise(cuts))
+        self._makers = [
+            SampleMaker(
+                self.order,
+                self.shards,
+                self._labels,
+                first_row + start,
+                first_row + stop,
+                transform=transform,
+                tokenizer=tokenizer,
+                caption=caption,
+                draft=draft,
+                cache=shard_cache,
+            )
+            for start, stop in self._parts
+        ]
+        image, length = self._makers[0].shapes()
+        self._kinds = (
+            ((self.rows, *image), torch.float32),
+            ((self.rows, length), torch.int64),
+            ((self.rows, 2), torch.int64),
+            ((self.rows,), torch.bool),
+        )
+        self._prefetch = prefetch if workers else 0
+        self._ring: list[Rows] = []
+        self._team: Team | None = None
+        self._closed = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self.order.locate(self.samples_seen)[0]
+
+    @property
+    def identity(self) -> dict[str, int | str]:
+        """What the order of the samples depends on; a run must be resumed with the same."""
+        digest = hashlib.sha256()
+        for shard, corpus in zip(self.shards, self.order.corpus.tolist(), strict=True):
+            weight = self.order.weights[corpus]
+            digest.update(f"{shard.name}\0{shard.samples}\0{shard.bytes}\0{corpus}\0{weight}\n".encode())
+        order = self.order
+        return {
+            "corpus": digest.hexdigest()[:16],
+            "batch_size": order.batch_size,
+            "lanes": order.lanes,
+            "window": order.window,
+            "seed": order.seed,
+            "caption": self._caption,
+        }
+
+    def start(self) -> None:
+        """Start the workers now, not with the first batch: forking is safest before a GPU or network is in use."""
+        if self._team is None and self._prefetch and not self._closed:
+            self._ring = [Rows(*shared_tensors(*self._kinds)) for _ in range(self._prefetch)]
+            self._team = Team([partial(self._job, part) for part in range(len(self._parts))], ahead=self._prefetch)
+
+    def close(self) -> None:
+        """End the workers and close the shards; also happens by itself when the stream is dropped."""
+        self._closed = True
+        if self._team is not None:
+            self._team.close()
+        for maker in self._makers:
+            maker.close()
+        if self._scratch is not None:
+            self._scratch.close()
+        self._ring = []
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Batch:
+        return self.load()
+
+    def load(self, while_waiting: Callable[[], None] | None = None) -> Batch:
+        """The next batch. `while_waiting` is called about every half second that it is not there.
+
+        Whatever is raised, by `while_waiting` too, closes the stream; `samples_seen` is then the position before the
+        batch that never came. Raises StopIteration after the last one, and what `Team.collect` and the reader raise.
+        """
+        if self._closed or self.samples_seen == self._end:
+            self.close()
+            raise StopIteration
+        began = time.perf_counter()
+        try:
+            self.start()
+            rows = Rows(*(torch.empty(shape, dtype=dtype, pin_memory=self._pin) for shape, dtype in self._kinds))
+            if self._team is None:
+                with isolated_randomness():
+                    reports = [self._makers[0].fill(self.samples_seen, rows, while_waiting)]
+            else:
+                reports = self._team.collect(while_waiting)
+                step = (self.samples_seen - self._start) // self.order.batch_size
+                for tensor, ready in zip(rows, self._ring[step % self._prefetch], strict=True):
+                    tensor.copy_(ready)
+                self._team.release()
+            self._count(reports)
+        except BaseException:
+            self.close()
+            raise
+        self.samples_seen += self.order.batch_size
+        self.wait_seconds += time.perf_counter() - began
+        return Batch(*rows, [key for report in reports for key in report.keys], self.samples_seen)
+
+    def _job(self, part: int, step: int) -> Report:
+        """In a worker: fill its rows of the step's place in the ring."""
+        rows = self._ring[step % self._prefetch].part(*self._parts[part])
+        return self._makers[part].fill(self._start + step * self.order.batch_size, rows)
+
+    @property
+    def failures(self) -> dict[str, Failure]:
+        return self._tally.failures
+
+    def _count(self, reports: list[Report]) -> None:
+        failures = ((self._labels[number], reason) for report in reports for number, reason in report.failures)
+        if self._tally.add(self.rows, failures):
+            t = self._tally
+            named = "; ".join(f"{name}: {failure.count}, last {failure.reason}" for name, failure in t.worst())
+            raise UserError(
+                f"{t.failed} of {t.read} samples cannot be used ({t.failed / t.read:.1%}, allowed are {t.share:.1%}); "
+                f"the worst shards are {named}.",
+                "Repair these shards or leave them out, or allow a larger failure share.",
+            )
+
+
+def labels_of(shards: Sequence[Shard]) -> list[str]:
+    """What people read of each shard: its name, or its whole path where several corpora have one of that name."""
+    counts = Counter(shard.name for shard in shards)
+    return [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in shards]
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"Use one of: {', '.join(names)}."
+
+
+def _listed(numbers: list[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

@@ -1,0 +1,179 @@
+"""What all readers of captioned images share: the set itself, its entries, splits, and annotation files."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from probemb.data.image_loader import Images
+from probemb.errors import UserError, nearest
+
+SPLIT_NAMES = {"dev": "val", "valid": "val", "validation": "val"}  # other names of a split
+SPLIT_PARTS = {"train": ("train", "restval")}  # COCO's restval: images of val2014 that Karpathy gave to training
+MAX_ID = 2**63 - 1
+MAX_FILE_BYTES = 1 << 30  # of an annotation file, unpacked
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """N images and their captions.
+
+    Attributes:
+        captions: for each image its captions, at least one.
+        image_ids: COCO's id of each image where it is known, elsewhere a name; no two are equal.
+        caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None where they are not known.
+        scenes: for each image (scene, captions with what they state), where the data is the embedded world; else None.
+        split: the one that was asked for, None for all there is.
+        source: the path given, for messages.
+        located: where the images lie; None if they are not all here.
+        missing: paths or ids of images that are not here.
+    """
+
+    captions: list[list[str]]
+    image_ids: list[int | str]
+    caption_ids: list[list[int]] | None = None
+    scenes: list[tuple] | None = None
+    split: str | None = None
+    source: str = ""
+    located: Images | None = None
+    missing: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    @property
+    def images(self) -> Images:
+        """Where the images lie. Raises UserError if any is not here: the captions can still be used alone."""
+        if self.located is None:
+            raise missing_images(self.source, self.missing, len(self))
+        return self.located
+
+    @property
+    def n_captions(self) -> int:
+        """Number of captions of all images together, M."""
+        return sum(map(len, self.captions))
+
+    def flat(self) -> list[str]:
+        """All M captions, image after image."""
+        return [text for texts in self.captions for text in texts]
+
+    def owner(self) -> list[int]:
+        """For each of the M captions the index of its image."""
+        return [index for index, texts in enumerate(self.captions) for _ in texts]
+
+
+class Entry(NamedTuple):
+    """One image as an annotation file describes it: what its readers hand to `assemble`."""
+
+    id: int | str
+    captions: list[str]
+    caption_ids: list[int] | None = None
+
+
+def split_name(name: str) -> str:
+    """The name of a split as it is used here: "val" for "dev" and "validation"."""
+    return SPLIT_NAMES.get(name, name)
+
+
+def choose_split(split: str | None, known: Iterable[str], source: str) -> tuple[str, ...]:
+    """The parts that a split consists of; all for None. Raises UserError if there is none, naming those there are."""
+    known = list(dict.fromkeys(known))
+    if split is None:
+        return tuple(known)
+    parts = tuple(part for part in SPLIT_PARTS.get(split, (split,)) if part in known)
+    if not parts:
+        there = f"only {listed(sorted(known))}" if known else "none at all"
+        raise UserError(
+            f"{source} has no split '{split}', {there}.{nearest(split, known)}",
+            "Name one of these splits." if known else "Leave the split out to take all that there is.",
+        )
+    return parts
+
+
+def missing_images(source: str, missing: Sequence[str], total: int) -> UserError:
+    """What to say where images are asked for and not all of them are here."""
+    return UserError(
+        f"{len(missing)} of the {total} images of {source} are not here, the first is {missing[0]}.",
+        "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
+    )
+
+
+def assemble(
+    entries: Sequence[Entry], *, source: str, split: str | None, located: Images | None = None,
+    missing: Sequence[str] = (), scenes: list[tuple] | None = None,
+) -> Captioned:  # fmt: skip
+    """A `Captioned` of entries that belong to it. Raises UserError: nothing there, no caption, ids twice."""
+    for entry in entries:
+        if not entry.captions:
+            raise UserError(
+                f"The image {entry.id} of {source} has no caption.", "Give it one, or take it out of the annotations."
+            )
+    if not entries:
+        raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
+    check_unique((entry.id for entry in entries), "image id", source)
+    ids = None
+    if all(entry.caption_ids is not None for entry in entries):
+        ids = [list(entry.caption_ids) for entry in entries]
+        check_unique((number for row in ids for number in row), "caption id", source)
+    return Captioned(
+        captions=[entry.captions for entry in entries],
+        image_ids=[entry.id for entry in entries],
+        caption_ids=ids,
+        scenes=scenes,
+        split=split,
+        source=source,
+        located=located,
+        missing=tuple(missing),
+    )
+
+
+def check_unique(ids: Iterable[int | str], what: str, source: str) -> None:
+    """Raises UserError if an id occurs twice."""
+    seen: set[int | str] = set()
+    for one in ids:
+        if one in seen:
+            raise UserError(f"{source} has two entries with the {what} {one}.", "Remove one of them.")
+        seen.add(one)
+
+
+def is_id(value: object) -> bool:
+    """Whether a value of a json can be an id of COCO: a whole number from 0 on, of 63 bits at most."""
+    return type(value) is int and 0 <= value <= MAX_ID
+
+
+def read_text(path: Path) -> bytes:
+    """The content of an annotation file, unpacked if it is gzipped. Raises UserError: not readable, or too large."""
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} is not a regular file.", "Name the annotation file itself.")
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, EOFError) as error:
+        why = getattr(error, "strerror", None) or "the gzip data is damaged or cut off"
+        raise UserError(f"{path} cannot be read: {why}.", "Check the file, or fetch it again.") from None
+    except Exception as error:  # zlib's own errors
+        raise UserError(f"{path} cannot be unpacked: {error}.", "Fetch the file again.") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"{path} has more than {MAX_FILE_BYTES >> 30} GiB.", "Name an annotation file with captions.")
+    return content
+
+
+def only_file(files: Sequence[Path], path: Path, what: str) -> Path:
+    """The one file that is meant. Raises UserError if there are none or several."""
+    if len(files) != 1:
+        named = ", ".join(file.name for file in files[:4])
+        raise UserError(
+            f"{path} holds {len(files)} files that could be meant by {what}{': ' if named else ''}{named}.",
+            "Name one of the files itself, or a split." if files else "Name a file with captions.",
+        )
+    return files[0]
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

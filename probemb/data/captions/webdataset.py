@@ -1,0 +1,147 @@
+"""Captions in webdataset shards: KEY.jpg beside KEY.txt or KEY.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from probemb.data.captions.dataset import Captioned, Entry, assemble, choose_split, is_id, split_name
+from probemb.data.image_loader import Images, Place, find_tars
+from probemb.data.labelled.images import CLASS_FILES
+from probemb.data.shards.samples import (
+    IMAGE_EXTENSIONS,
+    TEXT_EXTENSIONS,
+    BadSample,
+    BadShard,
+    Sample,
+    SampleSpan,
+    group_members,
+    parse_sample,
+    read_sample,
+    walk_tar,
+)
+from probemb.errors import UserError
+
+_SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
+
+
+def read_shards(data: str | Path, split: str | None) -> Captioned:
+    """Images and captions of shards.
+
+    KEY.json may say "image_id" or "cocoid", and "caption_ids" in the order of its captions, or each caption as
+    {"id", "caption"}. What cannot be used is in `images.bad`, with its name and the reason.
+
+    Raises:
+        UserError: no shards, no such split, damaged shards, or no captioned image in them.
+    """
+    tars = _find(data, split)
+    images, entries, metas = Images(places=[], source=str(data)), [], []
+    for tar in tars:
+        prefix = f"{tar.name}:" if len(tars) > 1 else ""
+        try:
+            spans = list(group_members(walk_tar(tar)))
+        except BadShard as error:
+            raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
+        with open(tar, "rb") as file:
+            for span in spans:
+                name = prefix + span.key
+                image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
+                words = {ext: span.parts[ext] for ext in TEXT_EXTENSIONS if ext in span.parts}
+                if not words:
+                    continue
+                try:
+                    sample = _sample(file.fileno(), span, words)
+                    entry = _entry(sample, span.key)
+                except BadSample as error:
+                    if image is not None:
+                        images.bad.append((name, str(error)))
+                    continue
+                if image is None:
+                    images.bad.append((name, "there are captions, but no image"))
+                    continue
+                entries.append(entry)
+                images.places.append(Place(name, str(tar), image.offset, image.size))
+                metas.append(sample.meta)
+    if not entries:
+        why = f" ({images.bad[0][0]}: {images.bad[0][1]})" if images.bad else ""
+        raise UserError(
+            f"{data} holds no image with a caption{why}.", "Name shards with KEY.txt or KEY.json beside each image."
+        )
+    if len({entry.id for entry in entries}) < len(entries):  # keys are unique in a tar
+        entries = [
+            entry._replace(id=place.name) if isinstance(entry.id, str) else entry
+            for entry, place in zip(entries, images.places)
+        ]
+    scenes = read_scenes(metas, [entry.captions for entry in entries])
+    return assemble(entries, source=str(data), split=split, located=images, scenes=scenes)
+
+
+def _find(data: str | Path, split: str | None) -> list[Path]:
+    path, tars = Path(data), find_tars(data)
+    if not tars and path.is_dir():
+        folders = {
+            split_name(folder.name): folder
+            for folder in sorted(path.iterdir())
+            if any(folder.glob("*.tar")) and not any((folder / name).exists() for name in CLASS_FILES)  # no captions
+        }
+        if split is not None and folders:
+            chosen = choose_split(split, folders, str(data))
+            return [tar for part in chosen for tar in find_tars(folders[part])]
+        if folders:
+            raise UserError(
+                f"{data} holds the splits {', '.join(folders)}.",
+                f"Name one of them, or a folder of shards such as {next(iter(folders.values()))}.",
+            )
+    if not tars:
+        what = "holds no webdataset shards" if path.is_dir() else "does not exist"
+        raise UserError(
+            f"The data path {data} {what}.",
+            "Name shards with captions, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
+        )
+    if split is None or (path.is_dir() and split_name(path.resolve().name) == split):
+        return tars
+    named = [(found and split_name(found[1]), tar) for tar in tars for found in [_SPLIT_OF_TAR.match(tar.name)]]
+    chosen = choose_split(split, (name for name, _ in named if name), str(data))
+    return [tar for name, tar in named if name in chosen]
+
+
+def _sample(fd: int, span: SampleSpan, words: dict) -> Sample:
+    return parse_sample({"jpg": b"-", **read_sample(fd, span._replace(parts=words))}, span.key)
+
+
+def _entry(sample: Sample, key: str) -> Entry:
+    meta = sample.meta
+    number = next((meta[key] for key in ("image_id", "cocoid") if meta.get(key) is not None), None)
+    if number is not None and not is_id(number):
+        raise BadSample("the image_id of the json is not a whole number from 0 on")
+    told, ids = meta.get("captions"), meta.get("caption_ids")
+    if ids is None and told and all(isinstance(one, dict) and "id" in one for one in told):
+        ids = [one["id"] for one in told]
+    if ids is not None:
+        if not isinstance(ids, list) or not all(map(is_id, ids)):
+            raise BadSample("the caption_ids of the json are not a list of whole numbers from 0 on")
+        if told and len(ids) == len(told):  # empty captions were dropped
+            texts = [one["caption"] if isinstance(one, dict) else one for one in told]
+            ids = [one for one, text in zip(ids, texts) if text.strip()]
+        if len(ids) != len(sample.captions):
+            raise BadSample(f"there are {len(ids)} caption_ids for {len(sample.captions)} captions")
+    return Entry(key if number is None else number, sample.captions, ids)
+
+
+def read_scenes(metas: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
+    """(scene, captions) of each sample of the embedded world; None if any sample is not of it."""
+    from probemb.data.scenes.scenes import sample_from_json
+
+    found = []
+    for meta, captions in zip(metas, texts):
+        if "scene" not in meta:
+            return None
+        try:
+            scene, told = sample_from_json(meta)
+        except (TypeError, ValueError, AttributeError):
+            return None
+        if [caption.text for caption in told] != list(captions):
+            return None
+        found.append((scene, told))
+    return found

@@ -1,0 +1,216 @@
+"""Reading images where they lie: files, or byte ranges of a tar, decoded in worker processes.
+
+What cannot be read is counted and named; above a stated share it stops the command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from glob import glob
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from probemb.data.shards.samples import MAX_IMAGE_BYTES, BadSample, decode_image, read_index
+from probemb.data.workers import make_loader, read
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+MAX_PATTERN_FILES = 100_000
+
+
+class Place(NamedTuple):
+    """Where the bytes of one image lie; size -1 = the whole file. `name` is unique within the data."""
+
+    name: str
+    file: str
+    offset: int = 0
+    size: int = -1
+
+
+@dataclass(kw_only=True)
+class Images:
+    """Images that have been found but not decoded.
+
+    Attributes:
+        places: where each image lies.
+        source: the path given, for messages.
+        bad: (name, reason) of samples that were passed over while listing.
+    """
+
+    places: list[Place]
+    source: str
+    bad: list[tuple[str, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def open(self, index: int) -> Image.Image:
+        """Decode one image to RGB. Raises BadSample."""
+        place = self.places[index]
+        try:
+            fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would be waited for
+        except OSError as error:
+            raise BadSample(f"cannot be opened ({error.strerror})") from None
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadSample("is not a regular file")
+            size = status.st_size if place.size < 0 else place.size
+            if size > MAX_IMAGE_BYTES:
+                raise BadSample(f"has {size:,} bytes")
+            return decode_image(os.pread(fd, size, place.offset))
+        finally:
+            os.close(fd)
+
+
+def find_tars(data: str | Path) -> list[Path]:
+    """Tars of a folder (those of its index.json, if there is one), of a pattern with wildcards and braces, or one tar.
+
+    An evaluation reads everything in order, so it needs no index. Empty where there is none. Raises UserError where
+    some of what the braces name is there, and some is not.
+    """
+    path = Path(data)
+    if path.is_dir():
+        if (path / "index.json").is_file():
+            return [shard.path for shard in read_index(path)]
+        return sorted(path.glob("*.tar"))
+    if path.is_file():
+        return [path]
+    from braceexpand import UnbalancedBracesError, braceexpand
+
+    names = [str(data)]
+    if "{" in names[0]:
+        try:
+            names = list(islice(braceexpand(names[0]), MAX_PATTERN_FILES))
+        except UnbalancedBracesError as error:
+            raise UserError(f"The braces of {data} do not pair up.", "Write a range, as in {00000..00009}.") from error
+    found = [[name] if os.path.isfile(name) else sorted(glob(name)) for name in names]
+    missing = [name for name, tars in zip(names, found) if not tars]
+    if 0 < len(missing) < len(names):
+        raise UserError(
+            f"{len(missing):,} of the {len(names):,} names in {data} do not exist, {missing[0]} for one.",
+            "Fetch what is missing, or correct the range.",
+        )
+    return [Path(tar) for tars in found for tar in tars]
+
+
+def in_both(these: Images, those: Images) -> list[str]:
+    """Names of images of `these` whose bytes are also in `those`: of equal size, and alike in their last 4 KiB."""
+    ends = {_end(place) for place in those.places} - {None}
+    return [place.name for place in these.places if _end(place) in ends]
+
+
+def _end(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
+    """Size and digest of an image's last bytes; None where it cannot be read."""
+    try:
+        fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        size = os.fstat(fd).st_size if place.size < 0 else place.size
+        read = min(size, length)
+        return size, hashlib.blake2b(os.pread(fd, read, place.offset + size - read), digest_size=16).digest()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+class _Decoded:
+    """Map-style data set for a DataLoader: index -> (index, pixels or the reason why there are none)."""
+
+    def __init__(self, images: Images, transform: Callable):
+        self.images, self.transform = images, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int):
+        try:
+            image = self.images.open(index)
+        except BadSample as error:
+            return index, None, str(error)
+        try:
+            return index, self.transform(image), ""
+        except Exception as error:  # one image must not end an evaluation
+            return index, None, f"cannot be transformed ({type(error).__name__})"
+
+
+def _collate(rows: list):
+    import torch
+
+    good = [(index, pixels) for index, pixels, _ in rows if pixels is not None]
+    bad = [(index, why) for index, pixels, why in rows if pixels is None]
+    return [index for index, _ in good], torch.stack([pixels for _, pixels in good]) if good else None, bad
+
+
+class ImageBatches:
+    """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` say which those were.
+
+    Raises:
+        UserError: while iterating, as soon as more than `max_bad` of all images cannot be used; says which `option`
+            allows more.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        transform: Callable,
+        batch_size: int,
+        workers: int = 0,
+        max_bad: float = 0.05,
+        option: str = "--max-bad",
+    ):
+        self.images, self.transform, self.option = images, transform, option
+        self.batch_size, self.workers, self.max_bad = batch_size, workers, max_bad
+        self.kept: list[int] = []
+        self.bad = list(images.bad)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        import torch
+
+        self.kept.clear()
+        self.bad[:] = self.images.bad
+        self._refuse_too_many()
+        loader = make_loader(
+            _Decoded(self.images, self.transform),
+            self.workers,
+            batch_size=self.batch_size,
+            collate_fn=_collate,
+            pin_memory=torch.cuda.is_available(),
+        )
+        with closing(read(loader)) as batches:
+            for kept, pixels, bad in batches:
+                self.kept += kept
+                self.bad += [(self.images.places[index].name, why) for index, why in bad]
+                self._refuse_too_many()
+                if pixels is not None:
+                    yield pixels
+
+    def _refuse_too_many(self) -> None:
+        total = len(self.images) + len(self.images.bad)
+        if len(self.bad) > self.max_bad * total:
+            shown = "; ".join(f"{name}: {why}" for name, why in self.bad[:3])
+            raise UserError(
+                f"{len(self.bad)} of {total} images of {self.images.source} cannot be used ({shown}).",
+                f"Repair the data, or allow more than {self.max_bad:.0%} with {self.option}.",
+            )
+
+
+def describe_bad(bad: Iterable[tuple[str, str]], limit: int = 10) -> str:
+    """One sentence on the images that were left out, or "" if there were none."""
+    bad = list(bad)
+    if not bad:
+        return ""
+    shown = "; ".join(f"{json.dumps(name, ensure_ascii=False)[1:-1]} ({why})" for name, why in bad[:limit])
+    return f"{len(bad)} image{'s' if len(bad) > 1 else ''} left out: {shown}{'; …' if len(bad) > limit else ''}"

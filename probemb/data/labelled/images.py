@@ -1,0 +1,249 @@
+"""Labelled images: class folders, webdataset shards, or a tar of either; and what their labels mean."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from probemb.data.image_loader import Images, Place, find_tars
+from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes
+from probemb.data.shards.samples import IMAGE_EXTENSIONS, BadSample, BadShard, group_members, parse_sample, walk_tar
+from probemb.errors import UserError, nearest
+
+WNID = re.compile(r"n\d{8}")
+CLASS_FILES = ("classes.json", "classes.txt")
+MAKE_SCENES = "or make the embedded data with `python -m tools.make_scenes data/scenes` and name a folder in it"
+
+
+@dataclass(kw_only=True)
+class LabelledImages(Images):
+    """Images and what the data says about each.
+
+    Attributes:
+        marks: the label as the data states it: a class index, or the name of the class folder.
+        folders: all class folders in sorted order, the empty ones too; None where labels are indices.
+        class_file: classes.json or classes.txt beside the data.
+    """
+
+    marks: list[int | str]
+    folders: list[str] | None = None
+    class_file: Path | None = None
+
+
+def find_images(data: str | Path, labels: str | Path | None = None) -> LabelledImages:
+    """List the labelled images under a path, without decoding any.
+
+    Args:
+        data: a folder of class folders, a folder (or pattern) of webdataset shards with KEY.cls, or one tar whose
+            members are CLASS/NAME.jpg, or KEY.jpg with KEY.cls, or NAME.jpg together with `labels`.
+        labels: a file of "NAME LABEL" lines for images without a class folder; LABEL is a class index or WordNet id.
+
+    Raises:
+        UserError: the path is missing, holds no labelled image, or cannot be read.
+    """
+    path = Path(data)
+    given = _read_labels(Path(labels)) if labels is not None else None
+    tars = find_tars(data)
+    if not tars and not path.is_dir():
+        raise UserError(
+            f"The data path {data} does not exist.",
+            f"Name a folder of class folders, of webdataset shards, or a tar, {MAKE_SCENES}.",
+        )
+    found = _from_tars(tars, given) if tars else _from_folders(path, given)
+    found.source = str(data)
+    folder = path if path.is_dir() else tars[0].parent
+    found.class_file = next((folder / name for name in CLASS_FILES if (folder / name).is_file()), None)
+    if not found.places:
+        why = f"; the first of {len(found.bad)} unusable samples: {': '.join(found.bad[0])}" if found.bad else ""
+        raise UserError(
+            f"{data} holds no labelled images{why}.",
+            "Images stand in one folder a class, or beside KEY.cls in webdataset shards, or are listed in --labels.",
+        )
+    return found
+
+
+def _is_image(name: str) -> bool:
+    base = name.rsplit("/", 1)[-1]
+    return not base.startswith(".") and base.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+
+
+def _from_folders(path: Path, given: dict[str, int | str] | None) -> LabelledImages:
+    if given is not None:
+        names = sorted(entry.name for entry in path.iterdir() if entry.is_file() and _is_image(entry.name))
+        return _listed([Place(name, str(path / name)) for name in names], given, str(path))
+    folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if set(folders) & {"train", "val", "validation", "test"} and not any(WNID.fullmatch(f) for f in folders):
+        split = next(name for name in ("val", "validation", "test", "train") if name in folders)
+        raise UserError(f"{path} holds splits, not classes: {', '.join(folders[:5])}.", f"Say --data {path / split}.")
+    places, marks = [], []
+    for folder in folders:
+        for name in sorted(entry.name for entry in (path / folder).iterdir() if _is_image(entry.name)):
+            places.append(Place(f"{folder}/{name}", str(path / folder / name)))
+            marks.append(folder)
+    return LabelledImages(places=places, marks=marks, folders=folders, source=str(path))
+
+
+def _from_tars(tars: Sequence[Path], given: dict[str, int | str] | None) -> LabelledImages:
+    found = LabelledImages(places=[], marks=[], source=str(tars[0]))
+    images: list[Place] = []
+    for tar in tars:
+        prefix = f"{tar.name}:" if len(tars) > 1 else ""
+        try:
+            members = list(walk_tar(tar))
+        except BadShard as error:
+            raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
+        if not any(member.name.endswith(".cls") for member in members):
+            images += [Place(prefix + m.name, str(tar), m.offset, m.size) for m in members if _is_image(m.name)]
+            continue
+        with open(tar, "rb") as file:
+            for span in group_members(members):
+                image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
+                if image is None:
+                    continue
+                try:
+                    label = _class_index(file.fileno(), span)
+                except BadSample as error:
+                    found.bad.append((prefix + span.key, str(error)))
+                    continue
+                found.places.append(Place(prefix + span.key, str(tar), image.offset, image.size))
+                found.marks.append(label)
+    if not images:
+        return found
+    if given is not None:
+        return _listed(images, given, found.source)
+    if found.places:
+        raise UserError(f"{found.source} mixes shards with and without KEY.cls.", "Name the labelled shards alone.")
+    if any("/" not in image.name.removeprefix("./") for image in images):
+        raise UserError(
+            f"{found.source} holds images, such as {images[0].name}, without a class folder and without KEY.cls.",
+            'Give their labels with --labels FILE, one "NAME LABEL" a line (LABEL: class index or WordNet id).',
+        )
+    marks = [image.name.rsplit("/", 2)[-2].rsplit(":", 1)[-1] for image in images]
+    order = sorted(range(len(images)), key=lambda i: (marks[i], images[i].name))
+    return LabelledImages(
+        places=[images[i] for i in order],
+        marks=[marks[i] for i in order],
+        folders=sorted(set(marks)),
+        source=found.source,
+    )
+
+
+def _class_index(fd: int, span) -> int:
+    member = span.parts.get("cls")
+    if member is None:
+        raise BadSample("there is no KEY.cls")
+    if member.size > 64:
+        raise BadSample("the cls is not a class index")
+    return parse_sample({"jpg": b"-", "cls": os.pread(fd, member.size, member.offset)}, need_caption=False).label
+
+
+def _read_labels(path: Path) -> dict[str, int | str]:
+    if not path.is_file():
+        raise UserError(f"The label file {path} does not exist.", "Check the path given to --labels.")
+    labels: dict[str, int | str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"The label file {path} is not UTF-8 text.", "Save it as UTF-8.") from error
+    for number, line in enumerate(lines, 1):
+        words = re.split(r"[,\s]+", line.strip())
+        if words == [""] or (number == 1 and words[0].lower() in ("imageid", "name", "filename", "image")):
+            continue
+        if len(words) < 2 or not (words[1].isdecimal() or WNID.fullmatch(words[1])):
+            raise UserError(
+                f"Line {number} of {path} is not NAME LABEL: {line[:60]!r}.",
+                "Write the image's file name and its class index (from 0, sorted WordNet ids) or its WordNet id.",
+            )
+        labels[_stem(words[0])] = int(words[1]) if words[1].isdecimal() else words[1]
+    return labels
+
+
+def _stem(name: str) -> str:
+    base = name.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+    return base.rpartition(".")[0] if _is_image(base) else base
+
+
+def _listed(places: list[Place], given: dict[str, int | str], source: str) -> LabelledImages:
+    missing = [place.name for place in places if _stem(place.name) not in given]
+    if missing:
+        raise UserError(
+            f"--labels says nothing about {len(missing)} of {len(places)} images, such as {missing[0]}.",
+            "Give one line for every image.",
+        )
+    marks = [given[_stem(place.name)] for place in places]
+    by_name = {isinstance(mark, str) for mark in marks}
+    if len(by_name) > 1:
+        raise UserError("--labels mixes class indices and WordNet ids.", "Use one of them throughout.")
+    folders = sorted(set(marks)) if by_name == {True} else None
+    return LabelledImages(places=places, marks=marks, folders=folders, source=source)
+
+
+# ------------------------------------------------------------------------------------------------ what labels mean
+
+
+def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes, list[int]]:
+    """The classes to choose from and the label of every image.
+
+    Args:
+        wanted: --classes: a file, "imagenet", or None: classes.json or classes.txt beside the data, else the ImageNet
+            names where there are 1000 classes, else the names of the class folders.
+
+    Returns:
+        Classes, and one index into them for each image.
+
+    Raises:
+        UserError: the classes do not fit the labels.
+    """
+    n_marks = len(images.folders) if images.folders is not None else len(set(images.marks))
+    if wanted == "imagenet":
+        classes = imagenet_classes()
+    elif wanted is not None:
+        classes = read_classes(wanted)
+    elif images.class_file is not None:
+        classes = read_classes(images.class_file)
+    elif n_marks == 1000 and (images.folders is None or all(WNID.fullmatch(f) for f in images.folders)):
+        classes = imagenet_classes()
+    elif images.folders is not None and not any(WNID.fullmatch(f) for f in images.folders):
+        names = tuple(folder.replace("_", " ").strip() or folder for folder in images.folders)
+        classes = Classes(names, tuple(images.folders), "the names of the class folders")
+    else:
+        raise UserError(
+            f"{images.source} has {n_marks} classes and does not say what they are called.",
+            "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's.",
+        )
+    return classes, assign_labels(images, classes)
+
+
+def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
+    """Index of each image's class. Raises UserError where the classes do not fit."""
+    if images.folders is None:
+        for place, mark in zip(images.places, images.marks):
+            if mark >= len(classes):
+                raise UserError(
+                    f"{place.name} has label {mark}, but there are only {len(classes)} class names (0 to "
+                    f"{len(classes) - 1}) in {classes.source}.",
+                    "Pass --classes the file that belongs to this data.",
+                )
+        return [int(mark) for mark in images.marks]
+    for keys in (classes.keys, classes.names):
+        if keys is not None and set(images.folders) <= set(keys) and len(set(keys)) == len(keys):
+            place = {key: i for i, key in enumerate(keys)}
+            return [place[mark] for mark in images.marks]
+    if classes.keys is not None:
+        unknown = next(folder for folder in images.folders if folder not in classes.keys)
+        raise UserError(
+            f"The class folder {unknown} of {images.source} is not in {classes.source}."
+            f"{nearest(unknown, classes.keys)}",
+            "Pass --classes the file that belongs to this data.",
+        )
+    if len(images.folders) != len(classes):
+        raise UserError(
+            f"{images.source} has {len(images.folders)} class folders, but there are {len(classes)} class names in "
+            f"{classes.source}.",
+            "Pass --classes a file with one name for each folder in sorted order, or a JSON object {folder: name}.",
+        )
+    place = {folder: i for i, folder in enumerate(images.folders)}
+    return [place[mark] for mark in images.marks]

@@ -1,0 +1,278 @@
+"""Which shards a corpus has: reading `index.json` and selecting from it.
+
+A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name", "samples", "bytes"}]}`, written by
+`python -m tools.index_shards FOLDER`. The folder may be on a web server or in an object store (see `sources.py`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from probemb.data.failures import BadShard
+from probemb.data.remote.sources import PATIENT, Fetch, Remote, check_scheme, fetch_bytes, is_remote
+from probemb.errors import UserError
+from probemb.files import replace_text
+
+INDEX_NAME = "index.json"
+MAX_INDEX_BYTES = 256 << 20
+MAX_PATTERN_FILES = 100_000
+_TAR_WORD = re.compile(r"[^\s/'\"=:|<>;]+\.tar(?![\w.])")  # the file name of a tar, inside a command
+_NOWHERE = Remote("pipe:false")  # no name in an index becomes a part of a command
+_EMBEDDED = "make the embedded data with `python -m tools.make_scenes data/scenes`"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar of a corpus: its name in the index, where it lies, how many samples and bytes it holds.
+
+    A `Path` is always a file here; what is fetched or run is a `Remote`.
+    """
+
+    name: str
+    path: Path | Remote
+    samples: int
+    bytes: int
+
+
+def read_index(source: str | os.PathLike | Sequence[str | os.PathLike], how: Fetch = PATIENT) -> list[Shard]:
+    """Shards of a corpus in the order of its index; several sources are put one after another.
+
+    A source is a folder that holds `index.json`, the path of such a file, one tar, or a pattern of tars in an indexed
+    folder (`data/cc3m/{00000..00331}.tar`, `data/cc3m/0*.tar`), which then selects a part of the index. All these may
+    begin with `https://host/` or `s3://bucket/`; `how` says how patiently such an index is fetched. Or it is
+    `pipe:COMMAND`, where the command names the tar that it prints, with braces for several of them
+    (`pipe:ssh host cat cc3m/{00000..00331}.tar`), and prints the index when index.json stands in the tar's place.
+
+    Raises UserError: path missing, no tar or no index there, index malformed or empty, a file of the index missing
+    or of another size than the index says. Whether remote shards are there is found out when they are fetched.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        source = [source]
+    shards = [shard for one in source for shard in _read_source(one, how)]
+    if not shards:
+        raise UserError("The list of shards is empty.", "Name at least one folder or pattern of webdataset shards.")
+    paths = [shard.path for shard in shards]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        raise UserError(f"The shard {twice} is named twice.", "Name every shard of the corpus once.")
+    return shards
+
+
+def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
+    """Write `folder/index.json`, which is replaced as a whole or not at all. Returns its path. Raises OSError."""
+    path = Path(folder) / INDEX_NAME
+    rows = [{"name": shard.name, "samples": shard.samples, "bytes": shard.bytes} for shard in shards]
+    # One shard a line, so that people can read it and tools can compare it.
+    replace_text(path, '{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
+    return path
+
+
+def _read_source(given: str | os.PathLike, how: Fetch) -> list[Shard]:
+    source, path = os.fspath(given), Path(given)
+    if isinstance(given, str) and is_remote(given):
+        check_scheme(Remote(given))
+        return _read_commands(given, how) if Remote(given).scheme == "pipe" else _read_remote(given, how)
+    if not source.strip():
+        raise UserError("The data path is empty.", "Name a folder of webdataset shards.")
+    if path.is_dir():
+        return _check_files(read_index_file(path), path)
+    if path.is_file() and path.name == INDEX_NAME:
+        return _check_files(read_index_file(path.parent), path.parent)
+    return _read_pattern(source)
+
+
+def _read_pattern(pattern: str) -> list[Shard]:
+    """The part of one or more indexed folders whose shards a path with braces and wildcards names."""
+    names = _expand(pattern)
+    indexes: dict[Path, dict[str, Shard]] = {}
+    chosen: dict[Path, Shard] = {}
+    for name in map(Path, names):
+        folder, wild = name.parent, any(mark in name.name for mark in "*?[")
+        if not (folder.is_dir() if wild else name.exists()):
+            raise UserError(f"The data path {name} does not exist.", f"Check the spelling, or {_EMBEDDED}.")
+        if folder not in indexes:
+            indexes[folder] = {shard.name: shard for shard in read_index_file(folder)}
+        index = indexes[folder]
+        found = _choose(index, name.name, str(folder / INDEX_NAME), f"`{_index_command(folder)}`")
+        chosen.update((shard.path, shard) for shard in found)
+    for folder in indexes:
+        _check_files([shard for shard in chosen.values() if shard.path.parent == folder], folder)
+    return list(chosen.values())
+
+
+def _choose(index: dict[str, Shard], name: str, label: str, command: str) -> list[Shard]:
+    """The shards of an index that a name, perhaps with wildcards, stands for."""
+    if name in index:
+        return [index[name]]
+    wild = any(mark in name for mark in "*?[")
+    found = [shard for shard in index.values() if wild and fnmatch.fnmatchcase(shard.name, name)]
+    if not found:
+        raise UserError(
+            f"No shard of {label} fits {name}.", f"Correct the pattern, or bring the index up to date with {command}."
+        )
+    return found
+
+
+def _read_remote(source: str, how: Fetch) -> list[Shard]:
+    """The shards of one or more folders on a server that an address, with braces and wildcards, names."""
+    indexes: dict[str, dict[str, Shard]] = {}
+    chosen: dict[Remote, Shard] = {}
+    for address in _expand(source):
+        whole, query = Remote(address).split()
+        folder, _, name = whole.rpartition("/")
+        if "/" not in whole.partition("://")[2]:  # a host alone
+            folder, name = whole, "*"
+        elif name == INDEX_NAME or not (name.endswith(".tar") or any(mark in name for mark in "*?[")):
+            folder, name = (folder if name == INDEX_NAME else whole), "*"
+        base = Remote(folder + query)
+        if base.address not in indexes:
+            rows = _fetch_index(base.beside(INDEX_NAME), base.beside, how)
+            indexes[base.address] = {shard.name: shard for shard in rows}
+        command = "`python -m tools.index_shards` and copy it there"
+        found = _choose(indexes[base.address], name, str(base.beside(INDEX_NAME)), command)
+        chosen.update((shard.path, shard) for shard in found)
+    return list(chosen.values())
+
+
+def _read_commands(source: str, how: Fetch) -> list[Shard]:
+    """The shards that commands print. An index only adds sizes to names that stand in the commands themselves."""
+    indexes: dict[str, dict[str, Shard]] = {}
+    shards = []
+    for command in _expand(source):
+        names = [*_TAR_WORD.finditer(command)]
+        if len(names) != 1:
+            raise UserError(
+                f"The command of {command} names {len(names)} tars where it should name one.",
+                "Write the command that prints one tar, as in 'pipe:ssh host cat data/cc3m/{00000..00331}.tar'.",
+            )
+        prints_index = command[: names[0].start()] + INDEX_NAME + command[names[0].end() :]
+        if prints_index not in indexes:
+            rows = _fetch_index(Remote(prints_index), lambda _: _NOWHERE, how)
+            indexes[prints_index] = {shard.name: shard for shard in rows}
+        named = indexes[prints_index].get(names[0][0])
+        if named is None:
+            raise UserError(
+                f"The index that {prints_index} prints does not name {names[0][0]}.",
+                "Correct the command, or bring the index up to date with `python -m tools.index_shards`.",
+            )
+        shards.append(Shard(named.name, Remote(command), named.samples, named.bytes))
+    return shards
+
+
+def _fetch_index(remote: Remote, beside: Callable[[str], Remote], how: Fetch) -> list[Shard]:
+    remedy = "Make it with `python -m tools.index_shards` where the shards are, and check that it can be reached."
+    try:
+        content = fetch_bytes(remote, MAX_INDEX_BYTES, how)
+    except BadShard as error:
+        raise UserError(f"There is no index of shards: {error}.", remedy) from None
+    return _parse_index(content, str(remote), beside, remedy)
+
+
+def _expand(pattern: str) -> list[str]:
+    names = list(itertools.islice(_expand_braces(pattern), MAX_PATTERN_FILES + 1))
+    if len(names) > MAX_PATTERN_FILES:
+        raise UserError(
+            f"The data path {_shown(pattern)} stands for more than {MAX_PATTERN_FILES:,} files.", "Narrow the range."
+        )
+    return names
+
+
+def _expand_braces(pattern: str) -> Iterator[str]:
+    """{00000..00331} and {a,b} as in a shell, one at a time, so that an absurd range costs nothing."""
+    command = pattern.startswith("pipe:")  # a shell has other uses for braces too
+    braces = re.search(r"(?<!\$)\{([^{}\s]*(?:\.\.|,)[^{}\s]*)\}" if command else r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        if not command and ("{" in pattern or "}" in pattern):
+            raise UserError(
+                f"The braces of the data path {_shown(pattern)} do not pair up.",
+                "Write a range as in data/cc3m/{00000..00331}.tar.",
+            )
+        yield pattern
+        return
+    numbers = re.fullmatch(r"([0-9]{1,12})\.\.([0-9]{1,12})", braces[1])
+    if numbers:
+        width = len(numbers[1]) if numbers[1].startswith("0") else 1
+        options = (f"{number:0{width}d}" for number in range(int(numbers[1]), int(numbers[2]) + 1))
+    else:
+        options = iter(braces[1].split(","))
+    for option in options:
+        yield from _expand_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
+
+
+def _shown(source: str) -> str:
+    """What was typed, without the secrets of an address."""
+    return str(Remote(source)) if is_remote(source) else source
+
+
+def _index_command(folder: Path) -> str:
+    return f"python -m tools.index_shards {shlex.quote(str(folder))}"
+
+
+def read_index_file(folder: Path) -> list[Shard]:
+    """All shards with at least one sample that `folder/index.json` lists; the files themselves are not looked at."""
+    path = folder / INDEX_NAME
+    rebuild = f"Write it anew with `{_index_command(folder)}`."
+    if not path.is_file():
+        if any(folder.glob("*.tar")):
+            raise UserError(
+                f"{folder} holds shards, but no index.json beside them.", f"Make it with `{_index_command(folder)}`."
+            )
+        raise UserError(
+            f"{folder} holds no webdataset shards.",
+            f"Name the folder of the .tar files, or {_EMBEDDED}.",
+        )
+    with open(path, "rb") as file:
+        content = file.read(MAX_INDEX_BYTES + 1)
+    return _parse_index(content, str(path), lambda name: folder / name, rebuild)
+
+
+def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remote], rebuild: str) -> list[Shard]:
+    """`beside` gives the place of a name that has been found to be a mere name; it may raise ValueError."""
+    try:
+        if len(content) > MAX_INDEX_BYTES:
+            raise ValueError("too large")
+        rows = json.loads(content.decode())["shards"]
+        shards = [Shard(row["name"], Path(), row["samples"], row["bytes"]) for row in rows]
+        for shard in shards:
+            if type(shard.name) is not str:
+                raise ValueError("names must be strings")
+            if type(shard.samples) is not int or type(shard.bytes) is not int or min(shard.samples, shard.bytes) < 0:
+                raise ValueError("counts must be whole numbers")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path} is not an index of shards.", rebuild) from None
+    for shard in shards:
+        try:
+            if shard.name in ("", "..") or Path(shard.name).name != shard.name or "\0" in shard.name:
+                raise ValueError(shard.name)
+            beside(shard.name)
+        except ValueError:
+            raise UserError(f"{path} names a file outside its own folder: {shard.name!r}.", rebuild) from None
+    if len({shard.name for shard in shards}) < len(shards):
+        raise UserError(f"{path} names a shard twice.", rebuild)
+    shards = [replace(shard, path=beside(shard.name)) for shard in shards if shard.samples]
+    if not shards:
+        raise UserError(f"{path} lists no shard that holds a sample.", "Name a folder of KEY.jpg + KEY.txt shards.")
+    return shards
+
+
+def _check_files(shards: list[Shard], folder: Path) -> list[Shard]:
+    rebuild = f"If the shards are as they should be, bring the index up to date with `{_index_command(folder)}`."
+    for shard in shards:
+        try:
+            size = shard.path.stat().st_size
+        except OSError:
+            raise UserError(
+                f"{folder / 'index.json'} names {shard.name}, which is not there or cannot be read.", rebuild
+            ) from None
+        if size != shard.bytes:
+            raise UserError(f"{shard.path} has {size:,} bytes, but its index says {shard.bytes:,}.", rebuild)
+    return shards

@@ -1,0 +1,97 @@
+"""Remote shards, brought into the cache in the background while the ones before them are read."""
+
+import queue
+import threading
+import time
+from typing import BinaryIO
+
+from probemb.data.failures import BadShard
+from probemb.data.remote.cache import ShardCache
+from probemb.data.remote.sources import Remote
+from probemb.data.shards.index import Shard
+
+_FRESH_SECONDS = 60.0  # how long the result of a fetch counts
+
+
+class _Request:
+    """A fetch in the background: when it ended, and what it brought or why it failed."""
+
+    def __init__(self, keep: bool):
+        self.ended = threading.Event()
+        self.at = 0.0
+        self.keep = keep
+        self.file: BinaryIO | None = None
+        self.error: Exception | None = None
+
+
+class FetchAhead:
+    """Threads that bring shards into the cache before they are needed; started with the first request.
+
+    They are daemons, so that a long fetch does not hold up the end of the program: what it leaves is a file without a
+    lock, and the cache takes it for what it is.
+    """
+
+    def __init__(self, cache: ShardCache, threads: int = 4):
+        self._cache, self._threads = cache, threads
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._requests: dict[Remote, _Request] = {}
+        self._running = 0
+        self._closed = False
+
+    def request(self, shard: Shard, keep: bool = False) -> None:
+        """Fetch it when its turn comes; a request that is known already, or has just failed, is not repeated.
+
+        `keep`: hold it in the cache until it is taken.
+        """
+        known = self._requests.get(shard.path)
+        if known and (not known.ended.is_set() or time.monotonic() - known.at < _FRESH_SECONDS):
+            return
+        self._requests[shard.path] = request = _Request(keep)
+        self._queue.put((shard, request))
+        if self._running < self._threads:
+            self._running += 1
+            threading.Thread(target=self._work, daemon=True, name=f"fetch-{self._running}").start()
+
+    def wait(self, shard: Shard) -> None:
+        """Until a request for this shard has ended. Raises BadShard if it has just failed."""
+        request = self._requests.pop(shard.path, None)
+        if request is None:
+            return
+        request.ended.wait()
+        # Of other errors, as a lack of room, whoever needs the shard finds out by trying again.
+        if isinstance(request.error, BadShard) and time.monotonic() - request.at < _FRESH_SECONDS:
+            raise BadShard(str(request.error))
+
+    def take(self, shard: Shard, seconds: float) -> BinaryIO | None:
+        """A shard that was requested with `keep`, open; None if it is not here after so many seconds.
+
+        Raises what its fetch has raised: BadShard, UserError or OSError.
+        """
+        request = self._requests[shard.path]
+        if not request.ended.wait(seconds):
+            return None
+        del self._requests[shard.path]
+        if request.error:
+            raise request.error
+        return request.file
+
+    def close(self) -> None:
+        """Start no other fetch."""
+        self._closed = True
+        for _ in range(self._running):
+            self._queue.put(None)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None and not self._closed:
+            shard, request = item
+            try:
+                file = self._cache.open(shard.path, shard.bytes, wait=False)
+                if request.keep:
+                    request.file = file
+                else:
+                    file.close()
+            except Exception as error:  # or nobody would answer the requests that this thread would have got
+                request.error = error
+            finally:
+                request.at = time.monotonic()
+                request.ended.set()

@@ -1,0 +1,203 @@
+"""Samples in webdataset shards: where they lie in a tar, and what their bytes mean.
+
+Samples are found by walking the tar's headers, so that a reader can seek to any of them. Everything in here treats
+tars, captions and images as hostile: sizes are checked before they are used, and what cannot be used raises `BadShard`
+or `BadSample` with the reason. Which shards a corpus has is in `index.py`, decoding in `images.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.images import decode_image
+from probemb.data.shards.index import Shard, read_index
+from probemb.data.shards.tar import Member, walk_tar
+
+__all__ = [
+    "BadSample",
+    "BadShard",
+    "Member",
+    "Sample",
+    "SampleSpan",
+    "Shard",
+    "decode_image",
+    "iterate_samples",
+    "list_samples",
+    "parse_sample",
+    "read_index",
+    "read_sample",
+    "walk_tar",
+]
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+TEXT_EXTENSIONS = ("txt", "json", "cls")
+MAX_IMAGE_BYTES = 256 << 20
+MAX_TEXT_BYTES = 1 << 20
+# Every text tower cuts at a few dozen tokens, while byte-pair encoding is quadratic in the length of one unbroken word.
+MAX_CAPTION_CHARS = 2_000
+
+# The key is the path up to the first dot of its last component, the rest is the extension (webdataset's rule).
+_KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
+
+
+class SampleSpan(NamedTuple):
+    """Where one sample lies in its tar: extension (lower case, without a dot) -> member."""
+
+    key: str
+    parts: dict[str, Member]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample, not yet decoded.
+
+    key       its name in the shard
+    image     encoded image bytes (JPEG, PNG or WebP)
+    captions  non-empty, stripped strings; may be empty only where a label is there and no caption was demanded
+    label     class index of KEY.cls, or None
+    meta      the whole of KEY.json (for example "labels"), or {}
+    """
+
+    key: str
+    image: bytes
+    captions: list[str]
+    label: int | None = None
+    meta: dict = field(default_factory=dict)
+
+
+def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
+    """Neighbouring members of the same key form one group (webdataset's rule); names without an extension are left out.
+
+    Of two members with the same name in one group the later one counts, as when the tar is unpacked.
+    """
+    key, parts = None, {}
+    for member in members:
+        match = _KEY_AND_EXTENSION.fullmatch(member.name)
+        if match is None:
+            continue
+        if match[1] != key:
+            if parts:
+                yield SampleSpan(key, parts)
+            key, parts = match[1], {}
+        parts[match[2].lower()] = member
+    if parts:
+        yield SampleSpan(key, parts)
+
+
+def list_samples(file: str | os.PathLike | io.IOBase) -> tuple[list[SampleSpan], int]:
+    """Samples of one tar in their order, and the number of groups that are none.
+
+    A sample has an image and a text member (txt, json or cls); only the members that `parse_sample` reads are kept.
+    This is what `tools.index_shards` counts, so that the positions of an epoch are known without opening a shard.
+    Raises BadShard.
+    """
+    samples, others = [], 0
+    for key, parts in group_members(walk_tar(file)):
+        image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
+        texts = [ext for ext in TEXT_EXTENSIONS if ext in parts]
+        if image is None or not texts:
+            others += 1
+            continue
+        samples.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *texts)}))
+    return samples, others
+
+
+def read_sample(fd: int, span: SampleSpan) -> dict[str, bytes]:
+    """Bytes of one sample of an open tar, by extension; safe from several threads.
+
+    Raises BadSample: a member is too large, or the file has become shorter since it was walked.
+    """
+    parts = {}
+    for extension, member in span.parts.items():
+        limit = MAX_IMAGE_BYTES if extension in IMAGE_EXTENSIONS else MAX_TEXT_BYTES
+        if member.size > limit:
+            raise BadSample(f"{span.key}.{extension} has {member.size:,} bytes, more than {limit:,}")
+        data = os.pread(fd, member.size, member.offset)
+        if len(data) != member.size:
+            raise BadSample(f"{span.key}.{extension} ends early: the shard has become shorter")
+        parts[extension] = data
+    return parts
+
+
+def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool | None = True) -> Sample:
+    """The meaning of a sample's bytes, given by extension; the image stays encoded.
+
+    Captions come from KEY.json's "captions" (strings, or objects with a "caption"), else from KEY.txt, one a line, else
+    from KEY.json's "caption" (img2dataset writes both). They are strict UTF-8, stripped, cut at 2,000 characters; empty
+    ones are dropped. The class index is KEY.cls.
+
+    Raises BadSample: no image; text that is not UTF-8, not JSON or not of this shape; no caption left (with
+    `need_caption=False`: neither a caption nor a class index; with None an image is enough).
+    """
+    image = next((parts[ext] for ext in IMAGE_EXTENSIONS if ext in parts), None)
+    if not image:
+        raise BadSample("there is no image")
+    meta = _parse_json(parts["json"]) if "json" in parts else {}
+    if "captions" in meta:
+        captions = meta["captions"]
+    elif "txt" in parts:
+        captions = _decode_text(parts["txt"], "txt").split("\n")
+    else:
+        captions = [meta["caption"]] if meta.get("caption") is not None else []
+    if isinstance(captions, list):  # COCO's annotations have {"id", "caption"} in place of the caption
+        captions = [one.get("caption") if isinstance(one, dict) else one for one in captions]
+    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
+        raise BadSample("the captions of the json are not a list of strings")
+    captions = [text[:MAX_CAPTION_CHARS] for text in (caption.strip() for caption in captions) if text]
+    label = _parse_class(parts["cls"]) if "cls" in parts else None
+    if not captions and (need_caption or (label is None and need_caption is False)):
+        raise BadSample("there is no caption" if need_caption else "there is neither a caption nor a class index")
+    return Sample(key, image, captions, label, meta)
+
+
+def _decode_text(data: bytes, extension: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample(f"the {extension} is not UTF-8 (byte {error.start})") from None
+
+
+def _parse_json(data: bytes) -> dict:
+    try:
+        meta = json.loads(_decode_text(data, "json"))
+    except (ValueError, RecursionError):
+        raise BadSample("the json cannot be parsed") from None
+    if not isinstance(meta, dict):
+        raise BadSample("the json is not an object")
+    return meta
+
+
+def _parse_class(data: bytes) -> int:
+    if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", data):
+        raise BadSample("the cls is not a class index (a whole number from 0 on)")
+    return int(data)
+
+
+def iterate_samples(sources: Iterable[str | os.PathLike | Shard] | str | os.PathLike | Shard) -> Iterator[Sample]:
+    """All samples one after another, in the order of the shards: for evaluation, where nothing is shuffled or left out.
+
+    Sources are Shards (of `read_index`) or paths of tars, which need no index. Samples need a caption or a class index.
+
+    Raises BadShard or BadSample, whose message names the file: an evaluation set is not silently made smaller.
+    """
+    if isinstance(sources, (str, os.PathLike, Shard)):
+        sources = [sources]
+    for source in sources:
+        path = source.path if isinstance(source, Shard) else Path(source)
+        if not isinstance(path, Path):
+            raise BadShard(f"{path}: only shards that are files here can be read in order")
+        with open(path, "rb") as file:
+            for span in list_samples(file)[0]:
+                try:
+                    sample = parse_sample(read_sample(file.fileno(), span), span.key, need_caption=False)
+                except BadSample as error:
+                    raise BadSample(f"{path}, sample {span.key}: {error}") from None
+                yield sample

@@ -1,0 +1,195 @@
+"""The ways to rank at test time: distances, and FAISS with and without re-ranking. Source: PCME++ Table C.7.
+
+N images, M captions. A ranker maps rows of the images and of the captions, and a depth, to the ranked lists of both
+directions: what `probemb.metrics.coco_benchmarks` takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probemb.errors import UserError, nearest
+from probemb.evaluation.scores import SCORES, Scores
+from probemb.gaussian import Gaussian
+from probemb.metrics import Positives, mean_metrics, query_metrics, rank_both, rsum
+from probemb.search import build_index, rerank, search
+
+KS = (1, 5, 10)
+TITLES = {
+    "csd": "CSD",
+    "mean": "mean only",
+    "wasserstein2": "2-Wasserstein",
+    "match-probability": "match probability",
+    "faiss-mean": "FAISS on the means",
+    "faiss-rerank": "FAISS, re-ranked",
+    "faiss-csd": "FAISS on CSD, D + 1",
+}
+
+
+def ranking_names(text: str | None) -> list[str]:
+    """Names separated by commas; all for None. Raises UserError."""
+    if text is None:
+        return list(TITLES)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TITLES:
+            what = f"There is no ranking '{name}'.{nearest(name, TITLES)}"
+            raise UserError(what, f"Choose from {', '.join(TITLES)}.")
+    if not names:
+        raise UserError("--rankings names none.", f"Choose from {', '.join(TITLES)}, or leave it out.")
+    return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class RankingOptions:
+    """What rankings depend on besides the embeddings.
+
+    Attributes:
+        scale, shift: a and b of the match probability, the model's own; samples: of each item.
+        factory: FAISS' index; candidates: how many of the means' neighbours are re-ranked.
+        device: where scores are computed; FAISS searches on the CPU.
+    """
+
+    scale: float = 1.0
+    shift: float = 0.0
+    samples: int = 8
+    factory: str = "Flat"
+    candidates: int = 100
+    device: str = "cpu"
+
+
+class ScoreRanker:
+    """Ranks by scores of all pairs, a block at a time; both directions come from one pass."""
+
+    def __init__(self, scores: Scores):
+        self.scores = scores
+
+    def __call__(self, images: Tensor, captions: Tensor, depth: int | tuple[int, int]) -> tuple[Tensor, Tensor]:
+        part = self.scores.only(images, captions)
+        return rank_both(part, *part.shape, depth)
+
+
+class SearchRanker:
+    """Ranks by searching an index of the other side, built anew for every gallery.
+
+    Attributes:
+        build_seconds: spent on building indexes in the last call.
+    """
+
+    def __init__(self, images: Gaussian, captions: Gaussian, name: str, options: RankingOptions):
+        self.images, self.captions, self.name, self.options = images, captions, name, options
+        self.build_seconds = 0.0
+
+    def __call__(self, images: Tensor, captions: Tensor, depth: int | tuple[int, int]) -> tuple[Tensor, Tensor]:
+        of_images, of_captions = (depth, depth) if isinstance(depth, int) else depth
+        self.build_seconds = 0.0
+        left, right = self.images[images], self.captions[captions]
+        return self._search(left, right, of_images), self._search(right, left, of_captions)
+
+    def _search(self, queries: Gaussian, gallery: Gaussian, depth: int) -> Tensor:
+        depth = min(depth, len(gallery))
+        start = time.perf_counter()
+        index = build_index(gallery, self.options.factory, "csd" if self.name == "faiss-csd" else "mean")
+        self.build_seconds += time.perf_counter() - start
+        if self.name != "faiss-rerank":
+            return search(index, queries, depth)[1]
+        candidates = min(self.options.candidates, len(gallery))
+        if depth <= candidates:
+            return rerank(index, queries, depth, candidates)[1]
+        beyond = search(index, queries, depth)[1][:, candidates:]  # keep the order of the means
+        return torch.cat([rerank(index, queries, candidates, candidates)[1], beyond], 1)
+
+
+Ranker = ScoreRanker | SearchRanker
+
+
+def make_ranker(name: str, images: Gaussian, captions: Gaussian, options: RankingOptions = RankingOptions()) -> Ranker:
+    """The ranker of that name over Gaussians (N, D) and (M, D)."""
+    if name.startswith("faiss"):
+        return SearchRanker(images, captions, name, options)
+    extra = {}
+    if name == "match-probability":
+        extra = {"scale": options.scale, "shift": options.shift, "n_samples": options.samples}
+    return ScoreRanker(SCORES[name](images.to(options.device), captions.to(options.device), **extra))
+
+
+def describe_ranking(name: str, options: RankingOptions) -> str:
+    """How a ranking is computed, in a few words."""
+    return {
+        "csd": "closed form",
+        "mean": "cosine of the means",
+        "wasserstein2": "closed form",
+        "match-probability": f"sampled, {options.samples} x {options.samples} samples a pair",
+        "faiss-mean": f"{options.factory}, no re-ranking",
+        "faiss-rerank": f"{options.factory}, {options.candidates} candidates re-ranked by adding their uncertainty",
+        "faiss-csd": f"{options.factory} in D + 1 dimensions, which is CSD itself",
+    }[name]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Ranked lists of both directions, with what they cost: milliseconds a query, seconds to build indexes."""
+
+    i2t: Tensor
+    t2i: Tensor
+    ms_per_query: float
+    build_seconds: float | None
+
+
+def rank_all(ranker: Ranker, n_images: int, n_captions: int, depth: tuple[int, int]) -> Ranked:
+    """Rank everything against everything."""
+    start = time.perf_counter()
+    i2t, t2i = ranker(torch.arange(n_images), torch.arange(n_captions), depth)
+    seconds = time.perf_counter() - start
+    build = ranker.build_seconds if isinstance(ranker, SearchRanker) else None
+    return Ranked(i2t, t2i, 1000 * (seconds - (build or 0)) / (n_images + n_captions), build)
+
+
+def own_captions(owner: Tensor, n_images: int) -> Positives:
+    """Every image matches its own captions; (N, M)."""
+    return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
+
+
+def depth_for(positives: Sequence[Positives]) -> tuple[int, int]:
+    """How deep the lists of both directions must go for these positives of images."""
+    pairs = [(p, p.transposed()) for p in positives]
+    return tuple(max(max(KS), *(int(pair[way].counts.max()) for pair in pairs)) for way in (0, 1))
+
+
+def both_directions(ranked: Ranked, positives: Positives) -> dict:
+    """{"i2t": metrics, "t2i": metrics, "rsum": in percent}."""
+    i2t = mean_metrics(query_metrics(ranked.i2t, positives, KS))
+    t2i = mean_metrics(query_metrics(ranked.t2i, positives.transposed(), KS))
+    return {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)}
+
+
+def evaluate_retrieval(model, tokenizer, transforms, captions, *, ranking: str | None = None, **embedding) -> dict:
+    """RSUM and all that it consists of, as fast as it can be had: what training chooses its model by.
+
+    Args:
+        model: in evaluation mode; transforms: its `Transforms`, of which `evaluate` is used.
+        captions: `probemb.data.captions.find.Captioned`.
+        ranking: "csd" or another of TITLES; by default "csd", and "mean" for a point model.
+        embedding: as `probemb.evaluation.embed_pairs.embed_pairs`: placement, batch_size, text_batch_size, workers,
+            max_bad, show.
+
+    Returns:
+        {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}.
+
+    Raises:
+        UserError: too many images that cannot be read, embeddings that are not finite.
+    """
+    from probemb.evaluation.embed_pairs import embed_pairs
+
+    ranking = ranking or ("csd" if getattr(model, "probabilistic", True) else "mean")
+    images, texts, owner, _, _ = embed_pairs(model, tokenizer, transforms.evaluate, captions, **embedding)
+    positives = own_captions(owner, len(images))
+    device = embedding["placement"].device if "placement" in embedding else "cpu"
+    ranker = make_ranker(ranking, images, texts, RankingOptions(device=device))
+    ranked = rank_all(ranker, len(images), len(texts), depth_for([positives]))
+    return both_directions(ranked, positives) | {"ranking": ranking, "images": len(images), "captions": len(texts)}

@@ -1,0 +1,155 @@
+"""What uncertainty goes along with: quality of retrieval, erased pixels and words, true ambiguity. Source: PCME++ §4.
+
+N images, M captions; queries of "images" are images (image to text), those of "captions" are captions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from probemb.cli.device import Placement
+from probemb.data.captions.find import Captioned
+from probemb.data.shards.samples import BadSample
+from probemb.evaluation.classification import encode_images, encode_texts
+from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.gaussian import Gaussian
+from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
+
+SIDES = {"images": "i2t", "captions": "t2i"}
+ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels and of words
+PROJECTED = 60  # images, with their captions
+EXAMPLES = 8
+
+
+def quality(pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]]) -> dict:
+    """Ten bins and the rejection curve of every metric.
+
+    Args:
+        per_query: side -> metric -> (N,) or (M,), NaN for a query that is not asked.
+
+    Returns:
+        side -> metric -> {"bins", "rejection"}, None where there is too little to say.
+    """
+    found: dict = {}
+    for side, metrics in per_query.items():
+        u = getattr(pairs, "images" if side == "images" else "texts").uncertainty()
+        found[side] = {}
+        for name, values in metrics.items():
+            bins = uncertainty_bins(u, values, cut_over_all=True)
+            curve = rejection_curve(u, values)
+            found[side][name] = {
+                "bins": asdict(bins) if bins else None,
+                "rejection": asdict(curve) if curve else None,
+            }
+    return found
+
+
+def spearman(a: Tensor, b: Tensor) -> float | None:
+    """Rank correlation; None if one of the two is constant."""
+    return pearson(average_ranks(a.double()), average_ranks(b.double()))
+
+
+def evenly(n: int, wanted: int) -> list[int]:
+    """At most `wanted` indices below n at equal distances."""
+    wanted = min(n, wanted)
+    return sorted({round(i * (n - 1) / max(1, wanted - 1)) for i in range(wanted)})
+
+
+def erase_pixels(pixels_BCHW: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """A grey square over a share of each image, anywhere in it. Grey is 0 after normalisation, the mean colour."""
+    out = pixels_BCHW.clone()
+    height, width = out.shape[2:]
+    h, w = round(height * share**0.5), round(width * share**0.5)
+    for image in out:
+        top = int(torch.randint(height - h + 1, (), generator=generator))
+        left = int(torch.randint(width - w + 1, (), generator=generator))
+        image[:, top : top + h, left : left + w] = 0
+    return out
+
+
+def erase_words(text: str, share: float, generator: torch.Generator) -> str:
+    """The text without a share of its words, rounded to whole words, chosen at random."""
+    words = text.split()
+    kept = len(words) - round(share * len(words))
+    chosen = torch.randperm(len(words), generator=generator)[:kept].sort().values.tolist()
+    return " ".join(words[i] for i in chosen)
+
+
+def erasing(
+    model, tokenizer, transform: Callable, captions: Captioned, kept: Sequence[int], n: int, *, placement: Placement,
+    batch_size: int = 64, shares: Sequence[float] = ERASED,
+) -> dict:  # fmt: skip
+    """Uncertainty against the share of erased pixels and words, of n images and n captions.
+
+    Returns:
+        "pixels" and "words": {"shares", "uncertainty" (mean at each share), "items", "spearman" over single items, of
+        uncertainty against share}.
+    """
+    where = {"device": placement.device, "autocast": placement.autocast}
+    pixels = []
+    for place in evenly(len(kept), n):
+        try:
+            pixels.append(transform(captions.images.open(kept[place])))
+        except BadSample:  # readable a moment ago: the file has changed since
+            continue
+    texts = [captions.captions[kept[place]][0] for place in evenly(len(kept), n)]
+    measured: dict[str, list[Tensor]] = {"pixels": [], "words": []}
+    for share in shares:
+        draw = torch.Generator().manual_seed(0)
+        whole = torch.stack(pixels)
+        batches = erase_pixels(whole, share, draw).split(batch_size)
+        measured["pixels"].append(encode_images(model.encode_image, batches, **where).uncertainty())
+        tokens = tokenizer([erase_words(text, share, draw) for text in texts])
+        found = encode_texts(model.encode_text, tokens, cut=model.cut_padding, **where)
+        measured["words"].append(found.uncertainty())
+    return {
+        what: {
+            "shares": list(shares),
+            "uncertainty": [float(u.double().mean()) for u in values],
+            "items": len(values[0]),
+            "spearman": spearman(
+                torch.cat(values), torch.tensor(shares).repeat_interleave(len(values[0])).to(values[0].device)
+            ),
+        }
+        for what, values in measured.items()
+    }
+
+
+def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
+    """Means of some images and their captions in a plane, by scikit-learn's t-SNE.
+
+    Returns:
+        "method", "images" and "captions": rows, "x", "y", "uncertainty".
+    """
+    rows = torch.tensor(evenly(len(pairs.images), n_images))
+    columns = torch.isin(pairs.owner, rows).nonzero().flatten()
+    points = torch.cat([pairs.images.mean[rows], pairs.texts.mean[columns]]).float()
+    plane, method = _plane(points)
+    out: dict = {"method": method}
+    for name, index, gaussian, part in (
+        ("images", rows, pairs.images, plane[: len(rows)]),
+        ("captions", columns, pairs.texts, plane[len(rows) :]),
+    ):
+        out[name] = {"rows": index, "x": part[:, 0], "y": part[:, 1], "uncertainty": gaussian[index].uncertainty()}
+    return out
+
+
+def _plane(points: Tensor) -> tuple[Tensor, str]:
+    from sklearn.manifold import TSNE
+
+    if len(points) < 4:
+        return torch.nn.functional.pad(points, (0, 2))[:, :2], "the first two dimensions"
+    perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
+    plane = TSNE(init="pca", random_state=0, perplexity=perplexity).fit_transform(points.numpy())
+    return torch.from_numpy(plane), f"t-SNE (perplexity {perplexity:.0f})"
+
+
+def extremes(gaussian: Gaussian, n: int = EXAMPLES) -> dict[str, list[int]]:
+    """Rows of the most and of the least uncertain items, the most extreme first."""
+    order = gaussian.uncertainty().argsort(stable=True).tolist()
+    n = min(n, len(order) // 2)
+    return {"most": order[::-1][:n], "least": order[:n]}

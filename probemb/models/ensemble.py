@@ -1,0 +1,86 @@
+"""Several models measured as one, by the mean of their similarities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from probemb.errors import UserError
+from probemb.gaussian import Gaussian
+from probemb.models.dual_encoder import ProbabilisticCLIP
+
+
+class Together(nn.Module):
+    """K models that embed as one, for evaluation: cosines, CSD and u are the means of the models' own.
+
+    Means stand side by side, over the square root of K; so do log-variances, less log K. That makes the same of the
+    squared 2-Wasserstein distance. Source: NCR, which averages the similarities of its two networks.
+
+    Args:
+        models: at least one; they share whatever prepares images and texts.
+
+    Raises:
+        UserError: they do not.
+    """
+
+    def __init__(self, models: Sequence[ProbabilisticCLIP]):
+        super().__init__()
+        one, *others = map(_inputs, models)
+        for other in others:
+            for key in sorted({*one, *other}):
+                if one.get(key) != other.get(key):
+                    raise UserError(
+                        f"The models do not read the same input: {key} is {one.get(key)} in one, {other.get(key)} in "
+                        "another.",
+                        "Put models together that prepare images and texts alike, such as the networks of one run.",
+                    )
+        self.models = nn.ModuleList(models)
+        self.training = models[0].training
+
+    def encode_image(self, pixels: Tensor) -> Gaussian:
+        """(B, 3, H, W) -> Gaussian (B, sum of all D)."""
+        return _side_by_side([model.encode_image(pixels) for model in self.models])
+
+    def encode_text(self, tokens: Tensor) -> Gaussian:
+        """(B, L) int64 -> Gaussian (B, sum of all D)."""
+        return _side_by_side([model.encode_text(tokens) for model in self.models])
+
+    def cut_padding(self, tokens: Tensor) -> Tensor:
+        """(B, L) tokens without the columns that no model needs."""
+        return max((model.cut_padding(tokens) for model in self.models), key=lambda cut: cut.shape[1])
+
+    @property
+    def probabilistic(self) -> bool:
+        """Whether any of them predicts log-variances."""
+        return any(model.probabilistic for model in self.models)
+
+    @property
+    def scale(self) -> Tensor:
+        """The mean of their a, (1,)."""
+        return torch.stack([model.scale for model in self.models]).mean(0)
+
+    @property
+    def shift(self) -> Tensor:
+        """The mean of their b, (1,)."""
+        return torch.stack([model.shift for model in self.models]).mean(0)
+
+
+def as_one(models: Sequence[ProbabilisticCLIP]) -> ProbabilisticCLIP | Together:
+    """The model itself if there is one, else all of them `Together`."""
+    return models[0] if len(models) == 1 else Together(models)
+
+
+def _side_by_side(parts: Sequence[Gaussian]) -> Gaussian:
+    mean = torch.cat([part.mean for part in parts], -1) / math.sqrt(len(parts))
+    return Gaussian(mean, torch.cat([part.log_var for part in parts], -1) - math.log(len(parts)))
+
+
+def _inputs(model: ProbabilisticCLIP) -> dict:
+    """What `create_transforms` and `create_tokenizer` go by."""
+    config = model.config
+    text = config["architecture"]["text_cfg"]
+    tokenizer = {key: text.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")}
+    return {**config["preprocess"], "context_length": model.context_length, **tokenizer}

@@ -1,0 +1,523 @@
+"""Images with captions: Karpathy's json, precomp caption files, shards; and what is refused."""
+
+import gzip
+import io
+import json
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from probemb.data.captions.find import FORMATS, find_captioned
+from probemb.data.captions.image_files import is_inside
+from probemb.data.image_loader import ImageBatches
+from probemb.data.scenes.scenes import draw_captions, sample_to_json, scene
+from probemb.errors import UserError
+from tests.world import jpeg
+from tests.world import write_tar as write
+
+TRAIN, VAL = "COCO_train2014_{:012d}.jpg", "COCO_val2014_{:012d}.jpg"
+# file path, COCO id, split: as in dataset_coco.json, where restval lies in val2014
+COCO = [
+    ("train2014", 9, "train"), ("val2014", 391895, "test"), ("val2014", 42, "restval"), ("val2014", 73, "val"),
+    ("train2014", 25, "train"), ("val2014", 60623, "test"),
+]  # fmt: skip
+
+
+def shade(i):
+    """A picture that says which one it is."""
+    data = io.BytesIO()
+    Image.new("RGB", (16, 12), (i % 256, i // 256 % 256, 0)).save(data, "PNG")
+    return data.getvalue()
+
+
+def which(image):
+    red, green, _ = image.getpixel((3, 3))
+    return red + 256 * green
+
+
+def karpathy(rows=COCO):
+    images = []
+    for number, (folder, cocoid, split) in enumerate(rows):
+        name = (TRAIN if folder == "train2014" else VAL).format(cocoid)
+        told = [{"raw": f" caption {5 * number + c} ", "sentid": 5 * number + c, "tokens": []} for c in range(5)]
+        images.append(
+            {"filepath": folder, "filename": name, "cocoid": cocoid, "split": split, "imgid": number, "sentences": told}
+        )
+    return {"dataset": "coco", "images": images}
+
+
+def save(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def save_images(folder, rows=COCO):
+    for sub, cocoid, _ in rows:
+        name = (TRAIN if sub == "train2014" else VAL).format(cocoid)
+        (folder / sub).mkdir(parents=True, exist_ok=True)
+        (folder / sub / name).write_bytes(shade(cocoid))
+    return folder
+
+
+@pytest.fixture
+def coco(tmp_path):
+    save_images(tmp_path / "coco")
+    return save(tmp_path / "annotations" / "dataset_coco.json", karpathy())
+
+
+# ----------------------------------------------------------------------------------------------------- Karpathy's json
+
+
+@pytest.mark.parametrize(
+    ("split", "ids"),
+    [
+        ("train", [9, 42, 25]), ("restval", [42]), ("val", [73]), ("dev", [73]), ("test", [391895, 60623]),
+        (None, [row[1] for row in COCO]),
+    ],
+)  # fmt: skip
+def test_splits_of_coco(coco, tmp_path, split, ids):
+    found = find_captioned(coco, split, tmp_path / "coco")
+    assert found.image_ids == ids
+    assert [which(found.images.open(i)) for i in range(len(found))] == [one % 65536 for one in ids]
+    numbers = [[row[1] for row in COCO].index(one) for one in ids]
+    assert found.caption_ids == [[5 * n + c for c in range(5)] for n in numbers]
+    assert found.captions == [[f"caption {5 * n + c}" for c in range(5)] for n in numbers]
+    assert found.scenes is None
+    assert found.split == ("val" if split == "dev" else split)
+    assert (len(found), found.n_captions) == (len(ids), 5 * len(ids))
+    assert found.flat() == [text for texts in found.captions for text in texts]
+    assert found.owner() == [i for i in range(len(ids)) for _ in range(5)]
+
+
+def test_image_folders_are_found_beside_the_json(coco, tmp_path):
+    (tmp_path / "coco" / "dataset_coco.json").write_bytes(coco.read_bytes())
+    assert len(find_captioned(tmp_path / "coco", "train").images) == 3
+    (tmp_path / "coco").rename(tmp_path / "annotations" / "images")
+    assert len(find_captioned(coco, "val").images) == 1
+
+
+def test_images_all_in_one_folder_and_a_packed_json(coco, tmp_path):
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for file in (tmp_path / "coco").glob("*/*.jpg"):
+        file.rename(flat / file.name)
+    packed = tmp_path / "dataset_coco.json.gz"
+    packed.write_bytes(gzip.compress(coco.read_bytes()))
+    assert len(find_captioned(packed, "train", flat).images) == 3
+
+
+def test_flickr_has_names_in_place_of_ids(tmp_path):
+    content = karpathy()
+    for number, row in enumerate(content["images"]):
+        del row["filepath"], row["cocoid"]
+        row["filename"] = f"{100 + number}_ab.c.jpg"
+    path = save(tmp_path / "dataset_flickr8k.json", content)
+    (tmp_path / "images").mkdir()
+    for number in range(len(COCO)):
+        (tmp_path / "images" / f"{100 + number}_ab.c.jpg").write_bytes(shade(number))
+    found = find_captioned(path, "test")
+    assert (found.image_ids, found.caption_ids) == (["101_ab.c", "105_ab.c"], None)
+    assert [which(found.images.open(i)) for i in range(2)] == [1, 5]
+
+
+def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
+    alone = find_captioned(coco, "train")  # text alone, until somebody asks for images
+    assert alone.n_captions == 15
+    with pytest.raises(UserError, match=r"3 of the 3 images of .* not here, .* train2014/COCO_train2014_0+9\."):
+        _ = alone.images
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="3 of the 3 images"):
+        find_captioned(coco, "train", tmp_path / "empty")
+    (tmp_path / "coco" / "val2014" / VAL.format(42)).unlink()
+    with pytest.raises(UserError, match=rf"1 of the 3 images .* first is val2014/{VAL.format(42)}"):
+        find_captioned(coco, "train", tmp_path / "coco")
+    assert len(find_captioned(coco, "test", tmp_path / "coco").images) == 2
+    with pytest.raises(UserError, match=r"The image folder .* does not exist"):
+        find_captioned(coco, "train", tmp_path / "nowhere")
+
+
+def test_a_split_that_is_not_there(coco, tmp_path):
+    with pytest.raises(UserError, match=r"no split 'tset', only restval, test, train and val\. Did you mean 'test'"):
+        find_captioned(coco, "tset", tmp_path / "coco")
+
+
+def test_images_that_do_not_decode_are_named_when_they_are_read(coco, tmp_path):
+    import torch
+
+    (tmp_path / "coco" / "val2014" / VAL.format(391895)).write_bytes(b"\xff\xd8 cut")
+    found = find_captioned(coco, "test", tmp_path / "coco")
+    batches = ImageBatches(found.images, lambda image: torch.zeros(3, 2, 2), 4, max_bad=0.5)
+    assert [len(batch) for batch in batches] == [1]
+    assert batches.kept == [1]
+    assert [name for name, _ in batches.bad] == [f"val2014/{VAL.format(391895)}"]
+
+
+def changed(**changes):
+    content = karpathy()
+    content["images"][1] = {k: v for k, v in {**content["images"][1], **changes}.items() if v is not ...}
+    return content
+
+
+HOSTILE = [
+    ("{", "is not JSON"),
+    ("{" * 200_000, "not JSON"),
+    ('{"images": ' + "9" * 10_000 + "}", "not"),
+    ("[1, 2]", "not in Karpathy's format: it has no list of images"),
+    ({"images": {"a": 1}}, "no list of images"),
+    ({"images": []}, "no split 'test', none at all"),
+    ({"images": [3]}, "Image 0 of .* is not in Karpathy's format"),
+    (changed(split=...), "there is no 'split'"),
+    (changed(split=7), "Image 1 .*: the split is not a text"),
+    (changed(filename=...), "there is no 'filename'"),
+    (changed(filename=None), "the filename is not a text"),
+    (changed(filename="../../etc/passwd"), r"'val2014/\.\./\.\./etc/passwd' does not lie in the image folder"),
+    (changed(filepath="..", filename="x.jpg"), "does not lie in the image folder"),
+    (changed(filepath="/etc", filename="passwd"), "does not lie in the image folder"),
+    (changed(filename="/etc/passwd", filepath=None), "does not lie in the image folder"),
+    (changed(filename="a\\..\\..\\b.jpg"), "does not lie in the image folder"),
+    (changed(filename="a\0b"), "does not lie in the image folder"),
+    (changed(filename="a" * 5000), "does not lie in the image folder"),
+    (changed(filepath=["x"]), "the filepath is not a text"),
+    (changed(cocoid="7"), "the cocoid is not a whole number"),
+    (changed(cocoid=True), "the cocoid is not a whole number"),
+    (changed(cocoid=2**80), "the cocoid is not a whole number"),
+    (changed(cocoid=42), "two entries with the image id 42"),
+    (changed(filepath="train2014", filename=TRAIN.format(9)), "two entries with the file name train2014/COCO"),
+    (changed(sentences=...), "there is no 'sentences'"),
+    (changed(sentences="abc"), "the sentences are not a list"),
+    (changed(sentences=["abc"]), "Image 1 .* is not in Karpathy's format"),
+    (changed(sentences=[{"raw": 3, "sentid": 1}]), "the caption is not a text"),
+    (changed(sentences=[{"raw": "a", "sentid": -1}]), "the sentid is not a whole number"),
+    (changed(sentences=[{"raw": "a"}]), "there is no 'sentid'"),
+    (changed(sentences=[]), "The image 391895 of .* has no caption"),
+    (changed(sentences=[{"raw": " \n", "sentid": 1}]), "The image 391895 of .* has no caption"),
+    (changed(sentences=[{"raw": "a", "sentid": 25}]), "two entries with the caption id 25"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE)
+def test_hostile_annotations_are_refused(tmp_path, content, message):
+    save_images(tmp_path / "coco")
+    path = save(tmp_path / "dataset_coco.json", content)
+    with pytest.raises(UserError, match=message) as error:
+        find_captioned(path, "test", tmp_path / "coco")
+    assert len(str(error.value)) < 1000
+
+
+def test_endless_captions_are_cut(tmp_path):
+    path = save(tmp_path / "d.json", changed(sentences=[{"raw": "x" * 100_000, "sentid": 1}]))
+    assert len(find_captioned(path, "test").captions[0][0]) == 2000
+
+
+def test_what_no_reader_takes(tmp_path):
+    for name, data, message in [
+        ("a.json", b"\xff\xfe{", "UTF-8"),
+        ("b.gz", b"\x1f\x8b\x08 cut", "cannot be read"),
+        ("c.bin", b"\0\1\2", "neither a tar nor a text"),
+        ("d.txt", b"caf\xe9\n" * 5, "not a text in UTF-8"),
+        ("e.txt", b"a\nb\n", "2 lines, which is not 5 for each image"),
+        ("f.txt", b"", "0 lines"),
+        ("g.tar", b"no tar", "not a tar"),
+    ]:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UserError, match=message):
+            find_captioned(tmp_path / name)
+    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(karpathy()).encode())[:-30])
+    with pytest.raises(UserError, match="damaged or cut off"):
+        find_captioned(tmp_path / "cut.json.gz")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="not a regular file"):
+        find_captioned(tmp_path / "pipe", format="karpathy")
+    with pytest.raises(UserError, match="'json' is no format"):
+        find_captioned(tmp_path, format="json")
+    for format in (None, *FORMATS):
+        with pytest.raises(UserError, match="does not exist"):
+            find_captioned(tmp_path / "nowhere", format=format)
+    (tmp_path / "empty").mkdir()
+    for format in (None, *FORMATS):
+        with pytest.raises(UserError, match=r"empty holds (no|0) "):
+            find_captioned(tmp_path / "empty", format=format)
+    for data in ("", "a\0b"):
+        with pytest.raises(UserError, match="The data path"):
+            find_captioned(data)
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "train2014/a b.jpg", "ä/1..2.jpg"])
+def test_names_inside(name):
+    assert is_inside(name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/..", "/a", "a/../../b", "C:x", "a\nb", "\ud800", "//x/y"])
+def test_names_outside(name):
+    assert not is_inside(name)
+
+
+# ------------------------------------------------------------------------------------------------------------- precomp
+
+
+def caps(folder, name, n=3, first=0, ids=None):
+    lines = [f"caption {5 * (first + i) + c} ." for i in range(n) for c in range(5)]
+    save(folder / f"{name}_caps.txt", "\n".join(lines) + "\n")
+    if ids is not None:
+        save(folder / f"{name}_ids.txt", "".join(f"{one}\n" for one in ids))
+    return folder
+
+
+def test_precomp_splits_and_coco_images(tmp_path):
+    folder = caps(tmp_path / "precomp", "train", ids=[9, 25, 42])
+    caps(folder, "testall", 2, ids=[391895, 60623])
+    caps(folder, "test", 1, ids=[391895])
+    caps(folder, "dev", 1, ids=[73] * 5)  # one id for each caption is common too
+    save_images(tmp_path / "images")
+    for data in (tmp_path, folder):  # the folder of SCAN, or the one around it
+        for split, ids in [("train", [9, 25, 42]), ("test", [391895, 60623]), ("val", [73]), ("dev", [73])]:
+            found = find_captioned(data, split)
+            assert found.image_ids == ids
+            assert [which(found.images.open(i)) for i in range(len(found))] == [one % 65536 for one in ids]
+            assert found.caption_ids is None
+    assert find_captioned(folder / "test_caps.txt", "test").image_ids == [391895]
+    assert find_captioned(folder, "testall").image_ids == [391895, 60623]
+    with pytest.raises(UserError, match="holds 4 files that could be meant"):
+        find_captioned(folder)
+    with pytest.raises(UserError, match="no split 'tiny', only test, train and val"):
+        find_captioned(folder, "tiny")
+    with pytest.raises(UserError, match=r"test_caps\.txt has no split 'train', only test"):
+        find_captioned(folder / "test_caps.txt", "train")
+
+
+def test_precomp_without_ids_is_text_alone(tmp_path):
+    folder = caps(tmp_path, "test", 4)
+    found = find_captioned(folder, "test")
+    assert found.captions[3] == [f"caption {c} ." for c in range(15, 20)]
+    assert len(set(found.image_ids)) == 4
+    with pytest.raises(UserError, match=r"4 of the 4 images .* are not here, the first is test:0"):
+        _ = found.images
+    with pytest.raises(UserError, match=r"Nothing beside .* says which of the images"):
+        find_captioned(folder, "test", tmp_path)
+
+
+def test_precomp_images_by_mapping_by_name_and_by_number(tmp_path):
+    folder = caps(tmp_path, "test", 3, ids=[7, 8, 9])
+    (tmp_path / "flickr30k-images").mkdir()
+    for number, name in [(7, "a7.jpg"), (8, "8.jpg"), (9, "b9.jpg")]:
+        (tmp_path / "flickr30k-images" / name).write_bytes(shade(number))
+    mapping = save(tmp_path / "id_mapping.json", {"7": "a7.jpg", "9": "b9.jpg"})
+    found = find_captioned(folder, "test")
+    assert [which(found.images.open(i)) for i in range(3)] == [7, 8, 9]
+    save(tmp_path / "test_ids.txt", "a7\n8.jpg\nb9.jpg\n")
+    assert [which(find_captioned(folder, "test").images.open(i)) for i in range(3)] == [7, 8, 9]
+    for content in ({"7": "../a7.jpg"}, {"7": 3}, [1], "{"):
+        save(mapping, content)
+        with pytest.raises(UserError, match=r"id_mapping\.json does not map ids to images"):
+            find_captioned(folder, "test")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2], r"has 2 ids, but .* has 3 images with 5 captions each"),
+        ([1, 2, 2], "two entries with the image id 2"),
+        ([1, 2, "../../etc"], "Line 3 of .* is no id of an image"),
+        ([1, 2, ""], "has 2 ids"),
+        ([*range(14), 3], "two entries with the caption id 3"),
+        (["a.jpg"] * 4 + ["b.jpg"] * 11, "does not give five captions in a row the same image"),
+    ],
+)
+def test_ids_that_do_not_fit(tmp_path, ids, message):
+    with pytest.raises(UserError, match=message):
+        find_captioned(caps(tmp_path, "test", 3, ids=ids), "test")
+
+
+def test_annotation_ids_of_another_order_are_refused(tmp_path):
+    caps(tmp_path, "coco_test", 1)
+    ids = np.array([770337, 771687, 772707, 776154, 781998])
+    np.save(tmp_path / "coco_test_ids.npy", ids)
+    pytest.importorskip("eccv_caption")
+    found = find_captioned(tmp_path, "test")
+    assert (found.image_ids, found.caption_ids) == ([391895], [ids.tolist()])
+    np.save(tmp_path / "coco_test_ids.npy", np.array([770337, 771687, 772707, 776154, 152106]))
+    with pytest.raises(UserError, match="do not belong to one image of COCO"):
+        find_captioned(tmp_path, "test")
+    for array in (np.zeros(5), np.zeros((5, 1), int), np.array([{}]), -ids):
+        np.save(tmp_path / "coco_test_ids.npy", array, allow_pickle=True)
+        with pytest.raises(UserError, match="is no row of ids"):
+            find_captioned(tmp_path, "test")
+
+
+def test_an_image_whose_lines_are_empty(tmp_path):
+    save(tmp_path / "test_caps.txt", "a\n\nb\n\n\n")
+    assert find_captioned(tmp_path / "test_caps.txt").captions == [["a", "b"]]
+    save(tmp_path / "test_caps.txt", "a\n\nb\n\n\n" + "\n" * 5 + "c\n" * 5)
+    with pytest.raises(UserError, match=r"The image test:1 of .* has no caption"):
+        find_captioned(tmp_path / "test_caps.txt")
+
+
+# -------------------------------------------------------------------------------------------------------------- shards
+
+
+def pair(key, number, text=None, **meta):
+    text = [(f"{key}.json", json.dumps(meta).encode())] if meta else [(f"{key}.txt", (text or f"text {key}").encode())]
+    return [(f"{key}.png", shade(number)), *text]
+
+
+def test_shards_named_by_split(tmp_path):
+    for name, keys in [("train-0", "ab"), ("train-1", "c"), ("restval-0", "d"), ("val-0", "e"), ("test-0", "f")]:
+        write(tmp_path / f"{name}.tar", [part for key in keys for part in pair(key, ord(key))])
+    for split, keys in [("train", "dabc"), ("val", "e"), ("dev", "e"), ("test", "f"), ("restval", "d")]:
+        found = find_captioned(tmp_path, split)
+        assert sorted(found.image_ids) == sorted(keys)
+        assert [which(found.images.open(i)) for i in range(len(found))] == [ord(key) for key in found.image_ids]
+        assert found.captions == [[f"text {key}"] for key in found.image_ids]
+        assert found.caption_ids is None
+    assert len(find_captioned(tmp_path)) == 6
+    assert find_captioned(f"{tmp_path}/train-{{0..1}}.tar", "train").image_ids == ["a", "b", "c"]
+    with pytest.raises(UserError, match="no split 'all', only restval, test, train and val"):
+        find_captioned(tmp_path, "all")
+    with pytest.raises(UserError, match=r"val-0\.tar has no split 'train', only val"):
+        find_captioned(tmp_path / "val-0.tar", "train")
+    with pytest.raises(UserError, match="holds its images itself"):
+        find_captioned(tmp_path, "val", tmp_path)
+
+
+def test_shards_in_folders_named_by_split(tmp_path):
+    for split in ("train", "val"):
+        write(tmp_path / split / "00000.tar", pair("a", 3))
+        assert find_captioned(tmp_path, split).captions == [["text a"]]
+        assert find_captioned(tmp_path / split, split).captions == [["text a"]]
+        assert find_captioned(tmp_path / split).captions == [["text a"]]
+    write(tmp_path / "classes" / "00000.tar", pair("a", 3))
+    (tmp_path / "classes" / "classes.txt").write_text("red square\n")
+    with pytest.raises(UserError, match=r"holds the splits train, val\."):
+        find_captioned(tmp_path)
+    with pytest.raises(UserError, match="no split 'test', only train and val"):
+        find_captioned(tmp_path, "test")
+    with pytest.raises(UserError, match="no split 'test', none at all"):
+        find_captioned(tmp_path / "val", "test")
+
+
+def test_ids_in_the_json_of_shards(tmp_path):
+    objects = [{"id": 5, "caption": "e"}, {"id": 6, "caption": " "}, {"id": 7, "caption": "g"}]
+    members = [
+        *pair("a", 1, image_id=391895, caption_ids=[1, 2, 3], captions=["x", "  ", "z"]),
+        *pair("b", 2, cocoid=73, captions=objects),
+    ]
+    found = find_captioned(write(tmp_path / "a.tar", members))
+    assert found.image_ids == [391895, 73]
+    assert found.captions == [["x", "z"], ["e", "g"]]
+    assert found.caption_ids == [[1, 3], [5, 7]]
+    found = find_captioned(write(tmp_path / "b.tar", members + pair("c", 3)))
+    assert (found.image_ids, found.caption_ids) == ([391895, 73, "c"], None)
+    with pytest.raises(UserError, match="two entries with the image id 73"):
+        find_captioned(write(tmp_path / "c.tar", members + pair("c", 3, image_id=73, captions=["q"])))
+    with pytest.raises(UserError, match="two entries with the caption id 5"):
+        find_captioned(write(tmp_path / "d.tar", members + pair("c", 3, captions=["q"], caption_ids=[5])))
+
+
+def test_equal_keys_of_several_tars_are_told_apart(tmp_path):
+    for name in ("0.tar", "1.tar"):
+        write(tmp_path / name, pair("a", 1))
+    assert find_captioned(tmp_path).image_ids == ["0.tar:a", "1.tar:a"]
+
+
+def test_samples_that_cannot_be_used_are_named(tmp_path):
+    members = [
+        *pair("a", 1),
+        ("b.txt", b"captions without an image"),
+        ("c.png", shade(3)), ("c.txt", b" \n"),
+        *pair("d", 4, captions=["x"], image_id="391895"),
+        *pair("e", 5, captions=["x"], caption_ids=[1, 2]),
+        *pair("f", 6, captions=["x"], caption_ids=["1"]),
+        ("g.png", shade(7)),
+        ("notes.json", b"[]"),
+    ]  # fmt: skip
+    found = find_captioned(write(tmp_path / "a.tar", members))
+    assert found.image_ids == ["a"]
+    assert dict(found.images.bad) == {
+        "b": "there are captions, but no image",
+        "c": "there is no caption",
+        "d": "the image_id of the json is not a whole number from 0 on",
+        "e": "there are 2 caption_ids for 1 captions",
+        "f": "the caption_ids of the json are not a list of whole numbers from 0 on",
+    }
+    with pytest.raises(UserError, match=r"holds no image with a caption \(b: there are captions, but no image\)"):
+        find_captioned(write(tmp_path / "b.tar", members[2:3]))
+    (tmp_path / "c.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:1500])
+    with pytest.raises(UserError, match=r"c\.tar"):
+        find_captioned(tmp_path / "c.tar")
+
+
+def test_scenes_keep_what_their_captions_state(tmp_path):
+    members = []
+    for i in range(3):
+        one = scene("captioned", i)
+        told = draw_captions(one, 2)
+        members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(sample_to_json(one, told)).encode())]
+    found = find_captioned(write(tmp_path / "val-0.tar", members), "val")
+    assert [[caption.text for caption in told] for _, told in found.scenes] == found.captions
+
+
+def test_the_format_is_seen_from_the_content(coco, tmp_path):
+    other = tmp_path / "anything"
+    other.write_bytes(coco.read_bytes())
+    assert len(find_captioned(other, "test", tmp_path / "coco")) == 2
+    tar = write(tmp_path / "one.tar", pair("a", 1))
+    tar.rename(tmp_path / "shard")
+    assert find_captioned(tmp_path / "shard").image_ids == ["a"]
+    caps(tmp_path, "test").joinpath("test_caps.txt").rename(tmp_path / "lines")
+    assert len(find_captioned(tmp_path / "lines")) == 3
+    mixed = caps(tmp_path / "mixed", "test")
+    write(mixed / "test-0.tar", pair("a", 1))
+    with pytest.raises(UserError, match="several formats: webdataset and precomp"):
+        find_captioned(mixed, "test")
+    assert len(find_captioned(mixed, "test", format="precomp")) == 3
+    assert len(find_captioned(mixed, "test", format="webdataset")) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- real data
+
+
+def test_flickr8k(shared_data):
+    folder = shared_data("flickr8k")
+    keys = set()
+    for split, count in [("train", 6000), ("val", 1000), ("test", 1000)]:
+        found = find_captioned(folder, split)
+        assert len(found) == len(found.images) == count
+        assert all(len(texts) == 5 for texts in found.captions)
+        assert found.images.bad == []
+        keys |= set(found.image_ids)
+    assert len(keys) == 8000
+
+
+def test_coco_text(shared_data):
+    folder = shared_data("coco_text")
+    with gzip.open(folder / "karpathy_test5k.jsonl.gz", "rt") as file:
+        truth = [json.loads(line) for line in file]
+    for name, n in [("testall", 5000), ("test", 1000)]:
+        found = find_captioned(folder / f"coco_precomp_{name}_caps.txt.gz", "test")
+        assert found.image_ids == [row["image_id"] for row in truth[:n]]
+        assert found.caption_ids == [[one["id"] for one in row["captions"]] for row in truth[:n]]
+        texts = [one["caption"].strip() for row in truth[:n] for one in row["captions"]]
+        assert sum(a != b for a, b in zip(found.flat(), texts)) <= 1  # one line of the 1K file is another
+    dev = find_captioned(folder / "coco_precomp_dev_caps.txt.gz", "val")
+    assert dev.caption_ids[0] == [474921, 479322, 479334, 481560, 483594]
+    assert find_captioned(folder, "test").n_captions == 25_000
+    for name, n in [("test", 1000), ("dev", 1014)]:
+        found = find_captioned(folder / f"f30k_precomp_{name}_caps.txt.gz")
+        assert (len(found), found.n_captions, found.caption_ids) == (n, 5 * n, None)
+        with pytest.raises(UserError, match=f"{n} of the {n} images .* first is f30k_precomp_{name}:0"):
+            _ = found.images
+
+
+def test_coco_images_with_annotation_ids(shared_data):
+    found = find_captioned(shared_data("coco_small") / "captioned-00000.tar")
+    assert (len(found), found.n_captions) == (645, 3226)
+    assert found.caption_ids is not None
+    assert all(type(one) is int for one in found.image_ids)
+
+
+def test_a_json_that_is_not_there_is_no_pattern_of_shards(tmp_path):
+    with pytest.raises(UserError, match=r"dataset_coco\.json does not exist"):
+        find_captioned(tmp_path / "dataset_coco.json", "train", images=tmp_path)

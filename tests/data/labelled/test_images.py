@@ -1,0 +1,196 @@
+"""Finding labelled images, what labels mean, and reading."""
+
+import io
+import json
+import os
+
+import pytest
+from PIL import Image
+
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import ImageBatches, describe_bad, in_both
+from probemb.data.labelled.classes import imagenet_classes
+from probemb.data.labelled.images import find_images, resolve_classes
+from probemb.errors import UserError
+from tests.world import N_CLASSES, write_tar
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, pictures, names):
+    root = tmp_path_factory.mktemp("folders")
+    for i, (label, data) in enumerate(pictures):
+        folder = root / names[label].replace(" ", "_")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{i}.JPEG").write_bytes(data)
+    (root / "README.txt").write_text("no image")
+    return root
+
+
+def to_tensor(image):
+    import torch
+
+    return torch.tensor(list(image.resize((4, 4)).tobytes())).float().view(3, 4, 4)
+
+
+def test_shards_a_tar_and_folders_give_the_same_pictures(shards, folders, pictures, names, tmp_path):
+    sets = {
+        "shards": find_images(shards),
+        "pattern": find_images(f"{shards}/{{00000..00001}}.tar"),
+        "folders": find_images(folders),
+    }
+    members = [(f"val/{names[label].replace(' ', '_')}/{i}.JPEG", data) for i, (label, data) in enumerate(pictures)]
+    sets["tar"] = find_images(write_tar(tmp_path / "val.tar", members))
+    expected = sorted((names[label], Image.open(io.BytesIO(data)).tobytes()) for label, data in pictures)
+    for kind, images in sets.items():
+        classes, labels = resolve_classes(images, None)
+        found = sorted((classes.names[label], images.open(i).tobytes()) for i, label in enumerate(labels))
+        assert found == expected, kind
+        assert len({place.name for place in images.places}) == len(pictures)
+
+
+def test_images_in_two_sets_are_found_by_their_bytes(shards, folders, pictures):
+    everything, first, second = (find_images(data) for data in (folders, shards / "00000.tar", shards / "00001.tar"))
+    assert in_both(first, second) == []
+    assert len(in_both(first, everything)) == len(first)
+    assert len(in_both(everything, first)) == len(first) < len(pictures)
+
+
+def test_one_tar_of_the_shards_alone(shards, names):
+    images = find_images(shards / "00000.tar")
+    classes, labels = resolve_classes(images, None)
+    assert classes.names == tuple(names)
+    assert sorted(set(labels)) == list(range(N_CLASSES))
+
+
+def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
+    members = [(f"ILSVRC2012_val_{i:08d}.JPEG", data) for i, (_, data) in enumerate(pictures)]
+    tar = write_tar(tmp_path / "val.tar", members)
+    with pytest.raises(UserError, match="--labels FILE"):
+        find_images(tar)
+    lists = tmp_path / "val.txt"
+    lists.write_text("".join(f"{name} {label}\n" for (name, _), (label, _) in zip(members, pictures)))
+    assert find_images(tar, lists).marks == [label for label, _ in pictures]
+    lists.write_text(
+        "ImageId,PredictionString\n"
+        + "".join(f"{name[:-5]},n0000000{label} 1 2 3 4\n" for (name, _), (label, _) in zip(members, pictures))
+    )
+    images = find_images(tar, lists)
+    assert images.folders == [f"n0000000{i}" for i in range(N_CLASSES)]
+    lists.write_text(f"{members[0][0]} 0\n")
+    with pytest.raises(UserError, match="says nothing about 31 of 32"):
+        find_images(tar, lists)
+    lists.write_text("490\n361\n")
+    with pytest.raises(UserError, match="Line 1"):
+        find_images(tar, lists)
+
+
+def test_folders_that_are_called_like_the_classes_are_matched_by_name(folders, names, tmp_path):
+    backwards = [name.replace(" ", "_") for name in names][::-1]
+    (tmp_path / "c.txt").write_text("\n".join(backwards))
+    images = find_images(folders)
+    classes, labels = resolve_classes(images, str(tmp_path / "c.txt"))
+    assert all(classes.names[label] == mark for label, mark in zip(labels, images.marks))
+
+
+def test_keys_of_a_class_file_choose_a_subset_of_a_larger_list(folders, names, tmp_path):
+    mapping = {"zebra": "zebra", **{name.replace(" ", "_"): f"{name} thing" for name in names}}
+    (tmp_path / "c.json").write_text(json.dumps(mapping))
+    images = find_images(folders)
+    classes, labels = resolve_classes(images, str(tmp_path / "c.json"))
+    assert len(classes) == N_CLASSES + 1
+    assert all(classes.keys[label] == mark for label, mark in zip(labels, images.marks))
+    del mapping[images.marks[0]]
+    (tmp_path / "c.json").write_text(json.dumps(mapping))
+    with pytest.raises(UserError, match=f"The class folder {images.marks[0]} .* is not in"):
+        resolve_classes(images, str(tmp_path / "c.json"))
+
+
+def test_names_that_do_not_fit_the_labels_are_refused(shards, folders, tmp_path):
+    (tmp_path / "c.txt").write_text("cat\ndog\n")
+    with pytest.raises(UserError, match="only 2 class names"):
+        resolve_classes(find_images(shards), str(tmp_path / "c.txt"))
+    with pytest.raises(UserError, match="8 class folders, but there are 2 class names"):
+        resolve_classes(find_images(folders), str(tmp_path / "c.txt"))
+    with pytest.raises(UserError, match="1000 class names"):
+        resolve_classes(find_images(folders), "imagenet")
+    unnamed = find_images(shards)
+    unnamed.class_file = None
+    with pytest.raises(UserError, match="does not say what they are called"):
+        resolve_classes(unnamed, None)
+
+
+def test_a_thousand_wordnet_folders_are_imagenet(tmp_path, pictures):
+    for i in range(1000):
+        (tmp_path / f"n{i:08d}").mkdir()
+    (tmp_path / "n00000389" / "x.jpg").write_bytes(pictures[0][1])
+    classes, labels = resolve_classes(find_images(tmp_path), None)
+    assert labels == [389]
+    assert classes.names == imagenet_classes().names
+
+
+def test_what_holds_no_labelled_image_is_refused(tmp_path, folders):
+    with pytest.raises(UserError, match="does not exist"):
+        find_images(tmp_path / "missing")
+    with pytest.raises(UserError, match="no labelled images"):
+        find_images(tmp_path)
+    (tmp_path / "notes.tar").write_bytes(b"not a tar at all" * 100)
+    with pytest.raises(UserError, match="not a tar"):
+        find_images(tmp_path / "notes.tar")
+    with pytest.raises(UserError, match="no labelled images"):
+        find_images(write_tar(tmp_path / "empty" / "a.tar", []))
+    (tmp_path / "splits" / "val").mkdir(parents=True)
+    (tmp_path / "splits" / "train").mkdir()
+    with pytest.raises(UserError, match="holds splits") as error:
+        find_images(tmp_path / "splits")
+    assert error.value.remedy == f"Say --data {tmp_path / 'splits' / 'val'}."
+
+
+@pytest.fixture
+def with_bad(tmp_path, pictures):
+    members = []
+    for i, (label, data) in enumerate(pictures):
+        data = data[:200] if i == 3 else b"<html>" if i == 17 else data
+        members += [(f"{i:03d}.jpg", data), (f"{i:03d}.cls", b"seven" if i == 9 else str(label).encode())]
+    return find_images(write_tar(tmp_path / "bad.tar", members))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_are_counted_named_and_left_out(with_bad, workers):
+    batches = ImageBatches(with_bad, to_tensor, batch_size=5, workers=workers, max_bad=0.1)
+    assert sum(len(batch) for batch in batches) == 29
+    assert [with_bad.places[i].name for i in batches.kept] == [f"{i:03d}" for i in range(32) if i not in (3, 9, 17)]
+    assert sorted(name for name, _ in batches.bad) == ["003", "009", "017"]
+    assert "3 images left out: 009 (the cls is not a class index" in describe_bad(batches.bad)
+    assert describe_bad([]) == ""
+
+
+def test_too_many_unreadable_images_stop_the_command(with_bad):
+    with pytest.raises(UserError, match=r"2 of 32 images .* cannot be used \(009: .*; 003: "):
+        list(ImageBatches(with_bad, to_tensor, batch_size=5, max_bad=0.05))
+
+
+def test_an_image_whose_file_is_gone_is_a_bad_sample(folders, tmp_path):
+    images = find_images(folders)
+    images.places[0] = images.places[0]._replace(file=str(tmp_path / "gone"))
+    with pytest.raises(BadSample, match="cannot be opened"):
+        images.open(0)
+
+
+def test_a_pipe_called_like_an_image_is_a_bad_sample(folders, tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    images = find_images(folders)
+    images.places[0] = images.places[0]._replace(file=str(tmp_path / "pipe.jpg"))
+    with pytest.raises(BadSample, match="not a regular file"):
+        images.open(0)
+
+
+def test_an_image_that_a_transform_fails_on_is_left_out(with_bad):
+    def transform(image):
+        if image.getpixel((0, 0)) == first:
+            raise MemoryError
+        return to_tensor(image)
+
+    first = with_bad.open(0).getpixel((0, 0))
+    batches = ImageBatches(with_bad, transform, batch_size=5, max_bad=1)
+    list(batches)
+    assert ("000", "cannot be transformed (MemoryError)") in batches.bad

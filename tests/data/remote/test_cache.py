@@ -1,0 +1,208 @@
+"""The cache of fetched shards: bounded, shared by processes, and whole whoever is killed."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from probemb.data.remote.cache import CacheFull, Scratch, ShardCache
+from probemb.data.remote.sources import Fetch, Remote
+from probemb.data.shards.samples import BadShard
+from tests.webserver import serve
+
+QUICK = Fetch(attempts=3, timeout=5, backoff=0.01)
+SIZE = 100_000
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def served(tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.tar").write_bytes(random.Random(i).randbytes(SIZE))
+    with serve(folder) as site:
+        yield site
+
+
+def shard(site, i) -> Remote:
+    return Remote(f"{site.address}/{i}.tar")
+
+
+def digest(file) -> str:
+    return hashlib.sha256(os.pread(file.fileno(), SIZE + 1, 0)).hexdigest()
+
+
+def expected(i) -> str:
+    return hashlib.sha256(random.Random(i).randbytes(SIZE)).hexdigest()
+
+
+def names(folder) -> list[str]:
+    return sorted(path.suffix for path in folder.iterdir())
+
+
+def test_a_shard_is_fetched_once(served, tmp_path):
+    cache = ShardCache(tmp_path / "cache", 4 * SIZE, QUICK)
+    for _ in range(3):
+        with cache.open(shard(served, 1), SIZE) as file:
+            assert digest(file) == expected(1)
+    with ShardCache(tmp_path / "cache", 4 * SIZE, QUICK).open(shard(served, 1), SIZE) as file:  # also by a later run
+        assert digest(file) == expected(1)
+    assert len(served.requests) == 1
+
+
+def test_the_longest_unused_goes_first_and_never_one_in_use(served, tmp_path):
+    cache = ShardCache(tmp_path / "cache", 3 * SIZE, QUICK)
+    with cache.open(shard(served, 0), SIZE) as oldest:
+        for i in 1, 2:
+            cache.open(shard(served, i), SIZE).close()
+        cache.open(shard(served, 1), SIZE).close()  # now 2 is the longest unused one that is not open
+        cache.open(shard(served, 3), SIZE).close()
+        served.requests.clear()
+        for i in 0, 1, 3:
+            cache.open(shard(served, i), SIZE).close()
+        assert served.requests == []
+        with (
+            cache.open(shard(served, 1), SIZE),
+            cache.open(shard(served, 3), SIZE),
+            pytest.raises(CacheFull, match="full of 3 shards being read"),
+        ):
+            cache.open(shard(served, 4), SIZE)
+        assert digest(oldest) == expected(0)
+    with pytest.raises(CacheFull, match=r"Raise data\.cache_gib"):
+        cache.open(shard(served, 0), 4 * SIZE)
+    assert names(tmp_path / "cache").count(".tar") == 3
+
+
+def test_failures_leave_nothing_and_are_tried_again(served, tmp_path):
+    cache = ShardCache(tmp_path / "cache", 4 * SIZE, QUICK)
+    served.troubles["0.tar"] = [503] * 3
+    with pytest.raises(BadShard, match=r"0\.tar: cannot be fetched in 3 attempts"):
+        cache.open(shard(served, 0), SIZE)
+    assert not {".tar", ".part"} & set(names(tmp_path / "cache"))
+    cache.open(shard(served, 0), SIZE).close()
+    assert ".failed" not in names(tmp_path / "cache")
+
+
+def test_a_file_of_the_wrong_size_is_fetched_anew(served, tmp_path):
+    cache = ShardCache(tmp_path / "cache", 4 * SIZE, QUICK)
+    cache.open(shard(served, 0), SIZE).close()
+    [path] = (tmp_path / "cache").glob("*.tar")
+    os.truncate(path, 10)
+    with cache.open(shard(served, 0), SIZE) as file:
+        assert digest(file) == expected(0)
+
+
+def _read_many(site, folder, seed, limit, queue) -> None:
+    cache, order = ShardCache(folder, limit, QUICK), random.Random(seed)
+    wrong, full, largest = 0, 0, 0
+    for _ in range(60):
+        i = order.randrange(8)
+        try:
+            with cache.open(shard(site, i), SIZE) as file:
+                wrong += digest(file) != expected(i)
+                with cache._making_room():  # files neither appear nor go away meanwhile
+                    largest = max(largest, sum(path.stat().st_size for path in folder.glob("*.tar")))
+        except CacheFull:
+            full += 1
+    queue.put((wrong, full, largest))
+
+
+def test_many_processes_at_once(served, tmp_path):
+    """Six processes, room for seven of eight shards: always evicting, never a wrong byte, never over the limit."""
+    queue, limit = fork.SimpleQueue(), 7 * SIZE
+    (tmp_path / "cache").mkdir()
+    team = [fork.Process(target=_read_many, args=(served, tmp_path / "cache", s, limit, queue)) for s in range(6)]
+    for process in team:
+        process.start()
+    results = [queue.get() for _ in team]
+    for process in team:
+        process.join()
+    assert [wrong for wrong, _, _ in results] == [0] * 6
+    assert [full for _, full, _ in results] == [0] * 6
+    assert max(largest for _, _, largest in results) <= limit
+    assert len(served.requests) > 8  # there were evictions
+    assert ".part" not in names(tmp_path / "cache")
+
+
+def _open_one(site, folder, queue) -> None:
+    with ShardCache(folder, 4 * SIZE, QUICK).open(shard(site, 0), SIZE) as file:
+        queue.put(digest(file))
+
+
+def test_one_process_fetches_and_the_others_wait(served, tmp_path):
+    queue = fork.SimpleQueue()
+    team = [fork.Process(target=_open_one, args=(served, tmp_path / "cache", queue)) for _ in range(4)]
+    for process in team:
+        process.start()
+    assert [queue.get() for _ in team] == [expected(0)] * 4
+    for process in team:
+        process.join()
+    assert len(served.requests) == 1
+
+
+def test_a_fetcher_that_is_killed_leaves_a_usable_cache(served, tmp_path):
+    folder = tmp_path / "cache"
+    served.troubles["0.tar"] = ["stall"]
+    process = fork.Process(target=_open_one, args=(served, folder, fork.SimpleQueue()))
+    process.start()
+    end = time.monotonic() + 20
+    while not list(folder.glob("*.part")) and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert list(folder.glob("*.part"))
+    cache = ShardCache(folder, SIZE, QUICK)  # room for one: the remains must go, or count for nothing
+    cache.open(shard(served, 1), SIZE).close()
+    with cache.open(shard(served, 0), SIZE) as file:
+        assert digest(file) == expected(0)
+    assert names(folder).count(".tar") == 1
+    assert ".part" not in names(folder)
+
+
+def _make_scratch(parent, queue) -> None:
+    scratch = Scratch(parent)
+    (scratch.folder / "x.tar").write_bytes(b"x")
+    queue.put(scratch.folder)
+    time.sleep(30)
+
+
+def test_nothing_of_a_scratch_is_left_by_a_fetch_that_goes_on(tmp_path, monkeypatch):
+    scratch = Scratch(tmp_path)
+    cache = ShardCache(scratch.folder, 1 << 20)
+    (scratch.folder / "x.tar").write_bytes(b"x")
+    unlink = os.unlink
+
+    def meanwhile(path, *args, **options):  # another thread is at its fetch while the folder is being emptied
+        unlink(path, *args, **options)
+        with pytest.raises(OSError, match="No such file"), cache._making_room():
+            pass
+        with pytest.raises(OSError, match="No such file"):
+            open(scratch.folder / "y.part", "wb").close()
+
+    monkeypatch.setattr(os, "unlink", meanwhile)
+    scratch.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_ends_with_its_process_or_with_the_next(tmp_path):
+    with_us = Scratch(tmp_path)
+    queue = fork.SimpleQueue()
+    process = fork.Process(target=_make_scratch, args=(tmp_path, queue))
+    process.start()
+    folder = queue.get()
+    Scratch(tmp_path).close()
+    assert folder.exists()  # in use
+    assert with_us.folder.exists()
+    process.kill()
+    process.join()
+    assert folder.exists()
+    another = Scratch(tmp_path)
+    assert not folder.exists()
+    another.close()
+    with_us.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,317 @@
+"""Asking web servers that never come to an end of their answer, lead elsewhere, or want a user's name and password."""
+
+import base64
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from probemb.data.failures import BadShard
+from probemb.data.remote.range_requests import fetch_range, version_of
+from probemb.data.remote.sources import Fetch, Remote, fetch
+
+SHORT = Fetch(attempts=1, timeout=0.5)
+AMPLE = Fetch(attempts=1, timeout=20.0)
+LATE = 8  # seconds after which a request that should have ended counts as hanging, on a busy machine
+OK = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 4\r\n\r\nabcd'
+PASSWORD = "pass/w@rd"
+SECRET = "pass%2Fw%40rd"
+LOGIN = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
+
+
+class Listener:
+    """A server on the loopback; `answer(connection, head)` says what each request gets."""
+
+    def __init__(self, answer, tls=None):
+        self.answer, self.tls = answer, tls
+        self.heads: list[str] = []
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listening.getsockname()[1]
+        self.ended = threading.Event()
+
+    def work(self):
+        with suppress(OSError):
+            while True:
+                connection = self.listening.accept()[0]
+                threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
+
+    def serve(self, connection):
+        with suppress(OSError), connection:
+            if self.tls:
+                connection = self.tls.wrap_socket(connection, server_side=True)
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                data = connection.recv(1 << 16)
+                if not data:
+                    return
+                head += data
+            self.heads.append(head.decode())
+            self.answer(connection, head.decode())
+            connection.close()
+
+    def drip(self, connection, beginning: bytes, again: bytes, pause=0.05):
+        """Something, and then a little of it for ever: never silent, never done."""
+        connection.sendall(beginning)
+        while not self.ended.wait(pause):
+            connection.sendall(again)
+
+
+@contextmanager
+def listening(answer, tls=None):
+    server = Listener(lambda connection, head: answer(server, connection, head), tls)
+    thread = threading.Thread(target=server.work, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ended.set()
+        server.listening.shutdown(socket.SHUT_RDWR)
+        server.listening.close()
+        thread.join()
+
+
+def fine(server, connection, head):
+    connection.sendall(OK)
+
+
+def got(address, tmp_path, how=AMPLE) -> bytes:
+    with open(tmp_path / "got", "w+b", buffering=0) as file:
+        count = fetch(Remote(address), file, None, how)
+        file.seek(0)
+        return file.read(count)
+
+
+DRIPS = {
+    "status line": (b"HTTP/1.1 200 ", b"O"),
+    "header": (b"HTTP/1.1 206 OK\r\nX-A: ", b"a"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "chunk size": (b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-3/4\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+    "trailer": (
+        b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-3/4\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n",
+        b"X-A: a\r\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """(file with a certificate for 127.0.0.1, what a server needs to have it)"""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl makes the certificate")
+    folder = tmp_path_factory.mktemp("certificate")
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "key"), "-out", str(folder / "pem")]
+    subprocess.run([*make.split(), *names], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "pem", folder / "key")
+    return folder / "pem", tls
+
+
+@pytest.fixture(params=["http", "https"])
+def scheme(request, monkeypatch):
+    """ "http", None, or "https" and what a server of it needs; clients trust it."""
+    if request.param == "http":
+        return "http", None
+    trusted, tls = request.getfixturevalue("certificate")
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    return "https", tls
+
+
+@pytest.mark.parametrize("drip", DRIPS)
+def test_an_answer_without_an_end(drip, scheme, tmp_path):
+    name, tls = scheme
+    with listening(lambda server, connection, head: server.drip(connection, *DRIPS[drip]), tls) as server:
+        address = f"{name}://127.0.0.1:{server.port}/a.tar"
+        asking = [lambda: fetch_range(Remote(address), 0, 4, SHORT), lambda: got(address, tmp_path, SHORT)]
+        if drip not in ("chunk size", "trailer"):  # no part of what tells the version
+            asking.append(lambda: version_of(Remote(address), SHORT))
+        for ask in asking:
+            began = time.monotonic()
+            with pytest.raises(BadShard, match=r"no answer in 0\.5 s"):
+                ask()
+            assert time.monotonic() - began < LATE
+        assert len(server.heads) == len(asking)
+
+
+@pytest.mark.parametrize("begin", [b"", b"\x16\x03\x03\x40\x00"])  # silent, or the head of a record of 16 KiB
+def test_a_handshake_without_an_end(begin):
+    with listening(fine) as server:
+        server.serve = lambda connection: server.drip(connection, begin, b"\x02" if begin else b"")
+        began = time.monotonic()
+        with pytest.raises(BadShard, match=r"no answer in 0\.5 s"):
+            version_of(Remote(f"https://127.0.0.1:{server.port}/a"), SHORT)
+        assert time.monotonic() - began < LATE
+
+
+def test_the_deadline_is_one_for_all_redirects(tmp_path):
+    def lead_on(server, connection, head):
+        time.sleep(0.15)
+        number = int(re.search(r"/(\d+) ", head)[1])
+        connection.sendall(f"HTTP/1.1 302 Found\r\nLocation: /{number + 1}\r\n\r\n".encode())
+
+    with listening(lead_on) as server:
+        with pytest.raises(BadShard, match=r"no answer in 0\.5 s"):
+            got(f"http://127.0.0.1:{server.port}/0", tmp_path, SHORT)
+        assert 2 <= len(server.heads) <= 4
+        server.heads.clear()
+        with pytest.raises(BadShard, match="more than 10 redirects"):
+            got(f"http://127.0.0.1:{server.port}/0", tmp_path)
+        assert len(server.heads) == 11
+
+
+def test_a_long_transfer_may_take_longer_than_a_time_out(tmp_path):
+    def slow(server, connection, head):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 90000\r\n\r\n")
+        for _ in range(9):
+            time.sleep(0.12)
+            connection.sendall(bytes(10000))
+
+    with listening(slow) as server:
+        assert got(f"http://127.0.0.1:{server.port}/a", tmp_path, Fetch(attempts=1, timeout=0.8)) == bytes(90000)
+
+
+@pytest.mark.parametrize(
+    "location", ["ftp://127.0.0.1:{port}/a", "file:///etc/hostname", "data:,x", "gopher://h/?secret", "//[", "mailto:x"]
+)
+def test_redirects_to_what_is_not_the_web(location, tmp_path):
+    def lead_away(server, connection, head):
+        where = location.format(port=server.port)
+        connection.sendall(f"HTTP/1.1 302 Found\r\nLocation: {where}\r\nContent-Length: 0\r\n\r\n".encode())
+
+    with listening(lead_away) as server:
+        address = f"http://127.0.0.1:{server.port}/a.tar"
+        for ask in (
+            lambda: got(address, tmp_path, Fetch(attempts=3, timeout=20, backoff=0.01)),
+            lambda: version_of(Remote(address), AMPLE),
+            lambda: fetch_range(Remote(address), 0, 4, AMPLE),
+        ):
+            with pytest.raises(BadShard, match=r"HTTP 302 Found, a redirect to .* not allowed") as refused:
+                ask()
+            assert "secret" not in str(refused.value)
+        assert len(server.heads) == 3  # another attempt would not help
+
+
+def test_redirects_are_followed(tmp_path):
+    def lead_on(server, connection, head):
+        there = b"/b%20c d\xfc?x=1" if head.startswith("GET /a ") else None
+        moved = b"HTTP/1.1 307 Moved\r\nContent-Length: 999999\r\nLocation: %s\r\n\r\n"
+        connection.sendall(moved % there if there else OK)
+
+    with listening(lead_on) as server:
+        assert got(f"http://127.0.0.1:{server.port}/a", tmp_path) == b"abcd"
+        assert server.heads[1].startswith("GET /b%20c%20d%FC?x=1 ")
+        assert version_of(Remote(f"http://127.0.0.1:{server.port}/a"), AMPLE) == '"1"'
+
+
+def test_user_and_password_are_a_header(tmp_path):
+    with listening(fine) as server:
+        address = f"http://me:{SECRET}@127.0.0.1:{server.port}/a.tar"
+        assert got(address, tmp_path) == b"abcd"
+        assert version_of(Remote(address), AMPLE) == '"1"'
+        for head in server.heads:
+            assert head.startswith("GET /a.tar ")
+            assert f"\r\nHost: 127.0.0.1:{server.port}\r\n" in head
+            assert f"\r\nAuthorization: {LOGIN}\r\n" in head
+        server.heads.clear()
+        assert got(f"http://127.0.0.1:{server.port}/a.tar", tmp_path) == b"abcd"
+        assert "Authorization" not in server.heads[0]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_password_stays_with_its_server(same, tmp_path):
+    with listening(fine) as other:
+
+        def lead_on(server, connection, head):
+            where = f"http://127.0.0.1:{server.port if same else other.port}/b"
+            moved = f"HTTP/1.1 301 Moved\r\nLocation: {where}\r\n\r\n"
+            connection.sendall(moved.encode() if head.startswith("GET /a ") else OK)
+
+        with listening(lead_on) as server:
+            assert got(f"http://me:{SECRET}@127.0.0.1:{server.port}/a", tmp_path) == b"abcd"
+            last = (server if same else other).heads[-1]
+            assert last.startswith("GET /b ")
+            assert ("Authorization" in last) == same
+            assert "Authorization" in server.heads[0]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:{secret}@127.0.0.1:1/a.tar?token=secret",
+        "http://me:hush/secret@127.0.0.1:1/a.tar",
+        "http://me:hush?secret@127.0.0.1:1/a.tar",
+        "http://me:hush#secret@127.0.0.1:1/a.tar",
+        "http://me:hush\N{CARE OF}secret@127.0.0.1:1/a.tar",  # which stands for a / where addresses are normalised
+        "http://me:hush@127.0.0.1:secret/a.tar",
+        "http://me:hush@127.0.0.1:1/a b.tar?token=secret",
+        "ftp://me:hush@127.0.0.1:1/a.tar",
+        "nosuch://me:hu/sh@host/a.tar",
+    ],
+)
+def test_no_message_has_a_password(address, tmp_path):
+    address = address.format(secret=SECRET)
+    how = Fetch(attempts=2, timeout=20, backoff=0.01)
+    with pytest.raises(BadShard) as refused:
+        got(address, tmp_path, how)
+    for text in str(refused.value), str(Remote(address)):
+        assert "hush" not in text
+        assert "hu/sh" not in text
+        assert "sh@" not in text
+        assert SECRET not in text
+        assert "secret@" not in text
+        assert "token" not in text
+
+
+def test_what_is_no_address_is_said_at_once(tmp_path):
+    with pytest.raises(BadShard, match=r"cannot be fetched \(it is no valid web address; .* %2F"):
+        got("http://me:hush/hush@127.0.0.1:1/a.tar", tmp_path, Fetch(attempts=5, timeout=20, backoff=60))
+
+
+def test_proxies_of_the_environment(monkeypatch, tmp_path):
+    with listening(fine) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://you:hush@127.0.0.1:{proxy.port}")
+        monkeypatch.setenv("no_proxy", "")
+        assert got("http://somewhere.invalid/a.tar", tmp_path) == b"abcd"
+        assert proxy.heads[0].startswith("GET http://somewhere.invalid/a.tar ")
+        assert "\r\nProxy-Authorization: Basic " in proxy.heads[0]
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with listening(fine) as server:
+            assert got(f"http://127.0.0.1:{server.port}/a.tar", tmp_path) == b"abcd"
+            assert server.heads[0].startswith("GET /a.tar ")
+
+
+def test_a_tunnel_through_a_proxy(certificate, monkeypatch, tmp_path):
+    trusted, tls = certificate
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    monkeypatch.setenv("no_proxy", "")
+
+    def tunnel(server, connection, head):
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        with tls.wrap_socket(connection, server_side=True) as inner:
+            server.heads.append(inner.recv(1 << 16).decode())
+            inner.sendall(OK)
+
+    with listening(tunnel) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
+        assert got("https://127.0.0.1:1/a.tar", tmp_path) == b"abcd"
+        assert proxy.heads[0].startswith("CONNECT 127.0.0.1:1 ")
+        assert proxy.heads[1].startswith("GET /a.tar ")
+    with listening(
+        lambda server, connection, head: server.drip(connection, b"HTTP/1.1 200 OK\r\n", b"a: b\r\n")
+    ) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
+        began = time.monotonic()
+        with pytest.raises(BadShard, match=r"no answer in 0\.5 s"):
+            got("https://127.0.0.1:1/a.tar", tmp_path, SHORT)
+        assert time.monotonic() - began < LATE
+
+
+def test_certificates_are_checked(certificate, tmp_path):
+    with listening(fine, certificate[1]) as server, pytest.raises(BadShard, match="certificate verify failed"):
+        got(f"https://127.0.0.1:{server.port}/a.tar", tmp_path)

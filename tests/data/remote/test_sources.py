@@ -1,0 +1,317 @@
+"""Fetching from real servers and commands that fail, stall, cut off and lie."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from probemb.data.remote.sources import Fetch, Remote, check_scheme, fetch, is_remote
+from probemb.data.shards.samples import BadShard, read_index
+from probemb.errors import UserError
+from tests.webserver import serve
+
+QUICK = Fetch(attempts=4, timeout=2, backoff=0.01)  # long enough for a busy machine to answer in
+DATA = bytes(range(256)) * 2000
+SIZE = len(DATA)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(DATA)
+    return folder
+
+
+def got(remote, tmp_path, size=SIZE, how=QUICK) -> bytes:
+    with open(tmp_path / "got", "w+b", buffering=0) as file:
+        count = fetch(remote, file, size, how)
+        file.seek(0)
+        return file.read(count)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("trouble", [[], [503, 500], [429], ["cut", "cut"], ["stall"], ["silence"], ["trickle", "cut"]])
+def test_troubles_that_pass(folder, tmp_path, trouble, ranges):
+    with serve(folder, ranges) as site:
+        site.troubles["a.tar"] = list(trouble)
+        assert got(Remote(f"{site.address}/a.tar"), tmp_path) == DATA
+        assert len(site.requests) == len(trouble) + 1
+        if trouble == ["cut", "cut"] and ranges:  # it went on where it had stopped
+            assert [asked for _, asked in site.requests] == [None, "bytes=256000-", "bytes=384000-"]
+            assert site.sent == len(DATA)
+
+
+def test_a_file_that_changes_between_attempts_is_not_patched_together(folder, tmp_path):
+    with serve(folder) as site:
+        site.troubles["a.tar"] = ["cut", 416]  # what a server says to a range that its new file does not have
+        assert got(Remote(f"{site.address}/a.tar"), tmp_path) == DATA
+        assert site.requests[-1] == ("a.tar", None)
+
+
+def test_the_room_that_a_file_has_reserved_stays_reserved(folder, tmp_path):
+    """By its size: the cache of shards counts a shard that is being fetched as a whole one."""
+    with serve(folder) as site, open(tmp_path / "got", "w+b", buffering=0) as file:
+        site.troubles["a.tar"] = ["cut"]
+        file.truncate(SIZE)
+        with pytest.raises(BadShard, match="broke off"):
+            fetch(Remote(f"{site.address}/a.tar"), file, SIZE, Fetch(attempts=1, timeout=2))
+        assert (tmp_path / "got").stat().st_size == SIZE
+
+
+@pytest.mark.parametrize(
+    ("trouble", "requests", "reason"),
+    [
+        ([404], 1, "HTTP 404"),
+        ([403], 1, "HTTP 403"),
+        ([302], 1, "HTTP 302 .*not allowed"),
+        ([503] * 9, 4, "in 4 attempts .*HTTP 503"),
+        (["silence"] * 9, 4, "in 4 attempts .*no answer in 2 s"),
+    ],
+)
+def test_troubles_that_stay_name_the_shard(folder, tmp_path, trouble, requests, reason):
+    with serve(folder) as site:
+        site.troubles["a.tar"] = list(trouble)
+        with pytest.raises(BadShard, match=rf"/a\.tar: cannot be fetched.*{reason}"):
+            got(Remote(f"{site.address}/a.tar?secret=1"), tmp_path)
+        assert len(site.requests) == requests
+        with pytest.raises(BadShard) as refused:
+            got(Remote(f"http://me:password@127.0.0.1:{site.server_port}/none.tar?secret=1"), tmp_path)
+        assert "password" not in str(refused.value)
+        assert "secret" not in str(refused.value)
+
+
+def test_a_server_that_is_not_there(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(BadShard, match=r"in 4 attempts .*refused"):
+        got(Remote(f"http://127.0.0.1:{port}/a.tar"), tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["http", "pipe", "file"])
+def test_another_size_than_the_index_says(folder, tmp_path, scheme):
+    with serve(folder) as site:
+        address = {
+            "http": f"{site.address}/a.tar",
+            "pipe": f"pipe:cat {folder}/a.tar",
+            "file": f"file://{folder}/a.tar",
+        }
+        how = Fetch(attempts=2, timeout=20, backoff=0.01)
+        with pytest.raises(BadShard, match="more than"):
+            got(Remote(address[scheme]), tmp_path, len(DATA) - 1, how)
+        with pytest.raises(BadShard, match=r"its index says 512,001|HTTP 416"):
+            got(Remote(address[scheme]), tmp_path, len(DATA) + 1, how)
+        assert (tmp_path / "got").stat().st_size <= len(DATA)
+
+
+def test_commands(folder, tmp_path):
+    assert got(Remote(f"pipe:cat {folder}/a.tar"), tmp_path) == DATA
+    assert got(Remote(f"pipe:head -c 1000 {folder}/a.tar; tail -c +1001 {folder}/a.tar"), tmp_path) == DATA
+    count = tmp_path / "count"
+    flaky = f"echo >> {count}; [ $(wc -l < {count}) -gt 2 ] || {{ echo no luck >&2; exit 3; }}; cat {folder}/a.tar"
+    assert got(Remote(f"pipe:{flaky}"), tmp_path) == DATA
+    assert len(count.read_text()) == 3
+    with pytest.raises(BadShard, match=r"in 4 attempts \(the last: exit code 5: not today\)"):
+        got(Remote("pipe:echo not today >&2; exit 5"), tmp_path)
+
+
+def test_a_command_that_hangs_is_ended_with_its_children(folder, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(BadShard, match=r"no answer in 2 s"):
+        got(Remote(f"pipe:sleep 1234.5 & echo $! >> {tmp_path}/pids; cat {folder}/a.tar; wait"), tmp_path)
+    limit = began + 20  # not the 1234.5 s
+    assert time.monotonic() < limit
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 4
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < limit, left  # they end when they next get a processor
+        time.sleep(0.05)
+
+
+_FETCHING = """
+import os, sys, tempfile, threading, time
+from probemb.data.remote.sources import Remote, fetch, PATIENT
+
+def work():
+    with tempfile.TemporaryFile(buffering=0) as file:
+        fetch(Remote(sys.argv[1]), file, None, PATIENT)
+
+if sys.argv[2] == "forked":  # like the data workers of pretraining, which are ended with SIGKILL
+    if child := os.fork():
+        print(child, flush=True)
+        os.waitpid(child, 0)
+    else:
+        work()
+    sys.exit()
+threading.Thread(target=work, daemon=True).start()
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "SIGINT", "SIGTERM", "SIGKILL", "forked"])
+def test_a_command_ends_with_the_process_that_runs_it(how, tmp_path):
+    """However that ends. One that is in the background and one that has taken the shell's place."""
+    pids = tmp_path / "pids"
+    command = f"pipe:sleep 4242 & echo $! >> {pids}; echo $$ >> {pids}; echo . >> {pids}; exec sleep 4242"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FETCHING, command, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        fetching = int(process.stdout.readline())
+        limit = time.monotonic() + 20
+        while not (pids.exists() and pids.read_text().endswith(".\n")):
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        sleeping = pids.read_text().split()[:2]
+        assert all(map(_runs, sleeping))
+        if how == "end":
+            process.stdin.close()
+        else:
+            os.kill(fetching, signal.SIGKILL if how == "forked" else signal.Signals[how])
+        while left := [pid for pid in sleeping if _runs(pid)]:
+            assert time.monotonic() < limit, left
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in pids.read_text().split()[:2] if pids.exists() else []:
+            if _runs(pid):
+                os.kill(int(pid), signal.SIGKILL)
+        process.stdout.close()
+        process.stdin.close()
+
+
+_ADOPTING = """
+import ctypes, os, sys, tempfile
+from pathlib import Path
+from probemb.data.remote.sources import Fetch, Remote, fetch
+from probemb.data.failures import BadShard
+
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: as init does, we adopt orphans
+for command in sys.argv[1:]:
+    with tempfile.TemporaryFile(buffering=0) as file:
+        try:
+            print(fetch(Remote(command), file, None, Fetch(attempts=1, timeout=20)))
+        except BadShard as error:
+            print(error)
+print([child.read_text().split() for child in Path("/proc/self/task").glob("*/children")])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
+def test_commands_leave_no_process_behind(folder):
+    """Nor a zombie that init would have to collect: in many containers nothing does."""
+    commands = [f"pipe:cat {folder}/a.tar", "pipe:echo last words >&2; exit 3", "pipe:kill -KILL $$"]
+    run = subprocess.run([sys.executable, "-c", _ADOPTING, *commands], capture_output=True, text=True, check=True)
+    fine, failed, killed, children = run.stdout.splitlines()
+    assert fine == str(SIZE)
+    assert "(exit code 3: last words)" in failed
+    assert "(exit code 137" in killed
+    assert children == "[[]]"
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_fsspec_reads_every_other_scheme(folder, tmp_path):
+    patient = Fetch(attempts=2, timeout=30, backoff=0.01)
+    assert got(Remote(f"file://{folder}/a.tar"), tmp_path, how=patient) == DATA
+    with pytest.raises(BadShard, match=r"file://.*none\.tar: cannot be fetched in 2 attempts .*FileNotFoundError"):
+        got(Remote(f"file://{folder}/none.tar"), tmp_path, how=patient)
+
+
+def test_schemes_that_nothing_can_read():
+    for source in "http://h/a", "https://h/a", "pipe:cat x", "s3://b/a":
+        assert is_remote(source)
+    for source in "data/cc3m", "C:\\data", "/a/b:c", "a:b", "{00..11}.tar":
+        assert not is_remote(source)
+    with pytest.raises(UserError, match=r"'htps:' is not a known source. Did you mean 'https'"):
+        check_scheme(Remote("htps://host/a.tar"))
+    check_scheme(Remote("file:///a.tar"))
+
+
+@pytest.fixture
+def corpus(folder, write_tar, encode):
+    """Three indexed shards in the served folder."""
+    from tools.index_shards import main
+
+    (folder / "a.tar").unlink()
+    for number in range(3):
+        write_tar(f"served/{number:05d}.tar", [("0.jpg", encode()), ("0.txt", b"a dog")])
+    main([str(folder), "--workers", "1"])
+    return folder
+
+
+def test_indexes_on_a_server(corpus):
+    with serve(corpus) as site:
+        site.troubles["index.json"] = [503, "cut"]
+        for form in "", "/", "/index.json", "/{00000..00002}.tar", "/*.tar":
+            shards = read_index(f"{site.address}/cc3m{form}", QUICK)
+            assert [str(shard.path) for shard in shards] == [f"{site.address}/cc3m/{i:05d}.tar" for i in range(3)]
+            assert [shard.samples for shard in shards] == [1, 1, 1]
+        [one] = read_index(f"{site.address}/cc3m/00001.tar?key=1", QUICK)
+        assert one.path.address == f"{site.address}/cc3m/00001.tar?key=1"
+        with pytest.raises(UserError, match=r"No shard of .* fits 00007.tar"):
+            read_index(f"{site.address}/cc3m/00007.tar", QUICK)
+        (corpus / "index.json").unlink()
+        with pytest.raises(UserError, match=r"There is no index of shards: .*HTTP 404"):
+            read_index(f"{site.address}/cc3m", QUICK)
+    assert len(read_index_over_fsspec(corpus)) == 3
+
+
+def read_index_over_fsspec(corpus):
+    from tools.index_shards import main
+
+    main([str(corpus), "--workers", "1"])
+    return read_index(f"file://{corpus}/*.tar", Fetch(attempts=1))
+
+
+def test_indexes_that_a_command_prints(corpus):
+    shards = read_index(f"pipe:cat {corpus}/{{00000..00001}}.tar | cat", QUICK)
+    assert [shard.path.address for shard in shards] == [f"pipe:cat {corpus}/0000{i}.tar | cat" for i in range(2)]
+    assert [shard.name for shard in shards] == ["00000.tar", "00001.tar"]
+    with pytest.raises(UserError, match=r"does not name 00009\.tar"):
+        read_index(f"pipe:cat {corpus}/00000.tar 2>/dev/null; true".replace("00000", "00009"), QUICK)
+    with pytest.raises(UserError, match="names 0 tars"):
+        read_index("pipe:true", QUICK)
+
+
+@pytest.mark.parametrize(
+    "name", ["pipe:touch run.tar", "../b.tar", "http://evil/a.tar", "a::b.tar", "*.tar", "a\nb.tar", "x.tar;touch run"]
+)
+def test_an_index_names_nothing_outside_its_folder_and_no_command(corpus, name, tmp_path, monkeypatch):
+    import json
+
+    monkeypatch.chdir(tmp_path)
+    (corpus / "index.json").write_text(json.dumps({"shards": [{"name": name, "samples": 1, "bytes": 9}]}))
+    with serve(corpus) as site:
+        if name == "pipe:touch run.tar" or ";" in name:  # a strange name, but one of a file in the folder
+            [shard] = read_index(f"{site.address}/c", QUICK)
+            assert shard.path.address.startswith(f"{site.address}/c/")
+            with pytest.raises(BadShard):
+                got(shard.path, tmp_path)
+        else:
+            with pytest.raises(UserError, match="outside its own folder"):
+                read_index(f"{site.address}/c", QUICK)
+    with pytest.raises(UserError):
+        read_index(f"pipe:cat {corpus}/00000.tar", QUICK)
+    assert not Path("run").exists()
+    assert not Path("run.tar").exists()
+
+
+@pytest.mark.parametrize("rest", ["h/x{", "h/x{0..999999999}.tar", "127.0.0.1:9"])
+def test_a_password_is_not_shown(rest):
+    with pytest.raises(UserError) as error:
+        read_index(f"http://me:gehe*im@{rest}", Fetch(attempts=1, timeout=1))
+    assert "gehe" not in error.value.what + error.value.remedy

@@ -1,0 +1,207 @@
+"""Captions are true, their text says what their predicate says, and matches and ambiguity are exact."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from probemb.data.scenes.scenes import (
+    Caption,
+    Pattern,
+    Predicate,
+    Scene,
+    Thing,
+    ambiguity,
+    draw_captions,
+    match_matrix,
+    matches,
+    scene,
+)
+from probemb.data.scenes.world import COLOURS, OBJECT_COUNTS, RELATIONS, SHAPES
+
+WORDS = {  # word -> the predicate's field and value that it stands for
+    "photo": ("medium", "photo"),
+    "drawing": ("medium", "drawing"),
+    "sketch": ("medium", "drawing"),
+    "doodle": ("medium", "drawing"),
+    "dark": ("light", "dark"),
+    "bright": ("light", "bright"),
+    "blurry": ("focus", "blurry"),
+    "pixelated": ("focus", "pixelated"),
+    "resolution": ("focus", "pixelated"),
+}
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    scenes = [scene("captions", i) for i in range(400)]
+    return scenes, [draw_captions(one) for one in scenes]
+
+
+def test_every_caption_is_true_of_its_scene(drawn):
+    for one, captions in zip(*drawn):
+        assert all(matches(caption, one) for caption in captions)
+
+
+def test_captions_go_from_exact_to_vague(drawn):
+    shares = np.array([[ambiguity(caption) for caption in captions] for captions in drawn[1]])
+    assert (np.diff(np.median(shares, axis=0)) > 0).all()
+    assert np.median(shares[:, 0]) < 0.002
+    assert np.median(shares[:, -1]) > 0.2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_any_number_of_captions(count):
+    assert len(draw_captions(scene(0, 0), count)) == count
+
+
+def test_the_text_says_what_the_predicate_says(drawn):
+    for caption in itertools.chain(*drawn[1]):
+        stated, words = caption.predicate, re.findall(r"[a-z-]+", caption.text)
+        assert sorted(word for word in words if word in COLOURS) == sorted(p.colour for p in stated.things if p.colour)
+        singular = [re.sub(r"(?<=cross)es$|s$", "", word) if word != "cross" else word for word in words]
+        assert sorted(w for w in singular if w in SHAPES) == sorted(p.shape for p in stated.things if p.shape)
+        sizes = sorted({"big": "large", "close-up": "huge"}.get(word, word) for word in words)
+        assert [w for w in sizes if w in ("small", "large", "huge")] == sorted(p.size for p in stated.things if p.size)
+        said = {WORDS[word] for word in words if word in WORDS}
+        assert said == {(n, getattr(stated, n)) for n in ("medium", "light", "focus") if getattr(stated, n)}
+        assert [name for name in RELATIONS if name in caption.text] == ([stated.relation] if stated.relation else [])
+        numbers = {"one": (1, 1), "two": (2, 2), "three": (3, 3), "several": (2, 3)}
+        assert [numbers[word] for word in words if word in numbers] == ([stated.number] if stated.number else [])
+        places = {"on the left": "left", "on the right": "right", "at the top": "top", "at the bottom": "bottom"}
+        places["in the middle"] = "middle"
+        assert [p for text, p in places.items() if text in caption.text] == [p.place for p in stated.things if p.place]
+
+
+def test_texts_read_well(drawn):
+    for caption in itertools.chain(*drawn[1]):
+        assert not re.search(r"\ba [aeiou]|\ban [^aeiou]|  |crosss|\bNone\b", caption.text), caption.text
+        assert caption.text == caption.text.strip()
+
+
+RED_CIRCLE = Pattern("circle", "red")
+BLUE_SQUARE = Pattern("square", "blue")
+
+
+def make(*things, **camera):
+    settings = {"medium": "photo", "light": "normal", "focus": "sharp", **camera}
+    return Scene(tuple(Thing(*thing) for thing in things), seed=0, **settings)
+
+
+def test_meaning_of_objects():
+    both = make(("circle", "red", "small", 0), ("square", "blue", "large", 3))
+    alone = make(("circle", "red", "huge", 4))
+    assert matches(Predicate((RED_CIRCLE,)), both)  # at least one; others may be there
+    assert matches(Predicate((RED_CIRCLE,)), alone)
+    assert matches(Predicate((RED_CIRCLE, BLUE_SQUARE)), both)
+    assert not matches(Predicate((Pattern("circle"), Pattern(colour="red"))), alone)  # must be different objects
+    assert matches(Predicate((Pattern(size="large"),)), alone)  # huge is large
+    assert not matches(Predicate((Pattern(size="huge"),)), both)
+    assert not matches(Predicate((Pattern("circle", "blue"),)), both)
+    assert matches(Predicate(), both)
+
+
+def test_meaning_of_numbers():
+    scene = make(("circle", "red", "small", 0), ("circle", "blue", "large", 3), ("star", "red", "small", 1))
+    assert matches(Predicate((Pattern("circle"),), number=(2, 2)), scene)
+    assert not matches(Predicate((Pattern("circle"),), number=(1, 1)), scene)
+    assert not matches(Predicate((Pattern(),), number=(2, 2)), scene)
+    assert matches(Predicate((Pattern(),), number=(2, 3)), scene)
+
+
+def test_meaning_of_places_and_relations():
+    scene = make(("circle", "red", "small", 0), ("square", "blue", "large", 3))  # upper left, lower right
+    for relation in ("left of", "above"):
+        assert matches(Predicate((RED_CIRCLE, BLUE_SQUARE), relation), scene)
+        assert not matches(Predicate((BLUE_SQUARE, RED_CIRCLE), relation), scene)
+    for relation in ("right of", "below"):
+        assert matches(Predicate((BLUE_SQUARE, RED_CIRCLE), relation), scene)
+    column = make(("circle", "red", "small", 0), ("square", "blue", "large", 2))
+    assert not matches(Predicate((RED_CIRCLE, BLUE_SQUARE), "left of"), column)
+    assert matches(Predicate((Pattern("circle", place="left"),)), scene)
+    assert not matches(Predicate((Pattern("circle", place="bottom"),)), scene)
+    assert matches(Predicate((Pattern(place="middle"),)), make(("ring", "white", "huge", 4)))
+
+
+def test_meaning_of_the_camera():
+    scene = make(("circle", "red", "small", 0), light="dark")
+    assert matches(Predicate(light="dark", medium="photo"), scene)
+    assert not matches(Predicate(light="bright"), scene)
+    assert not matches(Predicate(medium="drawing"), scene)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"things": (Pattern("blob"),)},
+        {"things": (Pattern(),) * 4},
+        {"things": (Pattern(),), "relation": "left of"},
+        {"things": (Pattern(), Pattern()), "relation": "near"},
+        {"number": (1, 1)},
+        {"things": (Pattern(), Pattern()), "number": (1, 1)},
+        {"focus": "soft"},
+    ],
+)
+def test_what_cannot_be_stated(wrong):
+    with pytest.raises(ValueError, match=r"unknown attribute|needs two objects"):
+        Predicate(**wrong)
+
+
+def special_captions():
+    """Predicates that captions hardly ever state."""
+    yield Predicate()
+    for count in range(4):
+        yield Predicate((Pattern("circle"),), number=(count, count))
+    yield Predicate((Pattern(), Pattern(), Pattern()))
+    yield Predicate((Pattern("circle"), Pattern("circle"), Pattern("circle")))
+    for relation in RELATIONS:
+        yield Predicate((Pattern(colour="red"), Pattern()), relation)
+        yield Predicate((Pattern(size="large"), Pattern(place="left"), Pattern(size="small")), relation)
+    yield Predicate((Pattern(place="middle"), Pattern()))
+    yield Predicate((Pattern(place="left"), Pattern(place="right", size="large")), "above", light="dark")
+
+
+def test_the_match_matrix_equals_matches(drawn):
+    scenes, captions = drawn
+    chosen = [*itertools.chain(*captions[:40]), *special_captions()]
+    matrix = match_matrix(scenes[:150], chosen)
+    assert matrix.dtype == bool
+    expected = [[matches(caption, one) for caption in chosen] for one in scenes[:150]]
+    np.testing.assert_array_equal(matrix, expected)
+
+
+def test_the_match_matrix_of_nothing(drawn):
+    assert match_matrix(drawn[0][:3], []).shape == (3, 0)
+    assert match_matrix([], drawn[1][0]).shape == (0, 5)
+
+
+def test_ambiguity_by_hand():
+    at_least_one = sum(share * (1 - (1 - 1 / 64) ** n) for n, share in OBJECT_COUNTS.items())
+    assert ambiguity(Predicate((RED_CIRCLE,))) == pytest.approx(at_least_one, rel=1e-12)
+    assert ambiguity(Caption("two shapes", Predicate((Pattern(),), number=(2, 2)))) == pytest.approx(0.3, rel=1e-12)
+    assert ambiguity(Predicate(light="dark", medium="photo")) == pytest.approx(0.15 * 0.8, rel=1e-12)
+    assert ambiguity(Predicate()) == pytest.approx(1, rel=1e-12)
+    assert ambiguity(Predicate((Pattern(size="huge"),))) == pytest.approx(0.5 * 0.25, rel=1e-12)
+    # "a red circle and a blue square": by inclusion and exclusion over which of the two kinds is absent
+    absent = {n: 1 - 2 * (63 / 64) ** n + (62 / 64) ** n for n in OBJECT_COUNTS}
+    both = sum(share * absent[n] for n, share in OBJECT_COUNTS.items())
+    assert ambiguity(Predicate((RED_CIRCLE, BLUE_SQUARE))) == pytest.approx(both, rel=1e-9)
+    assert ambiguity(Predicate((Pattern(place="middle"), Pattern()))) == 0  # the middle is for single objects
+    counts = [ambiguity(Predicate((Pattern("circle"),), number=(k, k))) for k in range(4)]
+    assert sum(counts) == pytest.approx(1, rel=1e-12)
+
+
+def test_ambiguity_is_the_share_of_scenes_that_fit(drawn):
+    chosen = [*itertools.chain(*drawn[1][:60]), *special_captions()]
+    total = 12_000
+    found = match_matrix([scene("monte carlo", i) for i in range(total)], chosen).sum(axis=0)
+    shares = np.array([ambiguity(caption) for caption in chosen])
+    # Exact two-sided bounds for rare captions too: five standard deviations plus three scenes.
+    bound = 5 * np.sqrt(total * shares * (1 - shares)) + 3
+    assert (np.abs(found - total * shares) <= bound).all()
+    assert ((shares >= 0) & (shares <= 1 + 1e-12)).all()
+    assert (shares[: len(chosen) // 2] > 0).all()  # captions of scenes
+    common = shares > 0.01
+    assert common.sum() > 100
+    assert np.abs(found / total - shares)[common].max() < 0.025

@@ -1,0 +1,247 @@
+"""The embedded world: the same from the same seed, distributed as stated, drawn as described, and its classes."""
+
+import collections
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from probemb.data.scenes.scenes import (
+    CLASS_KINDS,
+    COLOURS,
+    SHAPES,
+    Scene,
+    Thing,
+    class_caption,
+    class_label,
+    class_names,
+    class_scene,
+    draw_captions,
+    matches,
+    render,
+    sample_from_json,
+    sample_to_json,
+    scene,
+    scene_from_json,
+    single_scene,
+)
+from probemb.data.scenes.world import CAMERA, MIDDLE, OBJECT_COUNTS, layouts
+from probemb.errors import UserError
+
+
+def pixels(scene, size=64):
+    return np.asarray(render(scene, size)).astype(int)
+
+
+def test_a_scene_is_a_function_of_seed_and_index():
+    again = [scene(3, i) for i in range(50)]
+    assert [scene(3, i) for i in reversed(range(50))] == again[::-1]
+    assert len({one.seed for one in again} | {scene(4, i).seed for i in range(50)}) == 100
+    for one in again[:5]:
+        assert draw_captions(one) == draw_captions(one)
+        np.testing.assert_array_equal(pixels(one), pixels(one))
+
+
+def test_the_sequence_of_scenes_stays_what_it_is():
+    # Data that people have made must not change under them: Python guarantees random() for a text seed.
+    assert scene(0, 0).to_json() == PINNED[0]
+    assert scene("0 val", 7).to_json() == PINNED[1]
+
+
+PINNED = (
+    {
+        "things": [["diamond", "purple", "small", 2]],
+        "medium": "photo",
+        "light": "dark",
+        "focus": "sharp",
+        "seed": 3052320322,
+    },
+    {
+        "things": [["triangle", "yellow", "huge", 4]],
+        "medium": "photo",
+        "light": "dark",
+        "focus": "sharp",
+        "seed": 1726595376,
+    },
+)
+
+
+def test_layouts_are_a_distribution_without_shared_places():
+    for count in OBJECT_COUNTS:
+        found = layouts(count)
+        assert sum(share for share, _ in found) == pytest.approx(1)
+        assert len({spots for _, spots in found}) == len(found)
+        for _, spots in found:
+            cells = [cell for _, cell in spots]
+            assert len(set(cells)) == count
+            assert count == 1 or (MIDDLE not in cells and all(size != "huge" for size, _ in spots))
+
+
+def test_scenes_are_drawn_as_often_as_stated():
+    drawn = [scene("shares", i) for i in range(6_000)]
+    counts = collections.Counter(len(one.things) for one in drawn)
+    for n, share in OBJECT_COUNTS.items():
+        assert counts[n] / 6_000 == pytest.approx(share, abs=0.03)
+    for name, values in CAMERA.items():
+        found = collections.Counter(getattr(one, name) for one in drawn)
+        for value, share in values.items():
+            assert found[value] / 6_000 == pytest.approx(share, abs=0.03)
+    things = [thing for one in drawn for thing in one.things]
+    for attribute, options in (("shape", SHAPES), ("colour", COLOURS)):
+        found = collections.Counter(getattr(thing, attribute) for thing in things)
+        assert all(found[option] / len(things) == pytest.approx(1 / 8, abs=0.02) for option in options)
+
+
+@pytest.mark.parametrize("size", [32, 64, 112, 224])
+def test_images_have_the_size_asked_for(size):
+    image = render(scene(0, 1), size)
+    assert image.mode == "RGB"
+    assert image.size == (size, size)
+
+
+def one_thing(shape="circle", colour="red", size="large", cell=MIDDLE, medium="photo", light="normal", focus="sharp"):
+    return Scene((Thing(shape, colour, size, cell),), medium, light, focus, seed=11)
+
+
+RGB = {
+    "red": (220, 30, 40),
+    "orange": (240, 130, 30),
+    "yellow": (240, 210, 40),
+    "green": (40, 150, 60),
+    "blue": (40, 80, 210),
+    "purple": (140, 40, 170),
+    "white": (245, 245, 245),
+    "black": (20, 20, 20),
+}
+
+
+@pytest.mark.parametrize("medium", ["photo", "drawing"])
+@pytest.mark.parametrize("colour", COLOURS)
+def test_objects_have_their_colour(colour, medium):
+    centre = pixels(one_thing(colour=colour, medium=medium))[28:36, 28:36].mean(axis=(0, 1))
+    nearest = min(RGB, key=lambda name: np.abs(np.array(RGB[name]) - centre).sum())
+    assert nearest == colour
+
+
+def object_mask(**attributes):
+    """Where the picture of a red object on grey is red."""
+    image = pixels(one_thing(**attributes), 96)
+    return image[..., 0] - image[..., 1] > 90
+
+
+def test_shapes_look_different():
+    masks = {shape: object_mask(shape=shape) for shape in SHAPES}
+    for shape, mask in masks.items():
+        for other, other_mask in masks.items():
+            overlap = (mask & other_mask).sum() / (mask | other_mask).sum()
+            assert (overlap > 0.99) == (shape == other), (shape, other, overlap)
+            assert shape == other or overlap < 0.85, (shape, other, overlap)
+
+
+def test_sizes_and_places_are_where_they_should_be():
+    areas = [object_mask(size=size).sum() for size in ("small", "large", "huge")]
+    assert areas[0] * 1.8 < areas[1]
+    assert areas[1] * 2 < areas[2]
+    for cell in range(4):
+        rows, columns = np.nonzero(object_mask(size="small", cell=cell))
+        assert (columns.mean() > 48) == (cell % 2 == 1)
+        assert (rows.mean() > 48) == (cell // 2 == 1)
+
+
+def test_camera_settings_show():
+    plain, dark, bright = (pixels(one_thing(light=light)) for light in ("normal", "dark", "bright"))
+    assert dark.mean() < 0.6 * plain.mean()
+    assert bright.mean() > 1.2 * plain.mean()
+    sharp, blurry, pixelated = (pixels(one_thing(focus=focus), 90) for focus in ("sharp", "blurry", "pixelated"))
+    steps = [np.abs(np.diff(image, axis=1)).max() for image in (sharp, blurry)]
+    assert steps[1] < 0.5 * steps[0]
+    assert (np.abs(np.diff(pixelated, axis=1)).sum(axis=(0, 2)) > 0).sum() < 20
+    assert np.abs(pixels(one_thing(medium="drawing")) - plain).mean() > 10
+
+
+def test_objects_never_leave_the_picture():
+    for index in range(200):
+        one = dataclasses.replace(scene("edges", index), medium="photo", light="normal", focus="sharp")
+        bare = np.asarray(render(one, 48)).astype(int)
+        edge = np.concatenate([bare[0], bare[-1], bare[:, 0], bare[:, -1]])
+        assert (edge.max(axis=1) - edge.min(axis=1)).mean() < 40  # the grey background, hardly anything else
+
+
+@pytest.mark.parametrize("kind", CLASS_KINDS)
+def test_classes(kind):
+    names = class_names(kind)
+    assert len(names) == len(set(names)) == {"colour-shape": 64, "shape": 8, "colour": 8}[kind]
+    scenes = [class_scene("t", index, kind) for index in range(2 * len(names))]
+    assert [class_label(one, kind) for one in scenes] == [*range(len(names))] * 2
+    for one in scenes:
+        assert [matches(class_caption(label, kind), one) for label in range(len(names))] == [
+            label == class_label(one, kind) for label in range(len(names))
+        ]
+
+
+def test_class_names_fit_prompts():
+    names = class_names()
+    assert "red circle" in names
+    assert all(f"a photo of a {name}.".count(" ") == 5 for name in names)
+    assert class_names("colour")[0] == "red shape"
+
+
+def test_no_class_for_several_objects_and_unknown_kinds():
+    several = next(one for one in (scene(0, i) for i in range(100)) if len(one.things) > 1)
+    assert class_label(several) is None
+    with pytest.raises(UserError, match="Did you mean 'shape'"):
+        class_names("shapes")
+
+
+def test_single_scenes_keep_what_is_given():
+    scenes = [single_scene(0, i, shape="heart") for i in range(64)]
+    assert {thing.shape for one in scenes for thing in one.things} == {"heart"}
+    assert len({one.things[0].colour for one in scenes}) > 4
+
+
+def test_json_brings_scene_and_captions_back():
+    for index in range(100):
+        one = scene("json", index)
+        captions = draw_captions(one)
+        row = json.loads(json.dumps(sample_to_json(one, captions)))
+        assert sample_from_json(row) == (one, captions)
+        assert row["captions"] == [caption.text for caption in captions]
+        assert [class_names()[label] for label in row["labels"]] == [f"{t.colour} {t.shape}" for t in one.things]
+
+
+def spoil(change):
+    row = json.loads(json.dumps(sample_to_json(scene(0, 0), draw_captions(scene(0, 0)))))
+    change(row)
+    return row
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: row.pop("scene"),
+        lambda row: row.pop("predicates"),
+        lambda row: row["captions"].pop(),
+        lambda row: row["scene"].update(seed="x"),
+        lambda row: row["scene"].update(medium="film"),
+        lambda row: row["scene"].update(things=[]),
+        lambda row: row["scene"].update(things=[["circle", "red", "large", 9]]),
+        lambda row: row["scene"].update(things=[["circle", "mauve", "large", 0]]),
+        lambda row: row["scene"].update(things=[["circle", "red", "large", 0]] * 2),
+        lambda row: row["scene"].update(things=[["circle", ["red"], "large", 0]]),
+        lambda row: row["predicates"][0].update(light="dim"),
+        lambda row: row["predicates"][0].update(colour="red"),
+        lambda row: row["predicates"][0].update(things=[{"shape": "blob"}]),
+        lambda row: row["predicates"][0].update(things=[{"shape": ["circle"]}]),
+        lambda row: row["predicates"][0].update(things=7),
+        lambda row: row["predicates"][0].update(number=[1], things=[{}], relation=None),
+    ],
+)
+def test_json_of_no_scene_is_refused(change):
+    with pytest.raises(ValueError):  # noqa: PT011
+        sample_from_json(spoil(change))
+
+
+def test_a_scene_row_must_be_an_object():
+    with pytest.raises(ValueError, match="not the description"):
+        scene_from_json([])

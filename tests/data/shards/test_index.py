@@ -1,0 +1,152 @@
+"""Which shards a path stands for, and what people are told when it stands for none."""
+
+import json
+import pickle
+import re
+
+import pytest
+
+from probemb.data.shards.samples import Shard, list_samples, read_index
+from probemb.errors import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path, write_tar, encode):
+    """A folder of four indexed shards, two samples each."""
+    folder = tmp_path / "my corpus"
+    rows = []
+    for number in range(4):
+        files = [(f"{number}{i}.{ext}", data) for i in range(2) for ext, data in (("jpg", encode()), ("txt", b"a dog"))]
+        path = write_tar(f"my corpus/{number:05d}.tar", files)
+        rows.append({"name": path.name, "samples": len(list_samples(path)[0]), "bytes": path.stat().st_size})
+    (folder / "index.json").write_text(json.dumps({"shards": rows}))
+    return folder
+
+
+def rewrite(folder, change):
+    path = folder / "index.json"
+    content = json.loads(path.read_text())
+    change(content["shards"])
+    path.write_text(json.dumps(content))
+
+
+def names(source):
+    return [shard.name for shard in read_index(source)]
+
+
+def test_a_folder_and_its_index_mean_the_same(corpus):
+    shards = read_index(corpus)
+    assert shards == read_index(str(corpus)) == read_index(corpus / "index.json")
+    assert [shard.name for shard in shards] == [f"{i:05d}.tar" for i in range(4)]
+    assert all(shard.samples == 2 and shard.path == corpus / shard.name for shard in shards)
+    assert pickle.loads(pickle.dumps(shards[0])) == shards[0]
+    assert isinstance(shards[0], Shard)
+
+
+def test_patterns_select_from_the_index(corpus):
+    assert names(f"{corpus}/{{00001..00002}}.tar") == ["00001.tar", "00002.tar"]
+    assert set(names(f"{corpus}/{{0000{{0..1}},00003}}.tar")) == {"00000.tar", "00001.tar", "00003.tar"}
+    assert names(f"{corpus}/{{00003,00000}}.tar") == ["00003.tar", "00000.tar"]
+    assert names(f"{corpus}/0000[23].tar") == ["00002.tar", "00003.tar"]
+    assert names(f"{corpus}/*.tar") == names(corpus)
+    assert names(corpus / "00002.tar") == ["00002.tar"]
+
+
+def test_several_sources_follow_one_another(corpus):
+    assert names([corpus / "00003.tar", f"{corpus}/{{00000..00001}}.tar"]) == ["00003.tar", "00000.tar", "00001.tar"]
+
+
+def test_shards_without_samples_are_left_out(corpus):
+    rewrite(corpus, lambda rows: rows[1].update(samples=0))
+    assert names(corpus) == ["00000.tar", "00002.tar", "00003.tar"]
+
+
+def refusal(source):
+    with pytest.raises(UserError) as refused:
+        read_index(source)
+    assert "\n" not in str(refused.value)
+    return refused.value
+
+
+def test_shards_without_an_index_offer_the_command(corpus):
+    (corpus / "index.json").unlink()
+    for source in (corpus, corpus / "00000.tar", f"{corpus}/{{00000..00001}}.tar"):
+        error = refusal(source)
+        assert "index.json" in error.what
+        assert f"python -m tools.index_shards '{corpus}'" in error.remedy  # quoted, because of the blank
+
+
+@pytest.mark.parametrize("name", ["none", "none/00000.tar", "none/{00000..00003}.tar", "none/*.tar"])
+def test_a_missing_path_is_named(tmp_path, name):
+    error = refusal(tmp_path / name)
+    assert "does not exist" in error.what
+    assert str(tmp_path / "none") in error.what
+
+
+def test_ranges_beyond_the_files(corpus):
+    assert "00004.tar does not exist" in refusal(f"{corpus}/{{00000..00009}}.tar").what
+    assert "No shard" in refusal(f"{corpus}/1*.tar").what
+    assert "braces" in refusal(f"{corpus}/{{00000..00001.tar").what
+    assert "more than" in refusal(f"{corpus}/{{0..999999999999}}.tar").what
+
+
+def test_nothing_there(tmp_path):
+    assert "holds no webdataset shards" in refusal(tmp_path).what
+    assert "list of shards is empty" in refusal([]).what
+    assert "path is empty" in refusal("").what
+
+
+def test_a_shard_named_twice(corpus):
+    assert "twice" in refusal([corpus, corpus / "00001.tar"]).what
+    rewrite(corpus, lambda rows: rows.append(rows[0]))
+    assert "twice" in refusal(corpus).what
+
+
+def test_the_index_is_checked_against_the_files(corpus):
+    (corpus / "00001.tar").write_bytes(b"other")
+    assert re.search(r"00001.tar has 5 bytes, but its index says [\d,]+", refusal(corpus).what)
+    assert names(corpus / "00002.tar") == ["00002.tar"]
+    (corpus / "00001.tar").unlink()
+    error = refusal(corpus)
+    assert "00001.tar, which is not there" in error.what
+    assert "tools.index_shards" in error.remedy
+
+
+@pytest.mark.parametrize("name", ["../a.tar", "/etc/passwd", "a/../../b.tar", "", ".", "..", "a\0.tar"])
+def test_names_that_lead_out_of_the_folder_are_refused(corpus, name):
+    rewrite(corpus, lambda rows: rows[0].update(name=name))
+    assert "outside its own folder" in refusal(corpus).what
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        "[" * 100_000,
+        '{"shards": 3}',
+        '{"shards": [{}]}',
+        '{"shards": [["a.tar", 1, 2]]}',
+        '{"shards": [{"name": 3, "samples": 1, "bytes": 1}]}',
+        '{"shards": [{"name": "a.tar", "samples": -1, "bytes": 1}]}',
+        '{"shards": [{"name": "a.tar", "samples": 1.5, "bytes": 1}]}',
+        '{"shards": [{"name": "a.tar", "samples": true, "bytes": 1}]}',
+    ],
+)
+def test_a_malformed_index_is_refused(corpus, content):
+    (corpus / "index.json").write_text(content)
+    error = refusal(corpus)
+    assert "is not an index of shards" in error.what
+    assert "tools.index_shards" in error.remedy
+
+
+def test_an_index_of_nothing(corpus):
+    (corpus / "index.json").write_text('{"shards": []}')
+    assert "lists no shard" in refusal(corpus).what
+
+
+def test_an_index_that_is_not_text(corpus):
+    (corpus / "index.json").write_bytes(b"\xff\xfe\x00")
+    assert "is not an index" in refusal(corpus).what

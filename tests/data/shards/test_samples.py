@@ -1,0 +1,177 @@
+"""From members to samples: webdataset's grouping rule, captions, classes, and sequential reading."""
+
+import json
+import os
+import random
+
+import pytest
+
+from probemb.data.shards.samples import (
+    BadSample,
+    BadShard,
+    Member,
+    Sample,
+    decode_image,
+    group_members,
+    iterate_samples,
+    list_samples,
+    parse_sample,
+    read_sample,
+)
+
+
+def groups(names):
+    return [(key, list(parts)) for key, parts in group_members(Member(name, i, 1) for i, name in enumerate(names))]
+
+
+def test_the_key_ends_at_the_first_dot_of_the_last_component():
+    found = groups(["v1.2/a.jpg", "v1.2/a.TXT", "v1.2/a.seg.png", "b.json", "./c.jpg"])
+    assert found == [("v1.2/a", ["jpg", "txt", "seg.png"]), ("b", ["json"]), ("./c", ["jpg"])]
+
+
+def test_names_without_key_or_extension_are_left_out():
+    assert groups(["README", "._a.jpg", ".hidden", "folder/.x.jpg", "a.jpg", "Makefile", "a.txt"]) == [
+        ("a", ["jpg", "txt"])
+    ]
+
+
+def test_only_neighbours_belong_together():
+    assert groups(["a.jpg", "b.jpg", "a.txt"]) == [("a", ["jpg"]), ("b", ["jpg"]), ("a", ["txt"])]
+
+
+def test_of_two_members_of_a_name_the_later_counts():
+    [(_, parts)] = group_members([Member("a.jpg", 1, 1), Member("a.txt", 2, 1), Member("a.jpg", 3, 1)])
+    assert parts["jpg"].offset == 3
+
+
+def test_grouping_equals_webdataset():
+    webdataset = pytest.importorskip("webdataset")
+    draw = random.Random(0)
+    stems = ["a", "b", "x/a", "x.y/a", "x/b.c"]
+    names = list(dict.fromkeys(f"{draw.choice(stems)}.{draw.choice(['jpg', 'TXT', 'json'])}" for _ in range(60)))
+    files = [{"fname": name, "data": str(i).encode(), "__url__": "a.tar"} for i, name in enumerate(names)]
+    expected = [
+        (sample["__key__"], {k: v for k, v in sample.items() if not k.startswith("__")})
+        for sample in webdataset.tariterators.group_by_keys(files)
+    ]
+    found = group_members(Member(name, i, 1) for i, name in enumerate(names))
+    assert [(key, {ext: str(m.offset).encode() for ext, m in parts.items()}) for key, parts in found] == expected
+
+
+def test_a_sample_has_an_image_and_a_text(write_tar, encode):
+    image = encode()
+    files = [("a.jpg", image), ("a.txt", b"a dog"), ("b.jpg", image), ("c.txt", b"a cat")]
+    files += [
+        ("d.png", image),
+        ("d.cls", b"3"),
+        ("d.other", b"x" * 99),
+        ("e.mp4", b""),
+        ("f.webp", image),
+        ("f.json", b"{}"),
+    ]
+    path = write_tar("a.tar", files)
+    samples, others = list_samples(path)
+    assert [(span.key, sorted(span.parts)) for span in samples] == [
+        ("a", ["jpg", "txt"]),
+        ("d", ["cls", "png"]),
+        ("f", ["json", "webp"]),
+    ]
+    assert others == 3
+    with open(path, "rb") as file:
+        assert read_sample(file.fileno(), samples[0]) == {"jpg": image, "txt": b"a dog"}
+
+
+def test_a_shard_that_shrinks_or_swells_while_it_is_read(write_tar, encode):
+    path = write_tar(
+        "a.tar", [("a.jpg", encode()), ("a.txt", b"a dog"), ("b.jpg", encode()), ("b.txt", b" " * (2 << 20))]
+    )
+    (first, second), _ = list_samples(path)
+    with open(path, "rb") as file:
+        with pytest.raises(BadSample, match="more than"):
+            read_sample(file.fileno(), second)
+        os.truncate(path, 600)
+        with pytest.raises(BadSample, match="ends early"):
+            read_sample(file.fileno(), first)
+
+
+def captions(**parts):
+    return parse_sample({"jpg": b"image", **parts}).captions
+
+
+def test_captions_by_source():
+    assert captions(txt="a dog\r\n\n  ein Köter \n".encode()) == ["a dog", "ein Köter"]
+    assert captions(txt=b"\xef\xbb\xbfa dog") == ["a dog"]
+    assert captions(json=b'{"captions": ["a", " ", "b "]}', txt=b"c") == ["a", "b"]
+    assert captions(json=b'{"caption": "a\\nb", "url": "x"}', txt=b"c") == ["c"]
+    assert captions(json=b'{"caption": "a"}') == ["a"]
+    assert captions(txt="one\u2028line".encode()) == ["one\u2028line"]
+
+
+def test_endless_captions_are_cut():
+    assert [len(caption) for caption in captions(txt=b"x" * 500_000)] == [2_000]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"txt": b"a dog"}, "no image"),
+        ({"jpg": b"", "txt": b"a dog"}, "no image"),
+        ({"jpg": b"i"}, "no caption"),
+        ({"jpg": b"i", "cls": b"3"}, "no caption"),
+        ({"jpg": b"i", "txt": b" \n\t\n"}, "no caption"),
+        ({"jpg": b"i", "json": b'{"captions": []}', "txt": b"x"}, "no caption"),
+        ({"jpg": b"i", "txt": b"caf\xe9"}, "not UTF-8"),
+        ({"jpg": b"i", "txt": b"\xed\xa0\x80"}, "not UTF-8"),
+        ({"jpg": b"i", "json": b'{"captions": ["caf\xe9"]}'}, "not UTF-8"),
+        ({"jpg": b"i", "json": b"{"}, "cannot be parsed"),
+        ({"jpg": b"i", "json": b"[" * 200_000}, "cannot be parsed"),
+        ({"jpg": b"i", "json": b"9" * 100_000}, "cannot be parsed"),
+        ({"jpg": b"i", "json": b'["a"]'}, "not an object"),
+        ({"jpg": b"i", "json": b'{"captions": "a dog"}'}, "not a list of strings"),
+        ({"jpg": b"i", "json": b'{"captions": ["a", 3]}'}, "not a list of strings"),
+        ({"jpg": b"i", "json": b'{"caption": 3}'}, "not a list of strings"),
+        ({"jpg": b"i", "txt": b"a", "cls": b"-1"}, "class index"),
+        ({"jpg": b"i", "txt": b"a", "cls": b"dog"}, "class index"),
+        ({"jpg": b"i", "txt": b"a", "cls": b"9" * 5000}, "class index"),
+    ],
+)
+def test_unusable_samples_are_refused_with_the_reason(parts, reason):
+    with pytest.raises(BadSample, match=reason):
+        parse_sample(parts)
+
+
+def test_a_class_is_enough_where_no_caption_is_needed():
+    assert parse_sample({"png": b"i", "cls": b" 12\n"}, "k", need_caption=False) == Sample("k", b"i", [], 12, {})
+    with pytest.raises(BadSample, match="neither"):
+        parse_sample({"png": b"i", "txt": b""}, need_caption=False)
+
+
+def test_json_is_kept_as_meta():
+    row = {"captions": ["a"], "labels": [3, 4], "extra": {"x": 1}}
+    sample = parse_sample({"jpg": b"i", "json": json.dumps(row).encode()})
+    assert sample.meta == row
+    assert sample.label is None
+
+
+def test_iteration_reads_shards_in_order_and_names_what_is_wrong(write_tar, encode):
+    image = encode()
+    one = write_tar("one.tar", [("a.jpg", image), ("a.txt", b"a"), ("b.jpg", image), ("b.cls", b"1")])
+    two = write_tar("two.tar", [("c.jpg", image), ("c.txt", b"\xff")])
+    assert [(s.key, s.captions, s.label) for s in iterate_samples(one)] == [("a", ["a"], None), ("b", [], 1)]
+    with pytest.raises(BadSample, match=r"two\.tar, sample c: .*UTF-8"):
+        list(iterate_samples([one, two]))
+    two.write_bytes(b"")
+    with pytest.raises(BadShard, match=r"two\.tar.*empty"):
+        list(iterate_samples([one, two]))
+
+
+def test_real_photographs(shared_data):
+    samples = list(iterate_samples(shared_data("flickr8k") / "val-00000.tar"))
+    assert len(samples) == len({sample.key for sample in samples}) == 1_000
+    assert all(len(sample.captions) == 5 for sample in samples)
+    assert {decode_image(sample.image).size for sample in samples[:50]} == {(112, 112)}
+
+
+def test_real_classes(shared_data):
+    samples = list(iterate_samples(shared_data("imagenet_sample_1000") / "val-00000.tar"))
+    assert sorted(sample.label for sample in samples) == list(range(1_000))

@@ -1,0 +1,210 @@
+"""Published lists of web corpora, real rows among them, and captions without markup."""
+
+import gzip
+import json
+import random
+import time
+
+import open_clip
+import pytest
+
+from probemb.data.weblists.corpora import (
+    NO_ADDRESS,
+    NO_CAPTION,
+    NO_ROW,
+    NOT_UTF8,
+    Dropped,
+    Row,
+    clean_url,
+    find_lists,
+    read_list,
+)
+from probemb.data.weblists.markup import clean_caption
+from probemb.errors import UserError
+
+
+def rows(corpus, path, **options):
+    return list(read_list(corpus, path, **options))
+
+
+def test_real_cc3m(shared_data):
+    folder = shared_data("web_pair_samples") / "cc3m"
+    first = rows("cc3m", folder / "Train_GCC-training.tsv")
+    assert len(first) == 5
+    assert first[0] == Row(
+        "http://lh6.ggpht.com/-IvRtNLNcG8o/TpFyrudaT6I/AAAAAAAAM6o/_11MuAAKalQ/IMG_3422.JPG?imgmax=800",
+        "a very typical bus station",
+    )
+    told = []
+    path = folder / "Validation_GCC-1.1.0-Validation.tsv.gz"
+    all_of_them = rows("cc3m", path, advance=told.append)
+    assert len(all_of_them) == 15_833
+    assert all(isinstance(row, Row) for row in all_of_them)
+    assert sum(told) == path.stat().st_size
+
+
+def test_real_cc12m(shared_data):
+    found = rows("cc12m", shared_data("web_pair_samples") / "cc12m" / "cc12m.tsv")
+    assert found[2].caption.startswith("The source of Anime quotes & Manga quotes : Photo person, Manga Quotes")
+    assert found[2].url == "https://i.pinimg.com/originals/18/34/e4/1834e46cb57a3651812b47d1678e02ec.jpg"
+    raw = rows("cc12m", shared_data("web_pair_samples") / "cc12m" / "cc12m.tsv", clean=False)
+    assert "Photo <PERSON>, Manga" in raw[2].caption
+
+
+def test_real_redcaps(shared_data):
+    lists = find_lists("redcaps", [str(shared_data("web_pair_samples") / "redcaps" / "annotations")])
+    assert len(lists) == 6
+    found = [row for path in lists for row in rows("redcaps", path)]
+    assert len(found) == 5
+    assert found[0].url == "https://i.imgur.com/DXOdR.jpg"
+    assert found[0].extra["subreddit"] == "abandoned"
+    assert found[0].extra["image_id"] == "grraj"
+    assert "author" not in found[0].extra
+
+
+@pytest.mark.parametrize(
+    "wrong", [("cc3m", "cc12m/cc12m.tsv", "cc12m"), ("cc12m", "cc3m/Train_GCC-training.tsv", "cc3m")]
+)
+def test_real_lists_under_another_name(shared_data, wrong):
+    corpus, path, right = wrong
+    with pytest.raises(UserError, match=f"Start the command with {right}"):
+        rows(corpus, shared_data("web_pair_samples") / path)
+
+
+def test_rows_that_cannot_be_used(tmp_path):
+    path = tmp_path / "list.tsv"
+    path.write_bytes(
+        b"\xef\xbb\xbfa dog\thttp://a.b/1.jpg\r\n"
+        b"\n"
+        b"no address\n"
+        b"a file\tfile:///etc/passwd\n"
+        b" <b> </b> \thttp://a.b/2.jpg\n"
+        b"caf\xe9\thttp://a.b/3.jpg\n"
+        b"one\ttoo\tmany\n"
+        b"last line\thttp://a.b/4.jpg"
+    )
+    assert rows("cc3m", path) == [
+        Row("http://a.b/1.jpg", "a dog"),
+        Dropped("list.tsv, line 3", NO_ROW),
+        Dropped("list.tsv, line 4", NO_ADDRESS),
+        Dropped("list.tsv, line 5", NO_CAPTION),
+        Dropped("list.tsv, line 6", NOT_UTF8),
+        Dropped("list.tsv, line 7", NO_ROW),
+        Row("http://a.b/4.jpg", "last line"),
+    ]
+    zipped = tmp_path / "list.tsv.gz"
+    zipped.write_bytes(gzip.compress(path.read_bytes()))
+    assert [row.url for row in rows("cc3m", zipped) if isinstance(row, Row)] == ["http://a.b/1.jpg", "http://a.b/4.jpg"]
+
+
+def test_damaged_rows_far_behind_the_first_ones(tmp_path):
+    """More lines than the format is recognised from."""
+    path = tmp_path / "list.tsv"
+    path.write_text("".join(f"dog {i}\thttp://a.b/{i}.jpg\n" for i in range(1000)) + "broken\n")
+    found = rows("cc3m", path)
+    assert len({row.url for row in found[:-1]}) == 1000
+    assert found[-1] == Dropped("list.tsv, line 1001", NO_ROW)
+
+
+def test_a_line_without_end(tmp_path):
+    path = tmp_path / "list.tsv.gz"
+    path.write_bytes(gzip.compress(bytes(40 << 20)))
+    with pytest.raises(UserError, match=r"Line 1 .* more than 1,048,576 bytes"):
+        rows("cc3m", path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"annotations": 3}', b'{"info": {}}', b"[" * 100_000, b"a\thttp://b.c/d.jpg"]
+)
+def test_redcaps_that_is_none(tmp_path, content):
+    path = tmp_path / "cats_2017.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError):
+        rows("redcaps", path)
+
+
+def test_redcaps_rows_that_are_none(tmp_path):
+    path = tmp_path / "cats_2017.json"
+    fine = {"url": "https://i.redd.it/x.jpg", "caption": "by <usr>!", "score": 3, "author": "me", "permalink": "/r/x"}
+    path.write_text(json.dumps({"annotations": [fine, None, {"url": 3, "caption": "x"}, {"url": "http://a.b/c"}]}))
+    assert rows("redcaps", path) == [
+        Row("https://i.redd.it/x.jpg", "by person!", {"score": 3}),
+        Dropped("cats_2017.json, annotation 1", NO_ROW),
+        Dropped("cats_2017.json, annotation 2", NO_ADDRESS),
+        Dropped("cats_2017.json, annotation 3", NO_CAPTION),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("http://a.b/c d.jpg", "http://a.b/c%20d.jpg"),
+        ("HTTPS://a.b/ü?x=ß#y", "https://a.b/%C3%BC?x=%C3%9F"),
+        ("http://bücher.example/a%20b.jpg", "http://xn--bcher-kva.example/a%20b.jpg"),
+        (r"http://a.b/c.jpg?itok\x3dRf", "http://a.b/c.jpg?itok=Rf"),
+        ("http://[2001:db8::1]:8080/a.jpg", "http://[2001:db8::1]:8080/a.jpg"),
+        *(
+            (bad, None)
+            for bad in (
+                "", "a.jpg", "//a.b/c.jpg", "ftp://a.b/c.jpg", "file:///etc/passwd", "data:image/png,x", "http://",
+                "http://me:secret@a.b/c.jpg", "http://a.b:port/c.jpg", "http://a b/c.jpg", "http://a.b/\x00.jpg",
+                "http://[::1/a.jpg", "http://a.b\\@c.d/e.jpg", "http://a.b/" + "x" * 5000,
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_addresses(given, address):
+    assert clean_url(given) == address
+
+
+@pytest.mark.parametrize(
+    ("given", "cleaned"),
+    [
+        ("Photo <PERSON>, smiling", "Photo person, smiling"),
+        ("<PERSON> and <PERSON>", "person and person"),
+        ("portrait of<PERSON>at home", "portrait of person at home"),
+        ("picture by <usr> [USR]", "picture by person person"),
+        ("Tom &amp; Jerry &lt;3", "Tom & Jerry <3"),
+        ("a <b>red</b> <i class='x'>dog</i><br/>", "a red dog"),
+        ("a<script>alert('x')</script>b<!-- c -->d", "a b d"),
+        ("a < b > c, 3<4 and i<3u", "a < b > c, 3<4 and i<3u"),
+        ("line\nbreak\ttab\u2028and\u00a0more", "line break tab and more"),
+        ("\u202eright to left\x00\x07", "right to left"),
+        ("a dog<end_of_text> more", "a dog more"),
+        ("a dog &amp;amp;lt;end_of_text&amp;amp;gt;", "a dog"),
+        ("<<b>end_of_text>", "< end_of_text>"),
+        ("<|endoftext|>", ""),
+        ("  ", ""),
+        ("half \ud800 character", "half character"),
+    ],
+)
+def test_captions(given, cleaned):
+    assert clean_caption(given) == cleaned
+    assert clean_caption(cleaned) == cleaned
+
+
+def test_no_caption_makes_a_special_token():
+    """Whatever is nested in whatever: the tokenizer sees one start, one end, and nothing of the kind between."""
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    pieces = ["<", ">", "&lt;", "&gt;", "&amp;", "amp;", "lt;", "end_of_text", "start_of_text", "<b>", "|", " ", "<!--"]
+    draw = random.Random(0)
+    for _ in range(500):
+        text = "".join(draw.choice(pieces) for _ in range(draw.randint(2, 14)))
+        tokens = [token for token in tokenizer([clean_caption(text)])[0].tolist() if token]
+        specials = [token for token in tokens if token in (tokenizer.sot_token_id, tokenizer.eot_token_id)]
+        assert specials == [tokenizer.sot_token_id, tokenizer.eot_token_id], text
+
+
+def test_long_hostile_captions_take_no_time():
+
+    started = time.monotonic()
+    for text in (
+        "<" * 2_000_000,
+        "&amp;" * 400_000,
+        "<script>" * 250_000,
+        "<!--" * 500_000,
+        "<a " * 600_000,
+        "&#" * 10**6,
+    ):
+        assert len(clean_caption(text)) <= 2000
+    assert time.monotonic() - started < 4

@@ -1,0 +1,67 @@
+"""Scores by blocks of rows against the distances."""
+
+import pytest
+import torch
+
+from probemb import Gaussian
+from probemb.distances import csd, match_probability, match_probability_of_samples, wasserstein2
+from probemb.evaluation.scores import SCORES, both_ways, match_probability_scores
+
+
+def pair(dtype=torch.float64):
+    r = torch.Generator().manual_seed(0)
+    draw = lambda n: Gaussian(*(torch.randn(n, 6, generator=r, dtype=torch.float64).to(dtype) for _ in range(2)))  # noqa: E731
+    return draw(7), draw(11)
+
+
+@pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        ("csd", lambda a, b: -csd(a, b)),
+        ("wasserstein2", lambda a, b: -wasserstein2(a, b)),
+        ("mean", lambda a, b: a.mean @ b.mean.T),
+    ],
+)
+def test_equal_the_distances(name, truth):
+    a, b = pair()
+    scores, want = SCORES[name](a, b), truth(a, b)
+    assert scores.shape == (7, 11)
+    torch.testing.assert_close(scores(slice(2, 5)), want[2:5], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scores.transposed()(slice(0, 11)), want.T, rtol=1e-12, atol=1e-12)
+    rows, columns = torch.tensor([3, 1]), torch.tensor([10, 0, 4])
+    torch.testing.assert_close(scores.only(rows, columns)(slice(0, 2)), want[rows][:, columns], rtol=1e-12, atol=1e-12)
+    assert SCORES[name](*pair(torch.bfloat16))(slice(0, 7)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", list(SCORES))
+def test_both_ways_are_the_same_whether_held_or_not(name):
+    scores = SCORES[name](*pair())
+    forward, backward = both_ways(scores, most=77)
+    assert forward.shape == backward.T.shape == (7, 11)
+    again, transposed = both_ways(scores, most=76)
+    assert callable(again)
+    assert callable(transposed)
+    torch.testing.assert_close(again(slice(2, 5)), forward[2:5], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(transposed(slice(3, 9)), backward[3:9], rtol=1e-6, atol=1e-6)
+
+
+def test_one_set_of_samples_for_all_blocks(monkeypatch):
+    monkeypatch.setattr("probemb.evaluation.scores.SAMPLE_ELEMENTS", 25)
+    a, b = pair()
+    scores = match_probability_scores(a, b, scale=0.5, shift=1.0, n_samples=4)
+    left, right = (torch.stack([scores._draw(side, j) for j in range(4)], 1) for side in (0, 1))
+    assert len(torch.cat([left, right]).unique()) == 18 * 4 * 6  # no two samples share their noise
+    whole = match_probability_of_samples(left, right, 0.5, 1.0)
+    torch.testing.assert_close(scores(slice(0, 7)), whole)
+    torch.testing.assert_close(torch.cat([scores(slice(0, 3)), scores(slice(3, 7))]), whole)
+    torch.testing.assert_close(scores.transposed()(slice(0, 11)), whole.T)
+    assert torch.equal(match_probability_scores(a, b, 0.5, 1.0, 4)(slice(0, 7)), scores(slice(0, 7)))
+    few = scores.only(torch.tensor([3, 1]), torch.arange(11))
+    assert few(slice(0, 2)).shape == few.shape == (2, 11)
+
+
+def test_match_probability_is_the_distances_one_up_to_sampling():
+    a, b = pair()
+    many = match_probability_scores(a, b, 0.5, 1.0, 200)(slice(0, 7))
+    truth = match_probability(a, b, 0.5, 1.0, 200, torch.Generator().manual_seed(3))
+    torch.testing.assert_close(many, truth, rtol=0, atol=0.05)

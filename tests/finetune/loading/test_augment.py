@@ -1,0 +1,225 @@
+"""Augmentation against the authors' numbers and against loops written out."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.loading.augment import END_TOKEN, MASK_TOKEN, START_TOKEN, Mix, draw_mix, mix_images, size_augment_text
+from probemb import labels
+from probemb.models import create_model, create_tokenizer
+
+CASES = ["elem_published__npseed24", "elem_published__npseed25", "elem_ratio1__npseed3", "elem_ratio1__npseed4"]
+CASES += ["elem_prob0.6_ls0.1__npseed5", "elem_mixup_only__npseed6", "elem_cutmix_only__npseed7"]
+CASES += ["elem_minmax__npseed8", "pair__npseed9", "batch_a__npseed10", "batch_b__npseed11"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_authors_mixing(parity, case):
+    v = parity("02_mixup_cutmix")
+    options = json.loads(str(v[f"{case}__params_json"]))
+    images = torch.tensor(v["images"])
+    mix = draw_mix(
+        *(len(images), *images.shape[2:]),
+        np.random.RandomState(int(case.partition("npseed")[2])),
+        ratio=options.get("mix_batch_ratio", 1.0),
+        mixup_alpha=options["mixup_alpha"],
+        cutmix_alpha=options["cutmix_alpha"],
+        switch=options["switch_prob"],
+        prob=options["prob"],
+        minmax=options["cutmix_minmax"],
+        mode={"elem": "element"}.get(options["mode"], options["mode"]),
+    )
+    tolerance = {"rtol": 0, "atol": 1e-6}
+    torch.testing.assert_close(mix_images(images, mix), torch.tensor(v[f"{case}__images"]), **tolerance)
+    if f"{case}__lam_final" in v:
+        torch.testing.assert_close(mix.lam, torch.tensor(v[f"{case}__lam_final"])[:, 0], **tolerance)
+    if f"{case}__use_cutmix" in v:
+        expected = torch.tensor(v[f"{case}__use_cutmix"])
+        assert torch.equal(mix.use_cutmix[: len(expected)], expected)
+    if f"{case}__boxes_yl_yh_xl_xh_lam_in_call_order" in v:
+        calls = v[f"{case}__boxes_yl_yh_xl_xh_lam_in_call_order"]
+        boxed = (mix.use_cutmix & (mix.boxes.any(1) | (mix.lam != 1))).nonzero().flatten().tolist()
+        if options["mode"] == "elem":
+            assert mix.boxes[boxed].tolist() == calls[:, :4].tolist()
+        else:
+            assert mix.boxes[boxed[: len(calls)]].tolist() == calls[:, :4].tolist()
+    eye = torch.eye(len(images))
+    mixed = labels.mixed(eye, mix.lam, mix.partner)
+    torch.testing.assert_close(
+        labels.smooth(mixed, options["label_smoothing"]), torch.tensor(v[f"{case}__soft"]), rtol=0, atol=1e-6
+    )
+    hard = torch.tensor(v[f"{case}__hard"])
+    if options["label_smoothing"] or (mix.lam != 1).all():
+        assert torch.equal((mixed > 0).float(), hard)
+
+
+def loop(images, mix):
+    """Mixing image by image, as the definition says."""
+    out = images.clone()
+    for i, (lam, use_cutmix, box, j) in enumerate(zip(*(x.tolist() for x in mix))):
+        if use_cutmix:
+            top, bottom, left, right = box
+            out[i, :, top:bottom, left:right] = images[j, :, top:bottom, left:right]
+        else:
+            out[i] = lam * images[i] + (1 - lam) * images[j]
+    return out
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": 1.0}, {"minmax": (0.3, 0.7), "ratio": 0.6}, {"prob": 0.5}])
+@pytest.mark.parametrize("batch", [1, 7, 16])
+def test_mixing_equals_a_loop(options, batch):
+    generator = np.random.default_rng(3)
+    images = torch.randn(batch, 3, 12, 20, dtype=torch.float64)
+    before = images.clone()
+    for _ in range(4):
+        mix = draw_mix(batch, 12, 20, generator, **options)
+        torch.testing.assert_close(mix_images(images, mix), loop(images, mix), rtol=0, atol=1e-7)
+        for i in mix.use_cutmix.nonzero().flatten():
+            top, bottom, left, right = mix.boxes[i].tolist()
+            share = torch.zeros(12, 20)
+            share[top:bottom, left:right] = 1
+            assert mix.lam[i].item() == pytest.approx(1 - share.mean().item(), abs=1e-6)
+    assert torch.equal(images, before)
+
+
+def test_draws_have_the_stated_distribution():
+    mix = draw_mix(20_000, 100, 100, np.random.default_rng(0))
+    changed = mix.lam != 1
+    assert changed.float().mean().item() == pytest.approx(0.25, abs=0.015)
+    assert mix.use_cutmix[changed].float().mean().item() == pytest.approx(0.5, abs=0.03)
+    blended = mix.lam[changed & ~mix.use_cutmix]
+    assert blended.mean().item() == pytest.approx(0.5, abs=0.02)
+    assert blended.var().item() == pytest.approx(1 / 20, abs=0.004)  # Beta(2, 2)
+    assert torch.equal(mix.partner, torch.arange(19_999, -1, -1))
+    assert not mix.boxes[~mix.use_cutmix | ~changed].any()
+
+
+def test_a_draw_repeats_from_its_generator_and_touches_no_other():
+    np.random.seed(0)
+    torch.manual_seed(0)
+    state = np.random.get_state()[1].copy(), torch.get_rng_state()
+    first, second = (draw_mix(16, 8, 8, np.random.default_rng(5), ratio=1.0) for _ in range(2))
+    tokens = torch.full((4, 9), 7)
+    texts = [size_augment_text(tokens, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert torch.equal(*texts)
+    assert np.array_equal(np.random.get_state()[1], state[0])
+    assert torch.equal(torch.get_rng_state(), state[1])
+
+
+def test_one_kind_alone_keeps_to_the_ratio():
+    for options, expected in (({"cutmix_alpha": 0}, False), ({"mixup_alpha": 0}, True)):
+        mix = draw_mix(8000, 64, 64, np.random.default_rng(1), **options)
+        assert (mix.lam != 1).float().mean().item() == pytest.approx(0.25, abs=0.02)
+        assert (mix.use_cutmix == expected).all()
+
+
+def test_nothing_drawn_leaves_the_images_alone():
+    images = torch.randn(4, 3, 8, 8)
+    mix = draw_mix(4, 8, 8, np.random.default_rng(0), ratio=0.0)
+    assert torch.equal(mix_images(images, mix), images)
+    assert torch.equal(labels.mixed(torch.eye(4), mix.lam, mix.partner), torch.eye(4))
+
+
+def test_draws_of_ranks_are_those_of_the_gathered_batch():
+    generator = np.random.default_rng(2)
+    ranks = [draw_mix(n, 8, 8, generator, ratio=1.0) for n in (4, 4, 4)]
+    images = torch.randn(12, 3, 8, 8)
+    parts = [mix_images(images[4 * r : 4 * r + 4], ranks[r]) for r in range(3)]
+    whole = Mix.cat(ranks).to("cpu")
+    assert whole.partner.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]
+    assert torch.equal(torch.cat(parts), mix_images(images, whole))
+
+
+def test_pairs_are_mixed_alike():
+    mix = draw_mix(7, 16, 16, np.random.default_rng(0), ratio=1.0, mode="pair")
+    for tensor in (mix.lam, mix.use_cutmix, mix.boxes):
+        assert torch.equal(tensor, tensor.flip(0))
+    assert mix.lam[3] == 1  # the middle one has no partner
+
+
+@pytest.mark.parametrize("options", [{"mixup_alpha": 0, "cutmix_alpha": 0}, {"mode": "pairs"}, {"mode": "pair"}])
+def test_wrong_options(options):
+    with pytest.raises(ValueError, match=r"nothing to mix|choose 'element'"):
+        draw_mix(4, 8, 8, np.random.default_rng(0), **options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return create_tokenizer(create_model("ViT-Micro-32"))
+
+
+TEXTS = ["a large red circle left of a small blue square", "supercalifragilistic dogs!", "", "two"]
+
+
+def text_loop(tokens, draw, random, ratio, masking, replacing, ends=None):
+    """One text, word by word, as VSE∞ describes it."""
+    out, words = [tokens[0]], []
+    body = tokens[1 : tokens.index(END_TOKEN)]
+    for place, token in enumerate(body, start=1):
+        if words and ends is not None and not ends[words[-1][-1][1]]:
+            words[-1].append((place, token))
+        else:
+            words.append([(place, token)])
+    for word in words:
+        share = draw[word[0][0]] / ratio
+        for place, token in word:
+            if share < masking:
+                out.append(MASK_TOKEN)
+            elif share < masking + replacing:
+                out.append(random[place])
+            elif share >= 1:
+                out.append(token)
+    out.append(END_TOKEN)
+    return out + [0] * (len(tokens) - len(out))
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+@pytest.mark.parametrize("ratio", [0.2, 0.9])
+def test_augmented_texts_equal_a_loop(tokenizer, whole_words, ratio):
+    tokens = tokenizer(TEXTS * 8)
+    ends = tokenizer.word_ends() if whole_words else None
+    result = size_augment_text(tokens, ratio, 0.4, 0.3, generator=torch.Generator().manual_seed(4), word_end_V=ends)
+    generator = torch.Generator().manual_seed(4)
+    draw = torch.rand(tokens.shape, generator=generator).tolist()
+    random = torch.randint(1, START_TOKEN, tokens.shape, generator=generator).tolist()
+    for row, (text, d, r) in enumerate(zip(tokens.tolist(), draw, random)):
+        assert result[row].tolist() == text_loop(text, d, r, ratio, 0.4, 0.3, ends)
+
+
+def test_words_are_chosen_as_often_as_stated(tokenizer):
+    tokens = torch.full((4000, 16), 320)
+    tokens[:, 0], tokens[:, -1] = START_TOKEN, END_TOKEN
+    result = size_augment_text(tokens, generator=torch.Generator().manual_seed(0))
+    n = 14 * 4000
+    assert (result == MASK_TOKEN).sum().item() / n == pytest.approx(0.1, abs=0.005)
+    assert (result == 0).sum().item() / n == pytest.approx(0.08, abs=0.005)
+    assert (result == 320).sum().item() / n == pytest.approx(0.8, abs=0.005)
+    assert (result[:, 0] == START_TOKEN).all()
+    assert ((result == START_TOKEN).sum(1) == 1).all()
+    assert ((result == END_TOKEN).sum(1) == 1).all()
+    length = result.argmax(1) + 1
+    assert torch.equal(length, (result != 0).sum(1))  # padding behind the end alone
+
+
+def test_no_share_changes_nothing(tokenizer):
+    tokens = tokenizer(TEXTS)
+    assert torch.equal(size_augment_text(tokens, 0.0), tokens)
+    nothing_left = size_augment_text(tokens, 1.0, 0.0, 0.0)
+    assert nothing_left[:, :3].tolist() == [[START_TOKEN, END_TOKEN, 0]] * 4
+
+
+def test_the_mask_token_is_no_text_of_its_own(tokenizer):
+    capitals = tokenizer(["M", "MMM aM Ma", "m"])
+    assert not (capitals == MASK_TOKEN).any()
+    assert tokenizer._bpe.decoder[MASK_TOKEN] == "M"
+
+
+def test_ends_of_words(tokenizer):
+    ends = tokenizer.word_ends()
+    for text in TEXTS:
+        tokens = tokenizer([text])[0]
+        words = ends[tokens[: tokens.argmax() + 1]].sum().item() - 2
+        assert words == len(text.replace("!", " !").split())

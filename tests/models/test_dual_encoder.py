@@ -1,0 +1,472 @@
+"""PCME++ models: against open_clip's own, and what a training run relies on."""
+
+import math
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.testing import assert_close
+
+from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.models import (
+    POINT_LOG_VAR,
+    ProbabilisticCLIP,
+    create_model,
+    create_tokenizer,
+    no_weight_decay,
+    save_model,
+)
+from probemb.models.dual_encoder import build_stock
+from tests.ranks import run_ranks
+
+NAME = "ViT-Micro-32"
+HEADS = pytest.mark.parametrize("head", ["clip", "gpo"])
+
+
+def make(head="clip", seed=0, **options):
+    torch.manual_seed(seed)
+    return create_model(NAME, head=head, embed_dim=None if head == "clip" else 24, **options)
+
+
+def batch(model, n=4):
+    texts = ["a photo of a cat", "two dogs", "", "a large red circle left of a small blue square " * 3][:n]
+    generator = torch.Generator().manual_seed(1)
+    size = model.image_size
+    return torch.randn(n, 3, size, size, generator=generator), create_tokenizer(model)(texts)
+
+
+def total(out):
+    """One number that depends on every output."""
+    weight = torch.linspace(-1, 1, out.image.mean.shape[-1], dtype=out.image.mean.dtype)
+    gaussians = ((g.mean * weight).sum() + (g.log_var * weight).sum() for g in (out.image, out.text))
+    return sum(gaussians) + (out.logit_scale * out.scale + out.shift).sum()
+
+
+@pytest.mark.parametrize("name", [NAME, "ViT-Tiny-64"])
+@pytest.mark.parametrize("training", [False, True])
+def test_mean_equals_open_clip_bit_by_bit(tmp_path, name, training):
+    torch.manual_seed(0)
+    stock = open_clip.create_model(name, force_custom_text=True, nonscalar_logit_scale=True)
+    torch.save({"state_dict": {f"module.{key}": value for key, value in stock.state_dict().items()}}, tmp_path / "x.pt")
+    for n_unc_layers in (0, 1, 2):
+        model = create_model(name, n_unc_layers=n_unc_layers, pretrained=str(tmp_path / "x.pt")).train(training)
+        images, tokens = batch(model)
+        stock.train(training)
+        with torch.no_grad():
+            out = model(images, tokens)
+            image, text, logit_scale = stock(images, tokens)
+        assert torch.equal(out.image.mean, image)
+        assert torch.equal(out.text.mean, text)
+        assert torch.equal(out.logit_scale, logit_scale)
+
+
+@pytest.mark.parametrize(
+    ("vision", "text"),
+    [
+        (
+            {"pool_type": "avg", "no_ln_pre": True, "final_ln_after_pool": True},
+            {"no_causal_mask": True, "pool_type": "last"},
+        ),
+        ({"ls_init_value": 0.1, "mlp_ratio": 2.0}, {"ls_init_value": 0.1, "pool_type": "eos", "eos_id": 49407}),
+        ({"qk_norm": True, "scale_heads": True}, {"scale_fc": True, "scale_attn": True}),
+    ],
+)
+def test_variants_of_open_clips_towers(vision, text):
+    config = create_model(NAME).config
+    config["architecture"]["vision_cfg"].update(vision)
+    config["architecture"]["text_cfg"].update(text)
+    torch.manual_seed(0)
+    stock = build_stock(config["architecture"]).eval()
+    images, tokens = batch(create_model(NAME))
+    with torch.no_grad():
+        image, text, _ = stock(images, tokens)
+    model = ProbabilisticCLIP(config, stock)
+    model.set_grad_checkpointing()
+    out = model(images, tokens)
+    assert_close(out.image.mean, image)
+    assert_close(out.text.mean, text)
+    total(out).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    gpo = ProbabilisticCLIP({**config, "head": "gpo"})
+    assert torch.isfinite(total(gpo(images, tokens)))
+
+
+def test_both_layouts_and_formats_of_open_clip_weights_are_read(tmp_path):
+    separate = open_clip.create_model(NAME, force_custom_text=True)
+    torch.save(separate.state_dict(), tmp_path / "separate.pt")
+    joint = open_clip.create_model(NAME)
+    save_file(joint.state_dict(), tmp_path / "joint.safetensors")
+    for stock, file in ((separate, "separate.pt"), (joint, "joint.safetensors")):
+        model = create_model(NAME, pretrained=str(tmp_path / file)).eval()
+        images, tokens = batch(model)
+        assert torch.equal(model.encode_text(tokens).mean, stock.eval().encode_text(tokens, normalize=True))
+        assert torch.equal(model.encode_image(images).mean, stock.encode_image(images, normalize=True))
+
+
+def test_pretrained_weights_fit_another_image_size(tmp_path):
+    stock = open_clip.create_model(NAME, force_custom_text=True)
+    torch.save(stock.state_dict(), tmp_path / "x.pt")
+    model = create_model(NAME, image_size=48, pretrained=str(tmp_path / "x.pt"))
+    assert model.image_size == 48
+    assert len(model.visual.positional_embedding) == 6 * 6 + 1
+    assert torch.equal(model.visual.positional_embedding[0], stock.visual.positional_embedding[0])
+    assert torch.isfinite(model(*batch(model)).image.mean).all()
+
+
+@HEADS
+def test_uncertainty_branch_is_random_beside_pretrained_weights(tmp_path, head):
+    stock = open_clip.create_model(NAME, force_custom_text=True)
+    torch.save(stock.state_dict(), tmp_path / "x.pt")
+    model = make(head, pretrained=str(tmp_path / "x.pt"))
+    for tower, own in ((model.visual, stock.visual), (model.text, stock.text)):
+        branch, mean = tower.uncertainty_transformer.resblocks[-1], tower.transformer.resblocks[-1]
+        assert torch.equal(mean.mlp.c_fc.weight, own.transformer.resblocks[-1].mlp.c_fc.weight)
+        for name, parameter in branch.named_parameters():
+            # drawn like open_clip's own blocks: other numbers, the same spread
+            other = dict(mean.named_parameters())[name]
+            if parameter.ndim > 1:
+                assert not torch.equal(parameter, other)
+                assert parameter.std().item() == pytest.approx(other.std().item(), rel=0.15), name
+
+
+def test_branch_leaves_the_trunk_alone():
+    """The log-variance comes from u blocks on the shared tokens, without the tower's last norm."""
+    model = make(n_unc_layers=1).eval()
+    images, tokens = batch(model)
+    x = model.visual._embeds(images)
+    x = model.visual.transformer.resblocks[0](x)
+    x = model.visual.uncertainty_transformer.resblocks[0](x)[:, 0]
+    assert torch.equal(model.encode_image(images).log_var, model.visual.log_var_head(x))
+    x, mask = model.text._embeds(tokens)
+    x = model.text.transformer.resblocks[0](x, attn_mask=mask)
+    x = model.text.uncertainty_transformer.resblocks[0](x, attn_mask=mask)
+    x = x[torch.arange(len(tokens)), tokens.argmax(-1)]
+    assert torch.equal(model.encode_text(tokens).log_var, model.text.log_var_head(x))
+
+
+@HEADS
+@pytest.mark.parametrize("n_unc_layers", [0, 1, 2])
+def test_gradient_reaches_every_parameter(head, n_unc_layers):
+    model = make(head, n_unc_layers=n_unc_layers)
+    assert len(model.visual.uncertainty_transformer.resblocks) == n_unc_layers
+    total(model(*batch(model))).backward()
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert without == []
+    still = [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
+    assert still == []
+
+
+@HEADS
+def test_recomputed_blocks_change_nothing(head):
+    plain, recomputed = make(head), make(head, grad_checkpointing=True)
+    calls = []
+    for blocks in (recomputed.visual, recomputed.text):
+        for block in (*blocks.transformer.resblocks, *blocks.uncertainty_transformer.resblocks):
+            block.register_forward_pre_hook(lambda *_: calls.append(1))
+    out = [model(*batch(model)) for model in (plain, recomputed)]
+    for name in ("image", "text"):
+        assert torch.equal(getattr(out[0], name).log_var, getattr(out[1], name).log_var)
+    n_blocks = len(calls)
+    assert n_blocks == 6  # 2 + 1 blocks in each tower
+    for result in out:
+        total(result).backward()
+    assert len(calls) == 2 * n_blocks
+    for a, b in zip(plain.parameters(), recomputed.parameters()):
+        assert torch.equal(a.grad, b.grad)
+
+
+@HEADS
+def test_log_variance_starts_at_a_summed_variance_of_one(head):
+    for model in (make(head), create_model("ViT-Tiny-64", head=head)):
+        out = model(*batch(model))
+        for gaussian in (out.image, out.text):
+            assert_close(gaussian.uncertainty(), torch.ones(4), rtol=0.25, atol=0)
+            assert_close(gaussian.mean.norm(dim=-1), torch.ones(4))
+
+
+def test_match_loss_starts_small():
+    from probemb.losses import PairwiseMatchLoss
+
+    model = create_model("ViT-Tiny-64")
+    out = model(*batch(model))
+    loss = PairwiseMatchLoss(scale=1.0, shift=1.0)(out.image, out.text).loss
+    assert loss.item() < 5
+
+
+@HEADS
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_outputs_are_full_precision(head, weights):
+    model = make(head)
+    exact = model(*batch(model))
+    model = model.to(weights)
+    images, tokens = batch(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=weights == torch.float32):
+        out = model(images, tokens)
+    for gaussian, reference in ((out.image, exact.image), (out.text, exact.text)):
+        assert gaussian.mean.dtype == gaussian.log_var.dtype == torch.float32
+        assert_close(gaussian.mean, reference.mean, rtol=0, atol=0.05)
+        assert_close(gaussian.uncertainty(), reference.uncertainty(), rtol=0.05, atol=0)
+    total(out).backward()
+
+
+@HEADS
+def test_a_double_model_computes_in_double(head):
+    model = make(head)
+    images, tokens = batch(model)
+    single, double = model(images, tokens), model.double()(images, tokens)
+    assert double.image.mean.dtype == double.text.log_var.dtype == torch.float64
+    assert_close(double.image.mean.float(), single.image.mean, rtol=0, atol=1e-5)
+    assert_close(double.text.log_var.float(), single.text.log_var, rtol=0, atol=1e-5)
+
+
+@HEADS
+def test_text_may_be_cut_behind_its_end(head):
+    model = make(head).eval().double()
+    _, tokens = batch(model, n=3)
+    longest = int(tokens.argmax(-1).max()) + 1
+    assert longest < model.context_length
+    whole, cut = model.encode_text(tokens), model.encode_text(tokens[:, :longest])
+    assert_close(cut.mean, whole.mean)
+    assert_close(cut.log_var, whole.log_var)
+
+
+@HEADS
+def test_items_do_not_depend_on_their_batch(head):
+    model = make(head).eval().double()
+    images, tokens = batch(model)
+    out = model(images, tokens)
+    assert_close(model.encode_text(tokens[:1]).mean, out.text.mean[:1])
+    assert_close(model.encode_image(images[2:3]).log_var, out.image.log_var[2:3])
+
+
+def test_token_mask_is_for_gpo():
+    model = make("gpo").eval()
+    images, _ = batch(model)
+    mask = torch.ones(4, 17, dtype=torch.bool)
+    assert_close(model.encode_image(images, mask).mean, model.encode_image(images).mean)
+    mask[:, 3:6] = False
+    assert not torch.allclose(model.encode_image(images, mask).mean, model.encode_image(images).mean)
+    with pytest.raises(ValueError, match="token_mask"):
+        make("clip").encode_image(images, mask)
+
+
+@HEADS
+def test_compiles(head):
+    model = make(head, grad_checkpointing=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=head == "clip")
+    out, expected = compiled(*batch(model)), model(*batch(model))
+    assert_close(out.image.mean, expected.image.mean)
+    assert_close(out.text.log_var, expected.text.log_var)
+    total(out).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_parameter_count_of_vit_b_16():
+    with torch.device("meta"):  # sizes without numbers
+        model = create_model("ViT-B-16")
+        stock = sum(parameter.numel() for parameter in build_stock(model.config["architecture"]).parameters())
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert round(n_parameters / 1e6, 1) == 160.5
+    assert round((n_parameters - stock) / 1e6, 1) == 10.9
+    assert (model.embed_dim, model.context_length, model.image_size) == (512, 77, 224)
+
+
+def test_scalars_and_their_starting_values():
+    model = make()
+    assert model.logit_scale.shape == model.scale.shape == model.shift.shape == (1,)
+    assert model.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
+    assert (model.scale.item(), model.shift.item()) == (1, 1)
+    model = make("gpo", init_scale=5, init_shift=5)
+    assert (model.scale.item(), model.shift.item()) == (5, 5)
+
+
+def test_decay_is_for_matrices():
+    model = make("gpo")
+    free = {name for name, parameter in model.named_parameters() if no_weight_decay(name, parameter)}
+    assert {"logit_scale", "scale", "shift", "visual.class_embedding", "visual.ln_pre.weight"} <= free
+    assert {"visual.log_var_head.linear.bias", "text.mean_head.pool.gru.bias_ih_l0", "text.ln_final.bias"} <= free
+    decayed = {name for name, _ in model.named_parameters()} - free
+    assert {"text.token_embedding.weight", "visual.conv1.weight", "visual.mean_head.linear.weight"} <= decayed
+    assert not any(name.endswith("bias") or "ln_" in name for name in decayed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"name": "ViT-B16"}, "Did you mean 'ViT-B-16'"),
+        ({"name": "nonsense"}, "no model 'nonsense'"),
+        ({"name": "RN50"}, "ResNet"),
+        ({"name": "ViT-B-16-SigLIP"}, "timm"),
+        ({"name": "roberta-ViT-B-32"}, "Hugging Face"),
+        ({"name": "coca_ViT-B-32"}, "CoCa"),
+        ({"name": "hf-hub:some/where"}, "no model"),
+        ({"head": "cilp"}, "Did you mean 'clip'"),
+        ({"n_unc_layers": 3}, "n_unc_layers is 3"),
+        ({"n_unc_layers": -1}, "n_unc_layers is -1"),
+        ({"embed_dim": 0}, "embed_dim is 0"),
+        ({"image_size": 4}, "smaller than one patch"),
+        ({"name": "ViT-B-32", "pretrained": "opneai"}, "Did you mean 'openai'"),
+        ({"name": "ViT-B-32", "pretrained": "openai"}, "another activation"),
+        ({"pretrained": "missing.pt"}, "neither a file nor a weight tag"),
+    ],
+)
+def test_wrong_arguments(arguments, what):
+    with pytest.raises(UserError) as error:
+        create_model(**{"name": NAME, **arguments})
+    assert what in error.value.what
+    assert error.value.remedy
+
+
+def test_weights_that_cannot_be_downloaded(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="could not be downloaded"):
+        create_model("ViT-B-32", pretrained="laion2b_s34b_b79k")
+
+
+def test_wrong_weight_files(tmp_path):
+    torch.save(open_clip.create_model("ViT-Tiny-64").state_dict(), tmp_path / "other.pt")
+    torch.save({"model": {1, 2}}, tmp_path / "no_tensors.pt")
+    torch.save(open_clip.create_model(NAME), tmp_path / "pickled_module.pt")
+    (tmp_path / "garbage.pt").write_bytes(b"\x80\x02garbage")
+    (tmp_path / "garbage.safetensors").write_bytes(b"\xff" * 40)
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    for file, what in {
+        "other.pt": "another model .*visual.transformer.resblocks.2.ln_1.weight.*another shape: visual.class_embedding",
+        "no_tensors.pt": "dictionary of tensors",
+        "pickled_module.pt": "cannot be read",
+        "garbage.pt": "cannot be read",
+        "garbage.safetensors": "cannot be read",
+        "empty.safetensors": "cannot be read",
+    }.items():
+        with pytest.raises(UserError, match=what):
+            create_model(NAME, pretrained=str(tmp_path / file))
+    torch.save(open_clip.create_model(NAME).state_dict(), tmp_path / "good.pt")
+    with pytest.raises(UserError, match="16 dimensions, not 8"):
+        create_model(NAME, embed_dim=8, pretrained=str(tmp_path / "good.pt"))
+
+
+@HEADS
+def test_a_point_model_has_the_mean_branch_alone(head):
+    model, whole = make(head, probabilistic=False), make(head, n_unc_layers=0)
+    assert not model.probabilistic
+    assert model.config["n_unc_layers"] == 0
+    assert not any("uncertainty" in name or "log_var" in name for name, _ in model.named_parameters())
+    model.load_state_dict({key: whole.state_dict()[key] for key in model.state_dict()})
+    images, tokens = batch(model)
+    out, reference = model(images, tokens), whole(images, tokens)
+    for gaussian, other in ((out.image, reference.image), (out.text, reference.text)):
+        assert torch.equal(gaussian.mean, other.mean)
+        assert (gaussian.log_var == POINT_LOG_VAR).all()
+        assert not gaussian.log_var.requires_grad
+    similarity = (out.image.mean @ out.text.mean.T).detach()
+    ranks = csd(out.image, out.text).detach().argsort(1)
+    assert torch.equal(ranks, similarity.argsort(1, descending=True))
+    assert_close(csd(out.image, out.text), 2 - 2 * similarity, rtol=0, atol=1e-6)
+    out = make(head, probabilistic=False, grad_checkpointing=True)(images, tokens)
+    assert (out.text.log_var == POINT_LOG_VAR).all()
+
+
+@HEADS
+def test_gradient_reaches_every_parameter_of_a_point_model(head):
+    model = make(head, probabilistic=False)
+    total(model(*batch(model))).backward()
+    assert [name for name, parameter in model.named_parameters() if not parameter.grad.any()] == []
+
+
+@pytest.mark.parametrize("probabilistic", [True, False])
+def test_no_parameter_waits_for_a_gradient_under_ddp(probabilistic):
+    assert run_ranks(2, _steps_under_ddp, probabilistic) == [True, True]
+
+
+def _steps_under_ddp(rank, world_size, probabilistic):
+    model = make("gpo", probabilistic=probabilistic)
+    for scalar in (model.logit_scale, model.scale, model.shift):  # this loss has no use for them
+        scalar.requires_grad_(False)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):  # the second step is where DDP notices
+        out = ddp(*batch(model))
+        (out.image.mean * out.text.mean + out.image.log_var + out.text.log_var).sum().backward()
+    return True
+
+
+def test_a_point_model_has_no_uncertainty_blocks():
+    with pytest.raises(UserError, match="point model has no uncertainty branch, but n_unc_layers is 2"):
+        make(n_unc_layers=2, probabilistic=False)
+
+
+def saved(folder, head="clip", seed=5, **options):
+    """A trained model on disk: every number is another than in a fresh one."""
+    model = make(head, seed, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    save_model(model, folder / "model")
+    return model
+
+
+@pytest.mark.parametrize("n_unc_layers", [1, 2])
+def test_gpo_model_from_a_run_takes_trunk_mean_branch_and_fitting_uncertainty_blocks(tmp_path, caplog, n_unc_layers):
+    source = saved(tmp_path, n_unc_layers=2)
+    fresh = make("gpo", n_unc_layers=n_unc_layers)
+    model = make("gpo", n_unc_layers=n_unc_layers, pretrained=str(tmp_path), init_scale=5, init_shift=4)
+    given, own, start = (dict(m.named_parameters()) for m in (source, model, fresh))
+    copied = {name for name in own if name in given and torch.equal(own[name], given[name])}
+    rest = set(own) - copied
+    branch = {name for name in given if "uncertainty_transformer" in name}
+    assert {"logit_scale", "visual.conv1.weight", "text.ln_final.weight", "visual.positional_embedding"} <= copied
+    assert branch <= copied if n_unc_layers == 2 else not branch & copied
+    assert all("_head." in name or "uncertainty" in name or name in ("scale", "shift") for name in rest)
+    assert all(torch.equal(own[name], start[name]) for name in rest - {"scale", "shift"})
+    assert (model.scale.item(), model.shift.item()) == (5, 4)
+    assert ("2 blocks in its uncertainty branch, this model has 1" in caplog.text) == (n_unc_layers == 1)
+
+
+def test_a_run_of_the_same_head_is_taken_whole(tmp_path):
+    for head in ("clip", "gpo"):
+        source = saved(tmp_path / head, head)
+        file = tmp_path / head / "model" / "model.safetensors"
+        for place in (tmp_path / head, tmp_path / head / "model", file):
+            model = make(head, seed=9, pretrained=str(place)).eval()
+            images, tokens = batch(model)
+            assert torch.equal(model.encode_image(images).log_var, source.eval().encode_image(images).log_var)
+            assert torch.equal(model.encode_text(tokens).mean, source.encode_text(tokens).mean)
+            assert model.config["preprocess"] == source.config["preprocess"]
+
+
+def test_point_and_probabilistic_models_start_from_each_other(tmp_path):
+    source = saved(tmp_path / "whole")
+    point = make(probabilistic=False, pretrained=str(tmp_path / "whole")).eval()
+    images, _ = batch(point)
+    assert torch.equal(point.encode_image(images).mean, source.eval().encode_image(images).mean)
+    save_model(point, tmp_path / "point")
+    back = make(pretrained=str(tmp_path / "point")).eval()
+    assert torch.equal(back.encode_image(images).mean, point.encode_image(images).mean)
+    assert torch.equal(back.visual.log_var_head.weight, make().visual.log_var_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "what"),
+    [
+        ({}, {"name": "ViT-Tiny-64"}, r"is a ViT-Micro-32 and does not fit ViT-Tiny-64 \(image layers 2 against"),
+        ({}, {"image_size": 48}, "image image_size 32 against 48"),
+        ({"image_size": 48}, {"head": "gpo"}, "image image_size 48 against 32"),
+        ({}, {"embed_dim": 8}, "has embed_dim 16, this model has 8"),
+        ({"head": "gpo"}, {"head": "gpo", "embed_dim": 8}, "has embed_dim 24, this model has 8"),
+        ({"head": "gpo"}, {}, "has a 'gpo' head and no projection"),
+        ({"uncertainty_bias": False}, {}, "has uncertainty_bias False, this model has True"),
+    ],
+)
+def test_runs_that_do_not_fit(tmp_path, source, arguments, what):
+    saved(tmp_path, **source)
+    with pytest.raises(UserError, match=what):
+        create_model(**{"name": NAME, "pretrained": str(tmp_path), **arguments})
+
+
+def test_a_folder_without_a_model_is_no_start(tmp_path):
+    with pytest.raises(UserError, match="There is no model in"):
+        make(pretrained=str(tmp_path))

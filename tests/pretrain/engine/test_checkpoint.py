@@ -1,0 +1,415 @@
+"""Checkpoints of real DeepSpeed engines over real ranks: exact resume, any stage to any stage, damage, refusals."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from pretrain.engine import checkpoint
+from pretrain.engine.state import EngineState
+from pretrain.trainer import start_deepspeed
+from probemb.errors import UserError
+from probemb.runs import checkpoints
+from probemb.runs.checkpoints import find_checkpoint, prune
+from tests.ranks import run_ranks
+
+BATCH = 12  # for 1, 2 and 3 ranks
+# DeepSpeed's first ZeRO engine imports torch's compiler, which takes seconds: once here rather than in every rank.
+torch.compile(len)
+
+STATE = {"samples": 36, "config": {"lr": 1e-2}, "by_number": {9: "a", 10: "b"}}
+
+
+class Inner(nn.Module):
+    """Odd sizes, so that no number of ranks divides them; a frozen parameter, buffers, one shared parameter."""
+
+    def __init__(self, hidden: int, dropout: float):
+        super().__init__()
+        self.first = nn.Linear(7, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(hidden, 3)
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 3), requires_grad=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("derived", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(self.drop(torch.tanh(self.norm(self.first(x))))) * self.frozen + self.shift
+
+
+class Wrapper(nn.Module):
+    def __init__(self, hidden: int, dropout: float):
+        super().__init__()
+        self.model = Inner(hidden, dropout)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.shift = self.model.shift  # shared
+
+    def forward(self, x):
+        return self.model(x) * self.scale + self.shift
+
+
+def make_engine(stage, world, hidden=5, dropout=0.0, seed=0, persistent=0):
+    start_deepspeed()
+    torch.manual_seed(seed)
+    module = Wrapper(hidden, dropout)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-6)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": persistent, "memory_efficient_linear": False}
+    settings = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // world,
+        "gradient_clipping": 0.3,
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=settings)[0]
+
+
+def train(engine, rank, world, steps):
+    n = BATCH // world
+    for step in steps:
+        g = torch.Generator().manual_seed(step)
+        x, y = torch.randn(BATCH, 7, generator=g), torch.randn(BATCH, 3, generator=g)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        loss = (engine(x[rank * n : (rank + 1) * n]) - y[rank * n : (rank + 1) * n]).square().mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def snapshot(engine):
+    """Weights, buffers, moments and counts: arrays on rank 0."""
+    held = EngineState(engine)
+    tensors = {**checkpoint.full_state_dict(engine), **held.moments()}
+    return {n: t.numpy() for n, t in tensors.items()} | {f"step.{n}": s for n, s in held.steps().items()}
+
+
+def assert_same(a, b, tolerance=0.0):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+# ------------------------------------------------------------------------------------------- same stage, same ranks
+
+
+def save_and_resume(rank, world, stage, persistent, folder):
+    engine = make_engine(stage, world, dropout=0.2, persistent=persistent)  # dropout: the random state matters too
+    torch.manual_seed(100 + rank)
+    train(engine, rank, world, range(3))
+    path = checkpoint.save_checkpoint(engine, folder, 3, STATE)
+    saved = snapshot(engine)
+    train(engine, rank, world, range(3, 6))
+    straight = snapshot(engine)
+
+    fresh = make_engine(stage, world, dropout=0.2, seed=1, persistent=persistent)
+    if stage == 0 or persistent:
+        train(fresh, rank, world, range(2))  # loading over an engine that has already stepped
+    state = checkpoint.load_checkpoint(fresh, path)
+    loaded = snapshot(fresh)
+    rate = [group["lr"] for group in fresh.optimizer.param_groups]
+    train(fresh, rank, world, range(3, 6))
+    return saved, loaded, straight, snapshot(fresh), state, rate, fresh.global_steps
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("stage", "persistent"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1000)])
+def test_resuming_at_the_same_stage_and_ranks_is_exact(stage, persistent, world, tmp_path):
+    results = run_ranks(world, save_and_resume, stage, persistent, tmp_path)
+    saved, loaded, straight, resumed, *_ = results[0]
+    assert_same(saved, loaded)
+    assert_same(straight, resumed)
+    assert np.abs(straight["model.last.weight"] - saved["model.last.weight"]).max() > 1e-4
+    assert np.abs(saved["exp_avg_sq.model.last.weight"]).max() > 0
+    assert saved["step.scale"] == 3
+    assert saved["model.calls"] == 3
+    assert "model.derived" not in saved
+    np.testing.assert_array_equal(saved["model.shift"], saved["shift"])
+    for *_, state, rate, global_steps in results:
+        assert state == {**STATE, "by_number": {"9": "a", "10": "b"}, "step": 3}
+        assert rate == [1e-2 / 3] * 2
+        assert global_steps == 6
+
+
+# ------------------------------------------------------------------------------------------ from any stage to another
+
+
+def run_six(rank, world, stage, folder):
+    engine = make_engine(stage, world)
+    train(engine, rank, world, range(3))
+    checkpoint.save_checkpoint(engine, folder / f"{stage}-{world}", 3, STATE)
+    train(engine, rank, world, range(3, 6))
+    return snapshot(engine)
+
+
+def resume_three(rank, world, stage, path):
+    engine = make_engine(stage, world, seed=1)
+    checkpoint.load_checkpoint(engine, path)
+    train(engine, rank, world, range(3, 6))
+    return snapshot(engine)
+
+
+def test_a_checkpoint_goes_on_at_any_stage_and_number_of_ranks(tmp_path):
+    sources = [(0, 1), (1, 2), (3, 2), (2, 3)]
+    straight = {s: run_ranks(s[1], run_six, s[0], tmp_path)[0] for s in sources}
+    path = {(stage, world): tmp_path / f"{stage}-{world}" / "checkpoints" / "step-3" for stage, world in sources}
+    for other in sources[1:]:  # the same numbers under the same names, whoever wrote them
+        for file in ("weights.safetensors", "optimizer.safetensors"):
+            assert_same(load_file(path[0, 1] / file), load_file(path[other] / file), 1e-6)
+    for source, (stage, world) in [
+        ((0, 1), (3, 2)),
+        ((0, 1), (1, 2)),
+        ((3, 2), (1, 2)),
+        ((3, 2), (3, 3)),
+        ((1, 2), (2, 1)),
+        ((2, 3), (0, 1)),
+    ]:
+        assert_same(straight[source], run_ranks(world, resume_three, stage, path[source])[0], 1e-6)
+
+
+# -------------------------------------------------------------------------------------------------- whole state dicts
+
+
+def export(rank, world, stage):
+    engine = make_engine(stage, world)
+    train(engine, rank, world, range(1))
+    weights = checkpoint.full_state_dict(engine, prefix="model.")
+    if rank:
+        return weights
+    model = Inner(5, 0.0)
+    model.load_state_dict(weights)
+    assert all(t.dtype == torch.float32 for n, t in weights.items() if n != "calls")
+    x = torch.ones(2, 7)
+    return model(x).detach().numpy()
+
+
+def test_the_full_state_dict_loads_into_the_bare_model_and_is_rank_0s_alone():
+    (whole,) = run_ranks(1, export, 0)
+    cut, empty = run_ranks(2, export, 3)
+    np.testing.assert_allclose(whole, cut, atol=1e-6)
+    assert empty == {}
+
+
+def names_of_a_compiled_module(rank, world):
+    engine = make_engine(0, 1)
+    plain = set(checkpoint.full_state_dict(engine))
+    engine.module.model = torch.compile(engine.module.model)
+    return plain, set(checkpoint.full_state_dict(engine))
+
+
+def test_a_compiled_module_has_the_same_names():
+    ((plain, compiled),) = run_ranks(1, names_of_a_compiled_module)
+    assert plain == compiled
+
+
+# ------------------------------------------------------------------------------------------------------ random states
+
+
+def draw():
+    return [torch.rand(1).item(), np.random.standard_normal(), random.gauss(0, 1), torch.randn(1).item()]
+
+
+def draw_after_saving(rank, world, folder):
+    engine = make_engine(1, world)
+    torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
+    draw()  # leaves a second normal number behind in numpy's and python's generators
+    checkpoint.save_checkpoint(engine, folder, 0, {})
+    return draw()
+
+
+def draw_after_loading(rank, world, path):
+    engine = make_engine(1, world)
+    checkpoint.load_checkpoint(engine, path)
+    return draw()
+
+
+def test_every_rank_gets_its_random_states_back(tmp_path):
+    before = run_ranks(2, draw_after_saving, tmp_path)
+    path = find_checkpoint(tmp_path)
+    assert before[0] != before[1]
+    assert run_ranks(2, draw_after_loading, path) == before
+    more = run_ranks(3, draw_after_loading, path)
+    assert more[:2] == before
+    assert more[2] not in before
+    assert run_ranks(3, draw_after_loading, path) == more
+
+
+# --------------------------------------------------------------------------------------------- kills and broken files
+
+
+def kill_during_writes(rank, world, folder):
+    """Save step 3, then try step 6 in children that are killed at each of the points where a write reaches the disk."""
+    engine = make_engine(0, 1)
+    checkpoint.save_checkpoint(engine, folder, 3, {})
+    flush, newest, leftovers = checkpoints.flush, [], []
+    for fatal in range(1, 7):
+        child = os.fork()
+        if child == 0:
+            flushed = []
+
+            def dying_flush(path, flushed=flushed, fatal=fatal):
+                flush(path)
+                flushed.append(path)
+                if len(flushed) == fatal:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            checkpoints.flush = dying_flush
+            checkpoint.save_checkpoint(engine, folder, 6, {})
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        newest.append(find_checkpoint(folder).name)
+        leftovers.append(sorted(p.name for p in (folder / "checkpoints").glob(".*")))
+    train(engine, rank, world, range(1))
+    checkpoint.save_checkpoint(engine, folder, 6, {"again": True})
+    path = find_checkpoint(folder)
+    checkpoint.load_checkpoint(engine, path)
+    return newest, leftovers, checkpoint.read_state(path), sorted(p.name for p in path.parent.iterdir())
+
+
+def test_a_killed_write_leaves_the_checkpoint_before(tmp_path):
+    ((newest, leftovers, state, names),) = run_ranks(1, kill_during_writes, tmp_path)
+    assert newest == ["step-3"] * 5 + ["step-6"]
+    assert leftovers == [[".step-6.partial"]] * 5 + [[]]
+    assert state == {"again": True, "step": 6}
+    assert names == ["step-3", "step-6"]
+
+
+def fill_the_disk(rank, world, folder):
+    engine = make_engine(1, world)
+    checkpoint.save_checkpoint(engine, folder, 3, {})
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    with pytest.raises(UserError, match="could not be written"):
+        checkpoint.save_checkpoint(engine, folder, 6, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def test_a_full_disk_is_told_to_all_ranks_and_leaves_nothing_behind(tmp_path):
+    assert run_ranks(2, fill_the_disk, tmp_path)[0] == ["step-3"]
+
+
+def refuse(rank, world, folder):
+    """All the ways in which a checkpoint can be wrong: the message of each, and whether anything changed."""
+    engine = make_engine(1, world)
+    train(engine, rank, world, range(2))
+    good = checkpoint.save_checkpoint(engine, folder, 3, {})
+    other = checkpoint.save_checkpoint(make_engine(3, world, hidden=6), folder / "other", 3, {})
+    if rank == 0:
+        spoil(good, folder)
+    torch.distributed.barrier()
+
+    train(engine, rank, world, range(2, 4))
+    before, draws = snapshot(engine), torch.get_rng_state()
+    messages = {}
+    for path in [other, *(folder / name for name in SPOILED)]:
+        with pytest.raises(UserError) as error:
+            checkpoint.load_checkpoint(engine, path)
+        messages[path.name] = error.value.what
+    assert_same(before, snapshot(engine))
+    assert torch.equal(draws, torch.get_rng_state())
+    return messages
+
+
+SPOILED = ("flipped", "cut", "absent", "edited", "newer", "empty", "not-json", "one-more")
+
+
+def spoil(good, folder):
+    for name in SPOILED:
+        shutil.copytree(good, folder / name)
+    with open(folder / "flipped" / "optimizer.safetensors", "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-5, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    os.truncate(folder / "cut" / "weights.safetensors", 100)
+    (folder / "absent" / "random.safetensors").unlink()
+    text = (good / "state.json").read_text()
+    (folder / "edited" / "state.json").write_text(text.replace('"step": 3', '"step": 4'))
+    (folder / "newer" / "state.json").write_text(text.replace('"version": 1', '"version": 2'))
+    (folder / "empty" / "state.json").unlink()
+    (folder / "not-json" / "state.json").write_text(text[:-20])
+    content = json.loads(text)  # a well-formed file by someone who can compute sums, without what is needed
+    del content["sha256"], content["groups"]
+    content["sha256"] = checkpoints.sha256_of(content)
+    (folder / "one-more" / "state.json").write_text(json.dumps(content))
+
+
+def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path):
+    first, second = run_ranks(2, refuse, tmp_path)
+    assert first == second
+    assert "another model: 'model.first.weight' is (6, 7) instead of (5, 7)" in first["step-3"]
+    assert "and 2 more" in first["step-3"]
+    assert "contents of optimizer.safetensors are not what was written" in first["flipped"]
+    assert "weights.safetensors has 100 bytes" in first["cut"]
+    assert "random.safetensors is missing" in first["absent"]
+    assert "changed since it was written" in first["edited"]
+    assert "format 2" in first["newer"]
+    assert "has no state.json" in first["empty"]
+    assert "cannot be read" in first["not-json"]
+    assert "not as it was written" in first["one-more"]
+
+
+# ----------------------------------------------------------------------------------------------- listing and deleting
+
+
+def save_many(rank, world, folder):
+    engine = make_engine(0, world)
+    for step in (8, 9, 10, 100):
+        checkpoint.save_checkpoint(engine, folder, step, {"at": step})
+
+
+def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path, caplog):
+    assert find_checkpoint(tmp_path) is None
+    run_ranks(1, save_many, tmp_path)
+    folder = tmp_path / "checkpoints"
+    (folder / ".step-200.partial").mkdir()
+    (folder / "step-x").mkdir()
+    assert find_checkpoint(tmp_path) == folder / "step-100"
+    assert [record.message for record in caplog.records] == [
+        "The checkpoint of step 200 was never finished: its write was interrupted."
+    ]
+
+    os.truncate(folder / "step-100" / "weights.safetensors", 10)
+    assert find_checkpoint(tmp_path) == folder / "step-10"
+    assert "weights.safetensors has 10 bytes" in caplog.text
+
+    prune(tmp_path, keep=2)  # the damaged one does not count
+    assert {p.name for p in folder.glob("step-*")} == {"step-9", "step-10", "step-100", "step-x"}
+    assert checkpoint.read_state(folder / "step-9") == {"at": 9, "step": 9}
+
+    for name in ("step-9", "step-10"):
+        (folder / name / "state.json").unlink()
+    with pytest.raises(UserError, match="No checkpoint in"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="at least 1"):
+        prune(tmp_path, keep=0)
+
+
+def refuse_what_is_not_covered(rank, world, folder):
+    engine = make_engine(0, 1)
+    with pytest.raises(ValueError, match="JSON"):
+        checkpoint.save_checkpoint(engine, folder, 1, {"loss": float("nan")})
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
+    with pytest.raises(ValueError, match="learning rate schedulers"):
+        checkpoint.save_checkpoint(engine, folder, 1, {})
+    return list(folder.iterdir())
+
+
+def test_what_a_checkpoint_would_lose_is_refused_before_anything_is_written(tmp_path):
+    assert run_ranks(1, refuse_what_is_not_covered, tmp_path) == [[]]

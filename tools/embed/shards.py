@@ -1,0 +1,187 @@
+"""Which shards `tools.embed` is given, which of them are embedded already, and what their partitions are called."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+from probemb.data.image_loader import find_tars
+from probemb.data.remote.range_requests import version_of
+from probemb.data.remote.sources import Remote, is_remote
+from probemb.data.shards.index import INDEX_NAME, Shard, read_index, read_index_file
+from probemb.data.shards.samples import BadShard, SampleSpan
+from probemb.errors import UserError
+from probemb.search.embeddings import Embeddings
+from tools.embed.reading import Work, list_images
+
+MAX_NAME = 200  # bytes of a partition's name
+LOOKING = 16  # questions to a server at a time
+
+
+def find_corpora(data: Sequence[str]) -> dict[str, list[Shard]]:
+    """The shards of each of --data by its name: an absolute path, or an address without what may be a secret in it.
+
+    What lies elsewhere is found as pretraining finds it, in an index.json. Raises UserError.
+    """
+    found: dict[str, list[Shard]] = {}
+    for one in data:
+        if is_remote(one):
+            found.setdefault(str(Remote(one)), []).extend(read_index(one))
+            continue
+        shards = local_shards(one)
+        if not shards:
+            there = "holds no webdataset shards" if Path(one).exists() else "does not exist"
+            raise UserError(f"The data path {one} {there}.", "Name a folder of .tar files, a pattern, or one tar.")
+        found.setdefault(os.path.abspath(one), []).extend(shards)
+    return found
+
+
+def local_shards(data: str) -> list[Shard]:
+    """Tars here, which need no index: how many samples and bytes they have is not said (0)."""
+    paths = [Path(os.path.abspath(tar)) for tar in find_tars(data)]  # a link keeps its own name
+    return [Shard(path.name, path, 0, 0) for path in paths]
+
+
+def distinct(corpora: Iterable[Sequence[Shard]]) -> list[Shard]:
+    """The shards of several corpora, each once, in order."""
+    return list({shard.path: shard for shards in corpora for shard in shards}.values())
+
+
+def partition_names(shards: Sequence[Shard]) -> list[str]:
+    """FOLDER-SHARD for each tar. Raises UserError if two tars would have the same, or for a name that is too long."""
+    names = [partition_name(shard) for shard in shards]
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        both = [str(shard.path) for shard, name in zip(shards, names) if name == twice]
+        raise UserError(
+            f"{both[0]} and {both[1]} have the same folder name and name.",
+            "Embed them into two folders; tools.build_index takes several.",
+        )
+    if too_long := next((s for s, name in zip(shards, names) if len(name.encode()) > MAX_NAME), None):
+        raise UserError(f"The name of {too_long.path} is too long.", "Rename the shard or its folder.")
+    return names
+
+
+def partition_name(shard: Shard) -> str:
+    """FOLDER-SHARD; of an address only what cannot lead elsewhere is kept in it."""
+    if isinstance(shard.path, Path):
+        return f"{shard.path.parent.name}-{shard.path.stem}".encode("utf-8", "backslashreplace").decode()
+    text = str(shard.path)
+    before = text[: text.rfind(shard.name)] if shard.path.scheme == "pipe" else f"{text.rpartition('/')[0]}/"
+    folders = re.findall(r"[^\s/'\"=|<>;]+(?=/)", before)
+    folder = folders[-1] if folders and before.endswith("/") else shard.path.scheme
+    return re.sub(r"[^\w.-]", "_", f"{folder}-{Path(shard.name).stem}")
+
+
+def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequence[str]) -> list[Work]:
+    """What is left to do of these shards.
+
+    Raises UserError: a partition is another shard's, or it cannot be found out whether a remote shard has changed.
+    """
+    markers = {(kind, name): out.marker(kind, name) for _, name in shards for kind in kinds}
+    versions = look_up(
+        [shard for shard, name in shards if any(was_fetched(shard, markers[kind, name]) for kind in kinds)]
+    )
+    works = []
+    for shard, name in shards:
+        left = []
+        for kind in kinds:
+            marker = markers[kind, name]
+            if marker and marker.get("shard") != str(shard.path):
+                raise UserError(
+                    f"{out.folder} has embeddings of {marker.get('shard')} under the name {name}.",
+                    f"Embed {shard.path} into another folder; tools.build_index takes several.",
+                )
+            if not marker or not is_unchanged(shard, marker, versions):
+                left.append(kind)
+        if left:
+            works.append(Work(shard, name, tuple(left)))
+    return works
+
+
+def was_fetched(shard: Shard, marker: dict | None) -> bool:
+    """Whether a marker is that of a remote shard which has been read, and of as many bytes as its index says now."""
+    remote = isinstance(shard.path, Remote) and marker is not None
+    return remote and marker.get("bytes") == shard.bytes and bool(marker.get("members"))
+
+
+def look_up(shards: Sequence[Shard]) -> dict[Remote, str | None]:
+    """The versions that servers have of these shards now; None of one that states none. Raises UserError."""
+    paths = [shard.path for shard in shards]
+    if not paths:
+        return {}
+    try:
+        with ThreadPool(LOOKING) as pool:  # whose threads nobody waits for after Ctrl-C
+            return dict(zip(paths, pool.imap(version_of, paths)))
+    except BadShard as error:
+        raise UserError(
+            f"Whether a shard has changed since it was embedded cannot be found out: {error}.",
+            "Repeat the command when it can be reached, or take it out of the index.json there.",
+        ) from None
+
+
+def is_unchanged(shard: Shard, marker: dict, versions: Mapping[Remote, str | None]) -> bool:
+    """Whether a shard is the one that was embedded.
+
+    A file here: of the same time or, as after copying, with the same members. What lies elsewhere: of the same size in
+    its index and, if the server states a version (ETag or date), of that.
+    """
+    if isinstance(shard.path, Remote):
+        return was_fetched(shard, marker) and marker.get("version") == versions[shard.path]
+    try:
+        status = shard.path.stat()
+    except OSError:  # a link that leads nowhere
+        return False
+    if marker.get("bytes") != status.st_size:
+        return False
+    if marker.get("modified") == status.st_mtime_ns:
+        return True
+    try:
+        return marker.get("members") == members_digest(list_images(shard.path)[0])
+    except BadShard:
+        return False
+
+
+def identity(work: Work) -> dict:
+    """What a marker says of a shard, by which `is_unchanged` knows it again."""
+    members = members_digest(work.spans)
+    if isinstance(work.path, Remote):  # without members if it could not be fetched: then it is tried again
+        return {"bytes": work.shard.bytes, "version": work.version, "members": members if work.file else None}
+    try:
+        status = work.path.stat()
+    except OSError:  # tried again, too
+        return {"bytes": None, "modified": None, "members": None}
+    return {"bytes": status.st_size, "modified": status.st_mtime_ns, "members": members}
+
+
+def members_digest(spans: Sequence[SampleSpan]) -> str:
+    """SHA-256 over the names, places and sizes of a shard's samples."""
+    return hashlib.sha256(repr([(span.key, sorted(span.parts.items())) for span in spans]).encode()).hexdigest()
+
+
+def count_samples(works: Sequence[Work]) -> int:
+    """Samples of the shards, as their indexes say or else as their headers do; 0 for one that cannot be read."""
+    known: dict[Path, dict[str, int]] = {}
+    total = 0
+    for work in works:
+        if isinstance(work.path, Remote):
+            total += work.shard.samples
+            continue
+        folder = work.path.parent
+        if folder not in known:
+            known[folder] = {}
+            with contextlib.suppress(UserError):  # it is another's, or none: nothing else is taken from it
+                if (folder / INDEX_NAME).is_file():
+                    known[folder] = {shard.name: shard.samples for shard in read_index_file(folder)}
+        if work.path.name in known[folder]:
+            total += known[folder][work.path.name]
+            continue
+        with contextlib.suppress(BadShard, OSError):
+            total += len(list_images(work.path)[0])
+    return total
