@@ -63,7 +63,7 @@ class ShardTask:
 
 def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     """Members of sample `index` of a part, by extension; a pure function of its arguments."""
-    from probemb.data.scenes.scenes import scenes
+    from probemb.data.scenes import scenes
 
     seed = f"{plan.seed} {part}"  # parts never share a scene's random state
     if part == "classes":
