@@ -25,6 +25,7 @@ from zeroshot.filters import (
 )
 
 ZERO_SHOT, ORACLE = "zero-shot", "oracle"
+SIGNIFICANT = 2  # standard errors that a gain must exceed to be coloured: about 95 % confidence
 UPPER_BOUND = "best-topk, rivals at the same K"
 
 
@@ -38,6 +39,7 @@ class Row:
         k: prompts kept, the mean over classes (and folds) where it varies; None for soft weights.
         top1, top5: accuracies in [0, 1].
         gain: top1 minus that of `all`.
+        gain_se: its standard error, paired over images; None for a single image.
         note: "zero-shot" (nothing was chosen on labelled images), "oracle" (chosen on the images that are scored),
             or "honest (...)" (chosen on other images, which are named).
     """
@@ -48,6 +50,7 @@ class Row:
     top1: float
     top5: float
     gain: float
+    gain_se: float | None
     note: str
 
     @property
@@ -56,6 +59,20 @@ class Row:
         if self.k is None:
             return "soft"
         return str(int(self.k)) if float(self.k).is_integer() else f"mean {self.k:.1f}"
+
+    @property
+    def gain_text(self) -> str:
+        """The gain and its standard error in points: "+1.20 ± 0.35"; empty for `all`."""
+        if self.filter == "all":
+            return ""
+        return f"{100 * self.gain:+.2f}" + ("" if self.gain_se is None else f" ± {100 * self.gain_se:.2f}")
+
+    @property
+    def verdict(self) -> str:
+        """ "up" or "down" for a gain beyond SIGNIFICANT standard errors, "" for one that may be chance."""
+        if self.gain_se is None or abs(self.gain) <= SIGNIFICANT * self.gain_se:
+            return ""
+        return "up" if self.gain > 0 else "down"
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,21 @@ class Evaluation:
     class_best: Tensor | None
     class_max: Tensor | None
     correct: Tensor
+
+
+def paired_standard_error(correct: Tensor, reference: Tensor) -> float | None:
+    """Standard error of the difference of two accuracies on the same images.
+
+    Args:
+        correct, reference: (N,) bool, whether each image is classified correctly.
+
+    Returns:
+        Standard deviation of the per-image differences (-1, 0 or 1) over sqrt(N); None for fewer than two images.
+    """
+    if len(correct) < 2:
+        return None
+    difference = correct.double() - reference.double()
+    return float(difference.std() / len(difference) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -136,7 +168,8 @@ def evaluate_embeddings(
 
     def scored(name: str, title: str, k: float | None, ranks: Tensor, note: str) -> Row:
         top1 = float(accuracy(ranks))
-        return Row(name, title, k, top1, float(accuracy(ranks, 5)), top1 - base1, note)
+        se = paired_standard_error(ranks < 1, base < 1)
+        return Row(name, title, k, top1, float(accuracy(ranks, 5)), top1 - base1, se, note)
 
     def with_own_k(k: Tensor, images: Tensor) -> Tensor:
         """Ranks under the classifier in which class c keeps its k[c] most certain prompts."""

@@ -128,18 +128,20 @@ def print_table(outcome: Outcome, n_classes: int) -> None:
     """The table on stdout; as wide as it needs to be where there is no terminal."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     table = Table(title=f"zero-shot accuracy, {len(outcome.labels):,} images, {n_classes:,} classes")
     table.add_column("filter")
-    for heading in ("K", "top-1 %", "top-5 %", "gain over all"):
+    for heading in ("K", "top-1 %", "top-5 %", "gain over all ± SE"):
         table.add_column(heading, justify="right")
     table.add_column("chosen on")
+    colours = {"up": "green", "down": "red", "": ""}
     for row in outcome.evaluation.rows:
         style = "dim" if row.note.startswith("oracle") else None
-        gain = "" if row.filter == "all" else f"{100 * row.gain:+.2f}"
+        gain = Text(row.gain_text, colours[row.verdict])
         cells = (row.title, row.k_text, f"{100 * row.top1:.2f}", f"{100 * row.top5:.2f}", gain, row.note)
         table.add_row(*cells, style=style)
     console.print(table)

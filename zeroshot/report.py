@@ -15,6 +15,7 @@ from probemb.files import replace_text
 from probemb.reports.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, number
 from probemb.reports.page import correlation, html_page, percent, thumbnail
 from zeroshot.config import GENERATOR
+from zeroshot.evaluation import SIGNIFICANT
 
 if TYPE_CHECKING:
     from probemb.data.labelled.classes import Classes
@@ -70,11 +71,6 @@ def page(results: dict, outcome: Outcome, images: LabelledImages, classes: Class
     return html_page(title, "".join(body), GENERATOR, STYLE)
 
 
-def _gain(gain: float) -> str:
-    kind = "up" if gain > 0 else "down" if gain < 0 else ""
-    return f'<span class="{kind}">{100 * gain:+.2f}</span>'
-
-
 def _kind(note: str) -> str:
     return next((kind for kind in ("oracle", "honest") if note.startswith(kind)), "")
 
@@ -104,13 +100,15 @@ def _table(e: Evaluation, n_bad: int) -> str:
     body = "".join(
         f'<tr><td>{escape(row.title)}<span class="badge narrow {_kind(row.note)}">{escape(row.note)}</span></td>'
         f"<td>{row.k_text}</td><td>{percent(row.top1)}</td>"
-        f"<td>{percent(row.top5)}</td><td>{'' if row.filter == 'all' else _gain(row.gain)}</td>"
+        f"<td>{percent(row.top5)}</td>"
+        f'<td><span class="{row.verdict}">{row.gain_text}</span></td>'
         f'<td><span class="badge {_kind(row.note)}">{escape(row.note)}</span></td></tr>'
         for row in e.rows
     )
     bad = f" {n_bad} images could not be read and are left out." if n_bad else ""
     return (
-        '<section><h2>Accuracy</h2><p class="fine">In percent; gain over all prompts in points. <b>Oracle</b>: chosen '
+        '<section><h2>Accuracy</h2><p class="fine">In percent; gain over all prompts in points, with its '
+        f"standard error (paired over images), coloured beyond {SIGNIFICANT} standard errors. <b>Oracle</b>: chosen "
         "on the very images that are scored, so not a zero-shot result. <b>Honest</b>: chosen on other images."
         f'{bad}</p><div class="scroll"><table><thead><tr><th>filter</th><th>K</th><th>top-1</th><th>top-5</th>'
         f"<th>gain</th><th>chosen on</th></tr></thead><tbody>{body}</tbody></table></div></section>"

@@ -6,11 +6,7 @@ import torch
 from probemb.errors import UserError
 from probemb.evaluation.classification import normalise
 from probemb.gaussian import Gaussian
-from zeroshot.evaluation import (
-    UPPER_BOUND,
-    SelectionData,
-    evaluate_embeddings,
-)
+from zeroshot.evaluation import UPPER_BOUND, Row, SelectionData, evaluate_embeddings, paired_standard_error
 from zeroshot.filters import FILTERS, FilterOptions, Selection
 
 
@@ -47,6 +43,36 @@ def test_every_filter_has_its_row_and_gains_are_over_all(every):
     for row in every.rows:
         assert row.gain == pytest.approx(row.top1 - base)
         assert 0 <= row.top1 <= row.top5 <= 1
+
+
+def test_standard_errors_of_gains_are_paired_over_images(every):
+    images, labels, _, prompts = world()
+    u = prompts.uncertainty()
+
+    def correct(weights):
+        vectors = normalise(torch.einsum("cp,cpd->cd", weights, prompts.mean))
+        return ((images @ vectors.T).argmax(1) == labels).double()
+
+    rows = rows_of(every)
+    assert rows["all", "zero-shot"].gain_se == 0
+    difference = correct(FILTERS["weighted"](u, FilterOptions())) - correct(torch.full_like(u, 1 / 9))
+    assert rows["weighted", "zero-shot"].gain_se == pytest.approx(difference.std().item() / 72**0.5)
+    draws = torch.randint(72, (4000, 72), generator=torch.Generator().manual_seed(0))
+    bootstrap = difference[draws].mean(dim=1).std().item()
+    assert bootstrap > 0
+    assert rows["weighted", "zero-shot"].gain_se == pytest.approx(bootstrap, rel=0.05)
+
+
+def test_only_gains_beyond_two_standard_errors_are_marked():
+    def row(gain, se):
+        return Row("weighted", "weighted", None, 0.5, 0.9, gain, se, "zero-shot")
+
+    assert [row(*pair).verdict for pair in ((0.1, 0.04), (0.1, 0.05), (-0.1, 0.04), (-0.1, 0.2), (0.0, 0.0))] == [
+        "up", "", "down", "", ""
+    ]  # fmt: skip
+    assert row(0.0123, 0.004).gain_text == "+1.23 ± 0.40"
+    assert (row(0.1, None).verdict, row(0.1, None).gain_text) == ("", "+10.00")
+    assert paired_standard_error(torch.tensor([True]), torch.tensor([False])) is None
 
 
 def test_the_curve_is_the_naive_evaluation_of_each_k(every):

@@ -26,6 +26,7 @@ def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
         "zero-shot", "zero-shot", "oracle", "honest (folds:2)", "oracle", "oracle, upper bound", "honest (folds:2)",
         "zero-shot", "zero-shot",
     ]  # fmt: skip
+    assert all(0 < row["gain_se"] < 0.2 for row in results["rows"] if row["gain"])
     assert results["images"] == N_CLASSES * PER_CLASS
     assert len(results["templates"]) == len(results["curve"]["top1"]) == 80
     assert [row["name"] for row in results["per_class"]] == names
@@ -68,6 +69,13 @@ def test_the_page_is_whole_and_loads_nothing(every):
     assert page.elsewhere == []
     assert page.charts == 5  # two curves, the histogram, classes and images by uncertainty
     assert page.images == N_CLASSES * PER_CLASS  # eight classes, shown with all their four images
+
+
+def test_every_gain_is_shown_with_its_standard_error(every):
+    html = (every / "report.html").read_text()
+    for row in json.loads((every / "results.json").read_text())["rows"]:
+        if row["filter"] != "all":
+            assert f"{100 * row['gain']:+.2f} ± {100 * row['gain_se']:.2f}</span>" in html
 
 
 def test_a_second_run_reads_the_cache_and_replaces_its_own_files(every, run_folder, shards, capsys):
