@@ -37,15 +37,15 @@ def train(config: Config, preemption: Preemption) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check(config, world_size)
 
-    from pretrain.trainer import import_deepspeed
+    from pretrain.engine.engine import import_deepspeed, make_engine, start_deepspeed
 
     import_deepspeed()  # first of all: whoever imports it without these precautions gets its chatter
 
     import torch
 
-    from pretrain import trainer
     from pretrain.engine.checkpoint import load_checkpoint, read_state
     from pretrain.folder import RunFolder, refuse_another_run
+    from pretrain.trainer import Trainer
     from probemb.data.failures import describe_failures
     from probemb.distributed import agree, all_of, same_everywhere, settle
     from probemb.models import create_tokenizer, create_transforms
@@ -91,18 +91,18 @@ def train(config: Config, preemption: Preemption) -> int:
         evaluator = Evaluator(config.evaluate, transforms.evaluate, tokenizer, device, rank, world_size)
 
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
-    trainer.start_deepspeed(config.engine.timeout, device)
+    start_deepspeed(config.engine.timeout, device)
     same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
     lock = None
     if rank == 0:
         lock, failure = take_lock(config)
     agree(failure if rank == 0 else None)
-    engine = trainer.make_engine(model.to(device), config, precision, device)
+    engine = make_engine(model.to(device), config, precision, device)
     if earlier:
         load_checkpoint(engine, earlier, verified=True)
     folder = RunFolder(config, model, stream.identity, rank, world_size, steps, step)
     say(headline(config, engine, stream, device, precision, steps, step, earlier))
-    fit = trainer.Trainer(
+    fit = Trainer(
         engine,
         stream,
         config,

@@ -10,21 +10,16 @@ their gradients, and every part is then computed again, from the same random sta
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import os
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pretrain.config import BUCKET, Config
+from pretrain.config import Config
 from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine.nonfinite import Evidence, as_error
 from pretrain.engine.state import discard_step, gradient_norm, random_state, set_random_state
@@ -34,30 +29,9 @@ from probemb import Gaussian, distributed
 from probemb.distributed import all_of
 from probemb.errors import UserError
 from probemb.losses import clip_loss, pairwise_match_loss
-from probemb.models import ProbabilisticCLIP, no_weight_decay
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
 MAX_SKIPPED = 100  # steps in a row; then the weights, not the samples, are at fault
-
-
-class Towers(nn.Module):
-    """What the engine wraps: the model with flat tensors in and out, which every ZeRO stage can hook."""
-
-    def __init__(self, model: ProbabilisticCLIP, precision: str):
-        super().__init__()
-        self.model = model
-        self.half = precision == "bf16"
-
-    def forward(self, images: Tensor | None = None, tokens: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Means and log-variances of what is given, (B, D) each, and with both also logit_scale, a and b as (3,)."""
-        given = images if images is not None else tokens
-        with torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.half):
-            if images is None or tokens is None:
-                g = self.model.encode_text(tokens) if images is None else self.model.encode_image(images)
-                return g.mean, g.log_var
-            out = self.model(images, tokens)
-        scalars = torch.cat([out.logit_scale, out.scale, out.shift])
-        return out.image.mean, out.image.log_var, out.text.mean, out.text.log_var, scalars
 
 
 class Forward(NamedTuple):
@@ -100,93 +74,6 @@ def learning_rate(config: OptimizerConfig, samples: int, total: int) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def make_engine(
-    model: ProbabilisticCLIP,
-    config: Config,
-    precision: str,
-    device: torch.device,
-    persistent_elements: int = 100_000,
-):
-    """A DeepSpeed engine around `Towers(model)`; collective. Call `start_deepspeed` before.
-
-    `persistent_elements`: ZeRO-3 leaves parameters up to this size whole on every rank.
-    """
-    import deepspeed
-
-    decay = [p for n, p in model.named_parameters() if not no_weight_decay(n, p)]
-    plain = [p for n, p in model.named_parameters() if no_weight_decay(n, p)]
-    o, e = config.optimizer, config.engine
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": o.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=o.lr,
-        betas=tuple(o.betas),
-        eps=o.eps,
-        fused=True,
-    )
-    world = distributed.world_size()
-    settings = {
-        "train_batch_size": config.batch_size,
-        "train_micro_batch_size_per_gpu": config.batch_size // world // e.accumulation,
-        "gradient_accumulation_steps": e.accumulation,
-        "gradient_clipping": o.clip_grad_norm,
-        "zero_optimization": {
-            "stage": e.zero_stage,
-            "overlap_comm": device.type == "cuda",
-            "contiguous_gradients": True,
-            "reduce_bucket_size": BUCKET,
-            "allgather_bucket_size": BUCKET,
-            "stage3_param_persistence_threshold": persistent_elements,
-            "memory_efficient_linear": False,  # its own backward pass ignores autocast
-        },
-        "communication_data_type": "fp32",
-        "steps_per_print": 10**9,
-    }
-    engine, *_ = deepspeed.initialize(model=Towers(model, precision), optimizer=optimizer, config=settings)
-    if e.compile:
-        engine.compile()
-    return engine
-
-
-def import_deepspeed():
-    """DeepSpeed without its chatter: on import it asks the linker which libraries it could build against."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    warnings.filterwarnings("ignore", module="deepspeed")
-    with _quiet_stderr():
-        import deepspeed
-        import deepspeed.ops
-
-        # Without a GPU, init would compile a shared-memory communication kernel for a minute; gloo does that work.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return deepspeed
-
-
-def start_deepspeed(timeout_minutes: float = 30, device: torch.device | None = None) -> None:
-    """Join the process group that the launcher describes, or form a group of one; `device` is this rank's.
-
-    A rank that waits longer than `timeout_minutes` for the others fails.
-    """
-    deepspeed = import_deepspeed()
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # NCCL's collectives of objects go through the current one
-    distributed.init_process_group(timeout_minutes)
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-
-
-@contextlib.contextmanager
-def _quiet_stderr():
-    """Nothing reaches the terminal's stderr, not from child processes either; exceptions do."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
 class Recorder(Protocol):
     """What becomes of a step's results: see `folder.RunFolder`."""
 
@@ -207,7 +94,7 @@ class Trainer:
     """Everything that a step needs.
 
     Args:
-        engine: of `make_engine`.
+        engine: of `engine.engine.make_engine`.
         stream: of this rank's batches.
         steps: length of the whole run.
         step: steps done before, when resumed.

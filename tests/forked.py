@@ -5,7 +5,7 @@ from pathlib import Path
 # DeepSpeed's first ZeRO engine imports torch's compiler, which takes seconds: here rather than in every process.
 import torch
 
-from pretrain.trainer import import_deepspeed
+from pretrain.engine.engine import import_deepspeed
 
 import_deepspeed()
 torch.compile(len)

@@ -10,6 +10,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from pretrain import trainer
 from pretrain.config import Config, Engine, Loss, Optimizer
+from pretrain.engine.engine import make_engine, start_deepspeed
 from probemb import create_model
 from probemb.data.remote.sources import Remote
 from probemb.losses import clip_loss, pairwise_match_loss
@@ -71,11 +72,11 @@ def plain_torch():
 
 def on_engine(rank, world, stage, parts, checkpointing):
     config = replace(CONFIG, engine=Engine(zero_stage=stage, accumulation=parts))
-    trainer.start_deepspeed()
+    start_deepspeed()
     model = tiny()
     model.set_grad_checkpointing(checkpointing)
     data = list(batches(model))
-    engine = trainer.make_engine(model, config, "fp32", CPU, persistent_elements=0)
+    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
     fit = trainer.Trainer(engine, None, config, CPU, STEPS)
     losses = []
     for step, (images, tokens) in enumerate(data, 1):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pretrain.engine import checkpoint
+from pretrain.engine.engine import start_deepspeed
 from pretrain.engine.state import EngineState
-from pretrain.trainer import start_deepspeed
 from probemb.errors import UserError
 from probemb.runs import checkpoints
 from probemb.runs.checkpoints import find_checkpoint, prune

@@ -9,6 +9,7 @@ import torch
 
 from pretrain import trainer
 from pretrain.config import Config, Engine, Optimizer
+from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.engine.nonfinite import Evidence, as_error
 from pretrain.engine.state import EngineState, full_state_dict
 from probemb import create_model
@@ -21,10 +22,10 @@ CONFIG = Config(batch_size=BATCH, optimizer=Optimizer(lr=1e-2, warmup_samples=8)
 
 def make_trainer(stage, parts, on_nonfinite):
     config = replace(CONFIG, engine=Engine(zero_stage=stage, accumulation=parts), on_nonfinite=on_nonfinite)
-    trainer.start_deepspeed()
+    start_deepspeed()
     torch.manual_seed(0)
     model = create_model("ViT-Micro-32")
-    engine = trainer.make_engine(model, config, "fp32", CPU, persistent_elements=0)
+    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
     return trainer.Trainer(engine, None, config, CPU, steps=10)
 
 

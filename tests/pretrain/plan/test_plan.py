@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain import trainer
 from pretrain.config import BUCKET, Config, Engine, Model
 from pretrain.engine.checkpoint import save_checkpoint
+from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.plan import command as plan
 from pretrain.plan import cost as plan_cost
 from pretrain.plan import memory as plan_memory
@@ -147,9 +148,9 @@ def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    trainer.start_deepspeed()
+    start_deepspeed()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
-        engine = trainer.make_engine(make(config), config, "fp32", CPU)
+        engine = make_engine(make(config), config, "fp32", CPU)
         fit = trainer.Trainer(engine, None, config, CPU, 10)
         images, tokens = inputs(engine.module.model, config.batch_size // world)
         fit.train_step(images, tokens)  # Adam's moments appear
@@ -262,8 +263,8 @@ def flat(x) -> list:
 
 
 def measure_traffic(rank: int, world: int, config: Config) -> dict[str, int]:
-    trainer.start_deepspeed()
-    engine = trainer.make_engine(make(config), config, "fp32", CPU, persistent_elements=0)
+    start_deepspeed()
+    engine = make_engine(make(config), config, "fp32", CPU, persistent_elements=0)
     fit = trainer.Trainer(engine, None, config, CPU, 10)
     images, tokens = inputs(engine.module.model, config.batch_size // world)
     fit.train_step(images, tokens)
@@ -284,8 +285,8 @@ def test_ranks_send_what_the_plan_says(stage, parts):
 
 
 def write_checkpoint(rank: int, world: int, config: Config, folder: Path) -> int:
-    trainer.start_deepspeed()
-    engine = trainer.make_engine(make(config), config, "fp32", CPU)
+    start_deepspeed()
+    engine = make_engine(make(config), config, "fp32", CPU)
     fit = trainer.Trainer(engine, None, config, CPU, 10)
     fit.train_step(*inputs(engine.module.model, config.batch_size // world))
     return sum(f.stat().st_size for f in save_checkpoint(engine, folder, 1, {}).iterdir())
