@@ -1,12 +1,14 @@
-"""What the commands of this stage can be told.
+"""Options of this stage's commands.
 
-A module of its own, without imports: --help resolves the annotations of the module that a configuration stands in,
-and would load torch for the sake of other annotations there.
+A module without imports: --help resolves the annotations of the module that holds a configuration, and would load torch
+for any other annotation there.
 """
 
 from dataclasses import dataclass
 
-GENERATOR = "probemb zeroshot"  # marks this stage's own files, so that nobody else's are replaced
+# These mark the files of each command, so that it replaces nobody else's.
+GENERATOR = "probemb zeroshot"
+RETRIEVAL_GENERATOR = "probemb retrieval"
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
 DEFAULT_DATA = "data/imagenet/val"
 
@@ -62,8 +64,20 @@ class RetrievalConfig:
 
     Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
-        data: a folder or pattern of webdataset shards with captions, or one tar.
-        out: folder for retrieval.json; by default retrieval/ in the run folder.
+        second: another model, evaluated together with the first by the mean of their similarities; auto: the second
+            network of the run that --model names, if it trained two; --no-second for none.
+        data: webdataset shards with captions, a Karpathy json, or a folder of precomp caption files.
+        split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
+        images: the folder of the images that a json or caption file names.
+        benchmarks: coco, cxc, eccv, pmrp, separated by commas; by default all that the data allows.
+        instances: COCO's instances_val2014.json, or a file of its form: which objects the images show, for pmrp.
+        rankings: csd, mean, wasserstein2, match-probability, faiss-mean, faiss-rerank, faiss-csd, separated by
+            commas; by default all.
+        factory: the FAISS index of the faiss rankings: Flat, HNSW32, IVF256,Flat, ...
+        candidates: how many neighbours of the means faiss-rerank re-ranks.
+        samples: samples of each item for match-probability.
+        erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
+        out: folder for results.json and report.html; by default retrieval/ in the run folder.
         batch_size: images in a batch.
         text_batch_size: captions in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -73,7 +87,17 @@ class RetrievalConfig:
     """
 
     model: str = ""
+    second: str | None = "auto"
     data: str = ""
+    split: str | None = "auto"
+    images: str | None = None
+    benchmarks: str | None = None
+    instances: str | None = None
+    rankings: str | None = None
+    factory: str = "Flat"
+    candidates: int = 100
+    samples: int = 8
+    erased: int = 200
     out: str | None = None
     batch_size: int = 64
     text_batch_size: int = 256

@@ -1,185 +1,203 @@
-"""Image-text retrieval in both directions, ranked by CSD and by the means alone.
+"""Image-text retrieval: every ranking against every kind of positives, and the value of uncertainty.
 
-    python -m zeroshot.retrieval --model runs/x --data data/flickr8k/val-00000.tar
-    python -m zeroshot.retrieval --model runs/scenes --data data/scenes/val          # embedded data
+    python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test
+    python -m zeroshot.retrieval --model runs/x --data dataset_coco.json --images data/coco     # with COCO's benchmarks
+    python -m zeroshot.retrieval --model runs/scenes --data data/scenes --split val             # embedded data
 
-All captions of an image are its positives. The embedded data say exactly which caption fits which image; there the
-table has a second half with all true positives. Source: PCME++ §4.1 (metrics), §C.5 (ranking).
+Prints one table and writes results.json and report.html. All captions of an image are its positives; in the embedded
+data it is known which caption fits which image, and COCO's test split also has CxC, ECCV Caption and plausible matches.
+A run with two networks is evaluated by the mean of their similarities (`--second`). Source: PCME++ §4.1, §C.5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.cli.command import check_numbers, parse_config, run_command, to_dict
 from probemb.errors import UserError
-from zeroshot.config import GENERATOR, RetrievalConfig
+from zeroshot.config import RETRIEVAL_GENERATOR, RetrievalConfig
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from probemb.data.captions.find import Captioned
-    from probemb.gaussian import Gaussian
 
 PROG = "python -m zeroshot.retrieval"
-DESCRIPTION = "Image-text retrieval on webdataset shards with captions; prints a table and writes retrieval.json."
-OUTPUT = "retrieval.json"
-MAX_PAIRS = 2_000_000_000  # scores held at once, 4 bytes each
+DESCRIPTION = (
+    "Image-text retrieval under every ranking, the benchmarks of COCO's test split, and the value of uncertainty; "
+    "prints a table and writes results.json and report.html."
+)
+OUTPUTS = ("results.json", "report.html")
+DIRECTIONS = {"i2t": "image → text", "t2i": "text → image"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    from probemb.cli.device import place
-    from probemb.cli.progress import progress
-    from probemb.cli.results import claim_files, results_folder, write_json
-    from probemb.data.captions.find import find_captioned
-    from probemb.data.image_loader import describe_bad
-
+    """The command. Everything that can be refused is refused before the model is loaded."""
     config = parse_config(RetrievalConfig, PROG, DESCRIPTION, argv)
-    for option, what in (("model", "a run folder, a model folder or a hub name"), ("data", "shards with captions")):
-        if not getattr(config, option):
-            raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
-    check_numbers(config)
-    captions = find_captioned(config.data, format="webdataset")
-    refuse_too_many_pairs(len(captions), captions.n_captions)
+    check(config)
+    from probemb.cli.results import claim_files, results_folder
+    from probemb.data.captions.find import find_captioned
+    from probemb.evaluation.benchmarks import choose_benchmarks, refuse_too_many_exact_pairs
+    from probemb.evaluation.rankings import ranking_names
+
+    rankings = ranking_names(config.rankings)
+    captions = find_captioned(config.data, config.split, config.images)
+    _ = captions.images  # refuses data with missing images
+    refuse_too_many_exact_pairs(captions)
+    benchmarks = choose_benchmarks(config.benchmarks, captions, config.instances is not None)
+    objects = None
+    if "pmrp" in benchmarks:
+        from probemb.data.labelled.coco_objects import read_objects
+
+        objects = read_objects(config.instances, captions.image_ids)
     out = results_folder(config.out, config.model, "retrieval", "zeroshot-results/retrieval")
-    claim_files(out, [OUTPUT], GENERATOR)
-
-    from probemb.evaluation.embed_pairs import embed_pairs
-    from probemb.models import load_model
-
-    placement = place(config.device, config.precision)
-    model, tokenizer, transforms = load_model(config.model, device=placement.device)
-    images, texts, owner, kept, bad = embed_pairs(
-        model, tokenizer, transforms.evaluate, captions, placement=placement, batch_size=config.batch_size,
-        text_batch_size=config.text_batch_size, workers=config.workers, max_bad=config.max_bad, show=progress,
-    )  # fmt: skip
-    if bad:
-        print(describe_bad(bad), flush=True)
-    results = score(images.to(placement.device), texts.to(placement.device), owner)
-    if captions.scenes is not None:
-        results += score_exact(images, texts, captions, kept, placement.device)
-    print_table(results, len(images), len(texts))
-    findings = uncertainty_findings(images, texts, owner, captions, kept)
-    for line in describe_findings(findings):
-        print(line)
-    content = {
-        "config": to_dict(config),
-        "images": len(images),
-        "captions": len(texts),
-        "images_left_out": [{"name": name, "reason": reason} for name, reason in bad],
-        "rows": results,
-        "uncertainty": findings,
-    }
-    write_json(out / OUTPUT, content, GENERATOR)
-    print(f"\nwritten: {out / OUTPUT}", flush=True)
+    claim_files(out, OUTPUTS, RETRIEVAL_GENERATOR)
+    evaluate(config, captions, rankings, benchmarks, objects, out)
     return 0
 
 
-def refuse_too_many_pairs(n_images: int, n_texts: int) -> None:
-    """All scores are held at once. Raises UserError."""
-    if n_images * n_texts > MAX_PAIRS:
-        raise UserError(
-            f"{n_images:,} images and {n_texts:,} captions are {n_images * n_texts:,} pairs, more than fit into memory "
-            "at once.",
-            "Evaluate fewer shards.",
-        )
+def check(config: RetrievalConfig) -> None:
+    """Refuse options that are missing or out of range."""
+    for option, what in (("model", "a run, a model folder or a hub name"), ("data", "images with captions")):
+        if not getattr(config, option):
+            raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
+    check_numbers(config, ("batch_size", "text_batch_size", "candidates", "samples"))
+    if config.erased < 0:
+        raise UserError(f"--erased is {config.erased}.", "Give 0 or more.")
 
 
-def score(images: Gaussian, texts: Gaussian, owner: torch.Tensor, match=None, positives: str = "own captions") -> list:
-    """Recall, R-Precision, mAP@R and RSUM in both directions, by CSD and by the means alone.
+def evaluate(
+    config: RetrievalConfig, captions: Captioned, rankings: list[str], benchmarks: list[str], objects: Tensor | None,
+    out: Path,
+) -> None:  # fmt: skip
+    """Load the model, embed, rank, and write the results into `out`."""
+    from probemb.cli.device import place
+    from probemb.cli.progress import progress
+    from probemb.cli.results import write_json
+    from probemb.data.image_loader import describe_bad
+    from probemb.evaluation.benchmarks import evaluate_rankings
+    from probemb.evaluation.embed_pairs import embed_pairs
+    from probemb.evaluation.rankings import RankingOptions
+    from probemb.evaluation.uncertainty import findings, projection
+    from probemb.models import as_one, load_model
+    from zeroshot.retrieval_report import write_report
 
-    Args:
-        images: (N, D); texts: (M, D); owner: (M,) row of each caption's image.
-        match: (N, M) bool, which captions fit which images; by default only an image's own.
-    """
-    import torch
-
-    from probemb.distances import csd
-    from probemb.metrics import retrieval_metrics, rsum
-
-    if match is None:
-        match = owner.to(images.mean.device) == torch.arange(len(images), device=images.mean.device)[:, None]
-    rows = []
-    for ranking, scores in (("csd", lambda: -csd(images, texts)), ("mean", lambda: images.mean @ texts.mean.T)):
-        similarity = scores()
-        i2t, t2i = retrieval_metrics(similarity, match), retrieval_metrics(similarity.T, match.T)
-        rows.append({"positives": positives, "ranking": ranking, "i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)})
-    return rows
-
-
-def score_exact(images: Gaussian, texts: Gaussian, captions: Captioned, kept: Sequence[int], device: str) -> list:
-    """`score` with every true pair of the embedded world as a positive."""
-    from probemb.evaluation.embed_pairs import exact_match
-
-    match = exact_match(captions, kept).to(device)
-    return score(images.to(device), texts.to(device), None, match, "all true captions")
-
-
-def uncertainty_findings(images: Gaussian, texts: Gaussian, owner, captions: Captioned, kept: Sequence[int]) -> dict:
-    """What uncertainty goes along with: R@1 in ten bins, and in the embedded world the true ambiguity of captions."""
-    from dataclasses import asdict
-
-    import torch
-
-    from probemb.distances import csd
-    from probemb.metrics import average_ranks, pearson, ranked_matches, uncertainty_bins
-
-    match = owner == torch.arange(len(images))[:, None]
-    scores = -csd(images, texts)
-    found: dict = {}
-    for name, gaussian, s, m in (("images", images, scores, match), ("captions", texts, scores.T, match.T)):
-        bins = uncertainty_bins(gaussian.uncertainty(), ranked_matches(s, m, 1)[:, 0].double())
-        found[name] = asdict(bins) if bins else None
-    if captions.scenes is not None:
-        from probemb.evaluation.embed_pairs import true_ambiguity
-
-        truth = true_ambiguity(captions, kept)
-        found["ambiguity_spearman"] = pearson(average_ranks(texts.uncertainty()), average_ranks(truth))
-    return found
+    placement = place(config.device, config.precision)
+    names = [config.model, *second_model(config)]
+    loaded = [load_model(name, device=placement.device) for name in names]
+    model, (_, tokenizer, transforms) = as_one([one.model for one in loaded]), loaded[0]
+    if len(names) > 1:
+        alone = " (--no-second: the first alone)" if config.second == "auto" else ""
+        print(f"{' and '.join(names)} are evaluated together, by the mean of their similarities{alone}", flush=True)
+    pairs = embed_pairs(
+        model, tokenizer, transforms.evaluate, captions, placement=placement, batch_size=config.batch_size,
+        text_batch_size=config.text_batch_size, workers=config.workers, max_bad=config.max_bad, show=progress,
+    )  # fmt: skip
+    if pairs.bad:
+        print(describe_bad(pairs.bad), flush=True)
+        benchmarks = without_lost_images(config, benchmarks)
+    options = RankingOptions(
+        model.scale.item(), model.shift.item(), config.samples, config.factory, config.candidates, placement.device
+    )
+    rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
+    probabilistic = getattr(model, "probabilistic", True)
+    found = {}
+    if probabilistic:
+        found = findings(
+            model, tokenizer, transforms.evaluate, captions, pairs, per_query, config.erased, placement=placement,
+            batch_size=config.batch_size,
+        )  # fmt: skip
+    results = {
+        "config": to_dict(config) | {"split": captions.split},
+        "models": names,
+        "device": placement.device,
+        "precision": placement.precision,
+        "probabilistic": probabilistic,
+        "images": len(pairs.images),
+        "captions": len(pairs.texts),
+        "images_left_out": [{"name": name, "reason": reason} for name, reason in pairs.bad],
+        "benchmarks": benchmarks,
+        "rows": rows,
+        "projection": projection(pairs),
+        "uncertainty": found,
+    }
+    print_table(rows, len(pairs.images), len(pairs.texts))
+    print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
+    write_json(out / OUTPUTS[0], results, RETRIEVAL_GENERATOR)
+    write_report(out / OUTPUTS[1], results, pairs, captions, per_query)
+    print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
 
 
-def describe_findings(findings: dict) -> list[str]:
-    """The correlations as lines of text."""
+def second_model(config: RetrievalConfig) -> list[str]:
+    """--second, or by default the second network of a run, in a list; empty for a run with one network."""
+    if config.second != "auto":
+        return [config.second] if config.second is not None else []
+    run = Path(config.model)
+    return [str(run / "model-second")] if (run / "model").is_dir() and (run / "model-second").is_dir() else []
+
+
+def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:
+    """The benchmarks that need no whole test split, where images are missing. Raises UserError if others were named."""
+    lost = [name for name in benchmarks if name != "pmrp"]
+    if lost and config.benchmarks is not None:
+        raise UserError(f"Images are left out, so {', '.join(lost)} cannot be measured.", "Fetch those images again.")
+    return [name for name in benchmarks if name not in lost]
+
+
+# ------------------------------------------------------------------------------------------------------- output
+
+
+def describe_findings(found: dict) -> list[str]:
+    """The main correlations as lines of text."""
 
     def text(value: float | None) -> str:
         return "undefined" if value is None else f"{value:+.3f}"
 
-    lines = [
-        f"uncertainty of {name} against R@1: Pearson {text(bins['pearson'])} over {len(bins['counts'])} bins, "
-        f"Spearman {text(bins['spearman'])} over single items"
-        for name in ("images", "captions")
-        if (bins := findings[name])
-    ]
-    if "ambiguity_spearman" in findings:
+    lines = []
+    for side, metrics in found["quality"].items():
+        both = metrics["own captions: R@1"]
+        if both["bins"]:
+            bins, curve = both["bins"], both["rejection"]
+            lines.append(
+                f"uncertainty of {side} against R@1: Pearson {text(bins['pearson'])} over {len(bins['counts'])} bins, "
+                f"Spearman {text(bins['spearman'])} over single items; area under the rejection curve "
+                f"{curve['area']:.3f} (at random {curve['random']:.3f}, at best {curve['oracle']:.3f})"
+            )
+    if "ambiguity_spearman" in found:
         lines.append(
-            f"uncertainty of captions against their true ambiguity: Spearman {text(findings['ambiguity_spearman'])}"
+            f"uncertainty of captions against their true ambiguity: Spearman {text(found['ambiguity_spearman'])}"
         )
+    for what, values in found.get("erased", {}).items():
+        lines.append(f"uncertainty against the share of erased {what}: Spearman {text(values['spearman'])}")
     return lines
 
 
-def print_table(rows: Sequence[dict], n_images: int, n_texts: int) -> None:
-    """One line for each direction, ranking and kind of positives; percent."""
+def print_table(rows: Sequence[dict], n_images: int, n_captions: int) -> None:
+    """One line for each ranking, direction and kind of positives; percent."""
     from rich.console import Console
     from rich.table import Table
 
+    from probemb.evaluation.benchmarks import METRICS, OWN
+    from probemb.evaluation.rankings import TITLES
+
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
-    table = Table(title=f"retrieval, {n_images:,} images and {n_texts:,} captions, percent")
-    for heading in ("positives", "direction", "ranked by"):
+        console = Console(width=132)
+    table = Table(title=f"retrieval, {n_images:,} images and {n_captions:,} captions, percent")
+    for heading in ("positives", "ranked by", "direction"):
         table.add_column(heading)
-    for heading in ("R@1", "R@5", "R@10", "R-P", "mAP@R", "RSUM"):
+    for heading in (*METRICS.values(), "RSUM", "ms/query"):
         table.add_column(heading, justify="right")
-    names = {"i2t": "image → text", "t2i": "text → image"}
-    for index, row in enumerate(rows):
-        for key, name in names.items():
-            metrics = row[key]
-            cells = [f"{100 * metrics[m]:.2f}" for m in ("r@1", "r@5", "r@10", "r_precision", "map_at_r")]
-            total = f"{row['rsum']:.1f}" if key == "t2i" else ""
-            last = key == "t2i" and (index + 1 == len(rows) or rows[index + 1]["positives"] != row["positives"])
-            table.add_row(row["positives"], name, row["ranking"], *cells, total, end_section=last)
+    for i, row in enumerate(rows):
+        for direction, title in DIRECTIONS.items():
+            cells = [f"{100 * row[direction][m]:.2f}" if m in row[direction] else "" for m in METRICS]
+            last = direction == "t2i"
+            total = f"{row['rsum']:.1f}" if last and "rsum" in row else ""
+            cost = f"{row['ms_per_query']:.3g}" if last and row["positives"] == OWN else ""
+            end = last and (i + 1 == len(rows) or rows[i + 1]["positives"] != row["positives"])
+            table.add_row(row["positives"], TITLES[row["ranking"]], title, *cells, total, cost, end_section=end)
     console.print(table)
 
 

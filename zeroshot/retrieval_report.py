@@ -1,4 +1,4 @@
-"""The report of `finetune.measure`: one HTML page that needs nothing beside it."""
+"""The report of `zeroshot.retrieval`: one HTML page that needs nothing beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.measure_config import GENERATOR
 from probemb.data.shards.samples import BadSample
 from probemb.evaluation.rankings import TITLES
 from probemb.files import replace_text
@@ -23,6 +22,7 @@ from probemb.reports.charts import (
     scatter_chart,
 )
 from probemb.reports.page import correlation, html_page, percent, signed, thumbnail
+from zeroshot.config import RETRIEVAL_GENERATOR
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ def page(results: dict, pairs: EmbeddedPairs, captions: Captioned, per_query: di
     if found:
         body.append(_examples(found["extremes"], pairs, captions, per_query))
     body.append(_method(uncertainty=bool(found)))
-    return html_page(f"Retrieval: {Path(str(config['model'])).name}", "".join(body), GENERATOR, STYLE)
+    return html_page(f"Retrieval: {Path(str(config['model'])).name}", "".join(body), RETRIEVAL_GENERATOR, STYLE)
 
 
 def _tiles(rows: Sequence[dict]) -> str:

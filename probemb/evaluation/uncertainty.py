@@ -1,4 +1,4 @@
-"""What uncertainty goes along with: quality of retrieval, erased pixels and words, true ambiguity. Source: PCME++ §4.
+"""Uncertainty against the quality of retrieval, erased pixels and words, and true ambiguity. Source: PCME++ §4.
 
 N images, M captions; queries of "images" are images (image to text), those of "captions" are captions.
 """
@@ -15,14 +15,37 @@ from probemb.cli.device import Placement
 from probemb.data.captions.find import Captioned
 from probemb.data.shards.samples import BadSample
 from probemb.evaluation.classification import encode_images, encode_texts
-from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.gaussian import Gaussian
 from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
 
-SIDES = {"images": "i2t", "captions": "t2i"}
 ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels and of words
 PROJECTED = 60  # images, with their captions
 EXAMPLES = 8
+
+
+def findings(
+    model, tokenizer, transform: Callable, captions: Captioned, pairs: EmbeddedPairs,
+    per_query: dict[str, dict[str, Tensor]], erased: int, *, placement: Placement, batch_size: int = 64,
+) -> dict:  # fmt: skip
+    """Everything on uncertainty that results.json holds.
+
+    Args:
+        per_query: as for `quality`; erased: images, and captions, to erase parts of.
+
+    Returns:
+        "quality"; "ambiguity_spearman" for the embedded world; "erased" unless that is 0; "extremes".
+    """
+    found: dict = {"quality": quality(pairs, per_query)}
+    if captions.scenes is not None:
+        ambiguity = true_ambiguity(captions, pairs.kept)
+        found["ambiguity_spearman"] = spearman(pairs.texts.uncertainty(), ambiguity)
+    if erased:
+        found["erased"] = erasing(
+            model, tokenizer, transform, captions, pairs.kept, erased, placement=placement, batch_size=batch_size
+        )
+    found["extremes"] = {"images": extremes(pairs.images), "captions": extremes(pairs.texts)}
+    return found
 
 
 def quality(pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]]) -> dict:

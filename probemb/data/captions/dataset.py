@@ -12,6 +12,8 @@ from probemb.data.image_loader import Images
 from probemb.errors import UserError, nearest
 
 SPLIT_NAMES = {"dev": "val", "valid": "val", "validation": "val"}  # other names of a split
+AUTO = "auto"  # `test` where the data has several of USUAL_SPLITS, else all of it
+USUAL_SPLITS = ("train", "restval", "val", "test")
 SPLIT_PARTS = {"train": ("train", "restval")}  # COCO's restval: images of val2014 that Karpathy gave to training
 MAX_ID = 2**63 - 1
 MAX_FILE_BYTES = 1 << 30  # of an annotation file, unpacked
@@ -76,6 +78,13 @@ class Entry(NamedTuple):
 def split_name(name: str) -> str:
     """The name of a split as it is used here: "val" for "dev" and "validation"."""
     return SPLIT_NAMES.get(name, name)
+
+
+def resolve_split(split: str | None, known: Iterable[str]) -> str | None:
+    """AUTO as a split of data that has the `known` ones, or None for all of it; any other split as it is."""
+    if split != AUTO:
+        return split
+    return "test" if len(set(known) & set(USUAL_SPLITS)) > 1 else None
 
 
 def choose_split(split: str | None, known: Iterable[str], source: str) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ def find_captioned(
         data: shards (a folder, a pattern or one tar; `train-*.tar` or `train/*.tar` say the split by their names), a
             Karpathy json (dataset_coco.json, dataset_flickr30k.json, …), a `*_caps.txt` or a folder with one of them;
             text files also gzipped.
-        split: "train", "val" ("dev"), "test", or another that the data names; None takes all, or all of the file.
+        split: "train", "val" ("dev"), "test", or another that the data names; None takes all, or all of the file;
+            "auto" takes "test" of data that has several splits, and else all.
             Karpathy's "restval" belongs to "train". Of precomp files "test" is testall_caps.txt where that is there.
         images: the folder of the images of a json or caption file, for COCO the one that holds train2014 and val2014.
             By default those folders are looked for beside the file.

@@ -14,6 +14,7 @@ from probemb.data.captions.dataset import (
     is_id,
     only_file,
     read_text,
+    resolve_split,
     split_name,
 )
 from probemb.data.captions.image_files import is_inside, locate
@@ -49,6 +50,7 @@ def read_karpathy(path: Path, split: str | None, images: Path | None) -> Caption
             raise _not_karpathy(path, number, f"there is no {error}") from None
         except (TypeError, ValueError, AttributeError) as error:
             raise _not_karpathy(path, number, str(error)) from None
+    split = resolve_split(split, splits)
     chosen = set(choose_split(split, splits, str(path)))
     check_unique(names, "file name", str(path))
     check_unique((entry.id for entry in entries), "image id", str(path))

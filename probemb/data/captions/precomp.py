@@ -18,6 +18,7 @@ from probemb.data.captions.dataset import (
     is_id,
     only_file,
     read_text,
+    resolve_split,
 )
 from probemb.data.captions.image_files import is_inside, locate
 from probemb.data.shards.samples import MAX_CAPTION_CHARS
@@ -39,7 +40,7 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> Captione
     COCO annotation ids as PCME does. Images are found by COCO's names, by ID.jpg, or through `id_mapping.json`.
     Where there are no ids, the set is text alone, and its images are called by their number. Raises UserError.
     """
-    path = _find_caps(path, split)
+    path, split = _find_caps(path, split)
     try:
         lines = read_text(path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -78,22 +79,25 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> Captione
     return assemble(entries, source=str(path), split=split, located=located, missing=missing)
 
 
-def _find_caps(path: Path, split: str | None) -> Path:
+def _find_caps(path: Path, split: str | None) -> tuple[Path, str | None]:
+    """The caption file, and the split that it is: None where none was asked for."""
     if path.is_file():
+        split = resolve_split(split, ())
         found = _CAPS.fullmatch(path.name)
         if split is not None and (found is None or split not in _names_of(found["name"])):
             choose_split(split, [_names_of(found["name"])[0]] if found else [], str(path))
-        return path
+        return path, split
     folder = path if any(path.glob("*_caps.txt*")) else path / "precomp"
     files = [file for file in sorted(folder.glob("*")) if _CAPS.fullmatch(file.name)]
+    split = resolve_split(split, (_names_of(_CAPS.fullmatch(file.name)["name"])[0] for file in files))
     if split is None:
-        return only_file(files, path, "*_caps.txt")
+        return only_file(files, path, "*_caps.txt"), None
     by_name: dict[str, list[Path]] = {}
     for file in files:
         by_name.setdefault(_CAPS.fullmatch(file.name)["name"], []).append(file)
     for name in _PRECOMP_SPLITS.get(split, (split,)):
         if name in by_name:
-            return only_file(by_name[name], path, f"{name}_caps.txt")
+            return only_file(by_name[name], path, f"{name}_caps.txt"), split
     choose_split(split, [_names_of(name)[0] for name in by_name], str(path))
     raise AssertionError("a split without a file was chosen")
 

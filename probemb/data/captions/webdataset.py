@@ -6,7 +6,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from probemb.data.captions.dataset import Captioned, Entry, assemble, choose_split, is_id, split_name
+from probemb.data.captions.dataset import (
+    AUTO,
+    Captioned,
+    Entry,
+    assemble,
+    choose_split,
+    is_id,
+    resolve_split,
+    split_name,
+)
 from probemb.data.image_loader import Images, Place, find_tars
 from probemb.data.labelled.images import CLASS_FILES
 from probemb.data.shards.samples import (
@@ -35,7 +44,7 @@ def read_shards(data: str | Path, split: str | None) -> Captioned:
     Raises:
         UserError: no shards, no such split, damaged shards, or no captioned image in them.
     """
-    tars = _find(data, split)
+    tars, split = _find(data, split)
     images, entries, metas = Images(places=[], source=str(data)), [], []
     for tar in tars:
         prefix = f"{tar.name}:" if len(tars) > 1 else ""
@@ -77,7 +86,8 @@ def read_shards(data: str | Path, split: str | None) -> Captioned:
     return assemble(entries, source=str(data), split=split, located=images, scenes=scenes)
 
 
-def _find(data: str | Path, split: str | None) -> list[Path]:
+def _find(data: str | Path, split: str | None) -> tuple[list[Path], str | None]:
+    """The tars, and the split that they are: None where none was asked for."""
     path, tars = Path(data), find_tars(data)
     if not tars and path.is_dir():
         folders = {
@@ -85,9 +95,12 @@ def _find(data: str | Path, split: str | None) -> list[Path]:
             for folder in sorted(path.iterdir())
             if any(folder.glob("*.tar")) and not any((folder / name).exists() for name in CLASS_FILES)  # no captions
         }
+        if split == AUTO and len(folders) == 1:
+            return find_tars(next(iter(folders.values()))), None
+        split = resolve_split(split, folders)
         if split is not None and folders:
             chosen = choose_split(split, folders, str(data))
-            return [tar for part in chosen for tar in find_tars(folders[part])]
+            return [tar for part in chosen for tar in find_tars(folders[part])], split
         if folders:
             raise UserError(
                 f"{data} holds the splits {', '.join(folders)}.",
@@ -99,11 +112,13 @@ def _find(data: str | Path, split: str | None) -> list[Path]:
             f"The data path {data} {what}.",
             "Name shards with captions, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
         )
-    if split is None or (path.is_dir() and split_name(path.resolve().name) == split):
-        return tars
     named = [(found and split_name(found[1]), tar) for tar in tars for found in [_SPLIT_OF_TAR.match(tar.name)]]
-    chosen = choose_split(split, (name for name, _ in named if name), str(data))
-    return [tar for name, tar in named if name in chosen]
+    known = [name for name, _ in named if name]
+    split = resolve_split(split, known if path.is_dir() else ())  # a pattern or a tar was named as it is
+    if split is None or (path.is_dir() and split_name(path.resolve().name) == split):
+        return tars, split
+    chosen = choose_split(split, known, str(data))
+    return [tar for name, tar in named if name in chosen], split
 
 
 def _sample(fd: int, span: SampleSpan, words: dict) -> Sample:

@@ -1,4 +1,4 @@
-"""Which objects an image shows, from COCO's instance annotations: the labels behind plausible matches (PMRP)."""
+"""The objects that images show, from COCO's annotations: the labels behind plausible matches (PMRP)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from probemb.errors import UserError
 
 
-def read_instances(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
-    """Multi-hot object categories of each image, (N, L) uint8; an image without annotation has none.
+def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
+    """Multi-hot object categories of each image, (N, L) uint8; all zero for an image without annotations.
 
     Args:
         file: instances_val2014.json, or another JSON with "categories" and "annotations" of that form.
@@ -29,9 +29,9 @@ def read_instances(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
         categories = {int(category["id"]): place for place, category in enumerate(content["categories"])}
         pairs = {(int(one["image_id"]), categories[int(one["category_id"])]) for one in content["annotations"]}
     except OSError as error:
-        raise UserError(f"The instance annotations {path} cannot be read ({error.strerror}).", remedy) from error
+        raise UserError(f"The object annotations {path} cannot be read ({error.strerror}).", remedy) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} holds no instance annotations in COCO's form.", remedy) from error
+        raise UserError(f"{path} holds no object annotations in COCO's form.", remedy) from error
     rows = {name: row for row, name in enumerate(image_ids)}
     labels = torch.zeros(len(image_ids), len(categories), dtype=torch.uint8)
     found = [(rows[image], place) for image, place in pairs if image in rows]

@@ -139,8 +139,9 @@ def calibrated(gallery, tmp_path):  # noqa: F811
 def test_calibration_agrees_with_the_retrieval_stage(gallery, calibrated, tmp_path, capsys):  # noqa: F811
     from zeroshot.retrieval import main as retrieval
 
-    retrieval(["--model", str(gallery.model), "--data", str(gallery.tar), "--out", str(tmp_path / "r")])
-    truth = json.loads((tmp_path / "r" / "retrieval.json").read_text())["rows"][0]
+    options = ["--rankings", "csd", "--erased", "0", "--out", str(tmp_path / "r")]
+    retrieval(["--model", str(gallery.model), "--data", str(gallery.tar), *options])
+    truth = json.loads((tmp_path / "r" / "results.json").read_text())["rows"][0]
     calibration = load_calibration(calibrated, load_index(calibrated).weights)
     curve = calibration.curves[1]
     assert truth["ranking"] == "csd"
