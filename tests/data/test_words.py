@@ -1,0 +1,119 @@
+"""Words of a text, vocabulary files, and word vectors."""
+
+import gzip
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from probemb.data.words import (
+    MAX_CHARACTERS,
+    MAX_WORD,
+    count_words,
+    find_vocabulary,
+    frequent_words,
+    read_vectors,
+    read_vocabulary,
+    split_words,
+    write_vocabulary,
+)
+from probemb.errors import UserError
+
+
+def test_words_of_a_text():
+    assert split_words("A man's Red-Blue dog, no. 2: don't!") == [
+        "a",
+        "man's",
+        "red",
+        "blue",
+        "dog",
+        "no",
+        "2",
+        "don't",
+    ]
+    assert split_words("one two three", 2) == ["one", "two"]
+    assert split_words("'' … !") == []
+
+
+def test_hostile_texts_are_bounded():
+    assert split_words("x" * 10**6) == ["x" * MAX_WORD]
+    assert len(split_words("a " * 10**6)) == MAX_CHARACTERS // 2
+
+
+def test_counts_and_order():
+    counts = count_words(["b a", "a c"], Counter({"c": 1}))
+    assert counts == {"a": 2, "b": 1, "c": 2}
+    assert frequent_words(counts) == [("a", 2), ("c", 2), ("b", 1)]
+    assert frequent_words(counts, min_count=2, max_words=1) == [("a", 2)]
+
+
+def test_file_round_trip_and_plain_words(tmp_path):
+    write_vocabulary(tmp_path / "v.txt", [("dog", 7), ("man's", 2)])
+    assert (tmp_path / "v.txt").read_text() == "dog\t7\nman's\t2\n"
+    assert read_vocabulary(tmp_path / "v.txt") == ["dog", "man's"]
+    (tmp_path / "plain.txt").write_bytes("\ufeffdog\r\ncat\r\n".encode())
+    assert read_vocabulary(tmp_path / "plain.txt") == ["dog", "cat"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b"\n\n", "empty"),
+        (b"dog\nred dog\n", "Line 2"),
+        (b"Dog\t3\n", "Line 1"),
+        (b"dog\tmany\n", "Line 1"),
+        (b"dog\ncat\ndog\n", "twice.*lines 1 and 3"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_broken_vocabularies_are_refused(tmp_path, content, message):
+    (tmp_path / "v.txt").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_vocabulary(tmp_path / "v.txt")
+
+
+def test_vocabulary_is_found_in_the_folder_or_above(tmp_path):
+    (tmp_path / "set" / "train").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no vocabulary[\s\S]*tools.build_vocabulary"):
+        find_vocabulary([tmp_path / "set" / "train"])
+    (tmp_path / "set" / "vocabulary.txt").write_text("dog\n")
+    assert find_vocabulary([tmp_path / "set" / "train"]) == tmp_path / "set" / "vocabulary.txt"
+    assert find_vocabulary([tmp_path / "set" / "train" / "{0..3}.tar"]) == tmp_path / "set" / "vocabulary.txt"
+    (tmp_path / "set" / "train" / "vocabulary.txt").write_text("cat\n")
+    assert find_vocabulary([tmp_path / "set" / "train"]) == tmp_path / "set" / "train" / "vocabulary.txt"
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_vectors(tmp_path, zipped):
+    text = b"dog 1 -2.5\n. . 3 4\ncat 5e-1 6\ndog 7 8\n"
+    path = tmp_path / ("v.txt.gz" if zipped else "v.txt")
+    path.write_bytes(gzip.compress(text) if zipped else text)
+    found = read_vectors(path, ["cat", "dog", "bird"])
+    assert sorted(found) == ["cat", "dog"]
+    np.testing.assert_array_equal(found["dog"], np.float32([1, -2.5]))
+    np.testing.assert_array_equal(found["cat"], np.float32([0.5, 6]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b"dog\n", "Line 1"),
+        (b"dog 1 2\ncat 1\n", "Line 2.*1 numbers in place of 2"),
+        (b"dog 1 2\ncat 1 x\n", "Line 2.*not a number"),
+        (b"dog 1 2\ncat 1 nan\n", "Line 2.*not finite"),
+    ],
+)
+def test_malformed_vectors_are_refused(tmp_path, content, message):
+    (tmp_path / "v.txt").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_vectors(tmp_path / "v.txt", ["dog", "cat"])
+
+
+def test_vectors_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_vectors(tmp_path / "missing.txt", ["dog"])
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"dog 1 2\n" * 100)[:-12])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_vectors(tmp_path / "cut.txt.gz", ["dog"])

@@ -1,0 +1,108 @@
+"""Build a vocabulary from captions, for models whose text tower reads words.
+
+    python -m tools.build_vocabulary data/scenes/train --out data/scenes/vocabulary.txt
+    python -m tools.build_vocabulary dataset_coco.json --split train --out coco.txt --min-count 4
+
+DATA are webdataset shards (a folder, a pattern or one tar), a Karpathy json, a caption file or a folder of them.
+OUT has one word and its count a line, the most frequent first. `model.vocabulary` of a run names it; without that a run
+looks for vocabulary.txt in the folder of its training data and in the folder above.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from probemb.cli.command import Parser, run_command
+from probemb.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m tools.build_vocabulary", description="Build a vocabulary from captions.")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="shards, a Karpathy json, or caption files")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--split", help="train, val, test, or another that the data names (default: all)")
+    parser.add_argument("--min-count", type=int, default=4, help="occurrences that a word needs (default: 4)")
+    parser.add_argument("--max-words", type=int, help="keep so many of the most frequent words (default: all)")
+    options = parser.parse_args(argv)
+    for name in ("min_count", "max_words"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small.", "Give at least 1.")
+
+    from probemb.data.words import frequent_words, write_vocabulary
+
+    counts: Counter[str] = Counter()
+    captions = sum(count_captions(data, options.split, counts) for data in options.data)
+    words = frequent_words(counts, options.min_count, options.max_words)
+    if not words:
+        raise UserError(
+            f"None of the {len(counts):,} words occurs {options.min_count} times.", "Give a smaller --min-count."
+        )
+    try:
+        write_vocabulary(options.out, words)
+    except OSError as error:
+        raise UserError(f"{options.out} cannot be written: {error.strerror}.", "Choose another --out.") from error
+    covered = sum(count for _, count in words) / counts.total()
+    print(
+        f"wrote {options.out}: {len(words):,} of {len(counts):,} words of {captions:,} captions, "
+        f"{100 * covered:.2f} % of all occurrences"
+    )
+    return 0
+
+
+def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
+    """Count the words of all captions of a path into `counts`; the number of captions. Raises UserError."""
+    from probemb.cli.progress import progress
+    from probemb.data.captions.find import find_captioned
+    from probemb.data.image_loader import find_tars
+    from probemb.data.words import count_words
+
+    shards = find_tars(data) if split is None else []
+    if not all(shard.suffix == ".tar" for shard in shards):  # a caption file
+        shards = []
+    if not shards:
+        captions = find_captioned(data, split=split).flat()
+        count_words(captions, counts)
+        return len(captions)
+    total = 0
+    with progress("Shards", len(shards)) as advance:
+        for shard in shards:  # one at a time: a large corpus does not fit into memory
+            captions = read_captions(shard)
+            count_words(captions, counts)
+            total += len(captions)
+            advance(1)
+    if not total:
+        raise UserError(f"{data} holds no captions.", "Name shards with KEY.txt or KEY.json beside each image.")
+    return total
+
+
+def read_captions(shard: Path) -> list[str]:
+    """All captions of a tar that can be read. Raises UserError if the tar itself cannot."""
+    from probemb.data.shards.samples import (
+        TEXT_EXTENSIONS,
+        BadSample,
+        BadShard,
+        group_members,
+        parse_sample,
+        read_sample,
+        walk_tar,
+    )
+
+    captions: list[str] = []
+    try:
+        with open(shard, "rb") as file:
+            for span in group_members(walk_tar(shard)):
+                parts = {name: part for name, part in span.parts.items() if name in TEXT_EXTENSIONS}
+                try:
+                    texts = read_sample(file.fileno(), span._replace(parts=parts))
+                    captions += parse_sample({"jpg": b"-", **texts}, need_caption=None).captions
+                except BadSample:
+                    continue  # training replaces it, too
+    except (BadShard, OSError) as error:
+        raise UserError(f"{shard} cannot be read: {error}.", "Fetch it again, or leave it out.") from error
+    return captions
+
+
+if __name__ == "__main__":
+    run_command(main)
