@@ -20,7 +20,7 @@ from finetune.trainer import Joint
 from probemb.cli.command import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.models import ProbabilisticCLIP, save_model
+from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import (
     FORMAT,
     OPTIMIZER,
@@ -85,7 +85,7 @@ class RunFolder:
                 "Make room, or make the folder writable, and go on with --resume.",
             ) from error
 
-    def save_models(self, networks: Sequence[ProbabilisticCLIP], name: str = "model") -> None:
+    def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
         """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""
         for network, folder in zip(networks, (name, f"{name}-second")):
             save_model(network, self.path / folder, overwrite=True)

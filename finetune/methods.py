@@ -30,14 +30,14 @@ from probemb.losses import (
     split_clean,
 )
 from probemb.losses.output import LossOutput
-from probemb.models import ProbabilisticCLIP
+from probemb.models import DualEncoder, Encoded
 
 
 @dataclass
 class Batch:
     """One step's pairs, of all ranks.
 
-    image, text   Gaussians (N, D)
+    images, texts Encoded (N, D), with tokens if the method wants them; `image` and `text` are their Gaussians
     match         (N, N) in [0, 1], images in rows: same image, mixed and smoothed
     image_index   (N,) on the CPU: which image of the training data
     pair_index    (N,) on the CPU: which caption of the training data
@@ -48,8 +48,8 @@ class Batch:
     by_other      () -> image, text: as the other network embeds the same pairs, without gradient; None without another
     """
 
-    image: Gaussian
-    text: Gaussian
+    images: Encoded
+    texts: Encoded
     match: Tensor
     image_index: Tensor
     pair_index: Tensor
@@ -57,7 +57,17 @@ class Batch:
     step: int
     generator: torch.Generator
     network: int = 0
-    by_other: Callable[[], tuple[Gaussian, Gaussian]] | None = None
+    by_other: Callable[[], tuple[Encoded, Encoded]] | None = None
+
+    @property
+    def image(self) -> Gaussian:
+        """(N, D) or (N, K, D)."""
+        return self.images.gaussian
+
+    @property
+    def text(self) -> Gaussian:
+        """(N, D) or (N, K, D)."""
+        return self.texts.gaussian
 
 
 class Method(nn.Module):
@@ -71,23 +81,25 @@ class Method(nn.Module):
         soft_labels: whether mixed images and label smoothing make sense.
         options: of `config.loss` that are used; all of them must have a value.
         trains: the model's own scalars that the loss uses; the others stand still.
+        wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`).
         networks: how many models are trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
     """
 
     networks = 1
+    wants_tokens = False
     probabilistic = False
     soft_labels = False
     options: tuple[str, ...] = ()
     trains: tuple[str, ...] = ()
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
         super().__init__()
         self.config = config
 
     def begin_epoch(self, epoch: int) -> None:
         """Called on all ranks before an epoch."""
 
-    def scalars(self, model: ProbabilisticCLIP) -> dict[str, Tensor]:
+    def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
         """What is trained besides the weights and worth a place in the log."""
         return {name: getattr(model, name) for name in self.trains}
 
@@ -103,12 +115,12 @@ class PCMEPlusPlus(Method):
     options = ("scale", "shift", "pseudo_positive", "vib", "clip")
     trains = ("scale", "shift")
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
         super().__init__(config, model, pairs)
         if config.loss.clip:
             self.trains = (*self.trains, "logit_scale")
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         loss = self.config.loss
         out = pairwise_match_loss(
             batch.image,
@@ -126,7 +138,7 @@ class PCMEPlusPlus(Method):
         clip = infonce_loss(batch.image.mean @ batch.text.mean.T, temperature, batch.match).loss
         return LossOutput(out.loss + loss.clip * clip, {"clip": clip.detach(), **out.terms})
 
-    def scalars(self, model: ProbabilisticCLIP) -> dict[str, Tensor]:
+    def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
         return {name: getattr(model, name) for name in ("scale", "shift")}
 
 
@@ -136,7 +148,7 @@ class PCMEPlusPlusMean(PCMEPlusPlus):
     probabilistic = False
     options = ("scale", "shift", "pseudo_positive", "clip")
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         out = super().forward(batch, model)
         del out.terms["vib"]  # of no weight
         return out
@@ -150,7 +162,7 @@ class PCME(Method):
     options = ("scale", "shift", "samples", "vib")
     trains = ("scale", "shift")
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         return pcme_loss(
             batch.image,
             batch.text,
@@ -169,14 +181,14 @@ class InfoNCE(Method):
     soft_labels = True
     options = ("temperature",)
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
         super().__init__(config, model, pairs)
         self.loss = InfoNCELoss(config.loss.temperature)
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         return self.loss(batch.image, batch.text, batch.match)
 
-    def scalars(self, model: ProbabilisticCLIP) -> dict[str, Tensor]:
+    def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
         return {"temperature": self.loss.tau}
 
 
@@ -185,17 +197,17 @@ class VSE(Method):
 
     options = ("margin", "warmup_epochs")
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
         super().__init__(config, model, pairs)
         self.loss = self.make_loss(config, model)
 
-    def make_loss(self, config: Config, model: ProbabilisticCLIP) -> nn.Module:
+    def make_loss(self, config: Config, model: DualEncoder) -> nn.Module:
         return TripletLoss(config.loss.margin)
 
     def hardest(self, batch: Batch) -> bool:
         return batch.epoch >= self.config.loss.warmup_epochs
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         return self.loss(batch.image, batch.text, batch.match, hardest=self.hardest(batch))
 
 
@@ -204,7 +216,7 @@ class P2RM(VSE):
 
     options = ("margin", "warmup_epochs", "weight")
 
-    def make_loss(self, config: Config, model: ProbabilisticCLIP) -> nn.Module:
+    def make_loss(self, config: Config, model: DualEncoder) -> nn.Module:
         return P2RMLoss(model.embed_dim, config.loss.margin, config.loss.weight)
 
 
@@ -213,16 +225,16 @@ class DAA(VSE):
 
     options = ("margin", "warmup_epochs", "weight")
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
         from probemb.losses import CaptionSimilarity
 
         super().__init__(config, model, pairs)
         self.semantic = CaptionSimilarity(pairs.flat(), pairs.owner())
 
-    def make_loss(self, config: Config, model: ProbabilisticCLIP) -> nn.Module:
+    def make_loss(self, config: Config, model: DualEncoder) -> nn.Module:
         return DAALoss(config.loss.margin, config.loss.weight)
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         semantic = self.semantic(batch.image_index.tolist(), batch.pair_index.tolist()).to(batch.match.device)
         return self.loss(batch.image, batch.text, batch.match, semantic=semantic, hardest=self.hardest(batch))
 
@@ -237,7 +249,7 @@ class NCR(Method):
     networks = 2
     options = ("margin", "warmup_epochs", "soft_margin")
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
         super().__init__(config, model, pairs)
         self.loss = NCRLoss(config.loss.margin, config.loss.soft_margin)
         shape = (self.networks, pairs.n_captions)
@@ -254,7 +266,7 @@ class NCR(Method):
                 probability[seen] = clean_probability(losses[seen]).to(seen.device)
                 clean.copy_(split_clean(probability))
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         image, text, match = batch.image, batch.text, batch.match
         pairs = batch.pair_index.to(match.device)
         self.last_loss[batch.network, pairs] = self.loss.pair_losses(image, text, match).to(self.last_loss.dtype)
@@ -267,7 +279,7 @@ class NCR(Method):
             self.loss.predict(image, text, match),
             probability.to(match.dtype),
             clean,
-            None if noisy_wait else self.loss.predict(*batch.by_other(), match),
+            None if noisy_wait else self.loss.predict(*(g.gaussian for g in batch.by_other()), match),
         )
         if noisy_wait:
             # Two pairs at least: one alone has no negative.
@@ -284,7 +296,7 @@ class DECL(Method):
 
     options = ("margin", "warmup_epochs", "tau")
 
-    def __init__(self, config: Config, model: ProbabilisticCLIP, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
         super().__init__(config, model, pairs)
         self.loss = DECLLoss(margin=config.loss.margin, tau=config.loss.tau)
         self.register_buffer("now_clean", torch.ones(pairs.n_captions, dtype=torch.bool))
@@ -293,7 +305,7 @@ class DECL(Method):
     def begin_epoch(self, epoch: int) -> None:
         self.held_clean.copy_(self.now_clean)
 
-    def forward(self, batch: Batch, model: ProbabilisticCLIP) -> LossOutput:
+    def forward(self, batch: Batch, model: DualEncoder) -> LossOutput:
         pairs = batch.pair_index.to(batch.match.device)
         self.now_clean[pairs] = self.loss.correspondence(batch.image, batch.text)[0]
         clean = self.held_clean[pairs] if batch.epoch >= self.config.loss.warmup_epochs else None

@@ -17,7 +17,6 @@ of COCO. Epochs count from 0; `fraction` is the share of an epoch's steps that a
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from probemb.errors import UserError
-from probemb.models import ProbabilisticCLIP
+from probemb.models import DualEncoder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,13 +34,11 @@ if TYPE_CHECKING:
 # Largest l2 norm of the gradient of all parameters together (the loss' scalars too); longer ones are scaled to it.
 GRAD_CLIP = 2.0
 
-BLOCK = re.compile(r"(uncertainty_)?transformer\.resblocks\.(\d+)\.")
-HEADS = ("mean_head.", "log_var_head.")
 SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
 
 def parameter_groups(
-    model: ProbabilisticCLIP,
+    model: DualEncoder,
     loss_module: nn.Module | None = None,
     *,
     lr: float = 5e-4,
@@ -90,29 +87,15 @@ def parameter_groups(
             if parameter.requires_grad:
                 add("scalars", parameter, 1.0, 0.0)
             continue
-        tower = getattr(model, tower_name)
+        part, depth = getattr(model, tower_name).place(name)
         factor = image_backbone if tower_name == "visual" else text_backbone
-        backbone = tower_name == "visual" and is_backbone(name)
-        block = BLOCK.match(name)
-        if name.startswith(HEADS):
-            add(f"{tower_name}.heads", parameter, 1.0, weight_decay)
-        elif block is None:
-            add(f"{tower_name}.other", parameter, factor, weight_decay, backbone)
-        elif block[1] and not decay_uncertainty:
-            add(f"{tower_name}.uncertainty", parameter, 1.0, weight_decay)
-        else:
-            blocks = (tower.uncertainty_transformer if block[1] else tower.transformer).resblocks
-            multiplier = factor * layer_decay ** (len(blocks) - int(block[2]))
-            kind = "uncertainty" if block[1] else "block"
-            add(f"{tower_name}.{kind}.{block[2]}", parameter, multiplier, weight_decay, backbone)
+        full_rate = part == "head" or (part == "branch" and not decay_uncertainty)
+        multiplier = 1.0 if full_rate else factor * layer_decay**depth
+        frozen_first = tower_name == "visual" and part == "trunk"
+        add(f"{tower_name}.{part}.{depth}", parameter, multiplier, weight_decay, frozen_first)
     for parameter in loss_module.parameters() if loss_module is not None else ():
         add("scalars", parameter, 1.0, 0.0)
     return list(groups.values())
-
-
-def is_backbone(name: str) -> bool:
-    """Whether a tower's parameter is pretrained: all but the heads and the uncertainty branch."""
-    return not name.startswith((*HEADS, "uncertainty_transformer."))
 
 
 def create_optimizer(groups: list[dict]) -> AdamP:
@@ -206,7 +189,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, epo
         group["lr"] = group["initial_lr"] * schedule.factor(epoch, fraction, group.get("image_backbone", False))
 
 
-def freeze_image_backbone(model: ProbabilisticCLIP, frozen: bool) -> bool:
+def freeze_image_backbone(model: DualEncoder, frozen: bool) -> bool:
     """Freezes or thaws the image tower but for its heads and its uncertainty branch, which start from random weights.
 
     A frozen parameter gets no gradient, so that AdamP neither moves it nor gathers moments of it, and the backward pass
@@ -220,7 +203,7 @@ def freeze_image_backbone(model: ProbabilisticCLIP, frozen: bool) -> bool:
     """
     changed = False
     for name, parameter in model.visual.named_parameters():
-        if is_backbone(name) and parameter.requires_grad == frozen:
+        if model.visual.place(name).part == "trunk" and parameter.requires_grad == frozen:
             parameter.requires_grad_(not frozen)
             parameter.grad = None
             changed = True
@@ -241,17 +224,17 @@ class WeightAverage:
 
     def __init__(
         self,
-        model: ProbabilisticCLIP,
+        model: DualEncoder,
         loss_module: nn.Module | None = None,
-        second: ProbabilisticCLIP | None = None,
+        second: DualEncoder | None = None,
     ):
         self._average = AveragedModel(_together(model, loss_module, second)).requires_grad_(False).eval()
 
     def update(
         self,
-        model: ProbabilisticCLIP,
+        model: DualEncoder,
         loss_module: nn.Module | None = None,
-        second: ProbabilisticCLIP | None = None,
+        second: DualEncoder | None = None,
     ) -> None:
         """Takes the present weights in; the same modules as at the start, or others of the same shapes."""
         self._average.update_parameters(_together(model, loss_module, second))
@@ -262,12 +245,12 @@ class WeightAverage:
         return int(self._average.n_averaged)
 
     @property
-    def model(self) -> ProbabilisticCLIP:
+    def model(self) -> DualEncoder:
         """The averaged model: to evaluate and to save, not to train."""
         return self._average.module["model"]
 
     @property
-    def networks(self) -> list[ProbabilisticCLIP]:
+    def networks(self) -> list[DualEncoder]:
         """The averaged model, and the second one where there is one."""
         return [self._average.module[name] for name in ("model", "second") if name in self._average.module]
 

@@ -26,9 +26,8 @@ from finetune.methods import Batch, Method
 from finetune.recipe import Schedule, WeightAverage, freeze_image_backbone, set_learning_rates
 from probemb import distributed, labels
 from probemb.errors import UserError
-from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
-from probemb.models import ProbabilisticCLIP
+from probemb.models import DualEncoder, Encoded
 from probemb.models.heads.gpo import size_augment_mask
 
 _TEXT, _IMAGE, _MIX, _LOSS = range(4)  # what a random number is for
@@ -37,12 +36,12 @@ _TEXT, _IMAGE, _MIX, _LOSS = range(4)  # what a random number is for
 class Joint(nn.Module):
     """All that is trained: model and method, and the second model of a method with two networks."""
 
-    def __init__(self, model: ProbabilisticCLIP, method: Method, second: ProbabilisticCLIP | None = None):
+    def __init__(self, model: DualEncoder, method: Method, second: DualEncoder | None = None):
         super().__init__()
         self.model, self.method, self.second = model, method, second
 
     @property
-    def networks(self) -> list[ProbabilisticCLIP]:
+    def networks(self) -> list[DualEncoder]:
         """The models, one or two."""
         return [self.model] if self.second is None else [self.model, self.second]
 
@@ -50,13 +49,13 @@ class Joint(nn.Module):
 class Network(nn.Module):
     """One model and the method as the one module that DDP wraps: all of their gradients belong to one backward pass."""
 
-    def __init__(self, model: ProbabilisticCLIP, method: Method):
+    def __init__(self, model: DualEncoder, method: Method):
         super().__init__()
         self.model, self.method = model, method
 
     def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
-        """Means and log-variances of images and texts, (b, D) each."""
-        return _embed(self.model, images, tokens, image_mask)
+        """The tensors of both `Encoded`, see `_embed`."""
+        return _embed(self.model, images, tokens, image_mask, self.method.wants_tokens)
 
 
 class Trainer:
@@ -110,7 +109,7 @@ class Trainer:
         return self.epoch * self.epoch_steps + self.step_in_epoch
 
     @property
-    def model(self) -> ProbabilisticCLIP:
+    def model(self) -> DualEncoder:
         """The network that is being trained."""
         return self.networks[self.network]
 
@@ -207,13 +206,10 @@ class Trainer:
             everyone[rows] = tokens
             tokens = size_augment_text(everyone, config.size_augment, generator=self._generator(_TEXT))[rows]
             mask = size_augment_mask(
-                config.batch_size, self._image_tokens(), config.size_augment, self._generator(_IMAGE)
+                config.batch_size, self.model.visual.n_tokens, config.size_augment, self._generator(_IMAGE)
             )[rows].to(self.device, non_blocking=True)
         tokens = self.model.cut_padding(tokens)
         return images, tokens.to(self.device, non_blocking=True), mask, mix
-
-    def _image_tokens(self) -> int:
-        return self.model.visual.positional_embedding.shape[0]
 
     def _generator(self, what: int, device: torch.device | str = "cpu") -> torch.Generator:
         """The same on all ranks."""
@@ -223,7 +219,7 @@ class Trainer:
     def _gather(self, embedded: tuple[Tensor, ...], pairs, mix: Mix | None) -> Batch:
         """The pairs of all ranks, with gradient; labels from the images' numbers and what was mixed with what."""
         n = len(pairs.image_index)
-        image, text = _of_all_ranks(embedded)
+        images, texts = _of_all_ranks(embedded)
         numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
         numbers = distributed.gather(numbers)
         match = labels.same_image(numbers[:, 0], numbers[:, 0])
@@ -234,13 +230,15 @@ class Trainer:
         match = labels.smooth(match, self.config.mix.smoothing)
         numbers = numbers.cpu()
         generator = self._generator(_LOSS, device=self.device)
-        return Batch(image, text, match, numbers[:, 0], numbers[:, 1], self.epoch, self.step, generator, self.network)
+        return Batch(images, texts, match, numbers[:, 0], numbers[:, 1], self.epoch, self.step, generator, self.network)
 
     @torch.no_grad()
-    def _embed_by_other(self, images: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Gaussian, Gaussian]:
+    def _embed_by_other(self, images: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Encoded, Encoded]:
         """The pairs of all ranks as the network embeds them that is not being trained."""
         with self.accelerator.autocast():
-            return _of_all_ranks(_embed(self.networks[1 - self.network], images, tokens, mask))
+            return _of_all_ranks(
+                _embed(self.networks[1 - self.network], images, tokens, mask, self.joint.method.wants_tokens)
+            )
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}
@@ -262,15 +260,17 @@ class Trainer:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
 
-def _embed(model: ProbabilisticCLIP, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
-    image, text = model.encode_image(images, image_mask), model.encode_text(tokens)
-    return image.mean, image.log_var, text.mean, text.log_var
+def _embed(
+    model: DualEncoder, images: Tensor, tokens: Tensor, image_mask: Tensor | None, want_tokens: bool
+) -> tuple[Tensor, ...]:
+    """The tensors of both towers' `Encoded`, as many of the image as of the text."""
+    return *model.visual(images, image_mask, want_tokens), *model.text(tokens, want_tokens=want_tokens)
 
 
-def _of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Gaussian, Gaussian]:
-    """What `_embed` gives on every rank -> images and texts of all of them."""
-    mean_i, log_var_i, mean_t, log_var_t = map(at_least_float32, embedded)
-    return distributed.gather_pairs(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t))
+def _of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
+    """What `_embed` gives on every rank -> images and texts of all of them, in at least float32."""
+    half = len(embedded) // 2
+    return distributed.gather_encoded(Encoded.of(embedded[:half]).float(), Encoded.of(embedded[half:]).float())
 
 
 class Window:

@@ -15,7 +15,7 @@ from probemb import distributed
 from probemb.cli.command import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
-from probemb.models import ProbabilisticCLIP, save_model
+from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import prune
 from probemb.runs.folder import changes, remove_leftovers
 from probemb.runs.log import RunLog
@@ -85,7 +85,7 @@ class RunFolder:
     def __init__(
         self,
         config: Config,
-        model: ProbabilisticCLIP,
+        model: DualEncoder,
         data_identity: dict,
         rank: int,
         world_size: int,
@@ -198,9 +198,9 @@ class RunFolder:
                 log.close()
 
 
-def _empty_model(model_config: dict) -> ProbabilisticCLIP:
+def _empty_model(model_config: dict) -> DualEncoder:
     """Without memory for its weights."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return ProbabilisticCLIP(model_config)
+        return DualEncoder(model_config)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
+
+if TYPE_CHECKING:
+    from probemb.models.encoder import Encoded
 
 
 def rank() -> int:
@@ -105,13 +110,42 @@ def gather(x: Tensor) -> Tensor:
     return x if world_size() == 1 else _Gather.apply(x)
 
 
+def gather_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each (n, …) tensor of this rank to (W n, …), with gradient, in one collective; all in the first one's type."""
+    if world_size() == 1:
+        return list(tensors)
+    packed = torch.cat([x.flatten(1).to(tensors[0].dtype) for x in tensors], 1)
+    columns = gather(packed).split([x[0].numel() for x in tensors], 1)
+    return [rows.reshape(-1, *x.shape[1:]).to(x.dtype) for rows, x in zip(columns, tensors)]
+
+
 def gather_pairs(image: Gaussian, text: Gaussian) -> tuple[Gaussian, Gaussian]:
-    """All ranks' images and texts, (n, D) to (W n, D), with gradient, in one collective."""
+    """All ranks' images and texts, (n, …, D) to (W n, …, D), with gradient, in one collective."""
+    mean_i, log_var_i, mean_t, log_var_t = gather_together([image.mean, image.log_var, text.mean, text.log_var])
+    return Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t)
+
+
+def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
+    """All ranks' images and texts, n to W n items each, with gradient, in one collective.
+
+    Tokens of texts are padded to those of the rank that has the most, which takes one more collective of one number.
+    """
     if world_size() == 1:
         return image, text
-    packed = torch.stack([image.mean, image.log_var, text.mean, text.log_var], 1)  # (n, 4, D)
-    mean_i, log_var_i, mean_t, log_var_t = gather(packed).unbind(1)
-    return Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t)
+    images, texts = image.tensors(), _pad_tokens(text).tensors()
+    gathered = gather_together([*images, *texts])
+    return type(image).of(gathered[: len(images)]), type(text).of(gathered[len(images) :])
+
+
+def _pad_tokens(text: Encoded) -> Encoded:
+    """With as many tokens as the rank that has the most."""
+    if text.tokens is None:
+        return text
+    longest = torch.tensor(text.tokens.shape[1], device=text.tokens.device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    missing = int(longest) - text.tokens.shape[1]
+    pad = torch.nn.functional.pad
+    return replace(text, tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
 
 
 def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str, float]:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from pretrain.config import BUCKET, Config
 from probemb import distributed
-from probemb.models import ProbabilisticCLIP, no_weight_decay
+from probemb.models import DualEncoder, no_weight_decay
 
 
 class Towers(nn.Module):
     """What the engine wraps: the model with flat tensors in and out, which every ZeRO stage can hook."""
 
-    def __init__(self, model: ProbabilisticCLIP, precision: str):
+    def __init__(self, model: DualEncoder, precision: str):
         super().__init__()
         self.model = model
         self.half = precision == "bf16"
@@ -37,7 +37,7 @@ class Towers(nn.Module):
 
 
 def make_engine(
-    model: ProbabilisticCLIP,
+    model: DualEncoder,
     config: Config,
     precision: str,
     device: torch.device,

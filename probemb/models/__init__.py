@@ -1,20 +1,22 @@
 """Models: create, save, load; what prepares their input; which parameters decay."""
 
 from probemb.models.create import create_model
-from probemb.models.dual_encoder import ModelOutput, ProbabilisticCLIP, no_weight_decay
-from probemb.models.ensemble import Together, as_one
+from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_decay
+from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
+from probemb.models.ensemble import Ensemble, as_one
 from probemb.models.hub import LoadedModel, digest_model, load_model, push_to_hub, save_model, weights_sha256
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
 from probemb.models.published import import_pcmepp
-from probemb.models.towers.open_clip_transformer import POINT_LOG_VAR
 
 __all__ = [
     "POINT_LOG_VAR",
     "Augmentation",
+    "DualEncoder",
+    "Encoded",
+    "Encoder",
+    "Ensemble",
     "LoadedModel",
     "ModelOutput",
-    "ProbabilisticCLIP",
-    "Together",
     "Transforms",
     "as_one",
     "create_model",

@@ -1,36 +1,53 @@
-"""Architectures by name: open_clip's ViT configurations, and three small ones of our own in `configs/`."""
+"""Architectures by name: open_clip's configurations, and the project's own in `configs/`, in the same form.
+
+{"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu", "init_logit_scale", "init_logit_bias"}. A tower of ours has
+a "tower" key in its part, the name of a kind below; all other keys of that part are the tower's own.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import open_clip
+import torch
+from open_clip.model import CustomTextCLIP, _build_text_tower, _build_vision_tower
+from torch import nn
 
 from probemb.errors import UserError, nearest
 
-# Adds names to open_clip's list and takes none away: ours do not occur there.
-open_clip.add_model_config(Path(__file__).parent / "configs")
+OWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
+# Modules of `towers/` by the kind of tower, see `tower_kind`.
+IMAGE_TOWERS = {
+    "open_clip_transformer": "open_clip_transformer",
+}
+TEXT_TOWERS = {
+    "open_clip_transformer": "open_clip_transformer",
+}
 
 
 def architecture(name: str, image_size: int | None = None) -> dict:
-    """The open_clip configuration `name` ({"embed_dim", "vision_cfg", "text_cfg", maybe "quick_gelu"}), a fresh copy.
+    """The configuration of a name, a fresh copy.
 
     `image_size` replaces the configuration's own, in pixels.
 
     Raises:
-        UserError: for a name that open_clip does not know, or a model that is not a ViT with a transformer for text.
+        UserError: for an unknown name, or an architecture that cannot be made probabilistic.
     """
-    config = open_clip.get_model_config(name) if ":" not in name else None
+    config = read_architecture(name)
     if config is None:
-        known = supported_names()
         raise UserError(
-            f"There is no model '{name}'.{nearest(name, known)}",
-            "Name one of open_clip's ViT configurations (open_clip.list_models() prints them) "
-            "or ViT-Micro-32, ViT-Tiny-64, ViT-Small-112.",
+            f"There is no model '{name}'.{nearest(name, supported_names())}",
+            f"Name one of open_clip's models (open_clip.list_models() prints them) or {', '.join(OWN)}.",
         )
-    check_supported(config, name)
+    obstacle = _obstacle(config)
+    if obstacle:
+        raise UserError(
+            f"The model '{name}' cannot become probabilistic here: {obstacle}.", "Choose another, such as ViT-B-16."
+        )
     if image_size is not None:
-        patch_size = config["vision_cfg"]["patch_size"]
+        patch_size = config["vision_cfg"].get("patch_size", 1)
         if image_size < patch_size:
             raise UserError(
                 f"An image of {image_size} pixels is smaller than one patch of {name} ({patch_size} pixels).",
@@ -40,39 +57,90 @@ def architecture(name: str, image_size: int | None = None) -> dict:
     return config
 
 
+def read_architecture(name: str) -> dict | None:
+    """The configuration of a name, supported or not; None for an unknown one."""
+    if name in OWN:
+        return json.loads(OWN[name].read_text(encoding="utf-8"))
+    return open_clip.get_model_config(name) if ":" not in name else None
+
+
 def supported_names() -> list[str]:
     """Names that `architecture` accepts."""
-    return [name for name in open_clip.list_models() if _obstacle(open_clip.get_model_config(name)) is None]
+    return [name for name in (*OWN, *open_clip.list_models()) if _obstacle(read_architecture(name)) is None]
 
 
-def check_supported(config: dict, name: str) -> None:
-    """Refuses what has no transformer blocks to duplicate.
+def tower_kind(config: dict, part: str) -> str:
+    """The kind of tower that a part ("vision_cfg" or "text_cfg") of an architecture describes: a key of `towers`."""
+    cfg = config[part]
+    if "tower" in cfg:
+        return cfg["tower"]
+    if cfg.get("timm_model_name"):
+        return "open_clip_timm"
+    if cfg.get("hf_model_name"):
+        return "open_clip_hf"
+    return "open_clip_resnet" if isinstance(cfg.get("layers", 12), list | tuple) else "open_clip_transformer"
 
-    Raises:
-        UserError: names the part that stands in the way.
-    """
-    obstacle = _obstacle(config)
-    if obstacle:
+
+def is_open_clip(config: dict) -> bool:
+    """Whether open_clip can build the whole architecture, so that its weights can be loaded and exported."""
+    return "tower" not in config["vision_cfg"] and "tower" not in config["text_cfg"]
+
+
+def check_n_unc_layers(n: int, available: int, which: str) -> None:
+    """Raise UserError for an uncertainty branch longer than its tower."""
+    if not 0 <= n <= available:
         raise UserError(
-            f"The model '{name}' cannot become probabilistic here: {obstacle}.",
-            "Choose a ViT configuration with open_clip's own text transformer, such as ViT-B-16.",
+            f"n_unc_layers is {n}, but the {which} tower has {available} blocks.",
+            f"Set it to a number from 0 to {available}; two numbers are for image and text.",
         )
 
 
+class Stock(nn.Module):
+    """The deterministic model behind a probabilistic one, as far as open_clip knows its towers.
+
+    Attributes:
+        visual, text: open_clip's towers; None for one of ours.
+        logit_scale: (1,) log of the inverse temperature.
+        logit_bias: (1,), or None where the architecture was not made for a sigmoid loss.
+    """
+
+    def __init__(self, config: dict):
+        super().__init__()
+        self.visual = None if "tower" in config["vision_cfg"] else stock_image_tower(config)
+        self.text = None if "tower" in config["text_cfg"] else stock_text_tower(config)
+        bias = config.get("init_logit_bias")
+        self.logit_scale = nn.Parameter(torch.full((1,), float(config.get("init_logit_scale", np.log(1 / 0.07)))))
+        self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), float(bias)))
+
+
+def build_stock(config: dict) -> CustomTextCLIP | Stock:
+    """The deterministic model of an architecture: open_clip's own if it can build it."""
+    if not is_open_clip(config):
+        return Stock(config)
+    options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
+    return CustomTextCLIP(**options, nonscalar_logit_scale=True)
+
+
+def stock_image_tower(config: dict) -> nn.Module:
+    """open_clip's image tower of a configuration, with random weights."""
+    return _build_vision_tower(config["embed_dim"], config["vision_cfg"], config.get("quick_gelu", False))
+
+
+def stock_text_tower(config: dict) -> nn.Module:
+    """open_clip's text tower of a configuration, with random weights."""
+    return _build_text_tower(config["embed_dim"], config["text_cfg"], config.get("quick_gelu", False))
+
+
 def _obstacle(config: dict) -> str | None:
-    vision, text = config["vision_cfg"], config["text_cfg"]
+    """Why an architecture cannot be made probabilistic; None if it can."""
     if "multimodal_cfg" in config:
         return "it is a captioning model with a third tower (CoCa)"
-    if vision.get("timm_model_name"):
-        return "its image tower is a timm model"
-    if not isinstance(vision.get("layers", 12), int):
-        return "its image tower is a ResNet"
-    if vision.get("attentional_pool"):
-        return "its image tower pools by attention"
-    if text.get("hf_model_name"):
-        return "its text tower is a Hugging Face model"
-    if text.get("embed_cls") or text.get("proj_bias") or text.get("proj_type", "linear") != "linear":
-        return "its text tower has a class token or a projection other than a plain matrix"
-    if config.get("init_logit_bias") is not None:
-        return "it was made for a sigmoid loss with a logit bias"
-    return None
+    image, text = tower_kind(config, "vision_cfg"), tower_kind(config, "text_cfg")
+    if image not in IMAGE_TOWERS:
+        return f"there is no image tower of the kind {image}"
+    return None if text in TEXT_TOWERS else f"there is no text tower of the kind {text}"
+
+
+for _path in OWN.values():
+    if is_open_clip(json.loads(_path.read_text(encoding="utf-8"))):
+        open_clip.add_model_config(_path)  # adds a name to open_clip's list and takes none away

@@ -12,15 +12,9 @@ import torch
 from open_clip.transform import PreprocessCfg
 
 from probemb.errors import UserError
-from probemb.models.architectures import architecture
-from probemb.models.dual_encoder import (
-    POOLING,
-    ProbabilisticCLIP,
-    build_stock,
-    check_head,
-    check_n_unc_layers,
-    plain,
-)
+from probemb.models.architectures import architecture, build_stock, is_open_clip
+from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
+from probemb.models.heads import check_head
 from probemb.models.hub import load_model
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 
@@ -30,7 +24,7 @@ GPO_EMBED_DIM = 1024  # PCME++ §B.2
 def create_model(
     name: str,
     embed_dim: int | None = None,
-    n_unc_layers: int | None = None,
+    n_unc_layers: int | tuple[int, int] | None = None,
     head: str = "clip",
     pretrained: str | None = None,
     image_size: int | None = None,
@@ -39,15 +33,17 @@ def create_model(
     init_scale: float = 1.0,
     init_shift: float = 1.0,
     probabilistic: bool = True,
-) -> ProbabilisticCLIP:
+    n_embeddings: int = 1,
+) -> DualEncoder:
     """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
 
     Args:
-        name: an open_clip ViT configuration, or ViT-Micro-32, ViT-Tiny-64, ViT-Small-112.
+        name: one of open_clip's models, or one of the project's own (`probemb/models/configs`).
         embed_dim: D; None for the configuration's own (head "clip") or 1024 (head "gpo").
-        n_unc_layers: blocks of the uncertainty branch, 0 to the number of blocks. With 0 only the head is its own.
-            None for 1, or for 0 in a point model, which has no such branch.
-        head: "clip" (class token and end token) or "gpo" (all tokens).
+        n_unc_layers: blocks (of a transformer) or stages (of a CNN) of the uncertainty branch, 0 to the tower's number;
+            two numbers for image and text. With 0 only the head is its own. None for 1, or for 0 in a point model,
+            which has no such branch.
+        head: a kind of `probemb.models.heads`: "clip" (the tower's own pooling), "gpo" (all tokens), …
         pretrained: a weight tag of open_clip, or a file with open_clip weights (.safetensors, .pt). They fill the trunk
             and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
             `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
@@ -58,6 +54,7 @@ def create_model(
         init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO.
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
+        n_embeddings: K embeddings of every item, for heads that give several.
 
     Raises:
         UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
@@ -65,7 +62,7 @@ def create_model(
     check_head(head)
     if n_unc_layers is None:
         n_unc_layers = 1 if probabilistic else 0
-    if n_unc_layers and not probabilistic:
+    if not probabilistic and any(per_tower(n_unc_layers)):
         raise UserError(
             f"A point model has no uncertainty branch, but n_unc_layers is {n_unc_layers}.",
             "Leave n_unc_layers out, or set it to 0.",
@@ -84,10 +81,14 @@ def create_model(
                 "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
             )
         config["embed_dim"] = embed_dim
-    check_n_unc_layers(config, n_unc_layers)
     preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
     weights = None
     if pretrained and source is None:
+        if not is_open_clip(config):
+            raise UserError(
+                f"'{name}' is an architecture of this project, and '{pretrained}' is no model of this project.",
+                "Give a run or a folder that save_model wrote, or leave pretrained out.",
+            )
         weights, wanted = find_pretrained(name, pretrained, config.get("quick_gelu", False))
         preprocess.update(plain(wanted))
     if source is not None:
@@ -95,13 +96,14 @@ def create_model(
     stock = build_stock(config)
     if weights:
         fill_stock(stock, weights)
-    model = ProbabilisticCLIP(
+    model = DualEncoder(
         {
             "name": name,
             "head": head,
             "embed_dim": embed_dim or (config["embed_dim"] if head == "clip" else GPO_EMBED_DIM),
-            "n_unc_layers": n_unc_layers,
+            "n_unc_layers": plain(n_unc_layers),
             "probabilistic": probabilistic,
+            "n_embeddings": n_embeddings,
             "uncertainty_bias": uncertainty_bias,
             "pooling": dict(POOLING),
             "architecture": plain(config),

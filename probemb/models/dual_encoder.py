@@ -1,29 +1,27 @@
-"""PCME++: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
+"""DualEncoder: two towers that embed images and texts as diagonal normal distributions in one space (PCME++ §3.3).
 
 `create.py` makes one from a name, `hub.py` from a file.
 """
 
 from __future__ import annotations
 
-import math
 from copy import deepcopy
 from typing import NamedTuple
 
 import torch
-from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 
-from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
-from probemb.models.architectures import check_supported
-from probemb.models.heads.gpo import GPOHead
-from probemb.models.towers.open_clip_transformer import HEADS, ImageTower, TextTower
+from probemb.models.architectures import build_stock
+from probemb.models.heads import HeadConfig, check_head
+from probemb.models.towers import make_image_tower, make_text_tower
 
 POOLING = {"code_dim": 32, "hidden_dim": 32}
+DEFAULTS = {"probabilistic": True, "n_embeddings": 1}  # of keys that configurations once did not have
 
 
 class ModelOutput(NamedTuple):
-    """What a training step needs; the three scalars have shape (1,).
+    """A forward pass of both towers, and the three scalars, of shape (1,).
 
     Attributes:
         image: Gaussian (B, D).
@@ -40,35 +38,46 @@ class ModelOutput(NamedTuple):
     shift: Tensor
 
 
-class ProbabilisticCLIP(nn.Module):
-    """Both towers and the three learnable scalars; `create_model` makes one from a name.
+class DualEncoder(nn.Module):
+    """Both towers and the learnable scalars; `create_model` makes one from a name.
 
     Args:
-        config: as `model.config` returns it. Its keys: "name" (for people), "architecture" (open_clip's
-            configuration), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers",
-            "probabilistic" (True where it is absent), "uncertainty_bias", "pooling" (GPO's sizes).
-        stock: an open_clip model of that architecture whose parameters the new model takes over; None for a random one.
+        config: as `model.config` returns it. Its keys: "name" (for people), "architecture" (open_clip's form, see
+            `architectures.py`), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers" (a
+            number, or one each for image and text), "uncertainty_bias", "pooling" (options of the head), and, where
+            they are absent, "probabilistic" (True) and "n_embeddings" (1).
+        stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
-        visual, text: the towers; everything that open_clip has too has open_clip's names.
+        visual, text: the towers, each an `Encoder`; everything that open_clip has too has open_clip's names.
         logit_scale, scale, shift: parameters of shape (1,), log(1/0.07), 1 and 1 at first. Which of them a training
             step uses depends on its loss; turn `requires_grad` off for the others before DDP sees the model, or DDP
             waits for their gradients.
+        logit_bias: (1,) buffer, only in architectures that were made for a sigmoid loss, such as SigLIP's.
     """
 
-    def __init__(self, config: dict, stock: CustomTextCLIP | None = None):
+    def __init__(self, config: dict, stock: nn.Module | None = None):
         super().__init__()
-        self._config = {"probabilistic": True, **deepcopy(config)}
+        self._config = {**DEFAULTS, **deepcopy(config)}
         check_head(config["head"])
-        stock = stock or build_stock(config["architecture"])
-        image_unc, text_unc = _uncertainty_branches(config) if self.probabilistic else (None, None)
-        head = (config["head"], config["embed_dim"], config["uncertainty_bias"], config["pooling"])
-        self.visual = ImageTower(stock.visual, image_unc, *head)
-        self.text = TextTower(stock.text, text_unc, *head)
+        shape = config["architecture"]
+        stock = stock or build_stock(shape)
+        head = HeadConfig(
+            config["head"],
+            config["embed_dim"],
+            self.probabilistic,
+            config["uncertainty_bias"],
+            self._config["n_embeddings"],
+            config["pooling"],
+        )
+        image_layers, text_layers = per_tower(config["n_unc_layers"])
+        self.visual = make_image_tower(shape, image_layers, head, stock.visual)
+        self.text = make_text_tower(shape, text_layers, head, stock.text)
         self.logit_scale = stock.logit_scale
+        if stock.logit_bias is not None:
+            self.register_buffer("logit_bias", stock.logit_bias.detach())
         self.scale = nn.Parameter(torch.ones(1))
         self.shift = nn.Parameter(torch.ones(1))
-        self._initialize_heads()
 
     def forward(self, images: Tensor, tokens: Tensor) -> ModelOutput:
         """(B, 3, H, W) float and (B, L) int64 -> ModelOutput."""
@@ -85,32 +94,24 @@ class ProbabilisticCLIP(nn.Module):
         """(B, 3, H, W), normalised as `create_transforms` does -> Gaussian (B, D), mean l2-normalised.
 
         The result is at least float32, also under autocast and with half-precision weights.
-        `token_mask` (B, T) bool: tokens that take part in GPO's pooling (SizeAugment; head "gpo" only).
+        `token_mask` (B, T) bool: tokens that take part in pooling (SizeAugment; heads that read tokens).
         """
-        return Gaussian(*self.visual(pixels, token_mask))
+        return self.visual.encode(pixels, token_mask).gaussian
 
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None) -> Gaussian:
         """(B, L) int64 -> Gaussian (B, D), as `encode_image`.
 
         L may be shorter than the context length, see `cut_padding`.
         """
-        return Gaussian(*self.text(tokens, token_mask))
+        return self.text.encode(tokens, token_mask).gaussian
 
     def cut_padding(self, tokens: Tensor) -> Tensor:
-        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
-
-        Leaves models alone whose texts see their padding (blocks that are not causal, as CLIPA's).
-        """
-        text = self.text
-        if text.attn_mask is None or text.pool_type not in ("argmax", "eos"):
-            return tokens
-        position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-        longest = int((position * (tokens != text.pad_id)).max())  # the end token is no padding
-        return tokens[:, : max(1, longest)]
+        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time."""
+        return self.text.trim(tokens)
 
     @property
     def config(self) -> dict:
-        """What `ProbabilisticCLIP(config)` needs to build this model again; plain JSON types, a fresh copy."""
+        """What `DualEncoder(config)` needs to build this model again; plain JSON types, a fresh copy."""
         return deepcopy(self._config)
 
     @property
@@ -134,31 +135,14 @@ class ProbabilisticCLIP(nn.Module):
         return self.visual.image_size[0]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes every block in the backward pass instead of keeping its activations."""
+        """Recompute every block in the backward pass instead of keeping its activations."""
         self.visual.set_grad_checkpointing(enable)
         self.text.set_grad_checkpointing(enable)
 
-    @torch.no_grad()
-    def _initialize_heads(self) -> None:
-        # A bias of −log D makes each item's summed variance about 1, so that distances start near ‖μ_v − μ_t‖² ≤ 4
-        # for every D. At log_var = 0 they would start at 2D, and the match loss far in its linear range.
-        for tower in (self.visual, self.text):
-            if tower.log_var_head is not None:
-                head = tower.log_var_head
-                linear = head.linear if isinstance(head, GPOHead) else head
-                # Small weights: log_var stays near its bias although the branch's tokens are not normalised.
-                nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
-                if linear.bias is not None:
-                    nn.init.constant_(linear.bias, -math.log(self.embed_dim))
-            if hasattr(tower, "mean_head"):
-                nn.init.xavier_uniform_(tower.mean_head.linear.weight)
-                nn.init.zeros_(tower.mean_head.linear.bias)
 
-
-def build_stock(config: dict) -> CustomTextCLIP:
-    """open_clip's own model of an architecture, with `logit_scale` of shape (1,)."""
-    options = {key: value for key, value in config.items() if key != "custom_text"}
-    return CustomTextCLIP(**options, nonscalar_logit_scale=True)
+def per_tower(n_unc_layers: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    """The numbers of branch layers of the image and of the text tower."""
+    return (n_unc_layers, n_unc_layers) if isinstance(n_unc_layers, int) else tuple(n_unc_layers)
 
 
 def no_weight_decay(name: str, param: Tensor) -> bool:
@@ -166,47 +150,7 @@ def no_weight_decay(name: str, param: Tensor) -> bool:
 
     open_clip's rule; embeddings and projections are matrices and decay.
     """
-    return param.ndim < 2 or name.rpartition(".")[2] in ("logit_scale", "scale", "shift")
-
-
-def _uncertainty_branches(config: dict) -> tuple[nn.Module, nn.Module]:
-    """Random blocks for both towers' uncertainty branches, drawn as open_clip draws those of a whole tower."""
-    shape = config["architecture"]
-    check_supported(shape, config["name"])
-    n, vision, text = config["n_unc_layers"], shape["vision_cfg"], shape["text_cfg"]
-    check_n_unc_layers(shape, n)
-    patch = vision.get("patch_size", 16)
-    small = {  # open_clip builds the blocks; around them everything is as small as it can be, and is dropped
-        **{key: value for key, value in shape.items() if key not in ("custom_text", "embed_dim")},
-        "vision_cfg": {**vision, "layers": max(n, 1), "image_size": patch},
-        "text_cfg": {**text, "layers": max(n, 1), "vocab_size": 1, "context_length": 1},
-    }
-    branches = CustomTextCLIP(embed_dim=1, **small)
-    image, text_branch = branches.visual.transformer, branches.text.transformer
-    for transformer in (image, text_branch):
-        transformer.resblocks = transformer.resblocks[:n]
-    with torch.no_grad():
-        # open_clip scales the text blocks' output matrices by 1/√(number of blocks): here that of the whole tower.
-        for block in text_branch.resblocks:
-            for linear in (block.attn.out_proj, block.mlp.c_proj):
-                linear.weight.mul_(math.sqrt(n / text.get("layers", 12)))
-    return image, text_branch
-
-
-def check_head(head: str) -> None:
-    """Raises UserError for an unknown one."""
-    if head not in HEADS:
-        raise UserError(f"There is no head '{head}'.{nearest(head, HEADS)}", "Choose 'clip' or 'gpo'.")
-
-
-def check_n_unc_layers(architecture: dict, n: int) -> None:
-    """Raises UserError for a branch longer than a tower."""
-    image, text = (architecture[tower].get("layers", 12) for tower in ("vision_cfg", "text_cfg"))
-    if not 0 <= n <= min(image, text):
-        raise UserError(
-            f"n_unc_layers is {n}, but the towers have {image} (image) and {text} (text) blocks.",
-            f"Set it to a number from 0 to {min(image, text)}.",
-        )
+    return param.ndim < 2 or name.rpartition(".")[2] in ("logit_scale", "logit_bias", "scale", "shift")
 
 
 def plain(value):

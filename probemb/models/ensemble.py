@@ -1,4 +1,4 @@
-"""Several models measured as one, by the mean of their similarities."""
+"""Ensemble: several models evaluated as one, by the mean of their similarities."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.models.dual_encoder import ProbabilisticCLIP
+from probemb.models.dual_encoder import DualEncoder
 
 
-class Together(nn.Module):
+class Ensemble(nn.Module):
     """K models that embed as one, for evaluation: cosines, CSD and u are the means of the models' own.
 
     Means stand side by side, over the square root of K; so do log-variances, less log K. That makes the same of the
@@ -26,7 +26,7 @@ class Together(nn.Module):
         UserError: they do not.
     """
 
-    def __init__(self, models: Sequence[ProbabilisticCLIP]):
+    def __init__(self, models: Sequence[DualEncoder]):
         super().__init__()
         one, *others = map(_inputs, models)
         for other in others:
@@ -68,9 +68,9 @@ class Together(nn.Module):
         return torch.stack([model.shift for model in self.models]).mean(0)
 
 
-def as_one(models: Sequence[ProbabilisticCLIP]) -> ProbabilisticCLIP | Together:
-    """The model itself if there is one, else all of them `Together`."""
-    return models[0] if len(models) == 1 else Together(models)
+def as_one(models: Sequence[DualEncoder]) -> DualEncoder | Ensemble:
+    """The model itself if there is one, else all of them as an `Ensemble`."""
+    return models[0] if len(models) == 1 else Ensemble(models)
 
 
 def _side_by_side(parts: Sequence[Gaussian]) -> Gaussian:
@@ -78,7 +78,7 @@ def _side_by_side(parts: Sequence[Gaussian]) -> Gaussian:
     return Gaussian(mean, torch.cat([part.log_var for part in parts], -1) - math.log(len(parts)))
 
 
-def _inputs(model: ProbabilisticCLIP) -> dict:
+def _inputs(model: DualEncoder) -> dict:
     """What `create_transforms` and `create_tokenizer` go by."""
     config = model.config
     text = config["architecture"]["text_cfg"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.files import replace_file
-from probemb.models.dual_encoder import ProbabilisticCLIP
+from probemb.models.dual_encoder import DEFAULTS, DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.pretrained import HUB_NAME, is_hub_name, load_strictly, read_state_dict
 from probemb.models.published import import_pcmepp, is_pcmepp
@@ -33,12 +33,12 @@ FORMAT = {"format": "probemb", "version": 1}
 class LoadedModel(NamedTuple):
     """A model in evaluation mode and what prepares its input."""
 
-    model: ProbabilisticCLIP
+    model: DualEncoder
     tokenizer: Callable[[list[str]], Tensor]
     transforms: Transforms
 
 
-def save_model(model: ProbabilisticCLIP, folder: str | Path, overwrite: bool = False) -> Path:
+def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) -> Path:
     """Writes `model.safetensors` and `config.json`; each is written aside, synced to disk and renamed.
 
     Saving again over the same configuration (a later state of the same run) is fine.
@@ -104,7 +104,7 @@ def weights_sha256(model: torch.nn.Module) -> str:
 
 
 def push_to_hub(
-    model: ProbabilisticCLIP,
+    model: DualEncoder,
     repo_id: str,
     private: bool = False,
     commit_message: str = "Upload probabilistic CLIP",
@@ -183,7 +183,7 @@ def _download(name: str, tried: list[Path]) -> tuple[Path, Path]:
     return Path(weights), Path(config)
 
 
-def _build(weights: Path, config_path: Path | None) -> ProbabilisticCLIP:
+def _build(weights: Path, config_path: Path | None) -> DualEncoder:
     embedded = _embedded_config(weights)
     config = _read_json(config_path) if config_path else embedded
     if config is None:
@@ -204,7 +204,7 @@ def _build(weights: Path, config_path: Path | None) -> ProbabilisticCLIP:
             "Give a model that save_model wrote, or one in the published PCME++ layout.",
         )
     try:
-        model = ProbabilisticCLIP({key: value for key, value in config.items() if key not in FORMAT})
+        model = DualEncoder({key: value for key, value in config.items() if key not in FORMAT})
         create_transforms(model)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
         raise UserError(
@@ -246,4 +246,4 @@ def _holds_another(folder: Path, config: dict) -> bool:
         held = _embedded_config(folder / WEIGHTS) or {}
     else:
         return False
-    return {"probabilistic": True, **held} != config  # configurations once had no such key
+    return {**DEFAULTS, **held} != config

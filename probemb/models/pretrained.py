@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import open_clip
 import torch
@@ -24,9 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from probemb.errors import UserError, nearest
-
-if TYPE_CHECKING:
-    from probemb.models.dual_encoder import ProbabilisticCLIP
+from probemb.models.dual_encoder import DualEncoder, per_tower
 
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -101,7 +98,7 @@ def is_hub_name(source: str) -> bool:
     return bool(HUB_NAME.fullmatch(source)) and not Path(source).parent.is_dir()
 
 
-def fill_from_model(model: ProbabilisticCLIP, source: ProbabilisticCLIP, where: str) -> None:
+def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None:
     """Copies what two models of one architecture have in common, and resizes nothing.
 
     The trunk, the mean branch's blocks and logit_scale always; the heads if both models have the same kind; the
@@ -116,7 +113,11 @@ def fill_from_model(model: ProbabilisticCLIP, source: ProbabilisticCLIP, where: 
     """
     ours, theirs = model.config, source.config
     same_head = ours["head"] == theirs["head"]
-    same_branch = model.probabilistic and source.probabilistic and ours["n_unc_layers"] == theirs["n_unc_layers"]
+    same_branch = (
+        model.probabilistic
+        and source.probabilistic
+        and per_tower(ours["n_unc_layers"]) == per_tower(theirs["n_unc_layers"])
+    )
     _check_architecture(ours, theirs, where)
     if not same_head and theirs["head"] == "gpo":
         raise UserError(
@@ -138,18 +139,27 @@ def fill_from_model(model: ProbabilisticCLIP, source: ProbabilisticCLIP, where: 
             f"{where} has {theirs['n_unc_layers']} blocks in its uncertainty branch, this model has "
             f"{ours['n_unc_layers']}: the branch starts from random weights."
         )
-    taken = {"uncertainty_transformer": same_branch, "log_var_head": same_branch and same_head, "mean_head": same_head}
     own, given = model.state_dict(), source.state_dict()
-    part = {key: key.split(".")[1] if "." in key else key for key in own}
-    load_strictly(model, {key: given[key] if taken.get(part[key], True) else own[key] for key in own}, where)
+
+    def taken(key: str) -> bool:
+        tower, _, name = key.partition(".")
+        if tower not in ("visual", "text"):
+            return True
+        if name.startswith("mean_head."):
+            return same_head
+        if name.startswith("log_var_head."):
+            return same_branch and same_head
+        return same_branch or getattr(model, tower).place(name).part != "branch"
+
+    load_strictly(model, {key: given[key] if taken(key) else own[key] for key in own}, where)
 
 
 def _check_architecture(ours: dict, theirs: dict, where: str) -> None:
     here, there = _full_architecture(ours["architecture"]), _full_architecture(theirs["architecture"])
-    different = [key for key in here if here[key] != there[key]]
+    different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     if different:
         listed = ", ".join(
-            [f"{key} {there[key]} against {here[key]}" for key in different[:4]] + ["…"] * bool(different[4:])
+            [f"{key} {there.get(key)} against {here.get(key)}" for key in different[:4]] + ["…"] * bool(different[4:])
         )
         raise UserError(
             f"{where} is a {theirs['name']} and does not fit {ours['name']} ({listed}).",
@@ -158,10 +168,12 @@ def _check_architecture(ours: dict, theirs: dict, where: str) -> None:
 
 
 def _full_architecture(config: dict) -> dict:
-    """Everything that an open_clip configuration says or leaves to open_clip's defaults, but for the projection."""
-    vision, text = asdict(CLIPVisionCfg(**config["vision_cfg"])), asdict(CLIPTextCfg(**config["text_cfg"]))
-    flat = {f"{tower} {key}": value for tower, cfg in (("image", vision), ("text", text)) for key, value in cfg.items()}
-    return {**flat, "quick_gelu": bool(config.get("quick_gelu", False))}
+    """Everything that a configuration says or leaves to open_clip's defaults, but for the projection."""
+    flat = {"quick_gelu": bool(config.get("quick_gelu", False))}
+    for part, label, defaults in (("vision_cfg", "image", CLIPVisionCfg), ("text_cfg", "text", CLIPTextCfg)):
+        cfg = config[part] if "tower" in config[part] else asdict(defaults(**config[part]))
+        flat |= {f"{label} {key}": value for key, value in cfg.items()}
+    return flat
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:

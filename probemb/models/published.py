@@ -12,7 +12,7 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.models.dual_encoder import POOLING, ProbabilisticCLIP, plain
+from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import load_strictly
 
 # What the authors' configuration may say about the towers; they ignore everything else in it.
@@ -26,9 +26,7 @@ def is_pcmepp(state: dict[str, Tensor]) -> bool:
     return all(mark in state for mark in MARKS)
 
 
-def import_pcmepp(
-    state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict"
-) -> ProbabilisticCLIP:
+def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
     """A model with the authors' weights: head "clip", no bias in the log-variance heads.
 
     Args:
@@ -47,7 +45,7 @@ def import_pcmepp(
             f"{source} is not a complete PCME++ model ({type(error).__name__}: {error}).",
             "Download both config.json and the weights again.",
         ) from error
-    model = ProbabilisticCLIP(
+    model = DualEncoder(
         {
             "name": "PCMEPP",
             "head": "clip",

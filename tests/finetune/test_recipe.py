@@ -230,8 +230,8 @@ def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still
     step_once(model, loss, optimizer)
     assert not torch.equal(model.visual.conv1.weight, before["visual.conv1.weight"])
     by_name = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert by_name["visual.heads"] == pytest.approx(0.005)
-    assert by_name["visual.block.1"] == pytest.approx(0.005 * 0.01 * 0.7)
+    assert by_name["visual.head.0"] == pytest.approx(0.005)
+    assert by_name["visual.trunk.1"] == pytest.approx(0.005 * 0.01 * 0.7)
     state = optimizer.state_dict()  # and a checkpoint of it fits a new one
     create_optimizer(parameter_groups(model, loss, lr=0.01)).load_state_dict(state)
 

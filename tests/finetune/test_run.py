@@ -27,7 +27,7 @@ from probemb.data.captions.find import find_captioned
 from probemb.errors import UserError
 from probemb.metrics import retrieval_metrics, rsum
 from probemb.models import create_model, save_model
-from probemb.models.dual_encoder import build_stock
+from probemb.models.architectures import build_stock
 from probemb.runs.preemption import REQUEUE
 from tests.finetune.runs import ONE_EPOCH, OPTIONS, Job, checkpoint, metrics, run_here, saved, words
 

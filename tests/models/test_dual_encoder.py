@@ -12,13 +12,14 @@ from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.models import (
     POINT_LOG_VAR,
-    ProbabilisticCLIP,
+    DualEncoder,
     create_model,
     create_tokenizer,
     no_weight_decay,
     save_model,
 )
-from probemb.models.dual_encoder import build_stock
+from probemb.models.architectures import build_stock
+from probemb.models.encoder import Features
 from tests.ranks import run_ranks
 
 NAME = "ViT-Micro-32"
@@ -82,14 +83,14 @@ def test_variants_of_open_clips_towers(vision, text):
     images, tokens = batch(create_model(NAME))
     with torch.no_grad():
         image, text, _ = stock(images, tokens)
-    model = ProbabilisticCLIP(config, stock)
+    model = DualEncoder(config, stock)
     model.set_grad_checkpointing()
     out = model(images, tokens)
     assert_close(out.image.mean, image)
     assert_close(out.text.mean, text)
     total(out).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    gpo = ProbabilisticCLIP({**config, "head": "gpo"})
+    gpo = DualEncoder({**config, "head": "gpo"})
     assert torch.isfinite(total(gpo(images, tokens)))
 
 
@@ -138,12 +139,12 @@ def test_branch_leaves_the_trunk_alone():
     x = model.visual._embeds(images)
     x = model.visual.transformer.resblocks[0](x)
     x = model.visual.uncertainty_transformer.resblocks[0](x)[:, 0]
-    assert torch.equal(model.encode_image(images).log_var, model.visual.log_var_head(x))
+    assert torch.equal(model.encode_image(images).log_var, model.visual.log_var_head(Features(x, x)))
     x, mask = model.text._embeds(tokens)
     x = model.text.transformer.resblocks[0](x, attn_mask=mask)
     x = model.text.uncertainty_transformer.resblocks[0](x, attn_mask=mask)
     x = x[torch.arange(len(tokens)), tokens.argmax(-1)]
-    assert torch.equal(model.encode_text(tokens).log_var, model.text.log_var_head(x))
+    assert torch.equal(model.encode_text(tokens).log_var, model.text.log_var_head(Features(x, x)))
 
 
 @HEADS
@@ -297,9 +298,9 @@ def test_decay_is_for_matrices():
     [
         ({"name": "ViT-B16"}, "Did you mean 'ViT-B-16'"),
         ({"name": "nonsense"}, "no model 'nonsense'"),
-        ({"name": "RN50"}, "ResNet"),
+        ({"name": "RN50"}, "open_clip_resnet"),
         ({"name": "ViT-B-16-SigLIP"}, "timm"),
-        ({"name": "roberta-ViT-B-32"}, "Hugging Face"),
+        ({"name": "roberta-ViT-B-32"}, "open_clip_hf"),
         ({"name": "coca_ViT-B-32"}, "CoCa"),
         ({"name": "hf-hub:some/where"}, "no model"),
         ({"head": "cilp"}, "Did you mean 'clip'"),

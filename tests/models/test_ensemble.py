@@ -5,7 +5,7 @@ import torch
 
 from probemb.distances import csd, wasserstein2
 from probemb.errors import UserError
-from probemb.models import Together, as_one, create_model, create_tokenizer
+from probemb.models import Ensemble, as_one, create_model, create_tokenizer
 
 TEXTS = ["a cat", "two large red circles left of a blue square", "x"]
 
@@ -18,7 +18,7 @@ def models(n: int = 3) -> list:
 def test_similarities_and_uncertainties_are_means():
     networks = models()
     pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    together = Together(networks)
+    together = Ensemble(networks)
     tokens = create_tokenizer(networks[0])(TEXTS)
     with torch.no_grad():
         image, text = together.encode_image(pixels), together.encode_text(together.cut_padding(tokens))
@@ -41,9 +41,9 @@ def test_similarities_and_uncertainties_are_means():
 def test_padding_is_cut_to_what_every_model_needs():
     networks = models(2)
     tokens = create_tokenizer(networks[0])(TEXTS)
-    assert Together(networks).cut_padding(tokens).shape == networks[0].cut_padding(tokens).shape
+    assert Ensemble(networks).cut_padding(tokens).shape == networks[0].cut_padding(tokens).shape
     networks[1].text.attn_mask = None  # sees its padding
-    assert torch.equal(Together(networks).cut_padding(tokens), tokens)
+    assert torch.equal(Ensemble(networks).cut_padding(tokens), tokens)
 
 
 def test_one_model_stays_itself_and_modes_are_kept():
@@ -57,4 +57,4 @@ def test_one_model_stays_itself_and_modes_are_kept():
 def test_models_of_other_inputs_are_refused():
     small = create_model("ViT-Micro-32")
     with pytest.raises(UserError, match="context_length is 16 in one, 32 in another"):
-        Together([small, create_model("ViT-Tiny-64")])
+        Ensemble([small, create_model("ViT-Tiny-64")])

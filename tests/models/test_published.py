@@ -8,7 +8,7 @@ import torch
 from open_clip.transform import PreprocessCfg
 from torch.testing import assert_close
 
-from probemb.models import ProbabilisticCLIP, import_pcmepp
+from probemb.models import DualEncoder, import_pcmepp
 from probemb.models.dual_encoder import plain
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -109,7 +109,7 @@ def coco_model(arrays):
         "preprocess": plain(vars(PreprocessCfg(size=size["r"]))),
     }
     assert size["u"] == size["tu"]
-    model = ProbabilisticCLIP(config)
+    model = DualEncoder(config)
     model.load_state_dict(state)
     return model
 

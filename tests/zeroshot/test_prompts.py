@@ -87,9 +87,9 @@ def test_the_cache_gives_back_what_was_computed(loaded, tmp_path):
 def test_other_texts_and_other_weights_have_files_of_their_own(loaded, tmp_path):
     embed(loaded, tmp_path)
     assert embed(loaded, tmp_path, TEXTS[:2]).cache == "computed"
-    from probemb.models import ProbabilisticCLIP
+    from probemb.models import DualEncoder
 
-    other = ProbabilisticCLIP(loaded.model.config).eval()
+    other = DualEncoder(loaded.model.config).eval()
     other.load_state_dict(loaded.model.state_dict())
     assert embed(loaded, tmp_path, model=other).cache == "read"
     with torch.no_grad():

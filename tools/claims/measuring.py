@@ -24,13 +24,13 @@ from probemb.metrics import (
     rank_both,
     uncertainty_bins,
 )
-from probemb.models import ProbabilisticCLIP
+from probemb.models import DualEncoder
 from tools.claims.world import Part, World
 
 BINS = 10
 
 
-def embed(model: ProbabilisticCLIP, part: Part) -> tuple[Gaussian, Gaussian]:
+def embed(model: DualEncoder, part: Part) -> tuple[Gaussian, Gaussian]:
     """Gaussians (N, D) of the images and (M, D) of the captions."""
     training = model.training
     model.eval()
@@ -42,7 +42,7 @@ def embed(model: ProbabilisticCLIP, part: Part) -> tuple[Gaussian, Gaussian]:
     return images, texts
 
 
-def own_scores(model: ProbabilisticCLIP, config: Config, images: Gaussian, texts: Gaussian):
+def own_scores(model: DualEncoder, config: Config, images: Gaussian, texts: Gaussian):
     """Scores by the distance that the method trains: each ranks in its own way."""
     if config.method == "pcme":
         return match_probability_scores(images, texts, model.scale.item(), model.shift.item(), 8)
@@ -51,7 +51,7 @@ def own_scores(model: ProbabilisticCLIP, config: Config, images: Gaussian, texts
     return csd_scores(images, texts) if METHODS[config.method].probabilistic else mean_scores(images, texts)
 
 
-def both_ways(model: ProbabilisticCLIP, config: Config, part: Part) -> dict[str, float]:
+def both_ways(model: DualEncoder, config: Config, part: Part) -> dict[str, float]:
     """mAP@R, R-Precision and recalls with the exact positives, mean of both directions."""
     images, texts = embed(model, part)
     i2t, t2i = (mean_metrics(found) for found in per_query(own_scores(model, config, images, texts), part))
@@ -67,7 +67,7 @@ def per_query(scores, part: Part, match: Positives | None = None) -> tuple[dict[
     return query_metrics(rows, match), query_metrics(columns, back)
 
 
-def measure(model: ProbabilisticCLIP, config: Config, world: World) -> dict:
+def measure(model: DualEncoder, config: Config, world: World) -> dict:
     """All that the claims need, on the test scenes: plain numbers."""
     part = world.test
     images, texts = embed(model, part)
@@ -107,7 +107,7 @@ def uncertainty(scores, images: Gaussian, texts: Gaussian, part: Part) -> dict:
     return out
 
 
-def prompts(model: ProbabilisticCLIP, world: World, folds: int = 5) -> dict:
+def prompts(model: DualEncoder, world: World, folds: int = 5) -> dict:
     """Zero-shot classification by every filter, K chosen on folds and, as an oracle, on the scored images."""
     from zeroshot.evaluation import evaluate_embeddings
     from zeroshot.filters import Selection

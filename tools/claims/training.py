@@ -17,7 +17,7 @@ from finetune.config import Config, Loss, Mix, Optimizer
 from finetune.methods import METHODS, check_method
 from finetune.recipe import Schedule, create_optimizer, parameter_groups
 from finetune.trainer import Joint, Trainer
-from probemb.models.dual_encoder import POOLING, ProbabilisticCLIP, plain
+from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import fill_from_model
 from tools.claims.measuring import both_ways, measure
 from tools.claims.world import MemoryLoader, Part, Sizes, World
@@ -136,7 +136,7 @@ def _optimizer(lr: float, decay_epochs: int) -> Optimizer:
     )
 
 
-def create(world: World, settings: Settings, config: Config, start: dict[str, Tensor] | None) -> ProbabilisticCLIP:
+def create(world: World, settings: Settings, config: Config, start: dict[str, Tensor] | None) -> DualEncoder:
     """A model of the miniature's size; its mean branch begins as the pretraining ended, its uncertainty at random."""
     torch.manual_seed(config.seed)
     model = _model(world, settings, METHODS[config.method].probabilistic)
@@ -150,7 +150,7 @@ def create(world: World, settings: Settings, config: Config, start: dict[str, Te
     return model
 
 
-def _model(world: World, settings: Settings, probabilistic: bool) -> ProbabilisticCLIP:
+def _model(world: World, settings: Settings, probabilistic: bool) -> DualEncoder:
     pixels, width = settings.sizes.pixels, settings.width
     vision = {"image_size": pixels, "patch_size": settings.patch, "width": width, "layers": settings.image_blocks}
     text = {"context_length": world.context, "vocab_size": world.vocabulary, "width": width}
@@ -159,7 +159,7 @@ def _model(world: World, settings: Settings, probabilistic: bool) -> Probabilist
         "vision_cfg": {**vision, "head_width": width // 2},
         "text_cfg": {**text, "heads": 2, "layers": settings.text_blocks},
     }
-    return ProbabilisticCLIP(
+    return DualEncoder(
         {
             "name": "miniature",
             "architecture": architecture,
@@ -182,7 +182,7 @@ def fit(
     start: dict[str, Tensor] | None = None,
     step_done: Callable[[], object] = lambda: None,
     select: bool = True,
-) -> tuple[ProbabilisticCLIP, list[float]]:
+) -> tuple[DualEncoder, list[float]]:
     """Train; returns the model of the epoch with the best validation, and the validation after every epoch.
 
     `select` False takes the last epoch and validates nothing.

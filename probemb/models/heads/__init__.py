@@ -1,0 +1,65 @@
+"""Heads: from a tower's features to the mean and the log-variance of an embedding.
+
+A head is a module from `Features` to (B, D), or to (B, K, D) for K embeddings an item. With `reads_tokens` it looks at
+the tokens, takes part in SizeAugment, and has `embed_tokens`: (B, T, W) -> (B, T, D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from probemb.errors import UserError, nearest
+from probemb.models.heads.clip import ClipHead
+from probemb.models.heads.gpo import GPOHead
+
+HEADS = {"clip": ClipHead, "gpo": GPOHead}
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Both heads of a tower.
+
+    Attributes:
+        kind: a key of HEADS.
+        embed_dim: D.
+        probabilistic: whether there is a head for the log-variance.
+        bias: whether that head has a bias.
+        n_embeddings: K; more than 1 for kinds that give several embeddings an item.
+        options: of the kind, such as GPO's sizes.
+    """
+
+    kind: str
+    embed_dim: int
+    probabilistic: bool = True
+    bias: bool = True
+    n_embeddings: int = 1
+    options: dict = field(default_factory=dict)
+
+
+def add_heads(
+    tower: nn.Module, config: HeadConfig, width: int, pooled_width: int, own_projection: bool = False
+) -> None:
+    """Set `mean_head` and `log_var_head` of a tower with tokens (B, T, width) and pooled features (B, pooled_width).
+
+    The log-variance starts at −log D: each item's summed variance is about 1, so that distances start near
+    ‖μ_v − μ_t‖² ≤ 4 for every D. At log_var = 0 they would start at 2D, and the match loss far in its linear range.
+
+    Args:
+        own_projection: the tower has a projection of its own, which kind "clip" keeps instead of a mean head.
+    """
+    head = HEADS[config.kind]
+    keep = own_projection and config.kind == "clip"
+    tower.mean_head = None if keep else head.for_mean(config, width, pooled_width)
+    tower.log_var_head = head.for_log_var(config, width, pooled_width) if config.probabilistic else None
+
+
+def check_head(kind: str) -> None:
+    """Raise UserError for an unknown kind of head."""
+    if kind not in HEADS:
+        names = [f"'{name}'" for name in HEADS]
+        raise UserError(
+            f"There is no head '{kind}'.{nearest(kind, tuple(HEADS))}",
+            f"Choose {', '.join(names[:-1])} or {names[-1]}.",
+        )

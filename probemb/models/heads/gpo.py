@@ -8,15 +8,20 @@ Shapes: B items, T tokens, D channels, P size of a positional code, H hidden siz
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from probemb.gaussian import at_least_float32
+from probemb.models.encoder import Features
+from probemb.models.heads.linear import FullPrecisionLinear, start_log_var, start_mean
+
+if TYPE_CHECKING:
+    from probemb.models.heads import HeadConfig
 
 TEMPERATURE = 0.1
-NORM_EPS = 1e-8
 
 
 class GPO(nn.Module):
@@ -83,36 +88,39 @@ def _sort_tokens(features_BTD: Tensor) -> Tensor:
 
 
 class GPOHead(nn.Module):
-    """A linear map of every token, then GPO: (B, T, W) -> (B, D). PCME++ §3.3 (COCO).
+    """A linear map of every token, then GPO: tokens (B, T, W) -> (B, D). PCME++ §3.3 (COCO).
 
     GPO's weights sum to 1, so a constant added to the bias is added to every output.
     """
+
+    reads_tokens = True
 
     def __init__(self, width: int, embed_dim: int, bias: bool = True, code_dim: int = 32, hidden_dim: int = 32):
         super().__init__()
         self.linear = FullPrecisionLinear(width, embed_dim, bias)
         self.pool = GPO(code_dim, hidden_dim)
 
-    def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        return self.pool(self.linear(tokens_BTW), mask_BT)
+    @classmethod
+    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> GPOHead:
+        """The head of the mean."""
+        head = cls(width, config.embed_dim, **config.options)
+        start_mean(head.linear)
+        return head
 
+    @classmethod
+    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> GPOHead:
+        """The head of the log-variance."""
+        head = cls(width, config.embed_dim, config.bias, **config.options)
+        start_log_var(head.linear, config.embed_dim)
+        return head
 
-class FullPrecisionLinear(nn.Linear):
-    """A linear map in at least float32, whatever autocast or the weights' own type say.
+    def forward(self, features: Features) -> Tensor:
+        """Features -> (B, D)."""
+        return self.pool(self.linear(features.tokens), features.mask)
 
-    bfloat16 resolves a log-variance near −6 in steps of 0.03, too coarse to rank items by their uncertainty.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            weight = at_least_float32(self.weight)
-            bias = None if self.bias is None else at_least_float32(self.bias)
-            return nn.functional.linear(x.to(weight.dtype), weight, bias)
-
-
-def l2_normalize(x: Tensor) -> Tensor:
-    """x / (‖x‖ + 1e-8) along the last dimension, as VSE∞ and PCME++ define it behind GPO."""
-    return x / (x.norm(dim=-1, keepdim=True) + NORM_EPS)
+    def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
+        """(B, T, W) -> (B, T, D), before pooling."""
+        return self.linear(tokens_BTW)
 
 
 def positional_codes(n: int, code_dim: int, device: torch.device | str = "cpu") -> Tensor:

@@ -1,4 +1,4 @@
-"""open_clip's two towers, each with an uncertainty branch: PCME++ §3.3.
+"""open_clip's two transformers, each with an uncertainty branch: PCME++ §3.3.
 
 All blocks but the last `n_unc_layers` are shared. Behind them the mean branch goes on with the tower's own last blocks
 and the uncertainty branch with blocks of its own, so that the trunk is computed once:
@@ -6,123 +6,144 @@ and the uncertainty branch with blocks of its own, so that the trunk is computed
     tokens ─ block 1 … block L−u ─┬─ block L−u+1 … block L ── mean head ──── mean
                                   └─ u blocks of its own ──── log_var head ─ log_var
 
-The towers of a point model end with the mean branch; their log_var is the constant POINT_LOG_VAR.
-
-A tower takes over an open_clip tower's parameters under their own names (`conv1`, `transformer.resblocks.0`, …) and
-runs everything inside its own `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters
-when its forward starts, and compute wrongly or not at all where a parameter is used from outside.
-
+A tower takes over an open_clip tower's parameters under their own names (`conv1`, `transformer.resblocks.0`, …).
 Shapes: B items, T tokens, L text positions, W width of the tower, D embedding.
 """
 
 from __future__ import annotations
 
+import math
+import re
+
 import torch
 from open_clip.transformer import TextTransformer, Transformer, VisionTransformer, text_global_pool
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import at_least_float32
-from probemb.models.heads.gpo import FullPrecisionLinear, GPOHead, l2_normalize, length_mask
+from probemb.models.architectures import check_n_unc_layers, stock_image_tower, stock_text_tower
+from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.heads import HeadConfig, add_heads
+from probemb.models.heads.gpo import length_mask
 
-HEADS = ("clip", "gpo")
-# log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
-# precision, and which still has a finite inverse and logarithm.
-POINT_LOG_VAR = -30.0
+BLOCK = re.compile(r"(uncertainty_)?transformer\.resblocks\.(\d+)\.")
 
 
-class ImageTower(VisionTransformer):
-    """An open_clip vision transformer that returns a mean and a log-variance.
+class _Transformer(Encoder):
+    """The parts that both towers share: blocks in two branches, and where a parameter stands."""
+
+    transformer: Transformer
+    uncertainty_transformer: Transformer | None
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute every block in the backward pass."""
+        self.transformer.grad_checkpointing = enable
+
+    def place(self, name: str) -> Place:
+        """Blocks by their depth; "branch" for the uncertainty branch's own; "head" for both heads."""
+        if name.startswith(("mean_head.", "log_var_head.")):
+            return Place("head")
+        block = BLOCK.match(name)
+        if block is None:
+            return Place("trunk")
+        blocks = (self.uncertainty_transformer if block[1] else self.transformer).resblocks
+        return Place("branch" if block[1] else "trunk", len(blocks) - int(block[2]))
+
+    def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Last tokens of the mean and of the uncertainty branch, each (B, T, W); None without that branch."""
+
+        def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+            for block in blocks:
+                if self.transformer.grad_checkpointing:
+                    x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
+                else:
+                    x = block(x, attn_mask=attn_mask)
+            return x
+
+        blocks = self.transformer.resblocks
+        if self.uncertainty_transformer is None:
+            return run(blocks, x), None
+        own = self.uncertainty_transformer.resblocks
+        shared = run(blocks[: len(blocks) - len(own)], x)
+        return run(blocks[len(blocks) - len(own) :], shared), run(own, shared)
+
+
+class ImageTransformer(_Transformer, VisionTransformer):
+    """An open_clip vision transformer.
 
     Args:
         stock: the tower whose parameters this one takes over; not to be used any more.
-        uncertainty: the uncertainty branch's blocks (possibly an empty list of them); None for a point model, which
-            has neither the branch nor its head.
-        head: "clip" pools the class token and keeps the tower's own projection; "gpo" pools all tokens.
-        embed_dim: D.
-        bias: whether the log-variance head has a bias.
-        pooling: GPO's sizes, {"code_dim", "hidden_dim"}.
+        branch: the uncertainty branch's blocks (possibly an empty list of them); None for a point model.
+        head: of the mean and the log-variance.
     """
 
-    def __init__(
-        self,
-        stock: VisionTransformer,
-        uncertainty: Transformer | None,
-        head: str,
-        embed_dim: int,
-        bias: bool,
-        pooling: dict,
-    ):
+    def __init__(self, stock: VisionTransformer, branch: Transformer | None, head: HeadConfig):
         _take_over(self, stock)
+        self.uncertainty_transformer = branch
         width = self.transformer.width
-        self.uncertainty_transformer = uncertainty
-        if head == "gpo":
-            self.ln_post, self.proj = nn.Identity(), None  # GPO reads the raw tokens
-            self.mean_head = GPOHead(width, embed_dim, **pooling)
-        self.log_var_head = None if uncertainty is None else _log_var_head(head, width, embed_dim, bias, pooling)
+        if head.kind != "clip":  # other heads read the raw tokens
+            self.ln_post, self.proj, self.attn_pool = nn.Identity(), None, None
+        add_heads(self, head, width, width, own_projection=True)
 
-    def forward(self, pixels: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) -> mean, l2-normalised, and log_var, both (B, D) in at least float32.
+    @property
+    def n_tokens(self) -> int:
+        """T, the class token included."""
+        return len(self.positional_embedding)
 
-        `token_mask` (B, T) bool leaves tokens out of GPO's pooling (head "gpo" only).
+    def features(self, pixels: Tensor) -> tuple[Features, Features | None]:
+        """(B, 3, H, W) -> features with T tokens, the class token first.
+
+        The log-variance's are neither normalised nor pooled by attention: PCME++ has no norm there.
         """
         tokens = self._embeds(pixels.to(self.conv1.weight.dtype))
-        mean_tokens, unc_tokens = _branches(self.transformer, self.uncertainty_transformer, tokens, None)
-        if self.proj is None:
-            mean = l2_normalize(self.mean_head(mean_tokens, token_mask))
-        else:
-            _refuse_mask(token_mask)
-            mean = F.normalize(_project(self._pool(mean_tokens)[0], self.proj), dim=-1)
+        mean_tokens, unc_tokens = self._branches(tokens)
+        pooled = self._pool(mean_tokens)[0]
+        mean = Features(mean_tokens, pooled if pooled.ndim == 2 else pooled.mean(1))
         if unc_tokens is None:
-            return mean, torch.full_like(mean, POINT_LOG_VAR)
-        if self.proj is None:
-            return mean, self.log_var_head(unc_tokens, token_mask)
-        return mean, self.log_var_head(self._global_pool(unc_tokens)[0])
+            return mean, None
+        average = self.pool_type == "avg"
+        return mean, Features(unc_tokens, unc_tokens[:, 1:].mean(1) if average else unc_tokens[:, 0])
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """CLIP's projection."""
+        return _project(pooled, self.proj)
 
 
-class TextTower(TextTransformer):
-    """An open_clip text transformer that returns a mean and a log-variance; arguments as for `ImageTower`."""
+class TextTransformerTower(_Transformer, TextTransformer):
+    """An open_clip text transformer; arguments as for `ImageTransformer`."""
 
-    def __init__(
-        self,
-        stock: TextTransformer,
-        uncertainty: Transformer | None,
-        head: str,
-        embed_dim: int,
-        bias: bool,
-        pooling: dict,
-    ):
+    def __init__(self, stock: TextTransformer, branch: Transformer | None, head: HeadConfig):
         _take_over(self, stock)
-        self.uncertainty_transformer = uncertainty
-        if head == "gpo":
+        self.uncertainty_transformer = branch
+        if head.kind != "clip":
             self.text_projection = None
-            self.mean_head = GPOHead(self.width, embed_dim, **pooling)
-        self.log_var_head = None if uncertainty is None else _log_var_head(head, self.width, embed_dim, bias, pooling)
+        add_heads(self, head, self.width, self.width, own_projection=True)
 
-    def forward(self, tokens: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, L) int64, L at most the context length -> mean, l2-normalised, and log_var, both (B, D).
+    def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
+        """(B, L) int64, L at most the context length -> features with L tokens.
 
-        Under GPO the tokens behind the end of the text take no part, or those that `token_mask` (B, L) names.
-        The mean passes through the tower's last norm (`ln_final`), the log-variance does not.
+        The mean's pass through the tower's last norm (`ln_final`), the log-variance's do not. A class token behind the
+        text (CoCa's) is what is pooled and takes no part as a token.
         """
         x, attn_mask = self._embeds(tokens)
         if attn_mask is not None:
             attn_mask = attn_mask[..., : x.shape[1], : x.shape[1]]
-        mean_x, unc_x = _branches(self.transformer, self.uncertainty_transformer, x, attn_mask)
-        mean_x = self.ln_final(mean_x)
+        mean_x, unc_x = self._branches(x, attn_mask)
+        mean_x, mask = self.ln_final(mean_x), self.text_mask(tokens)
+        return self._pooled(mean_x, tokens, mask), None if unc_x is None else self._pooled(unc_x, tokens, mask)
+
+    def _pooled(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Features:
+        if self.cls_emb is not None:
+            return Features(x[:, :-1], x[:, -1], mask)
+        return Features(x, text_global_pool(x, tokens, self.pool_type, self.eos_id), mask)
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """CLIP's projection, a matrix or a linear layer."""
         if self.text_projection is None:
-            token_mask = self.text_mask(tokens) if token_mask is None else token_mask
-            mean = l2_normalize(self.mean_head(mean_x, token_mask))
-        else:
-            _refuse_mask(token_mask)
-            pooled = text_global_pool(mean_x, tokens, self.pool_type, self.eos_id)
-            mean = F.normalize(_project(pooled, self.text_projection), dim=-1)
-        if unc_x is None:
-            return mean, torch.full_like(mean, POINT_LOG_VAR)
-        if self.text_projection is None:
-            return mean, self.log_var_head(unc_x, token_mask)
-        return mean, self.log_var_head(text_global_pool(unc_x, tokens, self.pool_type, self.eos_id))
+            return at_least_float32(pooled)
+        if isinstance(self.text_projection, nn.Linear):
+            return _project(pooled, self.text_projection.weight.T, self.text_projection.bias)
+        return _project(pooled, self.text_projection)
 
     def text_mask(self, tokens: Tensor) -> Tensor:
         """True up to and including each text's end token, (B, L) bool."""
@@ -132,46 +153,64 @@ class TextTower(TextTransformer):
             return length_mask((tokens == self.eos_id).int().argmax(dim=-1) + 1, tokens.shape[1])
         return tokens != self.pad_id
 
+    def trim(self, tokens: Tensor) -> Tensor:
+        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
+
+        Leaves texts alone that see their padding (blocks that are not causal, as CLIPA's; a class token behind them).
+        """
+        if self.attn_mask is None or self.cls_emb is not None or self.pool_type not in ("argmax", "eos"):
+            return tokens
+        position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        longest = int((position * (tokens != self.pad_id)).max())  # the end token is no padding
+        return tokens[:, : max(1, longest)]
+
+
+def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: VisionTransformer | None = None):
+    """An ImageTransformer of open_clip's configuration; `stock` is taken over, None for random weights."""
+    vision = architecture["vision_cfg"]
+    check_n_unc_layers(n_unc_layers, vision.get("layers", 12), "image")
+    stock = stock or stock_image_tower(architecture)
+    patch = vision.get("patch_size", 16)
+    small = {**vision, "layers": max(n_unc_layers, 1), "image_size": patch}
+    branch = None
+    if head.probabilistic:
+        branch = _blocks(stock_image_tower({**architecture, "embed_dim": 1, "vision_cfg": small}), n_unc_layers)
+    return ImageTransformer(stock, branch, head)
+
+
+def make_text_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: TextTransformer | None = None):
+    """A TextTransformerTower of open_clip's configuration; `stock` is taken over, None for random weights."""
+    text = architecture["text_cfg"]
+    layers = text.get("layers", 12)
+    check_n_unc_layers(n_unc_layers, layers, "text")
+    stock = stock or stock_text_tower(architecture)
+    small = {**text, "layers": max(n_unc_layers, 1), "vocab_size": 1, "context_length": 1}
+    branch = None
+    if head.probabilistic:
+        branch = _blocks(stock_text_tower({**architecture, "embed_dim": 1, "text_cfg": small}), n_unc_layers)
+        with torch.no_grad():
+            # open_clip scales the text blocks' output matrices by 1/√(number of blocks): here that of the whole tower.
+            for block in branch.resblocks:
+                for linear in (block.attn.out_proj, block.mlp.c_proj):
+                    linear.weight.mul_(math.sqrt(n_unc_layers / layers))
+    return TextTransformerTower(stock, branch, head)
+
+
+def _blocks(small: nn.Module, n: int) -> Transformer:
+    """The n blocks of a small stock tower, drawn as open_clip draws those of a whole one; the rest is dropped."""
+    small.transformer.resblocks = small.transformer.resblocks[:n]
+    return small.transformer
+
 
 def _take_over(tower: nn.Module, stock: nn.Module) -> None:
-    """Makes `tower` share every parameter, buffer, module and setting of an open_clip tower."""
+    """Make `tower` share every parameter, buffer, module and setting of an open_clip tower."""
     nn.Module.__init__(tower)
     tower.__dict__.update(stock.__dict__)
 
 
-def _log_var_head(head: str, width: int, embed_dim: int, bias: bool, pooling: dict) -> nn.Module:
-    if head == "clip":
-        return FullPrecisionLinear(width, embed_dim, bias)
-    return GPOHead(width, embed_dim, bias, **pooling)
-
-
-def _branches(
-    transformer: Transformer, uncertainty: Transformer | None, x: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Last tokens of the mean and of the uncertainty branch, each (B, T, W); None without that branch."""
-
-    def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-        for block in blocks:
-            if transformer.grad_checkpointing:
-                x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
-            else:
-                x = block(x, attn_mask=attn_mask)
-        return x
-
-    if uncertainty is None:
-        return run(transformer.resblocks, x), None
-    n_shared = len(transformer.resblocks) - len(uncertainty.resblocks)
-    shared = run(transformer.resblocks[:n_shared], x)
-    return run(transformer.resblocks[n_shared:], shared), run(uncertainty.resblocks, shared)
-
-
-def _project(pooled_BW: Tensor, projection_WD: Tensor) -> Tensor:
-    """pooled @ projection in at least float32, also under autocast."""
+def _project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    """pooled @ projection + bias in at least float32, also under autocast."""
     with torch.autocast(pooled_BW.device.type, enabled=False):
         projection_WD = at_least_float32(projection_WD)
-        return pooled_BW.to(projection_WD.dtype) @ projection_WD
-
-
-def _refuse_mask(token_mask: Tensor | None) -> None:
-    if token_mask is not None:
-        raise ValueError('head "clip" pools one token, so it takes no token_mask')
+        out = pooled_BW.to(projection_WD.dtype) @ projection_WD
+        return out if bias_D is None else out + bias_D

@@ -16,7 +16,7 @@ from probemb.data.captions.find import find_captioned
 from probemb.data.image_loader import Images
 from probemb.errors import UserError
 from probemb.losses import NCRLoss, clean_probability
-from probemb.models import create_model
+from probemb.models import Encoded, create_model
 from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 
 TERMS = {
@@ -139,7 +139,7 @@ def test_the_clip_loss_beside_pcmepp(method):
     image, text = (Gaussian(F.normalize(torch.randn(4, 8, generator=r), dim=1), torch.zeros(4, 8)) for _ in range(2))
     match = torch.eye(4)
     match[0, 1] = match[1, 0] = 1
-    batch = Batch(image, text, match, torch.tensor([0, 0, 1, 2]), torch.arange(4), 0, 0, r)
+    batch = Batch(Encoded(image), Encoded(text), match, torch.tensor([0, 0, 1, 2]), torch.arange(4), 0, 0, r)
     model = create_model("ViT-Micro-32", probabilistic=method == "pcmepp", init_scale=5, init_shift=5)
 
     def terms(weight: float):
@@ -172,8 +172,8 @@ class TwoNetworks:
         return Gaussian(image, torch.zeros(12, 32)), Gaussian(text, torch.zeros(12, 32))
 
     def step(self, epoch: int, network: int):
-        rows, other = torch.arange(12), lambda: self.embedded[1 - network]
-        batch = Batch(*self.embedded[network], self.match, rows, rows, epoch, 0, None, network, other)
+        rows, other = torch.arange(12), lambda: tuple(map(Encoded, self.embedded[1 - network]))
+        batch = Batch(*map(Encoded, self.embedded[network]), self.match, rows, rows, epoch, 0, None, network, other)
         return self.method(batch, None)
 
     def begin(self, epoch: int) -> None:

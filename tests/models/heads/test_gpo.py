@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from probemb.models.heads.gpo import GPO, l2_normalize, length_mask, positional_codes, size_augment_mask
+from probemb.models.encoder import l2_normalize
+from probemb.models.heads.gpo import GPO, length_mask, positional_codes, size_augment_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 

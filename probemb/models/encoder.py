@@ -1,0 +1,177 @@
+"""Encoder: the protocol of a tower, and Encoded: what a tower gives.
+
+A tower turns a batch of inputs into `Features`, and heads turn features into a mean and a log-variance:
+
+    inputs ── trunk ─┬─ last blocks ──────────── Features ── mean head ───── mean, l2-normalised
+                     └─ the branch's own blocks ─ Features ── log_var head ── log_var
+
+Stages ask a tower the questions that `Encoder` answers, and never look inside; `towers/` and `heads/` hold the insides.
+Shapes: B items, T tokens, W width of the tower, P width of its own pooling, D embedding, K embeddings an item.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from probemb.gaussian import Gaussian, at_least_float32
+
+# log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
+# precision, and which still has a finite inverse and logarithm.
+POINT_LOG_VAR = -30.0
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A batch of images or texts behind their tower.
+
+    Attributes:
+        gaussian: (B, D), or (B, K, D) for K embeddings an item.
+        tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None.
+        mask: (B, T) bool, True for tokens that take part; None together with tokens.
+    """
+
+    gaussian: Gaussian
+    tokens: Tensor | None = None
+    mask: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """(mean, log_var), with tokens also (…, tokens, mask): the form that engines can hook and gather."""
+        flat = (self.gaussian.mean, self.gaussian.log_var)
+        return flat if self.tokens is None else (*flat, self.tokens, self.mask)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Encoded:
+        """The inverse of `tensors`."""
+        mean, log_var, *tokens = tensors
+        return Encoded(Gaussian(mean, log_var), *tokens)
+
+    def float(self) -> Encoded:
+        """In at least float32."""
+        tokens = None if self.tokens is None else at_least_float32(self.tokens)
+        return Encoded(self.gaussian.float(), tokens, self.mask)
+
+    def __len__(self) -> int:
+        return len(self.gaussian)
+
+
+class Features(NamedTuple):
+    """A trunk's output, before any head.
+
+    Attributes:
+        tokens: (B, T, W).
+        pooled: (B, P), the tower's own summary of its tokens.
+        mask: (B, T) bool, True for tokens that take part; None if all do.
+    """
+
+    tokens: Tensor
+    pooled: Tensor
+    mask: Tensor | None = None
+
+
+class Place(NamedTuple):
+    """Where a parameter stands in its tower.
+
+    Attributes:
+        part: "trunk" (pretrained, where anything is), "branch" (the uncertainty branch's own blocks), or "head".
+        depth: blocks from the end of its part, the parameter's own one included, so 1 for the last block; 0 for what is
+            in no block. Learning rates by layer are lr · decay^depth.
+    """
+
+    part: Literal["trunk", "branch", "head"]
+    depth: int = 0
+
+
+class Encoder(nn.Module):
+    """A tower with its heads.
+
+    A subclass defines `features`, `place` and the attributes below; `heads.add_heads` makes its heads.
+    Everything runs inside `forward`: engines that shard parameters (ZeRO-3, FSDP) gather a module's parameters when its
+    forward starts, and compute wrongly or not at all where a parameter is used from outside.
+
+    Attributes:
+        mean_head: from Features to (B, D) or (B, K, D); None where the tower projects its own pooling (`project`).
+        log_var_head: the same for the log-variance; None in a point model, whose log_var is POINT_LOG_VAR.
+        image_size: (height, width) in pixels; image towers only.
+        n_tokens: T of an image of that size; image towers only.
+        context_length: largest L; text towers only.
+    """
+
+    mean_head: nn.Module | None
+    log_var_head: nn.Module | None
+
+    @abstractmethod
+    def features(self, inputs: Tensor) -> tuple[Features, Features | None]:
+        """The mean's and the log-variance's features; None for the second in a point model."""
+
+    @abstractmethod
+    def place(self, name: str) -> Place:
+        """Where the parameter of that name (in `named_parameters` of this tower) stands."""
+
+    def project(self, pooled_BP: Tensor) -> Tensor:
+        """The tower's own projection to (B, D), where `mean_head` is None."""
+        return pooled_BP
+
+    def trim(self, inputs: Tensor) -> Tensor:
+        """A batch without what no output depends on, such as common padding at the end of texts."""
+        return inputs
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass instead of keeping their activations; towers without it do nothing."""
+
+    def forward(
+        self, inputs: Tensor, token_mask: Tensor | None = None, want_tokens: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The tensors of `Encoded`, flat, because engines hook tensors in tuples only; `encode` gives the object.
+
+        Args:
+            inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens.
+            token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
+            want_tokens: also give every token in the embedding space.
+
+        Raises:
+            ValueError: a token mask, or tokens, from heads that read the pooled features alone.
+        """
+        return self.apply_heads(*self.features(inputs), token_mask, want_tokens)
+
+    def apply_heads(
+        self,
+        mean_features: Features,
+        unc_features: Features | None,
+        token_mask: Tensor | None = None,
+        want_tokens: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """`forward` from features on, which may come from a cache where the trunk is frozen."""
+        if token_mask is not None:
+            if not getattr(self.mean_head, "reads_tokens", False):
+                raise ValueError("these heads read the pooled features alone, so they take no token_mask")
+            mean_features = mean_features._replace(mask=token_mask)
+            unc_features = unc_features and unc_features._replace(mask=token_mask)
+        if self.mean_head is None:
+            mean = F.normalize(self.project(mean_features.pooled), dim=-1)
+        else:
+            mean = l2_normalize(self.mean_head(mean_features))
+        log_var = torch.full_like(mean, POINT_LOG_VAR) if unc_features is None else self.log_var_head(unc_features)
+        if not want_tokens:
+            return mean, log_var
+        if not getattr(self.mean_head, "reads_tokens", False):
+            raise ValueError("these heads read the pooled features alone, so there are no tokens to give")
+        mask = mean_features.mask
+        if mask is None:
+            mask = mean_features.tokens.new_ones(mean_features.tokens.shape[:2], dtype=torch.bool)
+        return mean, log_var, self.mean_head.embed_tokens(mean_features.tokens), mask
+
+    def encode(self, inputs: Tensor, token_mask: Tensor | None = None, want_tokens: bool = False) -> Encoded:
+        """`forward`, as an `Encoded`."""
+        return Encoded.of(self(inputs, token_mask, want_tokens))
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """x / (‖x‖ + 1e-8) along the last dimension, as VSE∞ and PCME++ define it behind GPO."""
+    return x / (x.norm(dim=-1, keepdim=True) + 1e-8)

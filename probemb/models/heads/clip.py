@@ -1,0 +1,37 @@
+"""CLIP's head: a linear map of the tower's own pooling (class token, end token, average)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from probemb.models.encoder import Features
+from probemb.models.heads.linear import FullPrecisionLinear, start_log_var, start_mean
+
+if TYPE_CHECKING:
+    from probemb.models.heads import HeadConfig
+
+
+class ClipHead(FullPrecisionLinear):
+    """(B, P) pooled features -> (B, D)."""
+
+    reads_tokens = False
+
+    @classmethod
+    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
+        """For towers without a projection of their own."""
+        head = cls(pooled_width, config.embed_dim, bias=False)
+        start_mean(head)
+        return head
+
+    @classmethod
+    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
+        """For the branch's pooled tokens."""
+        head = cls(pooled_width, config.embed_dim, config.bias)
+        start_log_var(head, config.embed_dim)
+        return head
+
+    def forward(self, features: Features) -> Tensor:
+        """Features -> (B, D)."""
+        return super().forward(features.pooled)
