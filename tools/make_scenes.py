@@ -2,8 +2,8 @@
 
     python -m tools.make_scenes data/scenes --train 20000 --val 1000 --classes-images 1000
 
-    OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.json: captions from exact to vague, the scene, what captions state
-    OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object an image, for zero-shot classification
+    OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.txt (captions, exact to vague), KEY.json (scene, what captions state)
+    OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object per image, for zero-shot classification
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
 Each shard folder has its index.json. The same arguments give the same bytes. Everything is written beside OUT and
@@ -16,7 +16,6 @@ import hashlib
 import io
 import json
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
 from probemb.data.shards.index import Shard, read_index, write_index
+from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
 from probemb.pools import process_pool
 
@@ -71,8 +71,9 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
         text = {"cls": str(scenes.class_label(scene)).encode()}
     else:
         scene = scenes.scene(seed, index)
-        row = scenes.sample_to_json(scene, scenes.draw_captions(scene, plan.captions))
-        text = {"json": json.dumps(row, separators=(",", ":")).encode()}
+        captions = scenes.draw_captions(scene, plan.captions)
+        row = json.dumps(scenes.sample_to_json(scene, captions), separators=(",", ":"))
+        text = {"txt": encode_captions(caption.text for caption in captions), "json": row.encode()}
     encoded = io.BytesIO()
     scenes.render(scene, plan.size).save(encoded, "JPEG", quality=JPEG_QUALITY, subsampling=0)
     return {"jpg": encoded.getvalue(), **text}
@@ -80,12 +81,9 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
 
 def write_shard(task: ShardTask) -> Shard:
     """Write one tar whose bytes depend on nothing but the task."""
-    with tarfile.open(task.path, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with open(task.path, "wb") as file, tar_writer(file) as tar:
         for index in range(task.first, task.first + task.count):
-            for extension, data in sample_files(task.plan, task.part, index).items():
-                member = tarfile.TarInfo(f"{index:08d}.{extension}")  # mtime, owner and group are 0
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+            tar.write({"__key__": f"{index:08d}", **sample_files(task.plan, task.part, index)})
     return Shard(task.path.name, task.path, task.count, task.path.stat().st_size)
 
 
@@ -166,7 +164,7 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
         return False
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         made = out / RECORD
-        what = "a set of scenes made with other arguments" if made.is_file() else "something else"
+        what = "a set of scenes made with other arguments or by another version" if made.is_file() else "something else"
         raise UserError(f"{out} already holds {what}.", "Name a new folder, or remove that one first.")
     aside = None
     try:

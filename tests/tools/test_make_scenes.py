@@ -84,7 +84,7 @@ def test_classes_carry_their_label(made):
     assert [sample.label for sample in samples] == [i % 64 for i in range(70)]
     assert all(class_label(class_scene("0 classes", i)) == sample.label for i, sample in enumerate(samples))
     with tarfile.open(made / "classes" / "00000.tar") as tar:
-        assert tar.getnames()[:2] == ["00000000.jpg", "00000000.cls"]
+        assert tar.getnames()[:2] == ["00000000.cls", "00000000.jpg"]
 
 
 def test_the_same_arguments_give_the_same_bytes(made, tmp_path):

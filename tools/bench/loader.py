@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import statistics
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -71,12 +70,13 @@ def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:
     from PIL import Image
 
     from probemb.data.shards.index import Shard, write_index
+    from probemb.data.shards.writer import encode_captions, tar_writer
 
     numbers, rows = np.random.default_rng(0), []
     for s in range(shards):
         path = folder / f"{s:05d}.tar"
         count = images * (s + 1) // shards - images * s // shards
-        with tarfile.open(path, "w") as tar:
+        with open(path, "wb") as shard, tar_writer(shard) as tar:
             for i in range(count):
                 pixels = np.zeros((size, size, 3), np.float32)
                 for scale in 4, 16, 64, size:
@@ -86,10 +86,8 @@ def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:
                 image = Image.fromarray((pixels * (255 / pixels.max())).astype(np.uint8))
                 file = io.BytesIO()
                 image.save(file, "JPEG", quality=90)
-                for name, data in (f"{i:06d}.jpg", file.getvalue()), (f"{i:06d}.txt", b"a photo of some noise, " * 3):
-                    member = tarfile.TarInfo(name)
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+                caption = encode_captions(["a photo of some noise, " * 3])
+                tar.write({"__key__": f"{i:06d}", "jpg": file.getvalue(), "txt": caption})
         rows.append(Shard(path.name, path, count, path.stat().st_size))
     write_index(folder, rows)
 

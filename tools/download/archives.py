@@ -216,8 +216,7 @@ def _run(tasks: Sequence[Task], processes: int):
         return
     shorten_sockets()
     context = get_context("forkserver")
-    if tasks[0].settings["resize"] != "no":  # which needs img2dataset
-        context.set_forkserver_preload(["tools.download.worker"])
+    context.set_forkserver_preload(["tools.download.worker"])
     with process_pool(processes, "--processes", context) as pool:
         for job in as_completed([pool.submit(write_shard, task) for task in tasks]):
             yield job.result()
@@ -247,7 +246,7 @@ def write_shard(task: Task) -> Marker:
                 writer.drop(record)
                 continue
             record.hash = getattr(hashlib, task.settings["hash"])(data).hexdigest()
-            writer.add(record, _stored(data, task.settings), picture.meta)
+            writer.add(record, _stored(data, task.settings), picture.captions, picture.meta)
         return writer.finish(len(task.pictures))
     finally:
         writer.abandon()

@@ -7,9 +7,9 @@
     python -m tools.download coco 2014 --out data/coco                   # or its zip archives, as files or addresses
     python -m tools.download flickr8k Flickr8k_Dataset.zip Flickr8k_text.zip --out data/flickr8k
 
-Leaves KEY.jpg + KEY.json shards and their index.json in --out, and in its folder `download` what became of every row
-(`records`), report.json and report.html. The same command goes on where it was interrupted; lists that are named
-later are added. docs/download.md says what is lost and why.
+Writes shards of KEY.jpg, KEY.txt and KEY.json with their index.json into --out, and into its folder `download` a
+record of every row (`records`), report.json and report.html. The same command resumes an interrupted download; lists
+that are named later are added. docs/download.md says what is lost and why.
 """
 
 from __future__ import annotations

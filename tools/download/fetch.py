@@ -105,7 +105,6 @@ class RowWriter:
             hashed = meta[self.fetch.compute_hash]
             record.width, record.height, record.hash = meta["original_width"], meta["original_height"], hashed
             about = {
-                "captions": [caption],
                 "url": meta["url"],
                 "width": meta["width"],
                 "height": meta["height"],
@@ -113,7 +112,7 @@ class RowWriter:
                 "original_height": meta["original_height"],
                 self.fetch.compute_hash: hashed,
             }
-            self.writer.add(record, img_str, json.loads(meta["extra"]) | about)
+            self.writer.add(record, img_str, [caption], json.loads(meta["extra"]) | about)
         if self.writer.problem is not None:
             self.fetch.opener.stopped = True
         if time.monotonic() - self._told > COUNT_EVERY:

@@ -1,17 +1,15 @@
-"""One finished shard: a tar of KEY.jpg + KEY.json, what became of every row that was asked for, and a done-marker.
+"""One finished shard: a tar of KEY.jpg, KEY.txt and KEY.json, a record of every row, and a done-marker.
 
     OUT/00012.tar                        there as a whole or not at all
     OUT/download/records/00012.parquet   a row an image that was asked for: key, url, cause, detail, sizes, hash
     OUT/download/records/00012.json      written last: counts by cause, histograms, samples and bytes of the tar
 
-A shard without its marker is made anew.
+A shard without its marker is fetched again.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -19,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from probemb.data.shards.samples import list_samples, read_sample
+from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.files import flush, replace_file, replace_text
 
 STATE = "download"  # the folder in OUT for everything that is not a shard
@@ -90,32 +89,28 @@ class ShardWriter:
         self.problem: Exception | None = None
         self._hashes: set[str] = set()
         self._file = open(self.paths.part, "wb")  # noqa: SIM115
-        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._tar = tar_writer(self._file)
 
-    def add(self, record: Record, image: bytes, meta: dict) -> None:
-        """An image that was got: its encoded bytes, and what KEY.json is to say ("captions" and more)."""
+    def add(self, record: Record, image: bytes, captions: Sequence[str], meta: dict) -> None:
+        """A fetched image: its encoded bytes, its captions (KEY.txt), and the content of KEY.json if any."""
         if self.unique and record.hash in self._hashes:
             record.cause = DUPLICATE
         else:
             self._hashes.add(record.hash)
             record.bytes = len(image)
-            self._store(f"{record.key}.jpg", image)
-            self._store(f"{record.key}.json", json.dumps(meta, ensure_ascii=False).encode("utf-8", "replace"))
+            sample = {"__key__": record.key, "jpg": image, "txt": encode_captions(captions)}
+            if meta:
+                sample["json"] = json.dumps(meta, ensure_ascii=False).encode("utf-8", "replace")
+            if self.problem is None:
+                try:
+                    self._tar.write(sample)
+                except (OSError, ValueError) as error:  # a full disk is reported once, by finish()
+                    self.problem = error
         self.records.append(record)
 
     def drop(self, record: Record) -> None:
         """A row without an image, and its cause."""
         self.records.append(record)
-
-    def _store(self, name: str, data: bytes) -> None:
-        if self.problem is not None:
-            return
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        try:
-            self._tar.addfile(member, io.BytesIO(data))
-        except (OSError, ValueError) as error:  # a full disk is told once, by finish()
-            self.problem = error
 
     def finish(self, asked: int | None = None) -> Marker:
         """Close the tar, read it back as training will, put it in its place, and set the marker.
@@ -154,7 +149,9 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        with suppress(OSError):  # what was buffered had no room
+        with suppress(OSError, ValueError):  # no room for what was buffered; or closed already
+            self._tar.close()
+        with suppress(OSError):
             self._file.close()
         self.paths.part.unlink(missing_ok=True)
 
@@ -238,14 +235,10 @@ def remove_samples(folder: Path, number: int, keys: Collection[str]) -> Marker:
 def _copy_without(paths: ShardPaths, keys: set[str]) -> int:
     """The tar without the samples `keys`, written beside it; returns how many are left."""
     kept = 0
-    with open(paths.tar, "rb") as file, tarfile.open(paths.part, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with open(paths.tar, "rb") as file, open(paths.part, "wb") as part, tar_writer(part) as tar:
         for span in list_samples(file)[0]:
-            if span.key in keys:
-                continue
-            kept += 1
-            for extension, data in read_sample(file.fileno(), span).items():
-                member = tarfile.TarInfo(f"{span.key}.{extension}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+            if span.key not in keys:
+                kept += 1
+                tar.write({"__key__": span.key, **read_sample(file.fileno(), span)})
     flush(paths.part)
     return kept

@@ -23,16 +23,12 @@ _PICTURE = re.compile(r"[^/\\\0]{1,200}\.(?:jpe?g|png)", re.IGNORECASE)
 
 @dataclass
 class Picture:
-    """One image of an archive: the sample's key, its file's name, and what KEY.json says of it."""
+    """One image of an archive: the sample's key, its file's name, its captions, and the content of KEY.json."""
 
     key: str
     name: str
+    captions: list[str]
     meta: dict = field(default_factory=dict)
-
-    @property
-    def captions(self) -> list[str]:
-        """As strings."""
-        return [one["caption"] if isinstance(one, dict) else one for one in self.meta["captions"]]
 
 
 def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
@@ -60,9 +56,9 @@ def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
             f"{label} is not one of COCO's caption files.", "Name annotations_trainval2014.zip as COCO publishes it."
         ) from None
     pictures = [
-        Picture(f"{number:012d}", names[number], {"image_id": number, "captions": captions[number]})
-        for number in sorted(names)
-        if captions[number]
+        Picture(f"{key:012d}", names[key], [one["caption"] for one in told], {"image_id": key, "captions": told})
+        for key, told in sorted(captions.items())
+        if told
     ]
     return pictures, len(names) - len(pictures)
 
@@ -86,8 +82,7 @@ def token_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
     if 2 * bad >= max(len(lines), 1):
         raise UserError(f"{label} is not a token file.", "Its lines are `NAME.jpg#0 TAB caption`.")
     return [
-        Picture(name.rpartition(".")[0], name, {"captions": [texts[i] for i in sorted(texts)]})
-        for name, texts in captions.items()
+        Picture(name.rpartition(".")[0], name, [texts[i] for i in sorted(texts)]) for name, texts in captions.items()
     ], bad
 
 

@@ -21,6 +21,7 @@ from PIL import Image
 from pretrain.stream.stream import Corpus, Stream, labels_of
 from pretrain.stream.workers import Team
 from probemb.data.shards.samples import Shard, list_samples
+from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
 
 SIZES = (11, 7, 9, 13, 5)  # 45 samples: 5 steps of 8 in an epoch, 5 are dropped
@@ -41,7 +42,7 @@ def image_bomb(width: int, height: int) -> bytes:
 def write_shard(path: Path, size: int, bad: dict[int, str] | None = None, seed: int = 0) -> Shard:
     """A tar of tiny photographs with three captions each; `bad` says which are damaged, and how."""
     numbers = np.random.default_rng([seed, *path.name.encode()])
-    with tarfile.open(path, "w") as tar:
+    with open(path, "wb") as file, tar_writer(file) as tar:
         for i in range(size):
             kind = (bad or {}).get(i)
             buffer = io.BytesIO()
@@ -60,11 +61,7 @@ def write_shard(path: Path, size: int, bad: dict[int, str] | None = None, seed: 
             elif kind == "encoding":
                 caption = "ein Käfer".encode("latin-1")
             key = "\x1b[31m" if kind == "name" else f"{i:04d}"
-            text = b"" if kind == "name" else caption
-            for name, data in (f"{key}.jpg", image), (f"{key}.txt", text):
-                member = tarfile.TarInfo(name)
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+            tar.write({"__key__": key, "jpg": image, "txt": b"" if kind == "name" else caption})
     return Shard(path.name, path, size, path.stat().st_size)
 
 

@@ -29,7 +29,7 @@ def write(folder, number, names, unique=True):
             record.cause = "HTTP 404"
             writer.drop(record)
         else:
-            writer.add(record, picture(name), {"captions": [f"the {name}"]})
+            writer.add(record, picture(name), [f"the {name}"], {"url": record.url})
     return writer.finish(len(names))
 
 
@@ -106,7 +106,7 @@ def test_lost_rows_are_noticed(folder):
 
 def test_a_shard_that_does_not_read_back_is_not_kept(folder):
     writer = ShardWriter(folder, 0)
-    writer.add(Record("0", "http://a.b/c", GOT), b"no image", {"captions": ["x"]})
+    writer.add(Record("0", "http://a.b/c", GOT), b"no image", ["x"], {})
     with pytest.raises(NotWritten, match="does not read back: the image cannot be decoded"):
         writer.finish(1)
     assert [path.name for path in folder.iterdir()] == [STATE]
