@@ -166,7 +166,7 @@ def make_model(config: Config):
 def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):
     """This rank's batches after `samples` of all ranks."""
     from pretrain.stream.stream import Corpus, Stream
-    from probemb.data.shards.samples import read_index
+    from probemb.data.shards.index import read_index
 
     weights = config.data.weights or [1.0] * len(config.train_paths)
     corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]

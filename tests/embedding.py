@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from probemb.cli.command import run_command
-from probemb.data.scenes.scenes import scene
+from probemb.data.scenes import scene
 from probemb.data.shards.index import Shard, write_index
 from probemb.search.embeddings import KINDS, open_embeddings
 from tests.world import jpeg, write_tar

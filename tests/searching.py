@@ -46,7 +46,7 @@ def gallery(tmp_path_factory, run_folder):
     import numpy as np
     import torch
 
-    from probemb.data.scenes.scenes import draw_captions, sample_to_json, scene
+    from probemb.data.scenes import draw_captions, sample_to_json, scene
     from probemb.data.shards.index import Shard, write_index
     from probemb.search.embeddings import open_embeddings
     from tools.build_index import main as build

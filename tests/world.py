@@ -7,7 +7,7 @@ import tarfile
 import pytest
 import torch
 
-from probemb.data.scenes.scenes import class_names, class_scene, draw_captions, render, sample_to_json, scene
+from probemb.data.scenes import class_names, class_scene, draw_captions, render, sample_to_json, scene
 
 N_CLASSES, PER_CLASS = 8, 4
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
+from probemb.data.failures import BadShard
 from probemb.data.shards.index import Shard, write_index
-from probemb.data.shards.samples import BadShard, list_samples
+from probemb.data.shards.samples import list_samples
 from probemb.errors import UserError
 from probemb.pools import process_pool
 

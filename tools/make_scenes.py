@@ -63,7 +63,7 @@ class ShardTask:
 
 def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     """Members of sample `index` of a part, by extension; a pure function of its arguments."""
-    from probemb.data.scenes import scenes
+    from probemb.data import scenes
 
     seed = f"{plan.seed} {part}"  # parts never share a scene's random state
     if part == "classes":
@@ -107,7 +107,7 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from probemb.data.scenes.scenes import class_names
+    from probemb.data.scenes import class_names
 
     tasks = plan_shards(plan, folder)
     for part in plan.parts():

@@ -8,7 +8,9 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from probemb.data.shards.samples import BadSample, BadShard, decode_image, list_samples, parse_sample, read_sample
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.images import decode_image
+from probemb.data.shards.samples import list_samples, parse_sample, read_sample
 from probemb.errors import UserError
 from probemb.pools import process_pool
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.data.shards.samples import BadSample
+from probemb.data.failures import BadSample
 from probemb.files import replace_text
 from probemb.reports.charts import GREEN, GREY, Level, bar_chart, escape, line_chart, number
 from probemb.reports.page import correlation, html_page, percent, thumbnail

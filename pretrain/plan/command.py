@@ -194,7 +194,7 @@ def count_data(o: Plan) -> dict[str, Any]:
     """Samples, steps and, where the shards are here, bytes; rounded as the stream and the trainer round."""
     size, per_sample = o.samples_per_epoch, None
     if not size:
-        from probemb.data.shards.samples import read_index
+        from probemb.data.shards.index import read_index
 
         try:
             corpora = [read_index(path) for path in o.train_paths]

@@ -15,10 +15,13 @@ from typing import BinaryIO
 
 import numpy as np
 
+from probemb.data.failures import BadSample, BadShard
 from probemb.data.remote.cache import CacheFull, ShardCache
 from probemb.data.remote.sources import Remote
-from probemb.data.shards.prefetch import FetchAhead
-from probemb.data.shards.samples import BadSample, BadShard, Member, SampleSpan, Shard, list_samples, read_sample
+from probemb.data.shards.index import Shard
+from probemb.data.shards.prefetch import Prefetcher
+from probemb.data.shards.samples import SampleSpan, list_samples, read_sample
+from probemb.data.shards.tar import Member
 from probemb.errors import UserError
 
 LOOK_UP_SECONDS = 0.5  # how often `while_waiting` is called, here and in the stream
@@ -82,7 +85,7 @@ class OpenShards:
     def __init__(self, limit: int, spare: int = 0, cache: ShardCache | None = None):
         self._limit, self._spare, self._cache = limit, spare, cache
         self._open: OrderedDict[Path | Remote, TarReader | BadSample] = OrderedDict()
-        self._ahead = FetchAhead(cache) if cache else None
+        self._prefetcher = Prefetcher(cache) if cache else None
         self.while_waiting: Callable[[], None] | None = None
 
     def get(self, shard: Shard) -> TarReader:
@@ -103,10 +106,10 @@ class OpenShards:
 
     def prepare(self, shards: Iterable[Shard]) -> None:
         """Fetch the remote ones among these that are not open, in this order and in the background."""
-        if self._ahead:
+        if self._prefetcher:
             for shard in shards:
                 if isinstance(shard.path, Remote) and shard.path not in self._open:
-                    self._ahead.request(shard)
+                    self._prefetcher.request(shard)
 
     def _open_file(self, shard: Shard) -> BinaryIO:
         if isinstance(shard.path, Path):
@@ -123,13 +126,13 @@ class OpenShards:
                 _close(self._open.popitem(last=False)[1])
 
     def _fetch(self, shard: Shard) -> BinaryIO:
-        self._ahead.wait(shard)
+        self._prefetcher.wait(shard)
         return self._cache.open(shard.path, shard.bytes)
 
     def close(self) -> None:
         """Close them all."""
-        if self._ahead:
-            self._ahead.close()
+        if self._prefetcher:
+            self._prefetcher.close()
         while self._open:
             _close(self._open.popitem()[1])
 

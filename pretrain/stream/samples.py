@@ -16,9 +16,12 @@ from PIL import Image
 from pretrain.stream.jpeg_draft import CropDraft
 from pretrain.stream.open_shards import OpenShards
 from pretrain.stream.order import Order, draw
+from probemb.data.failures import BadSample
+from probemb.data.images import decode_image
 from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.data.remote.cache import ShardCache
-from probemb.data.shards.samples import BadSample, Shard, decode_image, parse_sample
+from probemb.data.shards.index import Shard
+from probemb.data.shards.samples import parse_sample
 from probemb.errors import UserError
 
 _CAPTION, _TRANSFORM = 11, 12  # what a random number is for

@@ -27,9 +27,9 @@ from pretrain.stream.samples import Report, Rows, SampleMaker
 from pretrain.stream.workers import Team, shared_tensors
 from probemb.data.failures import Failure, Tally
 from probemb.data.randomness import isolated_randomness
-from probemb.data.remote.cache import GIB, Scratch, ShardCache
-from probemb.data.remote.sources import PATIENT, Fetch, Remote
-from probemb.data.shards.samples import Shard
+from probemb.data.remote.cache import GIB, ShardCache, TemporaryCache
+from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote
+from probemb.data.shards.index import Shard
 from probemb.errors import UserError, nearest
 
 CAPTIONS = ("random", "first")
@@ -125,7 +125,7 @@ class Stream:
         draft: bool = False,
         cache: str | None = None,
         cache_gib: float = 100.0,
-        fetch: Fetch = PATIENT,
+        fetch: FetchPolicy = DEFAULT_POLICY,
     ):
         if caption not in CAPTIONS:
             raise UserError(
@@ -170,11 +170,11 @@ class Stream:
         self._start, self._end = start_samples, None if steps is None else start_samples + steps * batch_size
         self._caption, self._draft, self._pin = caption, draft, pin_memory
 
-        self._scratch, shard_cache = None, None
+        self._temporary_cache, shard_cache = None, None
         remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
         if remote:
-            self._scratch = None if cache else Scratch()
-            folder = Path(cache) if cache else self._scratch.folder
+            self._temporary_cache = None if cache else TemporaryCache()
+            folder = Path(cache) if cache else self._temporary_cache.folder
             shard_cache = ShardCache(folder, int(cache_gib * GIB), fetch)
             largest = max(remote, key=lambda shard: shard.bytes)
             if largest.bytes > shard_cache.limit:
@@ -249,8 +249,8 @@ class Stream:
             self._team.close()
         for maker in self._makers:
             maker.close()
-        if self._scratch is not None:
-            self._scratch.close()
+        if self._temporary_cache is not None:
+            self._temporary_cache.close()
         self._ring = []
 
     def __enter__(self) -> "Stream":

@@ -17,7 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from probemb.data.shards.samples import MAX_IMAGE_BYTES, BadSample, decode_image, read_index
+from probemb.data.failures import BadSample
+from probemb.data.images import decode_image
+from probemb.data.shards.index import read_index
+from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 

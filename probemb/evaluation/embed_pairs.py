@@ -66,7 +66,7 @@ def embed_pairs(
 
 def exact_match(captions: Captioned, kept: Sequence[int]) -> torch.Tensor:
     """(N, M) bool, which caption is true of which image, for the embedded world."""
-    from probemb.data.scenes.scenes import match_matrix
+    from probemb.data.scenes import match_matrix
 
     scenes = [captions.scenes[i][0] for i in kept]
     told = [caption for i in kept for caption in captions.scenes[i][1]]
@@ -75,6 +75,6 @@ def exact_match(captions: Captioned, kept: Sequence[int]) -> torch.Tensor:
 
 def true_ambiguity(captions: Captioned, kept: Sequence[int]) -> torch.Tensor:
     """(M,) float64, the share of all images that each caption fits, for the embedded world."""
-    from probemb.data.scenes.scenes import ambiguity
+    from probemb.data.scenes import ambiguity
 
     return torch.tensor([ambiguity(caption) for i in kept for caption in captions.scenes[i][1]], dtype=torch.float64)

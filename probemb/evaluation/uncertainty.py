@@ -13,7 +13,7 @@ from torch import Tensor
 
 from probemb.cli.device import Placement
 from probemb.data.captions.find import Captioned
-from probemb.data.shards.samples import BadSample
+from probemb.data.failures import BadSample
 from probemb.evaluation.classification import encode_images, encode_texts
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.gaussian import Gaussian

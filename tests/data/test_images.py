@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from probemb.data.shards.samples import BadSample, decode_image
+from probemb.data.failures import BadSample
+from probemb.data.images import decode_image
 
 
 def pixel(data):

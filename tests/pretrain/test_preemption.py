@@ -13,7 +13,7 @@ import pytest
 
 from pretrain.config import Config
 from pretrain.stream.order import Order
-from probemb.data.shards.samples import read_index
+from probemb.data.shards.index import read_index
 from probemb.runs.preemption import REQUEUE
 from tests.forked import Job
 from tests.webserver import serve

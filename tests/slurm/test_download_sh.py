@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from probemb.data.shards.samples import read_index
+from probemb.data.shards.index import read_index
 from tests.imagesite import serve_images
 
 ONE_CORE = ("--cpus-per-task=1", "--mem=0", "--time=10")

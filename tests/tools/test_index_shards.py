@@ -9,8 +9,9 @@ import tarfile
 import pytest
 from PIL import Image
 
-from probemb.data.shards.samples import iterate_samples, read_index
+from probemb.data.shards.index import read_index
 from probemb.errors import UserError
+from tests.shards import iterate_samples
 from tools.index_shards import main
 
 

@@ -10,7 +10,8 @@ import tarfile
 import numpy as np
 import pytest
 
-from probemb.data.scenes.scenes import (
+from probemb.data.images import decode_image
+from probemb.data.scenes import (
     class_label,
     class_names,
     class_scene,
@@ -20,8 +21,9 @@ from probemb.data.scenes.scenes import (
     sample_from_json,
     scene,
 )
-from probemb.data.shards.samples import decode_image, iterate_samples, read_index
+from probemb.data.shards.index import read_index
 from probemb.errors import UserError
+from tests.shards import iterate_samples
 from tools.make_scenes import Plan, main, make
 
 PLAN = Plan(train=25, val=8, classes_images=70, size=32, shard_size=10)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from probemb.data.scenes.scenes import class_scene
-from probemb.data.shards.samples import read_index
+from probemb.data.scenes import class_scene
+from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.pretrain.stream.test_stream import make, write_corpus, write_shard
 from tests.world import jpeg, write_tar

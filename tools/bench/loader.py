@@ -102,7 +102,7 @@ def parts():
 def stream_batches(folder: str, batch: int, workers: int, draft: bool) -> Iterator:
     """Endless batches of the stream."""
     from pretrain.stream.stream import Stream
-    from probemb.data.shards.samples import read_index
+    from probemb.data.shards.index import read_index
 
     transform, tokenizer = parts()
     with Stream(

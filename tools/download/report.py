@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from probemb.data.shards.samples import BadSample, decode_image, list_samples, parse_sample, read_sample
+from probemb.data.failures import BadSample
+from probemb.data.images import decode_image
+from probemb.data.shards.samples import list_samples, parse_sample, read_sample
 from probemb.files import replace_text
 from probemb.reports.charts import escape
 from probemb.reports.page import html_page, thumbnail

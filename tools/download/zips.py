@@ -18,9 +18,8 @@ from typing import BinaryIO
 from probemb.cli.progress import progress
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.remote.http_client import open_web
-from probemb.data.remote.range_requests import WEB
-from probemb.data.remote.sources import Again, Fetch, Remote, fetch, is_remote
-from probemb.data.remote.transfer import Failed
+from probemb.data.remote.sources import WEB, FetchPolicy, Remote, TransferState, fetch, is_remote
+from probemb.data.remote.transfer import TransferFailed
 from probemb.errors import UserError
 from probemb.files import replace_text
 
@@ -60,7 +59,7 @@ def fetched(source: str, folder: Path, patience: float = 60.0) -> Path:
     with progress(f"Fetching {name}", _stated_size(remote)) as advance:
         try:
             with _Growing(part, advance) as file:
-                file.truncate(fetch(remote, file, None, Fetch(timeout=patience), MAX_ARCHIVE_BYTES, _Kept(mark)))
+                file.truncate(fetch(remote, file, None, FetchPolicy(timeout=patience), MAX_ARCHIVE_BYTES, _Kept(mark)))
                 os.fsync(file.fileno())
         except BadShard as error:
             raise UserError(
@@ -82,7 +81,7 @@ def fetched(source: str, folder: Path, patience: float = 60.0) -> Path:
     return path
 
 
-class _Kept(Again):
+class _Kept(TransferState):
     """What the next command must know to go on with a transfer, in a file beside its bytes."""
 
     def __init__(self, path: Path):
@@ -127,7 +126,7 @@ def _stated_size(remote: Remote) -> int:
     try:
         with open_web(remote.address, {}, timeout=10, method="HEAD") as answer:
             return int(answer.headers.get("Content-Length") or 0)
-    except (OSError, ValueError, http.client.HTTPException, Failed):
+    except (OSError, ValueError, http.client.HTTPException, TransferFailed):
         return 0
 
 

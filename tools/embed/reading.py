@@ -13,22 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from probemb.data.remote.cache import Scratch, ShardCache
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.images import decode_image
+from probemb.data.remote.cache import ShardCache, TemporaryCache
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
-from probemb.data.shards.prefetch import FetchAhead
+from probemb.data.shards.prefetch import Prefetcher
 from probemb.data.shards.samples import (
     IMAGE_EXTENSIONS,
     TEXT_EXTENSIONS,
-    BadSample,
-    BadShard,
     SampleSpan,
-    decode_image,
     group_members,
     parse_sample,
     read_sample,
-    walk_tar,
 )
+from probemb.data.shards.tar import walk_tar
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
@@ -192,9 +191,9 @@ class Shelf:
 
     def __init__(self, works: Sequence[Work], limit: int):
         self._works, self._limit = works, limit
-        self._scratch = Scratch() if any(isinstance(work.path, Remote) for work in works) else None
-        self._cache = self._scratch and ShardCache(self._scratch.folder, limit, option="--cache-gib")
-        self._ahead = self._scratch and FetchAhead(self._cache)
+        self._temporary_cache = TemporaryCache() if any(isinstance(work.path, Remote) for work in works) else None
+        self._cache = self._temporary_cache and ShardCache(self._temporary.folder, limit, option="--cache-gib")
+        self._prefetcher = self._temporary_cache and Prefetcher(self._cache)
         self._requested = 0  # shards before this one have been asked for
         self._room: dict[int, int] = {}  # bytes of those that are here or on their way
         self._open: dict[int, BinaryIO] = {}
@@ -212,10 +211,10 @@ class Shelf:
         if number >= self._requested:
             return False
         try:
-            file = self._ahead.take(work.shard, MOMENT)
+            file = self._prefetcher.take(work.shard, MOMENT)
         except OSError as error:
             raise UserError(
-                f"A fetched shard cannot be kept in {self._scratch.folder}: {error.strerror}.",
+                f"A fetched shard cannot be kept in {self._temporary_cache.folder}: {error.strerror}.",
                 "Free some space, or name another folder with TMPDIR.",
             ) from error
         if file is None:
@@ -232,7 +231,7 @@ class Shelf:
                 if sum(self._room.values()) + shard.bytes > self._limit:
                     return
                 self._room[number] = shard.bytes
-                self._ahead.request(shard, keep=True)
+                self._prefetcher.request(shard, keep=True)
             self._requested = number + 1
 
     def give_back(self, number: int) -> None:
@@ -246,9 +245,9 @@ class Shelf:
         """Remove what is left."""
         for number in list(self._open):
             self.give_back(number)
-        if self._scratch:
-            self._ahead.close()
-            self._scratch.close()
+        if self._temporary_cache:
+            self._prefetcher.close()
+            self._temporary_cache.close()
 
 
 def read_batches(

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from probemb.data.failures import BadShard
 from probemb.data.image_loader import find_tars
-from probemb.data.remote.range_requests import version_of
-from probemb.data.remote.sources import Remote, is_remote
+from probemb.data.remote.sources import Remote, is_remote, version_of
 from probemb.data.shards.index import INDEX_NAME, Shard, read_index, read_index_file
-from probemb.data.shards.samples import BadShard, SampleSpan
+from probemb.data.shards.samples import SampleSpan
 from probemb.errors import UserError
 from probemb.search.embeddings import Embeddings
 from tools.embed.reading import Work, list_images

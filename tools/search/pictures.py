@@ -11,12 +11,11 @@ import stat
 from pathlib import Path
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.range_requests import WEB, fetch_range
-from probemb.data.remote.sources import Fetch, Remote, is_remote
+from probemb.data.remote.sources import WEB, FetchPolicy, Remote, fetch_range, is_remote
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
 
 MAX_REMOTE_BYTES = 32 << 20
-HOW = Fetch(attempts=1, timeout=10.0)
+HOW = FetchPolicy(attempts=1, timeout=10.0)
 
 
 def read_picture(shard: str, offset: int, size: int) -> bytes:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from probemb.data.failures import BadSample, BadShard
 from probemb.data.image_loader import Images, Place, find_tars
 from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes
-from probemb.data.shards.samples import IMAGE_EXTENSIONS, BadSample, BadShard, group_members, parse_sample, walk_tar
+from probemb.data.shards.samples import IMAGE_EXTENSIONS, group_members, parse_sample
+from probemb.data.shards.tar import walk_tar
 from probemb.errors import UserError, nearest
 
 WNID = re.compile(r"n\d{8}")

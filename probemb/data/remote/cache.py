@@ -1,12 +1,12 @@
-"""A folder of fetched shards that many processes share: bounded, and safe whoever is killed at what moment.
+"""A bounded folder of fetched shards that many processes share; any of them may be killed at any moment.
 
     HASH.tar    a whole shard; its readers hold a shared lock on it
-    HASH.part   one being fetched, as large as it will be (sparse), so that its room is taken; its fetcher holds an
-                exclusive lock. Renamed when it is whole. Without a lock it is the remains of a killed process
+    HASH.part   one being fetched, with its final size (sparse), which reserves its room; its fetcher holds an
+                exclusive lock. Renamed when it is complete. Without a lock it was left by a killed process
     lock        held exclusively while room is made
 
-The locks are flock's: the kernel drops them with the process, so there are none to clean up. The shard that has not
-been opened for the longest time goes first, and never one that is being read.
+The locks are flock's, which the kernel releases with the process. The least recently opened shard is removed first, never
+one that is being read.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from pathlib import Path
 from typing import BinaryIO
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.sources import PATIENT, Again, Fetch, Remote, fetch
+from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote, TransferState, fetch
 from probemb.errors import UserError
 
 GIB = 1 << 30
-_SCRATCH = "probemb-shards-"
+_TEMPORARY_PREFIX = "probemb-shards-"
 
 
 class CacheFull(UserError):
-    """There is no room for a shard, as all others are being read."""
+    """No room for a shard: all others are being read."""
 
 
 class ShardCache:
     """Remote shards as local files.
 
     Args:
-        folder: made if it is missing; on a file system of this machine, as locks over a network are not to be trusted.
-        limit: bytes that all shards in it may take together, those being fetched included.
-        how: patience of every fetch.
+        folder: made if it is missing; on a local file system, because locks over a network are unreliable.
+        limit: bytes of all shards in it together, including those being fetched.
+        policy: attempts and time limits of every fetch.
         option: how a person raises `limit`, for messages.
 
     Attributes:
-        versions: of what this process has fetched from the web, the version that the server stated (see `Again`).
+        versions: the version (see `TransferState`) of each file that this process has fetched from the web.
 
     Raises:
         UserError: the folder cannot be made, or its file system has no locks.
     """
 
-    def __init__(self, folder: Path, limit: int, how: Fetch = PATIENT, option: str = "data.cache_gib"):
-        self.folder, self.limit, self.how, self.option = folder, limit, how, option
+    def __init__(self, folder: Path, limit: int, policy: FetchPolicy = DEFAULT_POLICY, option: str = "data.cache_gib"):
+        self.folder, self.limit, self.policy, self.option = folder, limit, policy, option
         self.versions: dict[Remote, str | None] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -65,10 +65,10 @@ class ShardCache:
             ) from None
 
     def open(self, remote: Remote, size: int, wait: bool = True) -> BinaryIO:
-        """The shard of so many bytes, open for reading, fetched first if it is not here; stays here while it is open.
+        """The shard, `size` bytes, open for reading and fetched first if needed; it stays in the cache while it is open.
 
-        `wait`: while there is no room, wait for the fetches of others to end, as what they bring may then give way.
-        Raises BadShard: it cannot be fetched, and CacheFull.
+        `wait`: while there is no room, wait for other fetches to end, since their shards can then be removed.
+        Raises BadShard: it cannot be fetched; CacheFull.
         """
         if size > self.limit:
             raise CacheFull(
@@ -92,9 +92,9 @@ class ShardCache:
                     continue
                 while not self._make_room(file, part, size, wait):
                     time.sleep(0.05)
-                again = Again()
-                fetch(remote, file, size, self.how, again=again)
-                self.versions[remote] = again.version
+                state = TransferState()
+                fetch(remote, file, size, self.policy, state=state)
+                self.versions[remote] = state.version
                 os.fsync(file.fileno())
                 _mark_used(file)
                 with self._making_room():  # a name that changes while room is counted would be missed
@@ -111,16 +111,16 @@ class ShardCache:
             return file
 
     def path(self, remote: Remote, size: int) -> Path:
-        """Where the shard lies while `open` keeps it here."""
+        """The path of a shard in the cache."""
         name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
         return self.folder / f"{name}.tar"
 
     def remove(self, remote: Remote, size: int) -> None:
-        """Give its room to others now, where no process will open it again; whoever has it open can go on reading."""
+        """Remove a shard that no process will open again; processes that have it open can still read it."""
         self.path(remote, size).unlink(missing_ok=True)
 
     def _raise_failure(self, part: Path, began: float) -> None:
-        """Those who waited for a fetch that failed share its failure, instead of trying one after the other."""
+        """Processes that waited for a failed fetch share its failure instead of retrying one after the other."""
         failed = part.with_suffix(".failed")
         with suppress(OSError):
             if failed.stat().st_mtime >= began:
@@ -133,7 +133,7 @@ class ShardCache:
             yield
 
     def _make_room(self, file: BinaryIO, part: Path, size: int, wait: bool) -> bool:
-        """Take `size` bytes for `part`; False if there may be room later. Raises CacheFull if there will not."""
+        """Reserve `size` bytes for `part`; False if there may be room later. Raises CacheFull if there will not."""
         with self._making_room():
             others = {}
             for path in self.folder.iterdir():
@@ -168,7 +168,7 @@ def _open_whole(path: Path, size: int) -> BinaryIO | None:
     if not _is_at(file, path):  # it was removed before we had the lock
         file.close()
         return None
-    if os.fstat(file.fileno()).st_size != size:  # someone else's doing; the name says the size
+    if os.fstat(file.fileno()).st_size != size:  # modified from outside; the name states the size
         path.unlink(missing_ok=True)
         file.close()
         return None
@@ -182,7 +182,7 @@ def _mark_used(file: BinaryIO) -> None:
 
 
 def _lock_part(part: Path) -> BinaryIO | None:
-    """The file to fetch into, for us alone; None if after waiting for it there is nothing left to fetch into."""
+    """The file to fetch into, locked exclusively; None if it is gone after waiting for the lock."""
     file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
     fcntl.flock(file, fcntl.LOCK_EX)
     if _is_at(file, part):
@@ -214,39 +214,39 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-class Scratch:
-    """A folder for fetched shards that ends with this process (`close`), however it ends.
+class TemporaryCache:
+    """A folder for fetched shards that is removed when this process ends, or by `close`.
 
-    What a killed process has left is removed by the next one on this machine: its `owner` file is no longer locked.
+    The folder of a killed process, whose `owner` file is no longer locked, is removed by the next process.
     """
 
     def __init__(self, parent: Path | None = None):
         parent = parent or Path(tempfile.gettempdir())
         _sweep(parent)
-        self.folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
+        self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=parent))
         self._owner = open(self.folder / ".owner", "ab")  # noqa: SIM115  its lock is the sign of life
         fcntl.flock(self._owner, fcntl.LOCK_EX)
         (self.folder / ".owner").rename(self.folder / "owner")
         # Finalize does nothing in forked workers.
-        self.close = Finalize(self, _end_scratch, args=(self.folder, self._owner), exitpriority=5)
+        self.close = Finalize(self, _remove_temporary, args=(self.folder, self._owner), exitpriority=5)
 
 
-def _end_scratch(folder: Path, owner: BinaryIO) -> None:
+def _remove_temporary(folder: Path, owner: BinaryIO) -> None:
     ended = folder.with_name(f"{folder.name}-ended")
     with suppress(OSError):
-        folder.rename(ended)  # a fetch that still goes on finds no folder to write into
+        folder.rename(ended)  # a fetch still in progress finds no folder to write into
         for path in ended.iterdir():
-            if path.name != "owner":  # which goes last: by it the next process knows what is left
+            if path.name != "owner":  # removed last: it tells the next process that the folder is a leftover
                 path.unlink()
     shutil.rmtree(ended, ignore_errors=True)
     owner.close()
 
 
 def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_SCRATCH}*"):
-        with suppress(OSError):  # another user's, one being made, or one that still lives
+    for folder in parent.glob(f"{_TEMPORARY_PREFIX}*"):
+        with suppress(OSError):  # another user's, one being made, or one in use
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             with open(folder / "owner", "rb") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _end_scratch(folder, owner)
+                _remove_temporary(folder, owner)

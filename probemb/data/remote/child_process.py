@@ -1,4 +1,4 @@
-"""Programs whose output is a shard: ended when they are silent for too long, and with the process that runs them."""
+"""Programs that print a shard: killed when they are silent for too long, and with the process that runs them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import tempfile
 from contextlib import suppress
 from typing import BinaryIO
 
-from probemb.data.remote.transfer import CHUNK, Failed, copy
+from probemb.data.remote.transfer import CHUNK, TransferFailed, copy
 
-# Our end of its standard input is closed by the kernel however we end, SIGKILL included; then a watcher beside the
-# program ends the whole process group. The shell waits for both, as orphans stay zombies where nobody collects them (in
-# most containers). Another command of ours does not inherit our end, and a forked worker ends soon after us.
+# The kernel closes our end of the program's standard input however we end, SIGKILL included; then a watcher kills the
+# whole process group. The shell waits for both, because orphans stay zombies where nothing reaps them (in most
+# containers). Our other commands do not inherit our end, and a forked worker ends soon after us.
 _WATCHED = """
 exec 3<&0 </dev/null
 (exec >/dev/null 2>&1; read -r _ <&3; kill -KILL 0) &
@@ -28,10 +28,10 @@ exit $code
 
 
 def read_output(argv: list[str], file: BinaryIO, limit: int, timeout: float) -> None:
-    """Write what a program prints to `file`, at most `limit` bytes.
+    """Write the output of a program to `file`, at most `limit` bytes.
 
-    It and all that it started are ended when nothing came for `timeout` seconds, and when this process ends. Raises
-    Failed, TimeoutError.
+    The program and its children are killed after `timeout` seconds without output, and when this process ends. Raises
+    TransferFailed, TimeoutError.
     """
     file.seek(0)
     with tempfile.TemporaryFile() as words:
@@ -65,4 +65,4 @@ def read_output(argv: list[str], file: BinaryIO, limit: int, timeout: float) -> 
         if process.returncode:
             words.seek(max(0, words.seek(0, os.SEEK_END) - 2000))
             said = words.read().decode(errors="replace").strip().splitlines()
-            raise Failed(f"exit code {process.returncode}{': ' + said[-1] if said else ''}")
+            raise TransferFailed(f"exit code {process.returncode}{': ' + said[-1] if said else ''}")

@@ -1,6 +1,6 @@
-"""Connections to web servers whose reads and writes end at one moment; urllib's time-out holds for each read alone.
+"""Connections to web servers with one deadline for all reads and writes; urllib's time-out applies to each read.
 
-urllib is given a `Deadline` for a time-out, and hands it on, through proxies, to what makes the connection.
+urllib gets a `Deadline` as its time-out, and passes it, through proxies, to the code that makes the connection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 class Deadline:
-    """A moment that all waiting for a server ends at."""
+    """The moment at which all waiting for a server ends."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -31,15 +31,15 @@ class Deadline:
         return left
 
     def share(self, addresses: int) -> float:
-        """Seconds for the first of so many addresses that a host still has."""
+        """Seconds for the next of a host's remaining addresses."""
         return self.left() / addresses
 
     def check(self, address: str) -> None:
-        """Raises OSError for an address of a host that is not to be connected to."""
+        """Raises OSError for an address that must not be connected to."""
 
 
 class Answer(http.client.HTTPResponse):
-    """A server's answer. Reads of the body end at `deadline`, too, unless it is restarted."""
+    """A server's response. Reads of the body end at `deadline`, too, unless it is restarted."""
 
     def __init__(self, sock: _Socket | _TLSSocket, *args, **more):
         super().__init__(sock, *args, **more)
@@ -47,7 +47,7 @@ class Answer(http.client.HTTPResponse):
 
 
 class _Timed:
-    """Over a socket's reads and writes."""
+    """Mixin: a socket's reads and writes end at the deadline."""
 
     deadline: Deadline
 
@@ -76,7 +76,7 @@ def _connect(address: tuple[str, int], deadline: Deadline, *_) -> _Socket:
     """A connection to the first address of the host that answers."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # no name at all
+    except UnicodeError as error:  # not a host name
         raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
     problem = OSError("the host has no address")
     for number, (family, kind, protocol, _, place) in enumerate(found):
@@ -104,17 +104,17 @@ class _HTTP(http.client.HTTPConnection):
 
     def connect(self):
         super().connect()
-        self.sock.settimeout(self.timeout.left())  # what a TLS handshake may take as a whole
+        self.sock.settimeout(self.timeout.left())  # for the whole TLS handshake
 
 
-class _HTTPS(http.client.HTTPSConnection, _HTTP):  # in this order: its connect() begins with that of _HTTP
+class _HTTPS(http.client.HTTPSConnection, _HTTP):  # in this order: its connect() starts with that of _HTTP
     def connect(self):
         super().connect()
         self.sock.deadline = self.timeout
 
 
 class WebHandler(urllib.request.AbstractHTTPHandler):
-    """urllib's handler of http and https; answers are of the type `answer`."""
+    """urllib's handler of http and https; responses are of the type `answer`."""
 
     http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 

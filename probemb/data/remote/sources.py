@@ -1,18 +1,19 @@
-"""Shards that are not files here: fetched whole from a web server, an object store, or the output of a command.
+"""Remote shards, fetched whole from a web server, an object store, or the output of a command.
 
-    https://host/cc3m/00000.tar        Python's own HTTP client: a time-out for every read, and a transfer that broke
-                                       off goes on where it stopped, if the server can serve ranges
+    https://host/cc3m/00000.tar        Python's own HTTP client: a time-out for every read, and a broken transfer
+                                       resumes where it stopped if the server supports ranges
     s3://bucket/cc3m/00000.tar         any other scheme: fsspec with the scheme's package (s3fs, gcsfs, adlfs, …)
-    pipe:ssh host cat cc3m/00000.tar   what a shell command prints
+    pipe:ssh host cat cc3m/00000.tar   the output of a shell command
 
 fsspec runs in a process of its own, like a command: its event loop does not survive the fork of a data worker, and a
-process that hangs can be ended. A command is run only if the person who started the run wrote it: the files of a corpus
+process that hangs can be killed. Only the person who starts a run can name a command: the files of a corpus
 (index.json) can name shards beside themselves, and nothing else.
 """
 
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import random
 import re
@@ -27,10 +28,11 @@ from urllib.parse import quote
 from probemb.data.failures import BadShard
 from probemb.data.remote.child_process import read_output
 from probemb.data.remote.http_client import open_web, version_in
-from probemb.data.remote.transfer import CHUNK, Failed, copy
+from probemb.data.remote.transfer import CHUNK, TransferFailed, copy
 from probemb.errors import UserError, nearest
 
 Got = TypeVar("Got")
+WEB = ("http", "https")
 LONGEST_PAUSE = 60.0
 LONGEST_REASON = 300  # characters of what a server or a command says
 _REMOTE = re.compile(r"(pipe):.|([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
@@ -44,7 +46,7 @@ with fsspec.open(sys.argv[1], "rb") as file:
 
 @dataclass(frozen=True)
 class Remote:
-    """Where a shard lies that is not a file here. Its own type, so that no path of a file is ever taken for a command.
+    """The address of a remote shard. A type of its own, so that a file's path is never mistaken for a command.
 
     str() is for messages: without a user's name, password or query, which may hold a secret.
     """
@@ -62,7 +64,7 @@ class Remote:
         return f"{scheme}://{host}{slash}{path}"
 
     def hide(self, text: str) -> str:
-        """A text of others, without the secrets of this address where it repeats them."""
+        """Someone else's text without the secrets of this address."""
         text = text.replace(self.address, str(self))
         user = self.address.partition("://")[2].partition("/")[0].rpartition("@")[0]
         return text.replace(user, "…") if ":" in user and self.scheme != "pipe" else text
@@ -78,18 +80,18 @@ class Remote:
         if not name.isprintable() or any(mark in name for mark in ("/", "\\", "::", "*", "?", "[", "{")):
             raise ValueError(name)
         folder, query = self.split()
-        name = quote(name) if self.scheme in ("http", "https") else name
+        name = quote(name) if self.scheme in WEB else name
         return Remote(f"{folder.rstrip('/')}/{name}{query}")
 
     def split(self) -> tuple[str, str]:
         """The address up to its query (as of a signed web address, which holds for the whole folder), and the query."""
-        end = self.address.find("?") if self.scheme in ("http", "https") else -1
+        end = self.address.find("?") if self.scheme in WEB else -1
         return (self.address, "") if end < 0 else (self.address[:end], self.address[end:])
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """How patiently a remote shard is fetched.
+class FetchPolicy:
+    """Attempts and time limits of a fetch.
 
     attempts  in all
     timeout   seconds after which an attempt is given up that has had no answer (of a web server: all before the body,
@@ -103,17 +105,17 @@ class Fetch:
     backoff: float = 1.0
 
 
-PATIENT = Fetch()
+DEFAULT_POLICY = FetchPolicy()
 
 
 def is_remote(source: str) -> bool:
-    """Whether what a person typed is a web address, `pipe:COMMAND` or the like, rather than a path."""
+    """Whether a source is a web address, another URL or `pipe:COMMAND`, rather than a path."""
     return _REMOTE.match(source) is not None and not os.path.exists(source)
 
 
 def check_scheme(remote: Remote) -> None:
     """Raises UserError if nothing here can read from such an address; imports the package that will."""
-    if remote.scheme in ("pipe", "http", "https"):
+    if remote.scheme in ("pipe", *WEB):
         return
     import fsspec
 
@@ -125,7 +127,7 @@ def check_scheme(remote: Remote) -> None:
             "Install it with pip into the environment of this project.",
         ) from None
     except ValueError:
-        known = ["pipe", "http", "https", *fsspec.available_protocols()]
+        known = ["pipe", *WEB, *fsspec.available_protocols()]
         raise UserError(
             f"Shards cannot be read from {remote}: '{remote.scheme}:' is not a known source."
             f"{nearest(remote.scheme, known)}",
@@ -134,84 +136,128 @@ def check_scheme(remote: Remote) -> None:
 
 
 def fetch(
-    remote: Remote, file: BinaryIO, size: int | None, how: Fetch, limit: int = 1 << 50, again: Again | None = None
+    remote: Remote,
+    file: BinaryIO,
+    size: int | None,
+    policy: FetchPolicy,
+    limit: int = 1 << 50,
+    state: TransferState | None = None,
 ) -> int:
     """Write the whole of a remote file to `file` from its beginning on; returns the number of bytes.
 
-    `size` is what its index says, None if there is none: then at most `limit` bytes are taken. With `again` of an
-    earlier call the transfer goes on at the end of `file`, if the server has the same version still.
+    `size` is what its index says, None if there is none: then at most `limit` bytes are taken. With the
+    `state` of an earlier call the transfer resumes at the end of `file` if the server still has the same version.
     Raises BadShard, which names it and the reason, after the last attempt, or at once where another cannot help.
     """
     attempt_one = {"pipe": _from_command, "http": _from_web, "https": _from_web}.get(remote.scheme, _from_fsspec)
     limit = limit if size is None else size
-    again = again or Again()
+    state = state or TransferState()
 
     def attempt() -> int:
-        attempt_one(remote, file, limit, how.timeout, again)
+        attempt_one(remote, file, limit, policy.timeout, state)
         got = file.tell()
         if size is not None and got != size:
-            raise Failed(f"it has {got:,} bytes, but its index says {size:,}")
+            raise TransferFailed(f"it has {got:,} bytes, but its index says {size:,}")
         return got
 
-    return patiently(attempt, remote, how)
+    return retry(attempt, remote, policy)
 
 
-def patiently(attempt: Callable[[], Got], remote: Remote, how: Fetch) -> Got:
-    """What an attempt to reach `remote` gives; one that fails for now is made again. Raises BadShard, as `fetch`."""
+def retry(attempt: Callable[[], Got], remote: Remote, policy: FetchPolicy) -> Got:
+    """The result of `attempt`, which is repeated after temporary failures. Raises BadShard, as `fetch`."""
     reason, wait = "", 0.0
-    for number in range(how.attempts):
+    for number in range(policy.attempts):
         if number:
-            pause = min(LONGEST_PAUSE, how.backoff * 2 ** (number - 1))
+            pause = min(LONGEST_PAUSE, policy.backoff * 2 ** (number - 1))
             time.sleep(max(pause * random.SystemRandom().uniform(0.5, 1), min(wait, LONGEST_PAUSE)))
         try:
             return attempt()
-        except Failed as error:
+        except TransferFailed as error:
             reason, wait = str(error), error.wait
         except TimeoutError:
-            reason, wait = f"no answer in {how.timeout:g} s", 0.0
+            reason, wait = f"no answer in {policy.timeout:g} s", 0.0
         except (OSError, http.client.HTTPException) as error:
             reason, wait = _describe(error), 0.0
         reason = remote.hide(" ".join(reason.split()))[:LONGEST_REASON]
-        if wait is None or how.attempts == 1:
+        if wait is None or policy.attempts == 1:
             raise BadShard(f"{remote}: cannot be fetched ({reason})") from None
-    raise BadShard(f"{remote}: cannot be fetched in {how.attempts} attempts (the last: {reason})")
+    raise BadShard(f"{remote}: cannot be fetched in {policy.attempts} attempts (the last: {reason})")
 
 
-def fetch_bytes(remote: Remote, limit: int, how: Fetch) -> bytes:
+def fetch_bytes(remote: Remote, limit: int, policy: FetchPolicy) -> bytes:
     """A small remote file. Raises BadShard, also for more than `limit` bytes."""
     with tempfile.TemporaryFile() as file:
-        size = fetch(remote, file, None, how, limit)
+        size = fetch(remote, file, None, policy, limit)
         file.seek(0)
         return file.read(size)
 
 
+def version_of(remote: Remote, policy: FetchPolicy = DEFAULT_POLICY) -> str | None:
+    """The version of a file on a web server now: a strong ETag, or its date. None if the server states neither.
+
+    None for every other source as well. Raises BadShard: it cannot be reached.
+    """
+    if remote.scheme not in WEB:
+        return None
+
+    def ask() -> str | None:
+        # Not HEAD: a signed address is often good for GET alone. A server without ranges is not listened to for longer.
+        with open_web(remote.address, {"Range": "bytes=0-0"}, policy.timeout) as response:
+            return version_in(response.headers)
+
+    return retry(ask, remote, policy)
+
+
+def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> bytes:
+    """`size` bytes of a file on a web server, from `offset` on.
+
+    An attempt ends after `policy.timeout` seconds, however steadily the server trickles. Raises BadShard: the server
+    cannot be reached, serves no parts of files, or has other ones.
+    """
+
+    def ask() -> bytes:
+        wanted = f"bytes {offset}-{offset + size - 1}/"
+        with open_web(remote.address, {"Range": f"bytes={offset}-{offset + size - 1}"}, policy.timeout) as response:
+            if response.status != 206:
+                raise TransferFailed("the server does not serve parts of files", wait=None)
+            if not response.headers.get("Content-Range", "").startswith(wanted):
+                raise TransferFailed("the server answers with another range than it was asked for", wait=None)
+            got = io.BytesIO()
+            copy(lambda: response.read1(CHUNK), got, size, policy.timeout)
+        if got.tell() != size:
+            raise TransferFailed("the connection broke off")
+        return got.getvalue()
+
+    return retry(ask, remote, policy)
+
+
 @dataclass
-class Again:
-    """What an attempt leaves for the next one: the mark of the version that the bytes so far belong to."""
+class TransferState:
+    """State that one attempt leaves for the next: the version of the file that the bytes so far belong to."""
 
     version: str | None = None
 
     def begin(self, file: BinaryIO, position: int) -> None:
-        """Where in the file an attempt writes. Its size stays: the cache has reserved its room with it."""
+        """Seek to where an attempt writes. The file keeps its size, with which the cache has reserved its room."""
         file.seek(position)
 
 
-def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
-    start = file.tell() if again.version else 0
-    go_on = {"Range": f"bytes={start}-", "If-Range": again.version} if start else {}
+def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, state: TransferState) -> None:
+    start = file.tell() if state.version else 0
+    go_on = {"Range": f"bytes={start}-", "If-Range": state.version} if start else {}
     try:
         response = open_web(remote.address, go_on, timeout)
-    except Failed as error:
+    except TransferFailed as error:
         if error.code == 416:  # more bytes are here than there
-            again.version = None
+            state.version = None
         raise
     with response:
         resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         if response.status == 206 and not resumed:
-            again.version = None
-            raise Failed("the server answers with another range than it was asked for")
-        again.begin(file, start if resumed else 0)
-        again.version = version_in(response.headers)
+            state.version = None
+            raise TransferFailed("the server answers with another range than it was asked for")
+        state.begin(file, start if resumed else 0)
+        state.version = version_in(response.headers)
 
         def read() -> bytes:
             response.deadline.restart()
@@ -219,14 +265,14 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, again:
 
         copy(read, file, limit, timeout)
         if response.length:  # what http.client still expects of the length that the header states
-            raise Failed(f"the connection broke off {response.length:,} bytes before the end")
+            raise TransferFailed(f"the connection broke off {response.length:,} bytes before the end")
 
 
-def _from_command(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
+def _from_command(remote: Remote, file: BinaryIO, limit: int, timeout: float, state: TransferState) -> None:
     read_output(["/bin/sh", "-c", remote.address.partition(":")[2]], file, limit, timeout)
 
 
-def _from_fsspec(remote: Remote, file: BinaryIO, limit: int, timeout: float, again: Again) -> None:
+def _from_fsspec(remote: Remote, file: BinaryIO, limit: int, timeout: float, state: TransferState) -> None:
     read_output([sys.executable, "-c", _READ, remote.address], file, limit, timeout)
 
 

@@ -1,4 +1,4 @@
-"""One attempt to bring a remote file here: how its bytes reach a file of ours, and why it failed."""
+"""One attempt to fetch a remote file: copying its bytes to a local file, and the reason for a failure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import BinaryIO
 from probemb.errors import UserError
 
 CHUNK = 1 << 20
-SLOWEST = 1024  # bytes per second, over one time-out: a server that trickles holds up a run like one that is silent
+SLOWEST = 1024  # bytes per second over one time-out: a trickling server blocks a run like a silent one
 
 
-class Failed(Exception):
-    """An attempt failed; `wait` is how many seconds the server asks for, or None where no attempt can succeed."""
+class TransferFailed(Exception):
+    """An attempt failed; `wait`: seconds that the server asks to wait, or None if no attempt can succeed."""
 
     def __init__(self, reason: str, wait: float | None = 0.0, code: int | None = None):
         super().__init__(reason)
@@ -22,17 +22,17 @@ class Failed(Exception):
 
 
 def copy(read: Callable[[], bytes], file: BinaryIO, limit: int, timeout: float) -> None:
-    """Append all that `read` gives, until it gives nothing."""
+    """Append the chunks that `read` returns, until it returns an empty one."""
     since, count = time.monotonic(), 0
     while data := read():
         if file.tell() + len(data) > limit:
-            raise Failed(f"it has more than {limit:,} bytes, which it should have at most", wait=None)
+            raise TransferFailed(f"it has more than {limit:,} bytes, which it should have at most", wait=None)
         _write(file, data)
         count += len(data)
         elapsed = time.monotonic() - since
         if elapsed >= timeout:
             if count < SLOWEST * elapsed:
-                raise Failed(f"only {count:,} bytes came in {elapsed:.0f} s")
+                raise TransferFailed(f"only {count:,} bytes came in {elapsed:.0f} s")
             since, count = time.monotonic(), 0
 
 

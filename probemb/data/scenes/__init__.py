@@ -1,0 +1,21 @@
+"""The embedded world, "scenes": drawn images whose captions, matches and classes are known exactly.
+
+A scene has one to three objects with shape, colour, size and place, and camera settings (photo or drawing, light,
+focus). Its captions range from exact ("a dark photo of a large red circle left of a small blue square") to vague ("two
+shapes"). Each caption carries what it states as a predicate, so that which captions fit which images, and the share of
+all images that a caption fits, are computed exactly: there are no false negatives, and a learned uncertainty can be
+compared with the true one. `predicates.py` defines the meaning of words, `world.py` the distribution of scenes.
+"""
+
+from probemb.data.scenes.captions import draw_captions as draw_captions
+from probemb.data.scenes.drawing import render as render
+from probemb.data.scenes.predicates import ambiguity as ambiguity
+from probemb.data.scenes.predicates import match_matrix as match_matrix
+from probemb.data.scenes.predicates import matches as matches
+from probemb.data.scenes.samples import class_label as class_label
+from probemb.data.scenes.samples import class_names as class_names
+from probemb.data.scenes.samples import class_scene as class_scene
+from probemb.data.scenes.samples import sample_from_json as sample_from_json
+from probemb.data.scenes.samples import sample_to_json as sample_to_json
+from probemb.data.scenes.world import Scene as Scene
+from probemb.data.scenes.world import scene as scene

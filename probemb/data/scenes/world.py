@@ -130,11 +130,11 @@ def scene(seed: int | str, index: int) -> Scene:
     return _finish(draw, kinds)
 
 
-def single_scene(seed: int | str, index: int, shape: str | None = None, colour: str | None = None) -> Scene:
-    """Like `scene`, among the scenes of one object; its shape and colour may be given."""
+def single_scene(seed: int | str, index: int, shape: str, colour: str) -> Scene:
+    """Like `scene`, with one object of this shape and colour."""
     draw = random.Random(f"single {seed} {index}")
-    drawn = pick(draw, SHAPES), pick(draw, COLOURS)
-    return _finish(draw, [(shape or drawn[0], colour or drawn[1])])
+    draw.random(), draw.random()  # keeps the stream of earlier versions, which drew a shape and a colour here
+    return _finish(draw, [(shape, colour)])
 
 
 def _finish(draw: random.Random, kinds: list[tuple[str, str]]) -> Scene:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.sources import PATIENT, Fetch, Remote, check_scheme, fetch_bytes, is_remote
+from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote, check_scheme, fetch_bytes, is_remote
 from probemb.errors import UserError
 from probemb.files import replace_text
 
@@ -43,12 +43,14 @@ class Shard:
     bytes: int
 
 
-def read_index(source: str | os.PathLike | Sequence[str | os.PathLike], how: Fetch = PATIENT) -> list[Shard]:
+def read_index(
+    source: str | os.PathLike | Sequence[str | os.PathLike], policy: FetchPolicy = DEFAULT_POLICY
+) -> list[Shard]:
     """Shards of a corpus in the order of its index; several sources are put one after another.
 
     A source is a folder that holds `index.json`, the path of such a file, one tar, or a pattern of tars in an indexed
     folder (`data/cc3m/{00000..00331}.tar`, `data/cc3m/0*.tar`), which then selects a part of the index. All these may
-    begin with `https://host/` or `s3://bucket/`; `how` says how patiently such an index is fetched. Or it is
+    begin with `https://host/` or `s3://bucket/`; `policy` bounds the attempts to fetch such an index. Or it is
     `pipe:COMMAND`, where the command names the tar that it prints, with braces for several of them
     (`pipe:ssh host cat cc3m/{00000..00331}.tar`), and prints the index when index.json stands in the tar's place.
 
@@ -57,7 +59,7 @@ def read_index(source: str | os.PathLike | Sequence[str | os.PathLike], how: Fet
     """
     if isinstance(source, (str, os.PathLike)):
         source = [source]
-    shards = [shard for one in source for shard in _read_source(one, how)]
+    shards = [shard for one in source for shard in _read_source(one, policy)]
     if not shards:
         raise UserError("The list of shards is empty.", "Name at least one folder or pattern of webdataset shards.")
     paths = [shard.path for shard in shards]
@@ -76,11 +78,11 @@ def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
     return path
 
 
-def _read_source(given: str | os.PathLike, how: Fetch) -> list[Shard]:
+def _read_source(given: str | os.PathLike, policy: FetchPolicy) -> list[Shard]:
     source, path = os.fspath(given), Path(given)
     if isinstance(given, str) and is_remote(given):
         check_scheme(Remote(given))
-        return _read_commands(given, how) if Remote(given).scheme == "pipe" else _read_remote(given, how)
+        return _read_commands(given, policy) if Remote(given).scheme == "pipe" else _read_remote(given, policy)
     if not source.strip():
         raise UserError("The data path is empty.", "Name a folder of webdataset shards.")
     if path.is_dir():
@@ -122,7 +124,7 @@ def _choose(index: dict[str, Shard], name: str, label: str, command: str) -> lis
     return found
 
 
-def _read_remote(source: str, how: Fetch) -> list[Shard]:
+def _read_remote(source: str, policy: FetchPolicy) -> list[Shard]:
     """The shards of one or more folders on a server that an address, with braces and wildcards, names."""
     indexes: dict[str, dict[str, Shard]] = {}
     chosen: dict[Remote, Shard] = {}
@@ -135,7 +137,7 @@ def _read_remote(source: str, how: Fetch) -> list[Shard]:
             folder, name = (folder if name == INDEX_NAME else whole), "*"
         base = Remote(folder + query)
         if base.address not in indexes:
-            rows = _fetch_index(base.beside(INDEX_NAME), base.beside, how)
+            rows = _fetch_index(base.beside(INDEX_NAME), base.beside, policy)
             indexes[base.address] = {shard.name: shard for shard in rows}
         command = "`python -m tools.index_shards` and copy it there"
         found = _choose(indexes[base.address], name, str(base.beside(INDEX_NAME)), command)
@@ -143,7 +145,7 @@ def _read_remote(source: str, how: Fetch) -> list[Shard]:
     return list(chosen.values())
 
 
-def _read_commands(source: str, how: Fetch) -> list[Shard]:
+def _read_commands(source: str, policy: FetchPolicy) -> list[Shard]:
     """The shards that commands print. An index only adds sizes to names that stand in the commands themselves."""
     indexes: dict[str, dict[str, Shard]] = {}
     shards = []
@@ -156,7 +158,7 @@ def _read_commands(source: str, how: Fetch) -> list[Shard]:
             )
         prints_index = command[: names[0].start()] + INDEX_NAME + command[names[0].end() :]
         if prints_index not in indexes:
-            rows = _fetch_index(Remote(prints_index), lambda _: _NOWHERE, how)
+            rows = _fetch_index(Remote(prints_index), lambda _: _NOWHERE, policy)
             indexes[prints_index] = {shard.name: shard for shard in rows}
         named = indexes[prints_index].get(names[0][0])
         if named is None:
@@ -168,10 +170,10 @@ def _read_commands(source: str, how: Fetch) -> list[Shard]:
     return shards
 
 
-def _fetch_index(remote: Remote, beside: Callable[[str], Remote], how: Fetch) -> list[Shard]:
+def _fetch_index(remote: Remote, beside: Callable[[str], Remote], policy: FetchPolicy) -> list[Shard]:
     remedy = "Make it with `python -m tools.index_shards` where the shards are, and check that it can be reached."
     try:
-        content = fetch_bytes(remote, MAX_INDEX_BYTES, how)
+        content = fetch_bytes(remote, MAX_INDEX_BYTES, policy)
     except BadShard as error:
         raise UserError(f"There is no index of shards: {error}.", remedy) from None
     return _parse_index(content, str(remote), beside, remedy)

@@ -24,7 +24,7 @@ class _Request:
         self.error: Exception | None = None
 
 
-class FetchAhead:
+class Prefetcher:
     """Threads that bring shards into the cache before they are needed; started with the first request.
 
     They are daemons, so that a long fetch does not hold up the end of the program: what it leaves is a file without a

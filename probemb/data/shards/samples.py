@@ -1,8 +1,7 @@
-"""Samples in webdataset shards: where they lie in a tar, and what their bytes mean.
+"""Samples in webdataset shards: where they lie in a tar, and how their bytes are read.
 
-Samples are found by walking the tar's headers, so that a reader can seek to any of them. Everything in here treats
-tars, captions and images as hostile: sizes are checked before they are used, and what cannot be used raises `BadShard`
-or `BadSample` with the reason. Which shards a corpus has is in `index.py`, decoding in `images.py`.
+Samples are found by walking the tar's headers, so that a reader can seek to any of them. Tars, captions and images are
+untrusted: sizes are checked before they are used, and unusable data raises `BadShard` or `BadSample` with the reason.
 """
 
 from __future__ import annotations
@@ -13,29 +12,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from probemb.data.failures import BadSample, BadShard
-from probemb.data.images import decode_image
-from probemb.data.shards.index import Shard, read_index
+from probemb.data.failures import BadSample
 from probemb.data.shards.tar import Member, walk_tar
-
-__all__ = [
-    "BadSample",
-    "BadShard",
-    "Member",
-    "Sample",
-    "SampleSpan",
-    "Shard",
-    "decode_image",
-    "iterate_samples",
-    "list_samples",
-    "parse_sample",
-    "read_index",
-    "read_sample",
-    "walk_tar",
-]
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 TEXT_EXTENSIONS = ("txt", "json", "cls")
@@ -96,7 +76,7 @@ def list_samples(file: str | os.PathLike | io.IOBase) -> tuple[list[SampleSpan],
     """Samples of one tar in their order, and the number of groups that are none.
 
     A sample has an image and a text member (txt, json or cls); only the members that `parse_sample` reads are kept.
-    This is what `tools.index_shards` counts, so that the positions of an epoch are known without opening a shard.
+    `tools.index_shards` counts these, so that the positions of an epoch are known without opening a shard.
     Raises BadShard.
     """
     samples, others = [], 0
@@ -128,7 +108,7 @@ def read_sample(fd: int, span: SampleSpan) -> dict[str, bytes]:
 
 
 def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool | None = True) -> Sample:
-    """The meaning of a sample's bytes, given by extension; the image stays encoded.
+    """Parse a sample's bytes, given by extension; the image stays encoded.
 
     Captions come from KEY.json's "captions" (strings, or objects with a "caption"), else from KEY.txt, one a line, else
     from KEY.json's "caption" (img2dataset writes both). They are strict UTF-8, stripped, cut at 2,000 characters; empty
@@ -179,25 +159,3 @@ def _parse_class(data: bytes) -> int:
     if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", data):
         raise BadSample("the cls is not a class index (a whole number from 0 on)")
     return int(data)
-
-
-def iterate_samples(sources: Iterable[str | os.PathLike | Shard] | str | os.PathLike | Shard) -> Iterator[Sample]:
-    """All samples one after another, in the order of the shards: for evaluation, where nothing is shuffled or left out.
-
-    Sources are Shards (of `read_index`) or paths of tars, which need no index. Samples need a caption or a class index.
-
-    Raises BadShard or BadSample, whose message names the file: an evaluation set is not silently made smaller.
-    """
-    if isinstance(sources, (str, os.PathLike, Shard)):
-        sources = [sources]
-    for source in sources:
-        path = source.path if isinstance(source, Shard) else Path(source)
-        if not isinstance(path, Path):
-            raise BadShard(f"{path}: only shards that are files here can be read in order")
-        with open(path, "rb") as file:
-            for span in list_samples(file)[0]:
-                try:
-                    sample = parse_sample(read_sample(file.fileno(), span), span.key, need_caption=False)
-                except BadSample as error:
-                    raise BadSample(f"{path}, sample {span.key}: {error}") from None
-                yield sample

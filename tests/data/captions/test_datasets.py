@@ -12,7 +12,7 @@ from PIL import Image
 from probemb.data.captions.find import FORMATS, find_captioned
 from probemb.data.captions.image_files import is_inside
 from probemb.data.image_loader import ImageBatches
-from probemb.data.scenes.scenes import draw_captions, sample_to_json, scene
+from probemb.data.scenes import draw_captions, sample_to_json, scene
 from probemb.errors import UserError
 from tests.world import jpeg
 from tests.world import write_tar as write

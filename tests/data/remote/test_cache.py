@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from probemb.data.remote.cache import CacheFull, Scratch, ShardCache
-from probemb.data.remote.sources import Fetch, Remote
-from probemb.data.shards.samples import BadShard
+from probemb.data.failures import BadShard
+from probemb.data.remote.cache import CacheFull, ShardCache, TemporaryCache
+from probemb.data.remote.sources import FetchPolicy, Remote
 from tests.webserver import serve
 
-QUICK = Fetch(attempts=3, timeout=5, backoff=0.01)
+QUICK = FetchPolicy(attempts=3, timeout=5, backoff=0.01)
 SIZE = 100_000
 fork = multiprocessing.get_context("fork")
 
@@ -164,15 +164,15 @@ def test_a_fetcher_that_is_killed_leaves_a_usable_cache(served, tmp_path):
     assert ".part" not in names(folder)
 
 
-def _make_scratch(parent, queue) -> None:
-    scratch = Scratch(parent)
+def _make_temporary_cache(parent, queue) -> None:
+    scratch = TemporaryCache(parent)
     (scratch.folder / "x.tar").write_bytes(b"x")
     queue.put(scratch.folder)
     time.sleep(30)
 
 
-def test_nothing_of_a_scratch_is_left_by_a_fetch_that_goes_on(tmp_path, monkeypatch):
-    scratch = Scratch(tmp_path)
+def test_nothing_of_a_temporary_cache_is_left_by_a_fetch_that_goes_on(tmp_path, monkeypatch):
+    scratch = TemporaryCache(tmp_path)
     cache = ShardCache(scratch.folder, 1 << 20)
     (scratch.folder / "x.tar").write_bytes(b"x")
     unlink = os.unlink
@@ -189,19 +189,19 @@ def test_nothing_of_a_scratch_is_left_by_a_fetch_that_goes_on(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scratch_ends_with_its_process_or_with_the_next(tmp_path):
-    with_us = Scratch(tmp_path)
+def test_a_temporary_cache_ends_with_its_process_or_with_the_next(tmp_path):
+    with_us = TemporaryCache(tmp_path)
     queue = fork.SimpleQueue()
-    process = fork.Process(target=_make_scratch, args=(tmp_path, queue))
+    process = fork.Process(target=_make_temporary_cache, args=(tmp_path, queue))
     process.start()
     folder = queue.get()
-    Scratch(tmp_path).close()
+    TemporaryCache(tmp_path).close()
     assert folder.exists()  # in use
     assert with_us.folder.exists()
     process.kill()
     process.join()
     assert folder.exists()
-    another = Scratch(tmp_path)
+    another = TemporaryCache(tmp_path)
     assert not folder.exists()
     another.close()
     with_us.close()

@@ -13,11 +13,10 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.range_requests import fetch_range, version_of
-from probemb.data.remote.sources import Fetch, Remote, fetch
+from probemb.data.remote.sources import FetchPolicy, Remote, fetch, fetch_range, version_of
 
-SHORT = Fetch(attempts=1, timeout=0.5)
-AMPLE = Fetch(attempts=1, timeout=20.0)
+SHORT = FetchPolicy(attempts=1, timeout=0.5)
+AMPLE = FetchPolicy(attempts=1, timeout=20.0)
 LATE = 8  # seconds after which a request that should have ended counts as hanging, on a busy machine
 OK = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 4\r\n\r\nabcd'
 PASSWORD = "pass/w@rd"
@@ -80,9 +79,9 @@ def fine(server, connection, head):
     connection.sendall(OK)
 
 
-def got(address, tmp_path, how=AMPLE) -> bytes:
+def got(address, tmp_path, policy=AMPLE) -> bytes:
     with open(tmp_path / "got", "w+b", buffering=0) as file:
-        count = fetch(Remote(address), file, None, how)
+        count = fetch(Remote(address), file, None, policy)
         file.seek(0)
         return file.read(count)
 
@@ -173,7 +172,7 @@ def test_a_long_transfer_may_take_longer_than_a_time_out(tmp_path):
             connection.sendall(bytes(10000))
 
     with listening(slow) as server:
-        assert got(f"http://127.0.0.1:{server.port}/a", tmp_path, Fetch(attempts=1, timeout=0.8)) == bytes(90000)
+        assert got(f"http://127.0.0.1:{server.port}/a", tmp_path, FetchPolicy(attempts=1, timeout=0.8)) == bytes(90000)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_redirects_to_what_is_not_the_web(location, tmp_path):
     with listening(lead_away) as server:
         address = f"http://127.0.0.1:{server.port}/a.tar"
         for ask in (
-            lambda: got(address, tmp_path, Fetch(attempts=3, timeout=20, backoff=0.01)),
+            lambda: got(address, tmp_path, FetchPolicy(attempts=3, timeout=20, backoff=0.01)),
             lambda: version_of(Remote(address), AMPLE),
             lambda: fetch_range(Remote(address), 0, 4, AMPLE),
         ):
@@ -256,9 +255,9 @@ def test_a_password_stays_with_its_server(same, tmp_path):
 )
 def test_no_message_has_a_password(address, tmp_path):
     address = address.format(secret=SECRET)
-    how = Fetch(attempts=2, timeout=20, backoff=0.01)
+    policy = FetchPolicy(attempts=2, timeout=20, backoff=0.01)
     with pytest.raises(BadShard) as refused:
-        got(address, tmp_path, how)
+        got(address, tmp_path, policy)
     for text in str(refused.value), str(Remote(address)):
         assert "hush" not in text
         assert "hu/sh" not in text
@@ -270,7 +269,7 @@ def test_no_message_has_a_password(address, tmp_path):
 
 def test_what_is_no_address_is_said_at_once(tmp_path):
     with pytest.raises(BadShard, match=r"cannot be fetched \(it is no valid web address; .* %2F"):
-        got("http://me:hush/hush@127.0.0.1:1/a.tar", tmp_path, Fetch(attempts=5, timeout=20, backoff=60))
+        got("http://me:hush/hush@127.0.0.1:1/a.tar", tmp_path, FetchPolicy(attempts=5, timeout=20, backoff=60))
 
 
 def test_proxies_of_the_environment(monkeypatch, tmp_path):

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from probemb.data.remote.sources import Fetch, Remote, check_scheme, fetch, is_remote
-from probemb.data.shards.samples import BadShard, read_index
+from probemb.data.failures import BadShard
+from probemb.data.remote.sources import FetchPolicy, Remote, check_scheme, fetch, is_remote
+from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.webserver import serve
 
-QUICK = Fetch(attempts=4, timeout=2, backoff=0.01)  # long enough for a busy machine to answer in
+QUICK = FetchPolicy(attempts=4, timeout=2, backoff=0.01)  # long enough for a busy machine to answer in
 DATA = bytes(range(256)) * 2000
 SIZE = len(DATA)
 
@@ -28,9 +29,9 @@ def folder(tmp_path):
     return folder
 
 
-def got(remote, tmp_path, size=SIZE, how=QUICK) -> bytes:
+def got(remote, tmp_path, size=SIZE, policy=QUICK) -> bytes:
     with open(tmp_path / "got", "w+b", buffering=0) as file:
-        count = fetch(remote, file, size, how)
+        count = fetch(remote, file, size, policy)
         file.seek(0)
         return file.read(count)
 
@@ -60,7 +61,7 @@ def test_the_room_that_a_file_has_reserved_stays_reserved(folder, tmp_path):
         site.troubles["a.tar"] = ["cut"]
         file.truncate(SIZE)
         with pytest.raises(BadShard, match="broke off"):
-            fetch(Remote(f"{site.address}/a.tar"), file, SIZE, Fetch(attempts=1, timeout=2))
+            fetch(Remote(f"{site.address}/a.tar"), file, SIZE, FetchPolicy(attempts=1, timeout=2))
         assert (tmp_path / "got").stat().st_size == SIZE
 
 
@@ -102,11 +103,11 @@ def test_another_size_than_the_index_says(folder, tmp_path, scheme):
             "pipe": f"pipe:cat {folder}/a.tar",
             "file": f"file://{folder}/a.tar",
         }
-        how = Fetch(attempts=2, timeout=20, backoff=0.01)
+        policy = FetchPolicy(attempts=2, timeout=20, backoff=0.01)
         with pytest.raises(BadShard, match="more than"):
-            got(Remote(address[scheme]), tmp_path, len(DATA) - 1, how)
+            got(Remote(address[scheme]), tmp_path, len(DATA) - 1, policy)
         with pytest.raises(BadShard, match=r"its index says 512,001|HTTP 416"):
-            got(Remote(address[scheme]), tmp_path, len(DATA) + 1, how)
+            got(Remote(address[scheme]), tmp_path, len(DATA) + 1, policy)
         assert (tmp_path / "got").stat().st_size <= len(DATA)
 
 
@@ -136,11 +137,11 @@ def test_a_command_that_hangs_is_ended_with_its_children(folder, tmp_path):
 
 _FETCHING = """
 import os, sys, tempfile, threading, time
-from probemb.data.remote.sources import Remote, fetch, PATIENT
+from probemb.data.remote.sources import Remote, fetch, DEFAULT_POLICY
 
 def work():
     with tempfile.TemporaryFile(buffering=0) as file:
-        fetch(Remote(sys.argv[1]), file, None, PATIENT)
+        fetch(Remote(sys.argv[1]), file, None, DEFAULT_POLICY)
 
 if sys.argv[2] == "forked":  # like the data workers of pretraining, which are ended with SIGKILL
     if child := os.fork():
@@ -191,14 +192,14 @@ def test_a_command_ends_with_the_process_that_runs_it(how, tmp_path):
 _ADOPTING = """
 import ctypes, os, sys, tempfile
 from pathlib import Path
-from probemb.data.remote.sources import Fetch, Remote, fetch
+from probemb.data.remote.sources import FetchPolicy, Remote, fetch
 from probemb.data.failures import BadShard
 
 assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: as init does, we adopt orphans
 for command in sys.argv[1:]:
     with tempfile.TemporaryFile(buffering=0) as file:
         try:
-            print(fetch(Remote(command), file, None, Fetch(attempts=1, timeout=20)))
+            print(fetch(Remote(command), file, None, FetchPolicy(attempts=1, timeout=20)))
         except BadShard as error:
             print(error)
 print([child.read_text().split() for child in Path("/proc/self/task").glob("*/children")])
@@ -225,10 +226,10 @@ def _runs(pid: str) -> bool:
 
 
 def test_fsspec_reads_every_other_scheme(folder, tmp_path):
-    patient = Fetch(attempts=2, timeout=30, backoff=0.01)
-    assert got(Remote(f"file://{folder}/a.tar"), tmp_path, how=patient) == DATA
+    patient = FetchPolicy(attempts=2, timeout=30, backoff=0.01)
+    assert got(Remote(f"file://{folder}/a.tar"), tmp_path, policy=patient) == DATA
     with pytest.raises(BadShard, match=r"file://.*none\.tar: cannot be fetched in 2 attempts .*FileNotFoundError"):
-        got(Remote(f"file://{folder}/none.tar"), tmp_path, how=patient)
+        got(Remote(f"file://{folder}/none.tar"), tmp_path, policy=patient)
 
 
 def test_schemes_that_nothing_can_read():
@@ -274,7 +275,7 @@ def read_index_over_fsspec(corpus):
     from tools.index_shards import main
 
     main([str(corpus), "--workers", "1"])
-    return read_index(f"file://{corpus}/*.tar", Fetch(attempts=1))
+    return read_index(f"file://{corpus}/*.tar", FetchPolicy(attempts=1))
 
 
 def test_indexes_that_a_command_prints(corpus):
@@ -313,5 +314,5 @@ def test_an_index_names_nothing_outside_its_folder_and_no_command(corpus, name, 
 @pytest.mark.parametrize("rest", ["h/x{", "h/x{0..999999999}.tar", "127.0.0.1:9"])
 def test_a_password_is_not_shown(rest):
     with pytest.raises(UserError) as error:
-        read_index(f"http://me:gehe*im@{rest}", Fetch(attempts=1, timeout=1))
+        read_index(f"http://me:gehe*im@{rest}", FetchPolicy(attempts=1, timeout=1))
     assert "gehe" not in error.value.what + error.value.remedy

@@ -7,27 +7,27 @@ import json
 import numpy as np
 import pytest
 
-from probemb.data.scenes.scenes import (
-    CLASS_KINDS,
-    COLOURS,
-    SHAPES,
-    Scene,
-    Thing,
-    class_caption,
+from probemb.data.scenes import (
     class_label,
     class_names,
     class_scene,
     draw_captions,
-    matches,
     render,
     sample_from_json,
     sample_to_json,
     scene,
-    scene_from_json,
-    single_scene,
 )
-from probemb.data.scenes.world import CAMERA, MIDDLE, OBJECT_COUNTS, layouts
-from probemb.errors import UserError
+from probemb.data.scenes.world import (
+    CAMERA,
+    COLOURS,
+    MIDDLE,
+    OBJECT_COUNTS,
+    SHAPES,
+    Scene,
+    Thing,
+    layouts,
+    scene_from_json,
+)
 
 
 def pixels(scene, size=64):
@@ -168,36 +168,25 @@ def test_objects_never_leave_the_picture():
         assert (edge.max(axis=1) - edge.min(axis=1)).mean() < 40  # the grey background, hardly anything else
 
 
-@pytest.mark.parametrize("kind", CLASS_KINDS)
-def test_classes(kind):
-    names = class_names(kind)
-    assert len(names) == len(set(names)) == {"colour-shape": 64, "shape": 8, "colour": 8}[kind]
-    scenes = [class_scene("t", index, kind) for index in range(2 * len(names))]
-    assert [class_label(one, kind) for one in scenes] == [*range(len(names))] * 2
+def test_classes():
+    names = class_names()
+    assert len(names) == len(set(names)) == 64
+    scenes = [class_scene("t", index) for index in range(2 * len(names))]
+    assert [class_label(one) for one in scenes] == [*range(len(names))] * 2
     for one in scenes:
-        assert [matches(class_caption(label, kind), one) for label in range(len(names))] == [
-            label == class_label(one, kind) for label in range(len(names))
-        ]
+        (thing,) = one.things
+        assert names[class_label(one)] == f"{thing.colour} {thing.shape}"
 
 
 def test_class_names_fit_prompts():
     names = class_names()
     assert "red circle" in names
     assert all(f"a photo of a {name}.".count(" ") == 5 for name in names)
-    assert class_names("colour")[0] == "red shape"
 
 
-def test_no_class_for_several_objects_and_unknown_kinds():
+def test_no_class_for_several_objects():
     several = next(one for one in (scene(0, i) for i in range(100)) if len(one.things) > 1)
     assert class_label(several) is None
-    with pytest.raises(UserError, match="Did you mean 'shape'"):
-        class_names("shapes")
-
-
-def test_single_scenes_keep_what_is_given():
-    scenes = [single_scene(0, i, shape="heart") for i in range(64)]
-    assert {thing.shape for one in scenes for thing in one.things} == {"heart"}
-    assert len({one.things[0].colour for one in scenes}) > 4
 
 
 def test_json_brings_scene_and_captions_back():

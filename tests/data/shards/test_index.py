@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from probemb.data.shards.samples import Shard, list_samples, read_index
+from probemb.data.shards.index import Shard, read_index
+from probemb.data.shards.samples import list_samples
 from probemb.errors import UserError
 
 

@@ -8,7 +8,7 @@ from probemb.data.failures import BadShard
 from probemb.data.remote.cache import CacheFull, ShardCache
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
-from probemb.data.shards.prefetch import FetchAhead
+from probemb.data.shards.prefetch import Prefetcher
 from tests.webserver import serve
 
 
@@ -25,18 +25,18 @@ def shards(count, site=None):
 
 
 def test_no_error_leaves_a_request_without_an_answer(tmp_path):
-    ahead = FetchAhead(Broken(tmp_path, 1 << 20), threads=2)
+    prefetcher = Prefetcher(Broken(tmp_path, 1 << 20), threads=2)
     wanted = shards(6)
     for shard in wanted:
-        ahead.request(shard, keep=True)
+        prefetcher.request(shard, keep=True)
     for shard in wanted:
         with pytest.raises(AttributeError):
-            ahead.take(shard, 20)
+            prefetcher.take(shard, 20)
     for shard in wanted:
-        ahead.request(shard)
+        prefetcher.request(shard)
     for shard in wanted:
-        ahead.wait(shard)  # whoever needs the shard finds out
-    ahead.close()
+        prefetcher.wait(shard)  # whoever needs the shard finds out
+    prefetcher.close()
 
 
 def test_what_is_taken_stays_until_then(tmp_path):
@@ -45,26 +45,26 @@ def test_what_is_taken_stays_until_then(tmp_path):
     for i in range(3):
         (folder / f"{i}.tar").write_bytes(bytes([i]) * 100)
     with serve(folder) as site:
-        ahead = FetchAhead(ShardCache(tmp_path / "cache", 200), threads=1)
+        prefetcher = Prefetcher(ShardCache(tmp_path / "cache", 200), threads=1)
         wanted = shards(4, site)
         for shard in wanted:
-            ahead.request(shard, keep=True)
-        files = {i: ahead.take(wanted[i], 20) for i in (1, 0)}
+            prefetcher.request(shard, keep=True)
+        files = {i: prefetcher.take(wanted[i], 20) for i in (1, 0)}
         assert all(os.pread(file.fileno(), 200, 0) == bytes([i]) * 100 for i, file in files.items())
         with pytest.raises(CacheFull):  # those before it do not give way
-            ahead.take(wanted[2], 20)
-        ahead.close()
+            prefetcher.take(wanted[2], 20)
+        prefetcher.close()
 
 
 def test_why_a_fetch_failed(tmp_path):
     (tmp_path / "site").mkdir()
     with serve(tmp_path / "site") as site:
-        ahead = FetchAhead(ShardCache(tmp_path / "cache", 200))
+        prefetcher = Prefetcher(ShardCache(tmp_path / "cache", 200))
         for keep in True, False:
             (shard,) = shards(1, site)
-            ahead.request(shard, keep)
+            prefetcher.request(shard, keep)
             with pytest.raises(BadShard, match="404"):
-                assert ahead.take(shard, 20) if keep else ahead.wait(shard)
+                assert prefetcher.take(shard, 20) if keep else prefetcher.wait(shard)
 
 
 def test_nothing_is_fetched_after_the_end(tmp_path):
@@ -73,12 +73,12 @@ def test_nothing_is_fetched_after_the_end(tmp_path):
     (folder / "0.tar").write_bytes(bytes(100))
     with serve(folder) as site:
         site.troubles = {"0.tar": ["stall"]}
-        ahead = FetchAhead(ShardCache(tmp_path / "cache", 1 << 20), threads=1)
+        prefetcher = Prefetcher(ShardCache(tmp_path / "cache", 1 << 20), threads=1)
         for shard in shards(4, site):
-            ahead.request(shard)
+            prefetcher.request(shard)
         while not site.requests:
             pass
-        ahead.close()
+        prefetcher.close()
         site.ended.set()
-        ahead.wait(shards(1, site)[0])
+        prefetcher.wait(shards(1, site)[0])
         assert [name for name, _ in site.requests if name != "0.tar"] == []

@@ -6,18 +6,11 @@ import random
 
 import pytest
 
-from probemb.data.shards.samples import (
-    BadSample,
-    BadShard,
-    Member,
-    Sample,
-    decode_image,
-    group_members,
-    iterate_samples,
-    list_samples,
-    parse_sample,
-    read_sample,
-)
+from probemb.data.failures import BadSample
+from probemb.data.images import decode_image
+from probemb.data.shards.samples import Sample, group_members, list_samples, parse_sample, read_sample
+from probemb.data.shards.tar import Member
+from tests.shards import iterate_samples
 
 
 def groups(names):
@@ -151,18 +144,6 @@ def test_json_is_kept_as_meta():
     sample = parse_sample({"jpg": b"i", "json": json.dumps(row).encode()})
     assert sample.meta == row
     assert sample.label is None
-
-
-def test_iteration_reads_shards_in_order_and_names_what_is_wrong(write_tar, encode):
-    image = encode()
-    one = write_tar("one.tar", [("a.jpg", image), ("a.txt", b"a"), ("b.jpg", image), ("b.cls", b"1")])
-    two = write_tar("two.tar", [("c.jpg", image), ("c.txt", b"\xff")])
-    assert [(s.key, s.captions, s.label) for s in iterate_samples(one)] == [("a", ["a"], None), ("b", [], 1)]
-    with pytest.raises(BadSample, match=r"two\.tar, sample c: .*UTF-8"):
-        list(iterate_samples([one, two]))
-    two.write_bytes(b"")
-    with pytest.raises(BadShard, match=r"two\.tar.*empty"):
-        list(iterate_samples([one, two]))
 
 
 def test_real_photographs(shared_data):

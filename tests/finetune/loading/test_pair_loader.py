@@ -19,7 +19,7 @@ from finetune.loading.noise import NOISE_FILE, assign_captions, load_noise, nois
 from finetune.loading.noise import shuffle_captions as shuffle
 from finetune.loading.pair_loader import PairLoader, epoch_order
 from probemb.data.captions.find import find_captioned
-from probemb.data.scenes.scenes import draw_captions, matches, sample_to_json, scene
+from probemb.data.scenes import draw_captions, matches, sample_to_json, scene
 from probemb.errors import UserError
 from tests.world import jpeg, write_tar
 

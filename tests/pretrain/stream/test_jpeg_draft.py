@@ -9,7 +9,8 @@ from PIL import Image
 
 from pretrain.stream.jpeg_draft import CropDraft
 from pretrain.stream.stream import Stream
-from probemb.data.shards.samples import Shard, decode_image
+from probemb.data.images import decode_image
+from probemb.data.shards.index import Shard
 from probemb.models.inputs import Augmentation, create_transforms
 from tests.pretrain.stream.test_stream import tokenize
 from tests.world import write_tar

@@ -5,14 +5,14 @@ import time
 import pytest
 import torch
 
-from probemb.data.remote.sources import Fetch
-from probemb.data.shards.samples import read_index
+from probemb.data.remote.sources import FetchPolicy
+from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.pretrain.stream.test_stream import assert_ranks_make_up, assert_same, make, read, take, write_corpus
 from tests.webserver import serve
 from tools.index_shards import main as index_shards
 
-QUICK = Fetch(attempts=4, timeout=3, backoff=0.01)
+QUICK = FetchPolicy(attempts=4, timeout=3, backoff=0.01)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_next_shard_of_a_lane_is_fetched_before_it_is_needed(folder, tmp_pat
             order = [stream.order.rows(0, step, 0, 1).shard[0] for step in range(stream.order.steps)]
             next(stream)
             first, second = list(dict.fromkeys(order))[:2]
-            stream._makers[0]._open._ahead._requests[shards[second].path].ended.wait(20)
+            stream._makers[0]._open._prefetcher._requests[shards[second].path].ended.wait(20)
             tars = [name for name, _ in site.requests if name.endswith(".tar")]
             assert sorted(tars) == sorted([f"{first:05d}.tar", f"{second:05d}.tar"])  # and nothing beyond it
             for _ in range(stream.order.steps - 1):
@@ -133,7 +133,7 @@ def test_waiting_for_a_silent_server_can_be_given_up(folder, workers):
     expected = read(read_index(folder), steps=7)
     with serve(folder) as site:
         shards = read_index(site.address, QUICK)
-        stream = make(shards, workers=workers, fetch=Fetch(attempts=5, timeout=30))
+        stream = make(shards, workers=workers, fetch=FetchPolicy(attempts=5, timeout=30))
         first = stream.order.rows(0, 0, 0, 1).shard[0]  # comes, and its sample sets the random numbers
         for shard in shards[:first] + shards[first + 1 :]:
             site.troubles[shard.name] = ["silence"] * 1000

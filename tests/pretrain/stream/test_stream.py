@@ -20,7 +20,8 @@ from PIL import Image
 
 from pretrain.stream.stream import Corpus, Stream, labels_of
 from pretrain.stream.workers import Team
-from probemb.data.shards.samples import Shard, list_samples
+from probemb.data.shards.index import Shard
+from probemb.data.shards.samples import list_samples
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
 

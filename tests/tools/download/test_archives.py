@@ -13,10 +13,11 @@ import pytest
 
 from probemb.data.captions.find import find_captioned
 from probemb.data.images import decode_image
-from probemb.data.remote.sources import Fetch
-from probemb.data.shards.samples import iterate_samples, read_index
+from probemb.data.remote.sources import FetchPolicy
+from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.imagesite import picture, serve_images
+from tests.shards import iterate_samples
 from tests.webserver import serve
 from tools.download.command import main
 from tools.download.zips import fetched
@@ -106,7 +107,7 @@ def test_archives_from_a_server_that_breaks_off(tmp_path, capsys):
 
 
 def test_a_transfer_goes_on_with_the_next_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tools.download.zips.Fetch", lambda timeout: Fetch(attempts=1, timeout=timeout))
+    monkeypatch.setattr("tools.download.zips.FetchPolicy", lambda timeout: FetchPolicy(attempts=1, timeout=timeout))
     write_coco(tmp_path / "zips")
     with serve(tmp_path / "zips") as site:
         words = [f"{site.address}/{name}2014.zip" for name in ("train", "val", "annotations_trainval")]
@@ -123,7 +124,7 @@ def test_a_transfer_goes_on_with_the_next_command(tmp_path, capsys, monkeypatch)
 
 def test_nothing_of_an_older_archive_stays(tmp_path, monkeypatch):
     """The server has another version, a shorter one, when the transfer goes on."""
-    monkeypatch.setattr("tools.download.zips.Fetch", lambda timeout: Fetch(attempts=1, timeout=timeout))
+    monkeypatch.setattr("tools.download.zips.FetchPolicy", lambda timeout: FetchPolicy(attempts=1, timeout=timeout))
     old, new = tmp_path / "site" / "x.txt", b"new"
     old.parent.mkdir()
     old.write_bytes(bytes(1000))
@@ -150,7 +151,7 @@ def test_a_page_in_place_of_an_archive_is_not_kept(tmp_path, capsys):
 
 @pytest.mark.parametrize("way", ["garbage", "loop"])
 def test_what_a_server_says_is_one_line(tmp_path, monkeypatch, way):
-    monkeypatch.setattr("tools.download.zips.Fetch", lambda timeout: Fetch(attempts=1, timeout=timeout))
+    monkeypatch.setattr("tools.download.zips.FetchPolicy", lambda timeout: FetchPolicy(attempts=1, timeout=timeout))
     with serve_images() as site:
         told = refused("coco", f"{site.address}/{way}/x.zip", "--out", str(tmp_path / "out"))
     assert "cannot be fetched" in told

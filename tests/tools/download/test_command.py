@@ -11,9 +11,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from probemb.data.shards.samples import iterate_samples, read_index
+from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.imagesite import serve_images
+from tests.shards import iterate_samples
 from tools.download.command import main
 from tools.index_shards import main as index_shards
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from probemb.data.images import decode_image
-from probemb.data.shards.samples import iterate_samples
 from probemb.data.weblists.corpora import Row
 from tests.imagesite import picture, serve_images
+from tests.shards import iterate_samples
 from tools.download.command import Download
 from tools.download.fetch import make_fetcher
 from tools.download.plan import write_plan

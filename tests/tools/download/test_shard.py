@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from probemb.data.shards.samples import iterate_samples
 from tests.imagesite import picture
+from tests.shards import iterate_samples
 from tools.download.finish import drop_duplicates
 from tools.download.shard import GOT, STATE, NotWritten, Record, ShardPaths, ShardWriter, read_marker, read_records
 from tools.verify_shards import verify_shard

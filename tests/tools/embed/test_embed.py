@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from probemb.data.images import decode_image
-from probemb.data.scenes.scenes import scene
+from probemb.data.scenes import scene
 from probemb.data.shards.index import Shard, write_index
-from probemb.data.shards.samples import iterate_samples
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model, weights_sha256
 from probemb.search.embeddings import open_embeddings
 from tests.embedding import contents, corpus, items, options, start, whole  # noqa: F401 - fixtures
+from tests.shards import iterate_samples
 from tests.world import jpeg, run_folder, write_tar  # noqa: F401 - a fixture
 from tools.embed.command import main
 

@@ -12,10 +12,10 @@ import pytest
 
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard, read_index_file, write_index
-from probemb.data.shards.samples import iterate_samples
 from probemb.errors import UserError
 from probemb.search.embeddings import open_embeddings
 from tests.embedding import contents, corpus, items, options, start, whole  # noqa: F401 - fixtures
+from tests.shards import iterate_samples
 from tests.webserver import serve
 from tests.world import run_folder  # noqa: F401 - a fixture
 from tools.embed.command import main
@@ -267,9 +267,9 @@ def test_a_picture_that_is_not_at_hand(served):
 
 
 def test_a_server_that_trickles_a_picture_is_left(served, monkeypatch):
-    from probemb.data.remote.sources import Fetch
+    from probemb.data.remote.sources import FetchPolicy
 
-    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=0.3))
+    monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=0.3))
     with serve(served) as site:
         for trouble in "trickle", "silence", "stall":
             site.troubles["00000.tar"] = [trouble]

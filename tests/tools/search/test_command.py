@@ -159,7 +159,7 @@ def test_calibration_agrees_with_the_retrieval_stage(gallery, calibrated, tmp_pa
 
 
 def test_rivals_in_the_index_count(gallery, searcher, captioned):  # noqa: F811
-    from probemb.data.shards.samples import iterate_samples
+    from tests.shards import iterate_samples
 
     curve = calibrate(searcher, str(captioned), "index").curves[1]
     samples = list(iterate_samples(captioned))

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from waitress import wasyncore
 
-from probemb.data.remote.sources import Fetch
+from probemb.data.remote.sources import FetchPolicy
 from probemb.errors import UserError
 from tests.browser import chromium
 from tests.searching import BACKWARDS, EVIL, MARKUP, N, bomb, gallery, searcher  # noqa: F401 - fixtures
@@ -464,7 +464,7 @@ def test_pictures_of_shards_on_a_web_server(browser, elsewhere, gallery):  # noq
 
 
 def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
-    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=6))
+    monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=6))
     site, remote = elsewhere
     with serving(remote) as server, ThreadPoolExecutor(48) as pool:
         port = int(server.effective_port)
@@ -485,7 +485,7 @@ def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
 
 def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):
     """Of a server that has too many to make, and then is silent: the next search is answered all the same."""
-    monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=3))
+    monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=3))
     site, remote = elsewhere
     with serving(remote) as server, ThreadPoolExecutor(PICTURES) as pool:
         port = int(server.effective_port)
@@ -502,7 +502,7 @@ def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):
         assert "503" in browser.complaints[0]  # Chromium's own line
         assert all(one.done() for one in waiting)
 
-        monkeypatch.setattr("tools.search.pictures.HOW", Fetch(attempts=1, timeout=6))
+        monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=6))
         site.troubles["00000.tar"] = ["silence"] * 24
         browser.call("Network.clearBrowserCache")
         search_for(browser, "a blue star")
