@@ -1,6 +1,6 @@
-"""Reading images where they lie: files, or byte ranges of a tar, decoded in worker processes.
+"""Reads images from files or from byte ranges of tars, and decodes them in worker processes.
 
-What cannot be read is counted and named; above a stated share it stops the command.
+Unreadable images are counted and named; above a given share they stop the command.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from glob import glob
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.shards.index import read_index
+from probemb.data.shards.index import expand_braces, read_index
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
@@ -28,11 +27,9 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-MAX_PATTERN_FILES = 100_000
-
 
 class Place(NamedTuple):
-    """Where the bytes of one image lie; size -1 = the whole file. `name` is unique within the data."""
+    """The location of an image's bytes; size -1 = the whole file. `name` is unique within the data."""
 
     name: str
     file: str
@@ -45,9 +42,9 @@ class Images:
     """Images that have been found but not decoded.
 
     Attributes:
-        places: where each image lies.
+        places: the location of each image.
         source: the path given, for messages.
-        bad: (name, reason) of samples that were passed over while listing.
+        bad: (name, reason) of samples that were skipped while listing.
     """
 
     places: list[Place]
@@ -61,7 +58,7 @@ class Images:
         """Decode one image to RGB. Raises BadSample."""
         place = self.places[index]
         try:
-            fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would be waited for
+            fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # would block on a named pipe
         except OSError as error:
             raise BadSample(f"cannot be opened ({error.strerror})") from None
         try:
@@ -79,8 +76,8 @@ class Images:
 def find_tars(data: str | Path) -> list[Path]:
     """Tars of a folder (those of its index.json, if there is one), of a pattern with wildcards and braces, or one tar.
 
-    An evaluation reads everything in order, so it needs no index. Empty where there is none. Raises UserError where
-    some of what the braces name is there, and some is not.
+    An evaluation reads everything in order, so it needs no index. Empty if there is none. Raises UserError if only
+    some of the names that braces stand for exist.
     """
     path = Path(data)
     if path.is_dir():
@@ -89,14 +86,7 @@ def find_tars(data: str | Path) -> list[Path]:
         return sorted(path.glob("*.tar"))
     if path.is_file():
         return [path]
-    from braceexpand import UnbalancedBracesError, braceexpand
-
-    names = [str(data)]
-    if "{" in names[0]:
-        try:
-            names = list(islice(braceexpand(names[0]), MAX_PATTERN_FILES))
-        except UnbalancedBracesError as error:
-            raise UserError(f"The braces of {data} do not pair up.", "Write a range, as in {00000..00009}.") from error
+    names = expand_braces(str(data))
     found = [[name] if os.path.isfile(name) else sorted(glob(name)) for name in names]
     missing = [name for name, tars in zip(names, found) if not tars]
     if 0 < len(missing) < len(names):
@@ -114,7 +104,7 @@ def in_both(these: Images, those: Images) -> list[str]:
 
 
 def _end(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
-    """Size and digest of an image's last bytes; None where it cannot be read."""
+    """Size and digest of an image's last bytes; None if it cannot be read."""
     try:
         fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -130,7 +120,7 @@ def _end(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
 
 
 class _Decoded:
-    """Map-style data set for a DataLoader: index -> (index, pixels or the reason why there are none)."""
+    """Map-style dataset: index -> (index, pixels or None, reason if None)."""
 
     def __init__(self, images: Images, transform: Callable):
         self.images, self.transform = images, transform
@@ -158,7 +148,7 @@ def _collate(rows: list):
 
 
 class ImageBatches:
-    """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` say which those were.
+    """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` list which were read.
 
     Raises:
         UserError: while iterating, as soon as more than `max_bad` of all images cannot be used; says which `option`
@@ -211,7 +201,7 @@ class ImageBatches:
 
 
 def describe_bad(bad: Iterable[tuple[str, str]], limit: int = 10) -> str:
-    """One sentence on the images that were left out, or "" if there were none."""
+    """A sentence about the images that were left out, or ""."""
     bad = list(bad)
     if not bad:
         return ""

@@ -1,4 +1,4 @@
-"""Decoding images that nobody vouches for."""
+"""Decodes untrusted images."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
-MAX_ASPECT = 100  # resizing the short side to a model's size makes the long one so many times as long
+MAX_ASPECT = 100  # after resizing the short side to a model's size, the long side is up to this many times longer
 
 
-# Width and height as stored -> those that are needed at least, or None to decode all that there is.
+# Stored width and height -> the smallest size needed, or None for full size.
 Draft = Callable[[int, int], "tuple[int, int] | None"]
 
 
@@ -24,12 +24,12 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
     """Decoded RGB image (a `PIL.Image`, H x W pixels as stored).
 
     Only PIL's JPEG, PNG and WebP decoders are tried, and the size in the header is checked before anything is decoded.
-    Transparency is laid over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become RGB; of
-    an animation the first frame counts. An EXIF orientation is not applied: that is what PIL, webdataset and open_clip
-    do, and what published weights were trained with.
+    Transparency is composited over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become
+    RGB; only the first frame of an animation is used. The EXIF orientation is ignored, as PIL, webdataset and open_clip
+    do, and as published weights were trained.
 
-    draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as long as both sides keep at least so many pixels;
-    several times faster for large photographs, and to the last bit the same where nothing is reduced. Raises BadSample.
+    draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which is
+    several times faster for large photographs; images that are not reduced stay bit-identical. Raises BadSample.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Random numbers of a sample: seeded for it alone, with the global states left as they were."""
+"""Random numbers seeded per sample, without changing the global random states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def isolated_randomness() -> Iterator[None]:
-    """Leaves the global random states of torch (CPU), numpy and Python as they were before."""
+    """Restores the global random states of torch (CPU), numpy and Python on exit."""
     states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Worker processes that read for a DataLoader; none of what goes wrong with them is waited for in vain."""
+"""Worker processes of a DataLoader; their failures surface instead of hanging."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_LONGEST = 71  # bytes of a folder in which a socket's whole path, /pymp-xxxxxxxx/listener-xxxxxxxx with it, fits
+_LONGEST = 71  # bytes of a folder that leave room for a socket's /pymp-xxxxxxxx/listener-xxxxxxxx
 
 
 def make_loader(dataset, workers: int, **options) -> DataLoader:
-    """A DataLoader with so many processes; `options` are DataLoader's own. Begin it as `read` does.
+    """A DataLoader with so many processes; `options` are DataLoader's own. Iterate over it with `read`.
 
-    Raises UserError: the processes could not hand anything over.
+    Raises UserError: the processes could not exchange data.
     """
     from torch.utils.data import DataLoader
 
@@ -34,7 +34,7 @@ def make_loader(dataset, workers: int, **options) -> DataLoader:
 
 
 def read(loader: DataLoader) -> Iterator:
-    """All batches, once; ends the workers however it is left, and with the interpreter. Raises UserError."""
+    """All batches, once; the workers end with the iteration, however it ends. Raises UserError."""
     with starting_workers():
         batches = iter(loader)
     end = Finalize(None, _end, args=(batches,), exitpriority=10)  # before multiprocessing waits for its children
@@ -47,7 +47,7 @@ def read(loader: DataLoader) -> Iterator:
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """Workers are started herein: a signal that comes before a new one ignores it would end it, so it waits."""
+    """Start workers in this block: signals wait, because they would kill a worker that does not ignore them yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -57,11 +57,11 @@ def starting_workers() -> Iterator[None]:
 
 @contextmanager
 def naming_ended_workers(workers: int) -> Iterator[None]:
-    """Raises UserError in place of what a DataLoader with so many workers raises when one of them has ended."""
+    """Turns the errors of a DataLoader whose worker died into a UserError."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
-        if not workers or "Caught " in str(error):  # raised by what is read
+        if not workers or "Caught " in str(error):  # raised by the dataset
             raise
         raise _ended("in the middle of a batch") from error
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def naming_ended_workers(workers: int) -> Iterator[None]:
 
 
 def ended_worker(error: RuntimeError) -> UserError | None:
-    """What to say if PyTorch tells by this error, which its signal handler may raise anywhere, that a worker ended."""
+    """The UserError for PyTorch's report of a dead worker, which its signal handler may raise anywhere; else None."""
     said = " ".join(str(error).split())
     return _ended(said[:200].rstrip(".")) if said.startswith("DataLoader worker (pid") else None
 
@@ -85,7 +85,7 @@ def _ended(how: str) -> UserError:
 
 
 def shorten_sockets() -> None:
-    """Let the sockets between processes lie in a short folder if TMPDIR's name is too long for them.
+    """Put the sockets between processes into a short folder if TMPDIR's name is too long for them.
 
     A socket's path has at most 107 bytes (103 on macOS). Python 3.14 does the same by itself. Raises UserError.
     """
@@ -109,7 +109,7 @@ def shorten_sockets() -> None:
 
 
 def _begin(_: int) -> None:
-    # Ctrl-C and a scheduler's warnings reach the whole process group; the parent decides what happens then.
+    # Ctrl-C and a scheduler's warnings reach the whole process group; the parent handles them.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -117,13 +117,13 @@ def _begin(_: int) -> None:
 
 
 def _end(batches: Iterator) -> None:
-    # PyTorch does this when the last reference goes, but the traceback of an error may hold one for ever.
+    # PyTorch does this with the last reference, which the traceback of an error may keep alive.
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
 
 
 def _end_worker(error: BaseException, _batch: object) -> None:
-    """A batch that cannot be handed over would otherwise be dropped, and waited for for ever."""
+    """A batch that cannot be sent would otherwise be dropped, and the parent would wait forever."""
     os.write(2, f"A data worker cannot hand over a batch: {type(error).__name__}: {error}\n".encode())
     os._exit(1)

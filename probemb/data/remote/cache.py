@@ -5,8 +5,8 @@
                 exclusive lock. Renamed when it is complete. Without a lock it was left by a killed process
     lock        held exclusively while room is made
 
-The locks are flock's, which the kernel releases with the process. The least recently opened shard is removed first, never
-one that is being read.
+The locks are flock's, which the kernel releases with the process. The least recently opened shard is removed first,
+never one that is being read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ShardCache:
             ) from None
 
     def open(self, remote: Remote, size: int, wait: bool = True) -> BinaryIO:
-        """The shard, `size` bytes, open for reading and fetched first if needed; it stays in the cache while it is open.
+        """The shard (`size` bytes), open for reading; fetched first if needed, and kept in the cache while it is open.
 
         `wait`: while there is no room, wait for other fetches to end, since their shards can then be removed.
         Raises BadShard: it cannot be fetched; CacheFull.

@@ -1,7 +1,7 @@
-"""Which shards a corpus has: reading `index.json` and selecting from it.
+"""The index of a corpus, `index.json`: reading it, selecting shards from it, writing it.
 
 A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name", "samples", "bytes"}]}`, written by
-`python -m tools.index_shards FOLDER`. The folder may be on a web server or in an object store (see `sources.py`).
+`python -m tools.index_shards FOLDER`. The folder may be remote (see `probemb/data/remote/sources.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 256 << 20
 MAX_PATTERN_FILES = 100_000
 _TAR_WORD = re.compile(r"[^\s/'\"=:|<>;]+\.tar(?![\w.])")  # the file name of a tar, inside a command
-_NOWHERE = Remote("pipe:false")  # no name in an index becomes a part of a command
+_NOWHERE = Remote("pipe:false")  # names from an index never become part of a command
 _EMBEDDED = "make the embedded data with `python -m tools.make_scenes data/scenes`"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar of a corpus: its name in the index, where it lies, how many samples and bytes it holds.
-
-    A `Path` is always a file here; what is fetched or run is a `Remote`.
-    """
+    """One tar of a corpus: its name in the index, its path or address, its number of samples and bytes."""
 
     name: str
     path: Path | Remote
@@ -46,7 +43,7 @@ class Shard:
 def read_index(
     source: str | os.PathLike | Sequence[str | os.PathLike], policy: FetchPolicy = DEFAULT_POLICY
 ) -> list[Shard]:
-    """Shards of a corpus in the order of its index; several sources are put one after another.
+    """Shards of a corpus in the order of its index; several sources are concatenated.
 
     A source is a folder that holds `index.json`, the path of such a file, one tar, or a pattern of tars in an indexed
     folder (`data/cc3m/{00000..00331}.tar`, `data/cc3m/0*.tar`), which then selects a part of the index. All these may
@@ -55,7 +52,7 @@ def read_index(
     (`pipe:ssh host cat cc3m/{00000..00331}.tar`), and prints the index when index.json stands in the tar's place.
 
     Raises UserError: path missing, no tar or no index there, index malformed or empty, a file of the index missing
-    or of another size than the index says. Whether remote shards are there is found out when they are fetched.
+    or of another size than the index says. Remote shards are checked when they are fetched.
     """
     if isinstance(source, (str, os.PathLike)):
         source = [source]
@@ -70,7 +67,7 @@ def read_index(
 
 
 def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
-    """Write `folder/index.json`, which is replaced as a whole or not at all. Returns its path. Raises OSError."""
+    """Write `folder/index.json`, atomically. Returns its path. Raises OSError."""
     path = Path(folder) / INDEX_NAME
     rows = [{"name": shard.name, "samples": shard.samples, "bytes": shard.bytes} for shard in shards]
     # One shard a line, so that people can read it and tools can compare it.
@@ -93,8 +90,8 @@ def _read_source(given: str | os.PathLike, policy: FetchPolicy) -> list[Shard]:
 
 
 def _read_pattern(pattern: str) -> list[Shard]:
-    """The part of one or more indexed folders whose shards a path with braces and wildcards names."""
-    names = _expand(pattern)
+    """The shards of indexed folders that a path with braces and wildcards selects."""
+    names = expand_braces(pattern)
     indexes: dict[Path, dict[str, Shard]] = {}
     chosen: dict[Path, Shard] = {}
     for name in map(Path, names):
@@ -112,7 +109,7 @@ def _read_pattern(pattern: str) -> list[Shard]:
 
 
 def _choose(index: dict[str, Shard], name: str, label: str, command: str) -> list[Shard]:
-    """The shards of an index that a name, perhaps with wildcards, stands for."""
+    """The shards of an index that match a name, possibly with wildcards."""
     if name in index:
         return [index[name]]
     wild = any(mark in name for mark in "*?[")
@@ -125,10 +122,10 @@ def _choose(index: dict[str, Shard], name: str, label: str, command: str) -> lis
 
 
 def _read_remote(source: str, policy: FetchPolicy) -> list[Shard]:
-    """The shards of one or more folders on a server that an address, with braces and wildcards, names."""
+    """The shards of folders on a server that an address with braces and wildcards selects."""
     indexes: dict[str, dict[str, Shard]] = {}
     chosen: dict[Remote, Shard] = {}
-    for address in _expand(source):
+    for address in expand_braces(source):
         whole, query = Remote(address).split()
         folder, _, name = whole.rpartition("/")
         if "/" not in whole.partition("://")[2]:  # a host alone
@@ -146,10 +143,10 @@ def _read_remote(source: str, policy: FetchPolicy) -> list[Shard]:
 
 
 def _read_commands(source: str, policy: FetchPolicy) -> list[Shard]:
-    """The shards that commands print. An index only adds sizes to names that stand in the commands themselves."""
+    """The shards that commands print. The index only adds sizes to the names in the commands."""
     indexes: dict[str, dict[str, Shard]] = {}
     shards = []
-    for command in _expand(source):
+    for command in expand_braces(source):
         names = [*_TAR_WORD.finditer(command)]
         if len(names) != 1:
             raise UserError(
@@ -179,7 +176,8 @@ def _fetch_index(remote: Remote, beside: Callable[[str], Remote], policy: FetchP
     return _parse_index(content, str(remote), beside, remedy)
 
 
-def _expand(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
+    """Expand {00000..00331} and {a,b} as a shell does. Raises UserError: unbalanced, or too many names."""
     names = list(itertools.islice(_expand_braces(pattern), MAX_PATTERN_FILES + 1))
     if len(names) > MAX_PATTERN_FILES:
         raise UserError(
@@ -189,8 +187,8 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
-    """{00000..00331} and {a,b} as in a shell, one at a time, so that an absurd range costs nothing."""
-    command = pattern.startswith("pipe:")  # a shell has other uses for braces too
+    """One name at a time, so that an absurd range costs nothing."""
+    command = pattern.startswith("pipe:")  # in which braces have other uses, too
     braces = re.search(r"(?<!\$)\{([^{}\s]*(?:\.\.|,)[^{}\s]*)\}" if command else r"\{([^{}]*)\}", pattern)
     if braces is None:
         if not command and ("{" in pattern or "}" in pattern):
@@ -211,7 +209,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
 
 
 def _shown(source: str) -> str:
-    """What was typed, without the secrets of an address."""
+    """The source as typed, without the secrets of an address."""
     return str(Remote(source)) if is_remote(source) else source
 
 
@@ -220,9 +218,9 @@ def _index_command(folder: Path) -> str:
 
 
 def read_index_file(folder: Path) -> list[Shard]:
-    """All shards with at least one sample that `folder/index.json` lists; the files themselves are not looked at."""
+    """All shards with at least one sample in `folder/index.json`; the files themselves are not checked."""
     path = folder / INDEX_NAME
-    rebuild = f"Write it anew with `{_index_command(folder)}`."
+    rebuild = f"Rebuild it with `{_index_command(folder)}`."
     if not path.is_file():
         if any(folder.glob("*.tar")):
             raise UserError(
@@ -238,7 +236,7 @@ def read_index_file(folder: Path) -> list[Shard]:
 
 
 def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remote], rebuild: str) -> list[Shard]:
-    """`beside` gives the place of a name that has been found to be a mere name; it may raise ValueError."""
+    """`beside` gives the path or address of a file name; it may raise ValueError."""
     try:
         if len(content) > MAX_INDEX_BYTES:
             raise ValueError("too large")

@@ -1,4 +1,4 @@
-"""Remote shards, brought into the cache in the background while the ones before them are read."""
+"""Prefetches remote shards into the cache while earlier ones are being read."""
 
 import queue
 import threading
@@ -10,11 +10,11 @@ from probemb.data.remote.cache import ShardCache
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
 
-_FRESH_SECONDS = 60.0  # how long the result of a fetch counts
+_FRESH_SECONDS = 60.0  # how long the result of a fetch is valid
 
 
 class _Request:
-    """A fetch in the background: when it ended, and what it brought or why it failed."""
+    """A background fetch: its end, its file or its error."""
 
     def __init__(self, keep: bool):
         self.ended = threading.Event()
@@ -25,10 +25,9 @@ class _Request:
 
 
 class Prefetcher:
-    """Threads that bring shards into the cache before they are needed; started with the first request.
+    """Threads that fetch shards into the cache before they are needed; started with the first request.
 
-    They are daemons, so that a long fetch does not hold up the end of the program: what it leaves is a file without a
-    lock, and the cache takes it for what it is.
+    They are daemons, so that a long fetch does not delay the end of the program; the cache removes what it leaves.
     """
 
     def __init__(self, cache: ShardCache, threads: int = 4):
@@ -39,7 +38,7 @@ class Prefetcher:
         self._closed = False
 
     def request(self, shard: Shard, keep: bool = False) -> None:
-        """Fetch it when its turn comes; a request that is known already, or has just failed, is not repeated.
+        """Queue a fetch, unless the shard is already requested or has just failed.
 
         `keep`: hold it in the cache until it is taken.
         """
@@ -53,19 +52,19 @@ class Prefetcher:
             threading.Thread(target=self._work, daemon=True, name=f"fetch-{self._running}").start()
 
     def wait(self, shard: Shard) -> None:
-        """Until a request for this shard has ended. Raises BadShard if it has just failed."""
+        """Wait until the request for this shard has ended. Raises BadShard if it has just failed."""
         request = self._requests.pop(shard.path, None)
         if request is None:
             return
         request.ended.wait()
-        # Of other errors, as a lack of room, whoever needs the shard finds out by trying again.
+        # Other errors, such as a full disk, show up when the caller opens the shard itself.
         if isinstance(request.error, BadShard) and time.monotonic() - request.at < _FRESH_SECONDS:
             raise BadShard(str(request.error))
 
     def take(self, shard: Shard, seconds: float) -> BinaryIO | None:
-        """A shard that was requested with `keep`, open; None if it is not here after so many seconds.
+        """A shard that was requested with `keep`, open; None if it has not arrived after so many seconds.
 
-        Raises what its fetch has raised: BadShard, UserError or OSError.
+        Raises the error of its fetch: BadShard, UserError or OSError.
         """
         request = self._requests[shard.path]
         if not request.ended.wait(seconds):
@@ -76,7 +75,7 @@ class Prefetcher:
         return request.file
 
     def close(self) -> None:
-        """Start no other fetch."""
+        """Start no further fetch."""
         self._closed = True
         for _ in range(self._running):
             self._queue.put(None)
@@ -90,7 +89,7 @@ class Prefetcher:
                     request.file = file
                 else:
                     file.close()
-            except Exception as error:  # or nobody would answer the requests that this thread would have got
+            except Exception as error:  # the thread must survive to serve later requests
                 request.error = error
             finally:
                 request.at = time.monotonic()

@@ -1,7 +1,7 @@
-"""Where the members of a tar lie, read from its 512-byte headers alone (POSIX ustar, pax and GNU long names).
+"""Offsets and sizes of a tar's members, read from its headers alone (POSIX ustar, pax and GNU long names).
 
-Python's tarfile is not used because it keeps all members in memory, takes a tar that was cut between two members for a
-whole one, and lets a header state a size beyond the end of the file. Here every number is checked before it is used.
+Python's tarfile keeps all members in memory, accepts a tar that was cut between two members, and lets a header state a
+size beyond the end of the file. Here every number is checked before it is used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Member(NamedTuple):
 
 
 def walk_tar(file: str | os.PathLike | io.IOBase) -> Iterator[Member]:
-    """Regular files of an uncompressed tar, in their order. `file` is a path, or an open file, whose position stays.
+    """Regular files of an uncompressed tar, in order. `file` is a path or an open file, whose position is unchanged.
 
-    Folders, links and devices are passed over. Raises BadShard: not a tar, damaged or cut off (also when cut between
+    Folders, links and devices are skipped. Raises BadShard: not a tar, damaged or cut off (also when cut between
     two members: the end marker must be there), sparse or unknown member types.
     """
     if isinstance(file, (str, os.PathLike)):
@@ -49,8 +49,8 @@ def walk_tar(file: str | os.PathLike | io.IOBase) -> Iterator[Member]:
 def _walk(fd: int, label: str) -> Iterator[Member]:
     end = os.fstat(fd).st_size
     offset = 0
-    everywhere: dict[str, str] = {}  # pax records that hold from here on
-    following: dict[str, str] = {}  # ... that hold for the next member
+    everywhere: dict[str, str] = {}  # pax records for all members from here on
+    following: dict[str, str] = {}  # ... for the next member
     while True:
         header = os.pread(fd, BLOCK, offset)
         if len(header) < BLOCK:

@@ -1,11 +1,11 @@
-"""The lists in which web corpora are published: rows of an image's address and its caption.
+"""Published lists of web corpora: rows of an image's address and its caption.
 
     cc3m      caption TAB address, no header
     cc12m     address TAB caption, no header
     redcaps   one JSON a subreddit and year: {"annotations": [{"url", "caption", "image_id", "subreddit", …}]}
 
-Any of them may be gzipped. Lists are text of unknown origin: lines and files are bounded, and only http(s) addresses
-are let through (a fetcher would read `file:///etc/passwd` as gladly).
+Any of them may be gzipped. Lists are untrusted text: lines and files are bounded, and only http(s) addresses are
+accepted (not `file:///etc/passwd`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from probemb.errors import UserError
 MAX_LINE_BYTES = 1 << 20
 MAX_JSON_BYTES = 4 << 30
 MAX_URL_CHARS = 4096
-LOOKED_AT = 200  # lines from which a list of the wrong format is recognised
+INSPECTED_LINES = 200  # from which a list of the wrong format is recognised
 
 NO_CAPTION, NO_ADDRESS, NO_ROW, NOT_UTF8 = "no caption", "no http address", "malformed row", "not UTF-8"
-_KEPT = ("image_id", "subreddit", "score", "created_utc")  # of RedCaps; authors and links to them are left behind
+_KEPT = ("image_id", "subreddit", "score", "created_utc")  # of RedCaps; authors and links to them are dropped
 
 
 @dataclass(frozen=True)
 class Row:
-    """An image to fetch: its address, its caption, and what else the corpus says of it."""
+    """An image to fetch: its address, its caption, and further metadata."""
 
     url: str
     caption: str
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that cannot be used: where it stands, and one of NO_CAPTION, NO_ADDRESS, NO_ROW, NOT_UTF8."""
+    """An unusable row: its position, and one of NO_CAPTION, NO_ADDRESS, NO_ROW, NOT_UTF8."""
 
     where: str
     why: str
@@ -104,7 +104,7 @@ def read_list(
 
     Args:
         corpus: a key of CORPORA.
-        advance: told how many bytes of the file were read.
+        advance: called with the number of bytes read.
         clean: captions go through `clean_caption`; otherwise they are only stripped.
 
     Raises:
@@ -113,7 +113,7 @@ def read_list(
     caption_of = clean_caption if clean else str.strip
     try:
         with open(path, "rb") as raw:
-            read = _Counted(raw, advance)
+            read = io.BufferedReader(_ProgressReader(raw, advance), 1 << 20)
             file = gzip.GzipFile(fileobj=read) if _is_gzip(raw) else read
             rows = _json_rows(file, path) if corpus == "redcaps" else _table_rows(CORPORA[corpus], file, path)
             for row in rows:
@@ -156,7 +156,7 @@ def _table_rows(corpus: Corpus, file: BinaryIO, path: Path) -> Iterator[tuple | 
     lines = _lines(file, path)
     for line in lines:
         head.append(line)
-        if len(head) == LOOKED_AT:
+        if len(head) == INSPECTED_LINES:
             break
     _check_format(corpus, [line for _, line in head], path)
     url, caption = corpus.columns.index("url"), corpus.columns.index("caption")
@@ -175,7 +175,7 @@ def _table_rows(corpus: Corpus, file: BinaryIO, path: Path) -> Iterator[tuple | 
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines without their ends; blank ones are passed over."""
+    """Numbered lines without line ends; blank lines are skipped."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES):
         number += 1
@@ -187,7 +187,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_format(corpus: Corpus, head: list[bytes], path: Path) -> None:
-    """Recognise by the first lines a list that is empty or of another format."""
+    """Refuse a list that is empty or of another format, judged by its first lines."""
     form = " TAB ".join("address" if name == "url" else name for name in corpus.columns)
     if not head:
         raise UserError(f"The list {path} is empty.", f"Name the published list of {corpus.title} ({form} lines).")
@@ -250,14 +250,9 @@ def _is_gzip(file: BinaryIO) -> bool:
     return start == b"\x1f\x8b"
 
 
-class _Counted(io.BufferedReader):
-    """A file that tells how many bytes of it were read."""
+class _ProgressReader(io.RawIOBase):
+    """A file that reports how many bytes of it were read."""
 
-    def __init__(self, raw: BinaryIO, advance: Advance):
-        super().__init__(_Told(raw, advance), 1 << 20)
-
-
-class _Told(io.RawIOBase):
     def __init__(self, raw: BinaryIO, advance: Advance):
         self._raw, self._advance = raw, advance
 

@@ -1,4 +1,4 @@
-"""Captions of web corpora as the text towers should see them: no markup, and words in place of anonymised names."""
+"""Cleans captions of web corpora: removes markup, and replaces anonymised names by words."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 
 from probemb.data.shards.samples import MAX_CAPTION_CHARS
 
-PERSON = "person"  # the word that CC3M's own captions use where a name stood
+PERSON = "person"  # the word that CC3M uses for a name
 
 _ANONYMOUS = re.compile(r"<\s*(?:person|usr|user)\s*>|\[\s*(?:PERSON|USR)\s*\]", re.IGNORECASE)
 _HIDDEN = re.compile(r"<(script|style)\b[^<>]*>.{0,2000}?</\1\s*>|<!--.{0,2000}?-->", re.IGNORECASE | re.DOTALL)
 _TAG = re.compile(r"</?[a-z][^<>]{0,1000}>|<[!?|][^<>]{0,1000}>", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x20\x7f-\xa0\u1680\u2000-\u200b\u2028-\u202f\u205f-\u2069\u3000\ufeff\ud800-\udfff]+")
 _PASSES = 10
-_LONGEST = 4 * MAX_CAPTION_CHARS  # beyond that nothing is looked at
+_LONGEST = 4 * MAX_CAPTION_CHARS  # the rest is ignored
 
 
 def clean_caption(text: str) -> str:
@@ -36,7 +36,7 @@ def clean_caption(text: str) -> str:
         text = _TAG.sub(" ", _HIDDEN.sub(" ", text))
         if text == before:
             break
-    else:  # made to outlast us
+    else:  # maliciously nested
         text = text.replace("<", " ").replace("&", " ")
     return _tidy(text)[:MAX_CAPTION_CHARS].strip()
 
