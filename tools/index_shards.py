@@ -3,13 +3,13 @@
     python -m tools.index_shards data/cc3m
 
 Walks the headers of every .tar in the folder, counts the samples (keys with an image and a caption or class index),
-and writes `{"shards": [{"name", "samples", "bytes"}]}` beside them, from which training knows every position without
+and writes `{"shards": [{"name", "samples", "bytes"}]}` beside them, which gives training every position without
 opening a shard. Nothing is decoded. A tar that cannot be read stops the command before anything is written.
 
     python -m tools.index_shards --verify data/cc3m --report damage.json
 
-Reads and decodes everything as training does, and prints what is damaged: exit code 0 if nothing is, else 1. The index
-is compared with the shards and stays as it is; with --write-index it is written anew from the shards that can be read.
+Reads and decodes everything as training does, and prints the damage: exit code 0 if there is none, else 1. The index is
+compared with the shards but not changed; --write-index rebuilds it from the readable shards.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
+from probemb.cli.progress import progress
 from probemb.data.failures import BadShard
 from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.samples import list_samples
@@ -31,7 +32,7 @@ from probemb.pools import process_pool
 
 @dataclass(frozen=True)
 class Walked:
-    """One tar: its index row, how many groups of files in it are no samples, or why it cannot be read."""
+    """One tar: its index row, the number of groups of files that are not samples, or why it cannot be read."""
 
     shard: Shard
     skipped: int
@@ -59,17 +60,20 @@ def find_shards(folder: Path) -> list[Path]:
 
 def walk_folder(folder: Path, workers: int) -> list[Walked]:
     """All tars of the folder in the order of their names, walked by `workers` processes, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import track
-
     paths = find_shards(folder)
-    with process_pool(min(workers, len(paths)), "--workers") as pool:
-        done = pool.map(walk_shard, paths)
-        return list(track(done, "Walking shards", total=len(paths), console=Console(stderr=True)))
+    walked = []
+    with (
+        progress("Walking shards", len(paths)) as advance,
+        process_pool(min(workers, len(paths)), "--workers") as pool,
+    ):
+        for one in pool.map(walk_shard, paths):
+            walked.append(one)
+            advance(1)
+    return walked
 
 
 def print_table(walked: Sequence[Walked], left_out: int) -> None:
-    """How much there is, as a short table."""
+    """Print totals as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -96,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: %(default)s)"
     )
-    parser.add_argument("--verify", action="store_true", help="decode everything and say what is damaged")
+    parser.add_argument("--verify", action="store_true", help="decode everything and report damage")
     parser.add_argument("--report", type=Path, metavar="FILE", help="with --verify: write all damage as JSON")
     parser.add_argument("--labelled", action="store_true", help="with --verify: KEY.cls is enough, without a caption")
     parser.add_argument("--write-index", action="store_true", help="with --verify: write index.json, too")
@@ -114,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Decode everything; 1 if something is damaged, else 0."""
+    """Decode everything; returns 1 if something is damaged, else 0."""
     from tools.verify_shards import print_damage, read_rows, verify_folder, write_report
 
     paths = find_shards(options.folder)
@@ -132,7 +136,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def make_index(folder: Path, workers: int, skip_damaged: bool) -> None:
-    """Walk the shards, write the index, say how much there is. Raises UserError."""
+    """Walk the shards, write the index, print totals. Raises UserError."""
     walked = walk_folder(folder, workers)
     whole = [one for one in walked if one.damage is None]
     damaged = [one for one in walked if one.damage is not None]

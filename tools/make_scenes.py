@@ -19,10 +19,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
+from probemb.cli.progress import progress
 from probemb.data.shards.index import Shard, read_index, write_index
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
@@ -34,7 +35,7 @@ JPEG_QUALITY = 90
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be made: images of each part, their side in pixels, the seed, images a shard, captions an image."""
+    """Images of each part, their side in pixels, the seed, images per shard, captions per image."""
 
     train: int = 20_000
     val: int = 1_000
@@ -62,7 +63,7 @@ class ShardTask:
 
 
 def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
-    """Members of sample `index` of a part, by extension; a pure function of its arguments."""
+    """Members of sample `index` of a part, by extension; a pure function of the arguments."""
     from probemb.data import scenes
 
     seed = f"{plan.seed} {part}"  # parts never share a scene's random state
@@ -80,7 +81,7 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
 
 
 def write_shard(task: ShardTask) -> Shard:
-    """Write one tar whose bytes depend on nothing but the task."""
+    """Write one tar; its bytes depend only on the task."""
     with open(task.path, "wb") as file, tar_writer(file) as tar:
         for index in range(task.first, task.first + task.count):
             tar.write({"__key__": f"{index:08d}", **sample_files(task.plan, task.part, index)})
@@ -103,21 +104,17 @@ def plan_shards(plan: Plan, folder: Path) -> list[ShardTask]:
 
 
 def write_set(plan: Plan, folder: Path, workers: int) -> None:
-    """Write the whole set into an existing, empty folder, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """Write the whole set into an existing, empty folder, with progress."""
     from probemb.data.scenes import class_names
 
     tasks = plan_shards(plan, folder)
     for part in plan.parts():
         (folder / part).mkdir()
-    with Progress(console=Console(stderr=True)) as bar:
-        progress = bar.add_task("Drawing scenes", total=sum(plan.parts().values()))
-        written: dict[Path, Shard] = {}
+    written: dict[Path, Shard] = {}
+    with progress("Drawing scenes", sum(plan.parts().values())) as advance:
         for shard in _write_all(tasks, workers):
             written[shard.path] = shard
-            bar.advance(progress, shard.samples)
+            advance(shard.samples)
     for part in plan.parts():
         write_index(folder / part, [written[task.path] for task in tasks if task.part == part])
     if plan.classes_images:
@@ -135,7 +132,7 @@ def _write_all(tasks: list[ShardTask], workers: int) -> Iterator[Shard]:
 
 
 def describe(plan: Plan) -> dict:
-    """The arguments and a fingerprint of what they lead to, so that a set drawn by another version is recognised."""
+    """The arguments, and a fingerprint of some samples, by which a set of another version is recognised."""
     digest = hashlib.sha256()
     for part in plan.parts():
         for index in range(8):
@@ -145,7 +142,7 @@ def describe(plan: Plan) -> dict:
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
-    """Whether the folder is a complete set of the same arguments, every shard with the size that its index states."""
+    """Whether the folder is a complete set of the same arguments, with shards of the sizes in its indexes."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -183,32 +180,34 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
     return True
 
 
+OPTIONS = {  # least value and help
+    "train": (0, "training images"),
+    "val": (0, "validation images"),
+    "classes_images": (0, "images for zero-shot classification"),
+    "size": (16, "side of an image in pixels"),
+    "seed": (None, "number of the world"),
+    "shard_size": (1, "samples per shard"),
+    "captions": (1, "captions per image"),
+    "workers": (1, "processes"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    default = Plan()
     parser = Parser(prog="python -m tools.make_scenes", description="Write the embedded world as webdataset shards.")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    helps = {
-        "train": "training images",
-        "val": "validation images",
-        "classes_images": "images for zero-shot classification",
-        "size": "side of an image in pixels",
-        "seed": "number of the world",
-        "shard_size": "samples a shard",
-        "captions": "captions an image",
-    }
-    for name, text in helps.items():
-        value = getattr(default, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"{text} (default: {value})")
-    parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
+    for name, (_, text) in OPTIONS.items():
+        default = getattr(Plan, name, 2)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} (default: {default})"
+        )
     options = parser.parse_args(argv)
-    least = {"train": 0, "val": 0, "classes_images": 0, "size": 16, "shard_size": 1, "captions": 1, "workers": 1}
-    for name, value in least.items():
-        if getattr(options, name) < value:
-            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise UserError(f"{option} is too small.", f"Give at least {value}.")
+    for name, (least, _) in OPTIONS.items():
+        value = getattr(options, name)
+        if least is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value} is too small.", f"Give at least {least}.")
     if options.size > 1024:
         raise UserError(f"--size {options.size} is too large.", "Give at most 1024 pixels.")
-    plan = Plan(**{name: getattr(options, name) for name in helps})
+    plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
     if not plan.parts():
         raise UserError("No images were asked for.", "Give --train, --val or --classes-images a number above 0.")
     fresh = make(plan, options.out, options.workers)

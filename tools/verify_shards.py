@@ -1,4 +1,4 @@
-"""What is damaged in a folder of shards, found by doing to every sample what training does: the work of --verify."""
+"""Finds damaged samples in a folder of shards by decoding everything as training does (--verify)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from probemb.cli.progress import progress
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.shards.samples import list_samples, parse_sample, read_sample
@@ -20,9 +21,9 @@ _SHOWN = 20
 
 @dataclass
 class Verified:
-    """One shard: `indexed` samples its index says, `samples` it holds, what is wrong with it and with which samples.
+    """Findings about one shard: samples in its index and in the tar, damage of the shard and of samples.
 
-    `skipped` counts groups of files that are no sample, as a KEY.jpg without a caption; training never sees them.
+    `skipped` counts groups of files that are not samples, such as a KEY.jpg without a caption; training ignores them.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Verified:
 
 
 def verify_shard(path: Path, row: tuple[int, int] | None, need_caption: bool = True) -> Verified:
-    """Read, parse and decode every sample of a tar; `row` has the samples and bytes that its index says."""
+    """Read, parse and decode every sample of a tar; `row`: its samples and bytes according to the index."""
     result = Verified(path.name, row[0] if row else None)
     try:
         if row and path.stat().st_size != row[1]:
@@ -78,37 +79,26 @@ def _plain(text: str) -> str:
 
 
 def verify_folder(paths: Sequence[Path], index: dict[str, tuple[int, int]] | None, workers: int, labelled: bool):
-    """All shards, sorted by name, verified by `workers` processes; with a progress bar and the time that is left."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    """Verify all shards in `workers` processes, with progress; results sorted by name."""
     index = index or {}
-    columns = (
-        TextColumn("Verifying shards"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[found]} damaged samples"),
-        TimeRemainingColumn(),
-    )
     results = [
         Verified(name, samples, damage=["is not there"])
         for name, (samples, _) in index.items()
         if name not in {path.name for path in paths}
     ]
     with (
-        Progress(*columns, console=Console(stderr=True)) as bar,
+        progress("Verifying shards", len(paths)) as advance,
         process_pool(min(workers, len(paths)), "--workers") as pool,
     ):
-        task = bar.add_task("", total=len(paths), found=0)
         jobs = [pool.submit(verify_shard, path, index.get(path.name), not labelled) for path in paths]
         for job in as_completed(jobs):
             results.append(job.result())
-            bar.update(task, advance=1, found=sum(one.bad for one in results))
+            advance(1)
     return sorted(results, key=lambda one: one.name)
 
 
 def print_damage(results: Sequence[Verified]) -> None:
-    """The damaged shards, those that lose most first, with what is wrong."""
+    """Print the damaged shards and their damage, the largest losses first."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -143,7 +133,7 @@ def _reasons(one: Verified) -> Iterator[str]:
 
 
 def write_report(path: Path, folder: Path, results: Sequence[Verified]) -> None:
-    """All of it as JSON. Raises UserError if the file cannot be written."""
+    """Write the findings as JSON. Raises UserError if the file cannot be written."""
     from probemb.files import replace_text
 
     report = {
@@ -160,7 +150,7 @@ def write_report(path: Path, folder: Path, results: Sequence[Verified]) -> None:
 
 
 def read_rows(folder: Path) -> dict[str, tuple[int, int]] | None:
-    """Samples and bytes by name of the shard, as index.json says; None without one. The shards are not looked at."""
+    """Samples and bytes by name of the shard according to index.json; None without one. The shards are not checked."""
     from probemb.data.shards.index import INDEX_NAME, read_index_file
 
     if not (folder / INDEX_NAME).exists():
