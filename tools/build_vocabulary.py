@@ -79,15 +79,9 @@ def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
 
 def read_captions(shard: Path) -> list[str]:
     """All captions of a tar that can be read. Raises UserError if the tar itself cannot."""
-    from probemb.data.shards.samples import (
-        TEXT_EXTENSIONS,
-        BadSample,
-        BadShard,
-        group_members,
-        parse_sample,
-        read_sample,
-        walk_tar,
-    )
+    from probemb.data.failures import BadSample, BadShard
+    from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sample, read_sample
+    from probemb.data.shards.tar import walk_tar
 
     captions: list[str] = []
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.data.shards.samples import BadSample
+from probemb.data.failures import BadSample
 from probemb.evaluation.rankings import TITLES
 from probemb.files import replace_text
 from probemb.reports.charts import (

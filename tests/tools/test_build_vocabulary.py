@@ -2,7 +2,7 @@
 
 import pytest
 
-from probemb.data.scenes.scenes import draw_captions, scene
+from probemb.data.scenes import draw_captions, scene
 from probemb.data.words import count_words, frequent_words, read_vocabulary
 from probemb.errors import UserError
 from tools.build_vocabulary import main

@@ -12,7 +12,7 @@ import torch
 from probemb import Gaussian, metrics
 from probemb.data.captions.find import Captioned, find_captioned
 from probemb.data.labelled.coco_objects import read_objects
-from probemb.data.scenes.scenes import matches
+from probemb.data.scenes import matches
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings, refuse_too_many_exact_pairs
@@ -155,7 +155,7 @@ def test_a_point_model_has_no_uncertainty_to_tell_of(captioned, tmp_path, capsys
 
 
 def test_markup_in_captions_and_unreadable_images(run_folder, tmp_path, capsys):
-    from probemb.data.scenes.scenes import scene
+    from probemb.data.scenes import scene
 
     members = []
     for i in range(10):
@@ -179,7 +179,7 @@ def test_markup_in_captions_and_unreadable_images(run_folder, tmp_path, capsys):
 
 
 def test_plausible_matches_by_an_instances_file(run_folder, tmp_path):
-    from probemb.data.scenes.scenes import scene
+    from probemb.data.scenes import scene
 
     members = [(f"{i}.jpg", jpeg(scene("p", i))) for i in range(6)]
     members += [(f"{i}.json", json.dumps({"captions": ["a", f"b {i}"], "image_id": i}).encode()) for i in range(6)]

@@ -16,20 +16,19 @@ from probemb.data.captions.dataset import (
     resolve_split,
     split_name,
 )
+from probemb.data.failures import BadSample, BadShard
 from probemb.data.image_loader import Images, Place, find_tars
 from probemb.data.labelled.images import CLASS_FILES
 from probemb.data.shards.samples import (
     IMAGE_EXTENSIONS,
     TEXT_EXTENSIONS,
-    BadSample,
-    BadShard,
     Sample,
     SampleSpan,
     group_members,
     parse_sample,
     read_sample,
-    walk_tar,
 )
+from probemb.data.shards.tar import walk_tar
 from probemb.errors import UserError
 
 _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
@@ -146,7 +145,7 @@ def _entry(sample: Sample, key: str) -> Entry:
 
 def read_scenes(metas: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
     """(scene, captions) of each sample of the embedded world; None if any sample is not of it."""
-    from probemb.data.scenes.scenes import sample_from_json
+    from probemb.data.scenes import sample_from_json
 
     found = []
     for meta, captions in zip(metas, texts):
