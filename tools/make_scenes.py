@@ -4,6 +4,7 @@
 
     OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.txt (captions, exact to vague), KEY.json (scene, what captions state)
     OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object per image, for zero-shot classification
+    OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
 Each shard folder has its index.json. The same arguments give the same bytes. Everything is written beside OUT and
@@ -17,6 +18,7 @@ import io
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +28,7 @@ from probemb.cli.command import Parser, run_command
 from probemb.cli.progress import progress
 from probemb.data.shards.index import Shard, read_index, write_index
 from probemb.data.shards.writer import encode_captions, tar_writer
+from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.pools import process_pool
 
@@ -80,12 +83,15 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     return {"jpg": encoded.getvalue(), **text}
 
 
-def write_shard(task: ShardTask) -> Shard:
-    """Write one tar; its bytes depend only on the task."""
+def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
+    """Write one tar; its bytes depend only on the task. Also returns the counts of the words in its captions."""
+    words: Counter[str] = Counter()
     with open(task.path, "wb") as file, tar_writer(file) as tar:
         for index in range(task.first, task.first + task.count):
-            tar.write({"__key__": f"{index:08d}", **sample_files(task.plan, task.part, index)})
-    return Shard(task.path.name, task.path, task.count, task.path.stat().st_size)
+            members = sample_files(task.plan, task.part, index)
+            tar.write({"__key__": f"{index:08d}", **members})
+            count_words(members.get("txt", b"").decode().split("\n"), words)
+    return Shard(task.path.name, task.path, task.count, task.path.stat().st_size), words
 
 
 def plan_shards(plan: Plan, folder: Path) -> list[ShardTask]:
@@ -111,18 +117,23 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
     for part in plan.parts():
         (folder / part).mkdir()
     written: dict[Path, Shard] = {}
+    words: Counter[str] = Counter()  # of the training captions
     with progress("Drawing scenes", sum(plan.parts().values())) as advance:
-        for shard in _write_all(tasks, workers):
+        for shard, found in _write_all(tasks, workers):
             written[shard.path] = shard
+            if shard.path.parent.name == "train":
+                words += found
             advance(shard.samples)
     for part in plan.parts():
         write_index(folder / part, [written[task.path] for task in tasks if task.part == part])
+    if plan.train:
+        write_vocabulary(folder / VOCABULARY, frequent_words(words))
     if plan.classes_images:
         (folder / "classes" / "classes.txt").write_text("\n".join(class_names()) + "\n", encoding="utf-8")
     (folder / RECORD).write_text(json.dumps(describe(plan), indent=2) + "\n", encoding="utf-8")
 
 
-def _write_all(tasks: list[ShardTask], workers: int) -> Iterator[Shard]:
+def _write_all(tasks: list[ShardTask], workers: int) -> Iterator[tuple[Shard, Counter[str]]]:
     if min(workers, len(tasks)) == 1:
         yield from map(write_shard, tasks)
         return

@@ -3,9 +3,11 @@
 import dataclasses
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from probemb.data.scenes import (
     scene,
 )
 from probemb.data.shards.index import read_index
+from probemb.data.words import find_vocabulary
 from probemb.errors import UserError
 from tests.shards import iterate_samples
 from tools.make_scenes import Plan, main, make
@@ -70,6 +73,17 @@ def test_samples_carry_the_truth(made):
     matrix = match_matrix(scenes, captions)
     assert all(matrix[i // 5, i] for i in range(len(captions)))
     assert matrix.tolist() == [[matches(caption, one) for caption in captions] for one in scenes]
+
+
+def test_the_vocabulary_counts_the_training_captions(made):
+    counts = Counter()
+    for sample in iterate_samples(read_index(made / "train")):
+        for caption in sample.captions:
+            counts.update(re.findall(r"[a-z0-9]+(?:'[a-z]+)?", caption.lower()))
+    rows = [line.split("\t") for line in (made / "vocabulary.txt").read_text().splitlines()]
+    assert {word: int(count) for word, count in rows} == counts
+    assert [int(count) for _, count in rows] == sorted(counts.values(), reverse=True)
+    assert find_vocabulary([made / "train"]) == made / "vocabulary.txt"
 
 
 def test_parts_do_not_share_scenes(made):
