@@ -1,7 +1,7 @@
-"""COCO and Flickr8k (Flickr30k alike) from their published archives: images in zips, captions in others.
+"""COCO and Flickr8k (also Flickr30k) from their published archives: images in some zips, captions in others.
 
-Archives are files or addresses; what is fetched is kept in OUT/download/archives until the shards are there. The
-images' bytes stay as they are unless --resize says otherwise. Each split becomes a corpus of its own, OUT/train, …
+Archives are files or addresses; fetched ones are stored in OUT/download/archives. Images stay byte-identical unless
+--resize is given. Each split becomes a corpus of its own, OUT/train, …
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.pools import process_pool
 from probemb.runs.lock import RunLock
+from tools.download.plan import check_same, read_state
 from tools.download.report import Outcome, print_report, totals, write_report
 from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker
-from tools.download.zips import Place, fetched, members, read_bytes, read_text
+from tools.download.zips import Place, fetch_archive, members, read_bytes, read_text
 
 _COCO = "http://images.cocodataset.org"
 PUBLISHED = {
@@ -54,7 +55,7 @@ TITLES = {"coco": "COCO", "flickr8k": "Flickr8k"}
 
 @dataclass(frozen=True)
 class Task:
-    """One shard: its folder and number, the images, and how they are stored."""
+    """One shard: its folder and number, the images, their locations, and the settings."""
 
     folder: Path
     number: int
@@ -63,16 +64,16 @@ class Task:
     settings: dict
 
 
-def fetch_archives(corpus: str, sources: Sequence[str], given) -> int:
-    """COCO or Flickr8k, from its archives to its report; `given` are the command's options."""
-    if given.part or given.retry_failed or given.prepare:
+def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
+    """COCO or Flickr8k, from its archives to its report."""
+    if options.part or options.retry_failed or options.prepare:
         raise UserError(
             f"--part, --retry-failed and --prepare are for lists of addresses, and {corpus} comes in archives.",
             "Leave them out.",
         )
-    folder = Path(given.out)
-    settings = {name: getattr(given, name) for name in ("image_size", "upscale", "min_size", "quality", "shard_size")}
-    settings |= {"resize": given.resize or "no", "hash": given.hash}
+    folder = Path(options.out)
+    settings = {name: getattr(options, name) for name in ("image_size", "upscale", "min_size", "quality", "shard_size")}
+    settings |= {"resize": options.resize or "no", "hash": options.hash}
     sources = [
         one for word in sources for one in (PUBLISHED[word] if corpus == "coco" and word in PUBLISHED else [word])
     ]
@@ -82,17 +83,22 @@ def fetch_archives(corpus: str, sources: Sequence[str], given) -> int:
             "Name its zip files or their addresses"
             + (", or 2014 for all published ones." if corpus == "coco" else "."),
         )
-    _check_folder(folder, corpus, settings)
+    if (state := read_state(folder)) is not None:
+        check_same(folder, state, corpus, settings)
     (folder / STATE).mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder / STATE / "locks" / "whole")
     try:
-        paths = [fetched(one, folder / STATE / "archives", given.patience) for one in sources]
+        paths = [fetch_archive(one, folder / STATE / "archives", options.patience) for one in sources]
         splits, images, dropped = _read(corpus, paths)
-        state = {"corpus": corpus, "settings": settings, "format": 1}  # only now: a wrong archive settles nothing
-        replace_text(folder / STATE / "state.json", json.dumps(state) + "\n")
-        done = {name: _write_split(folder / name, chosen, images, settings, given) for name, chosen in splits.items()}
+        started = {
+            "corpus": corpus,
+            "settings": settings,
+            "format": 1,
+        }  # only now, so that a wrong archive fixes nothing
+        replace_text(folder / STATE / "state.json", json.dumps(started) + "\n")
+        done = {name: _write_split(folder / name, chosen, images, settings, options) for name, chosen in splits.items()}
         asked = sum(map(len, splits.values())) + sum(dropped.values())
-        report = _finish(corpus, folder, done, asked, dropped, settings, given.json)
+        report = _finish(corpus, folder, done, asked, dropped, settings, options.json)
     finally:
         lock.release()
     if not report["got"]:
@@ -133,16 +139,8 @@ def _finish(
     return report
 
 
-def _check_folder(folder: Path, corpus: str, settings: dict) -> None:
-    from tools.download.plan import check_same, read_state
-
-    state = read_state(folder)
-    if state is not None:
-        check_same(folder, state, corpus, settings)
-
-
 def _read(corpus: str, paths: Sequence[Path]) -> tuple[dict[str, list[Picture]], dict[str, Place], Counter]:
-    """Images by split, where every image lies by its name, and counts of those that are dropped beforehand."""
+    """Images by split, the location of every image by name, and counts of dropped images by cause."""
     texts: dict[str, tuple[str, Place]] = {}
     images: dict[str, Place] = {}
     for path in paths:
@@ -192,9 +190,9 @@ def _read_coco(texts: dict, images: dict[str, Place]) -> tuple[dict[str, list[Pi
 
 
 def _write_split(
-    folder: Path, pictures: list[Picture], images: dict[str, Place], settings: dict, given
+    folder: Path, pictures: list[Picture], images: dict[str, Place], settings: dict, options
 ) -> list[Marker]:
-    """The shards of one split, those that are there already left alone."""
+    """Write the missing shards of one split."""
     (folder / STATE / "records").mkdir(parents=True, exist_ok=True)
     size = settings["shard_size"]
     tasks = []
@@ -204,7 +202,7 @@ def _write_split(
     done = {task.number: read_marker(ShardPaths(folder, task.number)) for task in tasks}
     left = [task for task in tasks if done[task.number] is None or done[task.number].causes.get(ABSENT)]
     with progress(folder.name, sum(len(task.pictures) for task in left)) as advance:
-        for marker in _run(left, min(given.processes, len(left))):
+        for marker in _run(left, min(options.processes, len(left))):
             done[marker.shard] = marker
             advance(sum(marker.causes.values()))
     return [done[task.number] for task in tasks]
@@ -253,13 +251,12 @@ def write_shard(task: Task) -> Marker:
 
 
 def _stored(data: bytes, settings: dict) -> bytes:
-    """The JPEG as it is, or as --resize wants it (img2dataset's policies)."""
+    """The JPEG unchanged, or resized with img2dataset as --resize says."""
     if settings["resize"] == "no" and data.startswith(b"\xff\xd8\xff"):
         return data
-    from tools.download.fetch import Images, SafeResizer
+    from tools.download.fetch import SafeResizer
 
-    shape = (settings[name] for name in ("image_size", "resize", "upscale", "min_size", "quality"))
-    made, *_, problem = SafeResizer(Images(*shape))(io.BytesIO(data))
+    made, *_, problem = SafeResizer(settings)(io.BytesIO(data))
     if problem:
         raise OSError(f"an image cannot be resized ({problem})")
     return made

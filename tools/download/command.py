@@ -37,37 +37,37 @@ ARCHIVES = ("coco", "flickr8k")
 RESIZE = ("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no")
 HASHES = ("sha256", "sha512", "md5")
 DISTRIBUTORS = ("multiprocessing", "pyspark", "ray")
-MAY_PASS = "no answer,too slow,connection,cut off,host not found,HTTP 408,HTTP 425,HTTP 429,HTTP 5"
-SHAPING = ("image_size", "resize", "upscale", "min_size", "quality", "hash", "shard_size", "captions")
+TEMPORARY_CAUSES = "no answer,too slow,connection,cut off,host not found,HTTP 408,HTTP 425,HTTP 429,HTTP 5"
+STORED_SETTINGS = ("image_size", "resize", "upscale", "min_size", "quality", "hash", "shard_size", "captions")
 
 
 @dataclass(frozen=True)
 class Download:
-    """How a corpus is fetched and stored.
+    """Options of the command.
 
     Args:
         out: the folder of the shards.
         image_size: pixels of the shorter side (keep_ratio, center_crop) or the longer one.
-        resize: keep_ratio, keep_ratio_largest, center_crop, border (padded with white) or no; "keep_ratio" for lists
-            and "no" (the bytes as they are) for archives if nothing is said.
+        resize: keep_ratio, keep_ratio_largest, center_crop, border (padded with white) or no; by default
+            "keep_ratio" for lists and "no" (unchanged bytes) for archives.
         upscale: resize smaller images too.
         min_size: pixels of the shorter side below which an image is dropped.
         quality: of the JPEGs, 1 to 100.
         hash: of the bytes as fetched, by which duplicates are found: sha256, sha512 or md5.
         captions: clean (no markup, "person" for <PERSON>) or raw.
         shard_size: rows of a shard.
-        patience: seconds without a byte after which an address is given up.
-        seconds: for one address in all.
-        max_mib: MiB of one answer at most.
+        patience: seconds without data after which an address is abandoned.
+        seconds: for one address in total.
+        max_mib: MiB of one response at most.
         redirects: followed for one address.
         user_agent: a token to add to the user agent, by which servers may address this project.
         respect_opt_out: leave out images whose server says noai, noimageai, noindex or noimageindex.
-        private_hosts: ask hosts in private networks, and this machine, too.
+        private_hosts: also contact hosts in private networks, including this machine.
         distributor: multiprocessing, pyspark or ray.
-        processes: at a time, each with a shard of its own.
-        threads: addresses that a process asks for at a time.
-        part: only part I/N of the shards, as tasks of a job array fetch; a command without it finishes the corpus.
-        retry_failed: ask once more for what failed for a cause that may pass.
+        processes: at a time, one shard each.
+        threads: concurrent requests per process.
+        part: fetch only part I/N of the shards, as a task of a job array; a command without it finishes the corpus.
+        retry_failed: retry images that failed for a temporary cause.
         retry_causes: those causes, separated by commas.
         prepare: read the lists and fetch nothing.
         json: print the report as JSON.
@@ -94,7 +94,7 @@ class Download:
     threads: int = 64
     part: str | None = None
     retry_failed: bool = False
-    retry_causes: str = MAY_PASS
+    retry_causes: str = TEMPORARY_CAUSES
     prepare: bool = False
     json: bool = False
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     own = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     corpus, sources = (words[0] if own else None), words[1:own]
-    given = parse_config(
+    options = parse_config(
         Download,
         f"{PROG} {{{','.join([*CORPORA, *ARCHIVES])}}} LIST …",
         "Fetch a corpus by its published lists, and turn it into indexed shards.",
@@ -114,32 +114,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if corpus not in CORPORA and corpus not in ARCHIVES:
         known = [*CORPORA, *ARCHIVES]
         raise UserError(f"There is no corpus {corpus}.{nearest(corpus, known)}", f"Choose one of {', '.join(known)}.")
-    part = check(given)
-    given = as_begun(given, words[own:])
+    part = check(options)
+    options = restore_settings(options, words[own:])
     signal.signal(signal.SIGTERM, _stop)
     try:
         if corpus in ARCHIVES:
             from tools.download.archives import fetch_archives
 
-            return fetch_archives(corpus, sources, given)
-        return fetch_lists(corpus, sources, given, part)
+            return fetch_archives(corpus, sources, options)
+        return fetch_lists(corpus, sources, options, part)
     except OSError as error:
         raise UserError(
-            f"{error.filename or given.out} cannot be used: {error.strerror or error}.",
-            "Free some space or make it writable; the same command then goes on where it stopped.",
+            f"{error.filename or options.out} cannot be used: {error.strerror or error}.",
+            "Free some space or make it writable; the same command then resumes where it stopped.",
         ) from error
 
 
-def as_begun(given: Download, words: Sequence[str]) -> Download:
-    """Where nothing was typed about what is stored, the folder goes on as it was begun. Raises UserError."""
+def restore_settings(options: Download, words: Sequence[str]) -> Download:
+    """Take settings that were not typed from the folder's state. Raises UserError."""
     from tools.download.plan import read_state
 
-    said = {word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words if word[:2] == "--"}
-    state = read_state(Path(given.out))
-    if state is None or "config" in said:
-        return given
+    typed = {word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words if word[:2] == "--"}
+    state = read_state(Path(options.out))
+    if state is None or "config" in typed:
+        return options
     return replace(
-        given, **{name: state.settings[name] for name in SHAPING if name in state.settings and name not in said}
+        options,
+        **{name: state.settings[name] for name in STORED_SETTINGS if name in state.settings and name not in typed},
     )
 
 
@@ -147,53 +148,53 @@ def _stop(*_) -> None:
     raise KeyboardInterrupt
 
 
-def check(given: Download) -> tuple[int, int]:
+def check(options: Download) -> tuple[int, int]:
     """Refuse values out of range, before anything is read; returns the part as (i, n).
 
     Raises:
         UserError: names the option.
     """
-    if not given.out:
+    if not options.out:
         raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
     for name, known in (("resize", RESIZE), ("hash", HASHES), ("captions", ("clean", "raw"))):
-        value = getattr(given, name)
+        value = getattr(options, name)
         if value is not None and value not in known:
             raise UserError(f"--{name} is {value}.{nearest(value, known)}", f"Choose one of {', '.join(known)}.")
-    if given.distributor not in DISTRIBUTORS:
-        hint = nearest(given.distributor, DISTRIBUTORS)
-        raise UserError(f"--distributor is {given.distributor}.{hint}", f"Choose one of {', '.join(DISTRIBUTORS)}.")
-    if given.distributor != "multiprocessing" and not importlib.util.find_spec(given.distributor):
+    if options.distributor not in DISTRIBUTORS:
+        hint = nearest(options.distributor, DISTRIBUTORS)
+        raise UserError(f"--distributor is {options.distributor}.{hint}", f"Choose one of {', '.join(DISTRIBUTORS)}.")
+    if options.distributor != "multiprocessing" and not importlib.util.find_spec(options.distributor):
         raise UserError(
-            f"--distributor {given.distributor} needs the package {given.distributor}.",
-            f"Install it with pip install {given.distributor}, or leave the option out.",
+            f"--distributor {options.distributor} needs the package {options.distributor}.",
+            f"Install it with pip install {options.distributor}, or leave the option out.",
         )
     for name in ("image_size", "shard_size", "processes", "threads", "patience", "seconds", "max_mib"):
-        if not getattr(given, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(given, name)}.", "Give a number above 0.")
+        if not getattr(options, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}.", "Give a number above 0.")
     for name in ("min_size", "redirects"):
-        if getattr(given, name) < 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(given, name)}.", "Give 0 or more.")
-    if not 1 <= given.quality <= 100:
-        raise UserError(f"--quality is {given.quality}.", "Give a number from 1 to 100.")
-    if given.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", given.user_agent):
-        raise UserError(f"--user-agent is '{given.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
-    if given.part is None:
+        if getattr(options, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}.", "Give 0 or more.")
+    if not 1 <= options.quality <= 100:
+        raise UserError(f"--quality is {options.quality}.", "Give a number from 1 to 100.")
+    if options.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", options.user_agent):
+        raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
+    if options.part is None:
         return 1, 1
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", given.part)
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise UserError(f"--part is {given.part}.", "Write it as 3/8: the third of eight parts.")
-    if given.retry_failed:
+        raise UserError(f"--part is {options.part}.", "Write it as 3/8: the third of eight parts.")
+    if options.retry_failed:
         raise UserError("--part and --retry-failed exclude each other.", "Retry with one command for all parts.")
     return int(found[1]), int(found[2])
 
 
-def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tuple[int, int]) -> int:
+def fetch_lists(corpus: str, sources: Sequence[str], options: Download, part: tuple[int, int]) -> int:
     """A web corpus, from its lists to its report."""
     from tools.download import plan
     from tools.download.shard import STATE
 
-    folder = Path(given.out)
-    settings = {name: getattr(given, name) for name in SHAPING} | {"resize": given.resize or "keep_ratio"}
+    folder = Path(options.out)
+    settings = {name: getattr(options, name) for name in STORED_SETTINGS} | {"resize": options.resize or "keep_ratio"}
     state = plan.read_state(folder)
     if state is not None:
         plan.check_same(folder, state, corpus, settings)
@@ -201,7 +202,7 @@ def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tupl
         raise UserError("No list was named.", f"Name the published list of {CORPORA[corpus].title} after {corpus}.")
     paths = find_lists(corpus, sources)
     if state is None and CORPORA[corpus].columns:  # JSON would be read as a whole
-        for path in paths:  # a list of another format is refused before anything is made
+        for path in paths:  # refuse a list of another format before anything is created
             next(read_list(corpus, path), None)
     made = not folder.exists()
     for name in ("plan", "records", "work", "locks"):
@@ -216,28 +217,28 @@ def fetch_lists(corpus: str, sources: Sequence[str], given: Download, part: tupl
             if made and part[1] == 1 and plan.read_state(folder) is None:  # refused lists leave nothing
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        if given.prepare:
+        if options.prepare:
             asked = sum(one.rows for one in state.lists)
             print(f"{state.rows:,} rows, {asked:,} to be asked for, {state.shards:,} shards")
             return 0
-        run(folder, state, given, part)
+        run(folder, state, options, part)
         if part[1] > 1:
-            report(folder, state, given, write=False)
+            report(folder, state, options, write=False)
             return 0
-        if given.retry_failed:
-            causes = [cause for one in given.retry_causes.split(",") if (cause := one.strip())]
+        if options.retry_failed:
+            causes = [cause for one in options.retry_causes.split(",") if (cause := one.strip())]
             count, others = plan.plan_retry(folder, state, causes)
             kept = f"; not for: {', '.join(others)}" if others and not count else ""
             print(f"asking again for {count:,} images{kept}", file=sys.stderr)
-            run(folder, state, given, part)
-        finish(folder, state, given)
+            run(folder, state, options, part)
+        finish(folder, state, options)
         shutil.rmtree(folder / STATE / "work", ignore_errors=True)
     return 0
 
 
 @contextmanager
 def _lock_part(state: Path, part: tuple[int, int]) -> Iterator[None]:
-    """One command for the whole folder, or one for each of its parts."""
+    """Lock the whole folder, or one of its parts."""
     from probemb.runs.lock import RunLock, refuse_locked
 
     name = "whole" if part[1] == 1 else f"part-{part[0]}-of-{part[1]}"
@@ -254,18 +255,18 @@ def _lock_part(state: Path, part: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def _wait_for_lock(path: Path) -> Iterator[None]:
-    """The tasks of an array come at once, and one of them reads the lists for all."""
+    """Tasks of an array start together; one of them reads the lists for all."""
     from probemb.runs.lock import RunLock
 
-    told = False
+    waiting = False
     while True:
         try:
             lock = RunLock(path)
             break
         except UserError:
-            if not told:
+            if not waiting:
                 print("another task is reading the lists; waiting for it", file=sys.stderr, flush=True)
-            told = True
+            waiting = True
             time.sleep(1)
     try:
         yield
@@ -273,26 +274,25 @@ def _wait_for_lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def run(folder: Path, state, given: Download, part: tuple[int, int]) -> None:
+def run(folder: Path, state, options: Download, part: tuple[int, int]) -> None:
     """Fetch the shards that are not finished."""
     from tools.download.plan import pending
     from tools.download.run import fetch_shards
 
     numbers = pending(folder, state, part)
     if numbers:
-        fetch_shards(folder, numbers, given, state.settings)
+        fetch_shards(folder, numbers, options, state.settings)
 
 
-def finish(folder: Path, state, given: Download) -> None:
+def finish(folder: Path, state, options: Download) -> None:
     """Drop duplicates across shards, write the index and the report."""
     from probemb.data.shards.index import INDEX_NAME, Shard, write_index
-    from tools.download.finish import drop_duplicates
     from tools.download.plan import markers
-    from tools.download.shard import ShardPaths
+    from tools.download.shard import ShardPaths, drop_duplicates
 
     drop_duplicates(folder, state.shards)
     shards = [(ShardPaths(folder, one.shard).tar, one) for one in markers(folder, state) if one.samples]
-    made = report(folder, state, given)
+    made = report(folder, state, options)
     if not shards:
         (folder / INDEX_NAME).unlink(missing_ok=True)
         cause, count = next(iter(made["lost"].items()), ("nothing was asked", 0))
@@ -304,16 +304,16 @@ def finish(folder: Path, state, given: Download) -> None:
 
 
 def _remedy(cause: str) -> str:
-    """What asks once more for images that were lost for a cause."""
-    if cause.startswith(tuple(MAY_PASS.split(","))):
-        return "The same command with --retry-failed asks once more."
+    """How to retry images that were lost for a cause."""
+    if cause.startswith(tuple(TEMPORARY_CAUSES.split(","))):
+        return "The same command with --retry-failed retries them."
     if cause == "private address":
         return "If these hosts are yours: --private-hosts --retry-failed --retry-causes 'private address'."
-    return f"Asking once more rarely helps here; --retry-failed --retry-causes '{cause}' does it."
+    return f"Retrying rarely helps here; --retry-failed --retry-causes '{cause}' does it."
 
 
-def report(folder: Path, state, given: Download, write: bool = True) -> dict:
-    """Print what there is, as a table or JSON; with `write`, as files too."""
+def report(folder: Path, state, options: Download, write: bool = True) -> dict:
+    """Print the report as a table or JSON; with `write`, also write its files."""
     from tools.download.plan import markers
     from tools.download.report import Outcome, print_report, totals, write_report
     from tools.download.shard import ShardPaths
@@ -332,7 +332,7 @@ def report(folder: Path, state, given: Download, write: bool = True) -> dict:
     )
     made = totals(outcome)
     page = write_report(folder, made, outcome) if write else None
-    if given.json:
+    if options.json:
         print(json.dumps(made))
         return made
     print_report(made)

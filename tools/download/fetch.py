@@ -1,8 +1,8 @@
-"""Fetching a shard of addresses with img2dataset, whose parts are used as they are but for three:
+"""Fetches a shard of addresses with img2dataset, of which three parts are replaced:
 
-- addresses are asked for within limits (`tools.download.web`),
-- what comes is decoded by `probemb.data.images.decode_image` alone; img2dataset resizes and encodes the pixels,
-- rows go to `ShardWriter` in place of its own writer, so that a tar is whole or not there.
+- requests have limits (`tools.download.web`),
+- responses are decoded by `probemb.data.images.decode_image` alone; img2dataset resizes and encodes the pixels,
+- rows go to `ShardWriter` instead of its own writer, so that a tar is written completely or not at all.
 
 Imports img2dataset, which takes seconds.
 """
@@ -15,10 +15,9 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it would ask a server for its newest version
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it would ask a server for its latest version
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import pyarrow as pa
@@ -32,30 +31,19 @@ from tools.download.shard import GOT, NotWritten, Record, ShardPaths, ShardWrite
 from tools.download.web import Limits, bounded
 
 OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")
-COUNT_EVERY = 1.0  # seconds between two notes of how far a shard is
-
-
-@dataclass(frozen=True)
-class Images:
-    """How images are stored; the names are img2dataset's."""
-
-    image_size: int
-    resize_mode: str
-    upscale: bool
-    min_image_size: int
-    encode_quality: int
+COUNT_EVERY = 1.0  # seconds between updates of a shard's progress
 
 
 class SafeResizer(Resizer):
-    """img2dataset's policy, applied to pixels that `decode_image` has decoded."""
+    """img2dataset's resizing, applied to pixels that `decode_image` has decoded; `settings` as the command's."""
 
-    def __init__(self, images: Images):
+    def __init__(self, settings: dict):
         super().__init__(
-            image_size=images.image_size,
-            resize_mode=images.resize_mode,
-            resize_only_if_bigger=not images.upscale,
-            min_image_size=images.min_image_size,
-            encode_quality=images.encode_quality,
+            image_size=settings["image_size"],
+            resize_mode=settings["resize"],
+            resize_only_if_bigger=not settings["upscale"],
+            min_image_size=settings["min_size"],
+            encode_quality=settings["quality"],
         )
 
     def __call__(self, img_stream, blurring_bbox_list=None):
@@ -75,7 +63,7 @@ class SafeResizer(Resizer):
 
 
 def _kind(data: bytes) -> str:
-    """What was sent in place of an image that can be decoded."""
+    """The kind of a response that is not a decodable image."""
     start = data[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not start:
         return "empty answer"
@@ -87,7 +75,7 @@ def _kind(data: bytes) -> str:
 
 
 class RowWriter:
-    """img2dataset's protocol of a writer of samples, over `ShardWriter`."""
+    """img2dataset's sample writer protocol over `ShardWriter`."""
 
     def __init__(self, number, output_folder, save_caption, oom_shard_count, schema, encode_format, *, fetch):
         self.fetch, self.writer = fetch, ShardWriter(fetch.folder, number)
@@ -125,48 +113,40 @@ class RowWriter:
 
 
 class Fetcher(Downloader):
-    """img2dataset's downloader of one shard; called with (number, path of the plan), returns (whether it worked, that).
+    """img2dataset's downloader of one shard; called with (number, path of the plan), returns (success, that).
 
     Args:
         folder: of the corpus.
-        limits: for each address.
-        threads: addresses asked at a time.
-        hash: "sha256", "sha512" or "md5", of the bytes as fetched.
-        user_agent: a token that is added to img2dataset's user agent, and that X-Robots-Tag may address; None: none.
-        opt_out: whether images that their servers exclude (X-Robots-Tag: noai, noimageai, noindex, noimageindex) are
-            left out.
+        options: of the command (`Download`).
+        settings: of the folder, which decide what is stored.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        images: Images,
-        limits: Limits,
-        *,
-        threads: int,
-        hash: str,
-        user_agent: str | None,
-        opt_out: bool,
-        shard_size: int,
-    ):
-        self.folder, self.limits = folder, limits
+    def __init__(self, folder: Path, options, settings: dict):
+        self.folder = folder.absolute()
+        self.limits = Limits(
+            options.seconds,
+            min(options.patience, options.seconds),
+            int(options.max_mib * 2**20),
+            options.redirects,
+            options.private_hosts,
+        )
         super().__init__(
             sample_writer_class=None,
-            resizer=SafeResizer(images),
-            thread_count=threads,
+            resizer=SafeResizer(settings),
+            thread_count=options.threads,
             save_caption=True,
             extract_exif=False,
-            output_folder=str(folder / "download" / "work"),
+            output_folder=str(self.folder / "download" / "work"),
             column_list=["id", "extra", "caption", "url"],
-            timeout=limits.patience,
-            number_sample_per_shard=max(shard_size, 2),
+            timeout=self.limits.patience,
+            number_sample_per_shard=max(settings["shard_size"], 2),
             oom_shard_count=5,
-            compute_hash=hash,
+            compute_hash=settings["hash"],
             verify_hash_type=None,
             encode_format="jpg",
             retries=0,
-            user_agent_token=user_agent,
-            disallowed_header_directives=list(OPT_OUT) if opt_out else None,
+            user_agent_token=options.user_agent,
+            disallowed_header_directives=list(OPT_OUT) if options.respect_opt_out else None,
         )
         self.writer: ShardWriter | None = None
         self.opener = None
@@ -184,7 +164,7 @@ class Fetcher(Downloader):
             with bounded(self.limits) as self.opener:
                 self.download_shard((row[0], str(paths.arrow)))
         except (OSError, NotWritten, ValueError, pa.ArrowException) as error:
-            _note(paths, error)
+            _save_error(paths, error)
             return False, row
         finally:
             if self.writer is not None:
@@ -196,28 +176,7 @@ class Fetcher(Downloader):
         return True, row
 
 
-def _note(paths: ShardPaths, error: Exception) -> None:
-    """For the command, which may be on another machine."""
-    with suppress(OSError):  # no room even for that; the command sees that the shard is not there
+def _save_error(paths: ShardPaths, error: Exception) -> None:
+    """Store the error for the command, which may run on another machine."""
+    with suppress(OSError):  # the disk is full; the command notices that the shard is missing
         paths.error.write_text(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-
-
-def make_fetcher(folder: Path, given, settings: dict):
-    """The downloader of the command's options."""
-    images = Images(
-        settings["image_size"], settings["resize"], settings["upscale"], settings["min_size"], settings["quality"]
-    )
-    limits = Limits(
-        given.seconds, min(given.patience, given.seconds), int(given.max_mib * 2**20), given.redirects,
-        given.private_hosts,
-    )  # fmt: skip
-    return Fetcher(
-        folder.absolute(),
-        images,
-        limits,
-        threads=given.threads,
-        hash=settings["hash"],
-        user_agent=given.user_agent,
-        opt_out=given.respect_opt_out,
-        shard_size=settings["shard_size"],
-    )

@@ -1,10 +1,10 @@
-"""What a corpus folder is to hold: which lists were read into which shards, under which settings.
+"""The plan of a corpus folder: its lists, settings, and the rows of every shard.
 
-    OUT/download/state.json          corpus, settings, the lists with their counts, and which shards were planned when
+    OUT/download/state.json          corpus, settings, the lists with their counts, and shards planned together
     OUT/download/plan/00012.parquet  the rows of shard 12: id (the sample's key), url, caption, extra (JSON)
 
-A row's key is its number in the corpus. Lists that are named together fill shards together; lists that are added later
-get further shards, and so do rows that are retried.
+A row's key is its number in the corpus. Lists that are named together share shards; lists that are added later and
+retried rows get further shards.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from probemb.files import replace_file, replace_text
 from tools.download.shard import GOT, STATE, Marker, ShardPaths, read_marker, read_records
 
 TWICE = "duplicate address"
-_HEAD = 1 << 20  # bytes at either end of a list by which a change of it is noticed
+_HEAD = 1 << 20  # bytes at both ends of a list that are hashed to detect changes
 
 
 @dataclass
-class Listed:
-    """One list that was read. `dropped` counts rows that are asked for nowhere, `first_dropped` names one of each."""
+class ListSummary:
+    """One list that was read: `dropped` counts unusable rows by cause, `first_dropped` names the first of each."""
 
     name: str
     bytes: int
@@ -41,7 +41,7 @@ class Listed:
 
 @dataclass
 class Batch:
-    """Shards that were planned together; `retried` counts the causes for which their rows are asked for once more."""
+    """Shards that were planned together; `retried`: counts of the causes for which their rows are retried."""
 
     first_shard: int
     shards: int
@@ -50,27 +50,27 @@ class Batch:
 
 @dataclass
 class State:
-    """`settings` are those that decide what the shards hold."""
+    """The state of a corpus folder; `settings` are those that decide what the shards hold."""
 
     corpus: str
     settings: dict
-    lists: list[Listed] = field(default_factory=list)
+    lists: list[ListSummary] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     format: int = 1
 
     @property
     def shards(self) -> int:
-        """How many there are to be."""
+        """Number of planned shards."""
         return sum(one.shards for one in self.batches)
 
     @property
     def rows(self) -> int:
-        """Rows of all lists, with those that were dropped."""
+        """Rows of all lists, including dropped ones."""
         return sum(one.rows + sum(one.dropped.values()) for one in self.lists)
 
 
 def read_state(folder: Path) -> State | None:
-    """None where nothing was begun. Raises UserError: the folder holds something else."""
+    """The state of a folder, None for a new one. Raises UserError: the folder holds something else."""
     path = folder / STATE / "state.json"
     if not path.is_file():
         if folder.exists() and not folder.is_dir():
@@ -85,7 +85,7 @@ def read_state(folder: Path) -> State | None:
         state = State(**content)
         if state.format != 1:
             raise ValueError(state.format)
-        state.lists = [Listed(**one) for one in state.lists]
+        state.lists = [ListSummary(**one) for one in state.lists]
         state.batches = [Batch(**one) for one in state.batches]
     except (OSError, ValueError, TypeError):
         raise UserError(f"{path} cannot be read.", "Name another folder with --out.") from None
@@ -93,7 +93,7 @@ def read_state(folder: Path) -> State | None:
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Replace the state as a whole."""
+    """Replace the state atomically."""
     replace_text(folder / STATE / "state.json", json.dumps(asdict(state), indent=1) + "\n")
 
 
@@ -110,13 +110,13 @@ def check_same(folder: Path, state: State, corpus: str, settings: dict) -> None:
     for name, value in settings.items():
         if name in state.settings and state.settings[name] != value:
             raise UserError(
-                f"{folder} was begun with --{name.replace('_', '-')} {state.settings[name]}, not {value}.",
+                f"{folder} was started with --{name.replace('_', '-')} {state.settings[name]}, not {value}.",
                 "Give the same value, or name another folder with --out.",
             )
 
 
 def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
-    """Read the lists that are not in the folder yet into plans; returns how many there were.
+    """Plan the rows of new lists; returns the number of new lists.
 
     Raises:
         UserError: a list has changed since it was read, is of another format, or holds no usable row.
@@ -125,12 +125,12 @@ def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
     known = {one.name: one for one in state.lists}
     new = []
     for path in paths:
-        mark = _mark(path)
+        mark = _fingerprint(path)
         if path.name not in known:
             new.append((path, mark))
         elif known[path.name].mark != mark:
             raise UserError(
-                f"{path} is not the list that {folder} was begun with: it has changed.",
+                f"{path} is not the list that {folder} was started with: it has changed.",
                 "Restore it, or name another folder with --out.",
             )
     if not new:
@@ -139,7 +139,7 @@ def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
     batch = _Planner(folder, state)
     with progress("Reading", sum(path.stat().st_size for path, _ in new)) as advance:
         for path, mark in new:
-            listed = Listed(path.name, path.stat().st_size, mark)
+            listed = ListSummary(path.name, path.stat().st_size, mark)
             state.lists.append(listed)
             _read_one(state, path, listed, seen, batch, advance)
     if not any(one.rows for one in state.lists):
@@ -154,7 +154,7 @@ def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
 
 
 class _Planner:
-    """Rows into plans of full shards, but for the last one."""
+    """Collects rows into plans of full shards; the last one may be smaller."""
 
     def __init__(self, folder: Path, state: State):
         self.folder, self.state, self.batch = folder, state, Batch(state.shards, 0)
@@ -170,7 +170,7 @@ class _Planner:
         self.batch.shards, self._rows = self.batch.shards + 1, []
 
     def finish(self, retried: dict[str, int]) -> None:
-        """The last plan, and the state: only now do the shards exist."""
+        """Write the last plan, then the state, which makes the shards official."""
         if self._rows:
             self._write()
         self.batch.retried = retried
@@ -178,7 +178,7 @@ class _Planner:
         write_state(self.folder, self.state)
 
 
-def _read_one(state: State, path: Path, listed: Listed, seen: set[bytes], batch: _Planner, advance) -> None:
+def _read_one(state: State, path: Path, listed: ListSummary, seen: set[bytes], batch: _Planner, advance) -> None:
     next_key = sum(one.rows for one in state.lists)
     dropped: Counter[str] = Counter()
     for row in read_list(state.corpus, path, advance, clean=state.settings["captions"] == "clean"):
@@ -212,20 +212,20 @@ def write_plan(folder: Path, number: int, rows: Sequence[tuple[str, Row]]) -> No
 
 
 def pending(folder: Path, state: State, part: tuple[int, int] = (1, 1)) -> list[int]:
-    """Shards that are not finished; of part (i, n), from 1 on, every n-th."""
+    """Unfinished shards; for part (i, n), counted from 1, every n-th."""
     return [n for n in range(part[0] - 1, state.shards, part[1]) if read_marker(ShardPaths(folder, n)) is None]
 
 
 def markers(folder: Path, state: State) -> list[Marker]:
-    """Of all finished shards, in their order."""
+    """Markers of all finished shards, in order."""
     found = (read_marker(ShardPaths(folder, number)) for number in range(state.shards))
     return [one for one in found if one is not None]
 
 
 def plan_retry(folder: Path, state: State, causes: Sequence[str]) -> tuple[int, list[str]]:
-    """Put all rows that failed for one of `causes` ("HTTP 5" stands for HTTP 500 to 599) into shards of their own.
+    """Plan new shards for all rows that failed for one of `causes` ("HTTP 5" stands for HTTP 500 to 599).
 
-    All shards must be finished. Returns how many rows there are, and for what others have failed.
+    All shards must be finished. Returns the number of rows, and the other causes of failures.
     """
     failed: dict[str, tuple[str, int]] = {}  # key -> cause and shard of the last time
     others: set[str] = set()
@@ -269,8 +269,8 @@ def _digest(url: str) -> bytes:
     return hashlib.blake2b(url.encode(), digest_size=8).digest()
 
 
-def _mark(path: Path) -> str:
-    """Size and both ends of a file: enough to notice another list, without reading gigabytes again."""
+def _fingerprint(path: Path) -> str:
+    """Digest of a file's size and both ends, which detects another list without reading gigabytes."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         found = hashlib.sha256(f"{size} ".encode() + file.read(_HEAD))

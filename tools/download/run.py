@@ -1,4 +1,4 @@
-"""Fetch shards in several processes here, or wherever Spark or Ray put them."""
+"""Fetches shards in several local processes, or through Spark or Ray."""
 
 from __future__ import annotations
 
@@ -14,82 +14,82 @@ from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
 from tools.download.shard import STATE, ShardPaths, read_marker
 
-LOOK_EVERY = 0.5  # seconds
+UPDATE_EVERY = 0.5  # seconds
 
 
-def fetch_shards(folder: Path, numbers: Sequence[int], given, settings: dict) -> None:
-    """Fetch shards `numbers` of `folder` by their plans, with progress; `given` and `settings` as the command's.
+def fetch_shards(folder: Path, numbers: Sequence[int], options, settings: dict) -> None:
+    """Fetch shards `numbers` of `folder` as planned, with progress.
 
     Raises:
-        UserError: a shard could not be finished (no room, a process was killed); all others are.
+        UserError: a shard could not be finished (disk full, a process was killed); all others are.
     """
     tasks = [(number, str(ShardPaths(folder, number).plan.absolute())) for number in numbers]
     for number in numbers:  # what an interrupted command left
         ShardPaths(folder, number).part.unlink(missing_ok=True)
         ShardPaths(folder, number).count.unlink(missing_ok=True)
-    if given.distributor == "multiprocessing":
-        _here(folder, tasks, given, settings)
+    if options.distributor == "multiprocessing":
+        _fetch_locally(folder, tasks, options, settings)
     else:
-        _elsewhere(folder, tasks, given, settings)
+        _fetch_distributed(folder, tasks, options, settings)
     left = [number for number in numbers if read_marker(ShardPaths(folder, number)) is None]
     if left:
         raise UserError(
             f"{len(left)} of {len(numbers)} shards could not be finished: {_first_error(folder, left)}.",
-            "Remove the cause, as a full disk; the same command then goes on with these shards.",
+            "Remove the cause, such as a full disk; the same command then resumes with these shards.",
         )
 
 
-def _here(folder: Path, tasks: list, given, settings: dict) -> None:
-    """Processes that take shard after shard; when one is killed, the others are ended too, as nothing is lost by it.
+def _fetch_locally(folder: Path, tasks: list, options, settings: dict) -> None:
+    """Fetch in local processes, each one shard at a time. If one is killed, all end; a restart resumes.
 
-    img2dataset's own pool would wait for ever for what a killed process was to do.
+    img2dataset's own pool would wait forever for a killed process.
     """
     import multiprocessing
 
     shorten_sockets()
-    context = multiprocessing.get_context("forkserver")  # img2dataset is imported once for all
+    context = multiprocessing.get_context("forkserver")  # imports img2dataset once
     context.set_forkserver_preload(["tools.download.worker"])
-    # Of a process that is ended, Python's tracker of semaphores would say that some are left, and removes them.
+    # Python's tracker of semaphores would warn about those of a killed process, which it removes.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     workers = {}
     left = list(reversed(tasks))
-    with _counting(folder, tasks) as look:
+    with _row_progress(folder, tasks) as update:
         try:
-            for _ in range(min(given.processes, len(tasks))):
-                line, other = context.Pipe()
-                worker = context.Process(target=_work, args=(folder, other, given, settings), daemon=True)
+            for _ in range(min(options.processes, len(tasks))):
+                connection, theirs = context.Pipe()
+                worker = context.Process(target=_work, args=(folder, theirs, options, settings), daemon=True)
                 worker.start()
-                other.close()
-                workers[line] = worker
+                theirs.close()
+                workers[connection] = worker
             busy = set(workers)
             while busy:
-                for line in wait(list(busy), LOOK_EVERY):
+                for connection in wait(list(busy), UPDATE_EVERY):
                     try:
-                        line.recv()  # ready for the next shard
-                        line.send(left.pop() if left else None)
+                        connection.recv()  # the worker is ready for the next shard
+                        connection.send(left.pop() if left else None)
                     except (EOFError, ConnectionError):
-                        busy.discard(line)
-                        _check_end(workers[line])
-                look()
+                        busy.discard(connection)
+                        _check_end(workers[connection])
+                update()
         finally:
-            for line, worker in workers.items():
+            for connection, worker in workers.items():
                 worker.kill()
                 worker.join()
-                line.close()
+                connection.close()
 
 
 def _check_end(worker) -> None:
     worker.join()
     if worker.exitcode:
         code = worker.exitcode
-        if 0 < code < 255:  # 255: the process that starts them was killed
+        if 0 < code < 255:  # 255: the fork server was killed
             raise UserError(
-                f"A process ended with exit code {code}; what it said stands above.", "Start the same command again."
+                f"A process ended with exit code {code}; see its output above.", "Start the same command again."
             )
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code} in the middle of its work"
         raise UserError(
-            f"A process {how}, usually for want of memory.",
-            "Start the same command again, with fewer --processes or --threads; it goes on.",
+            f"A process {how}, probably out of memory.",
+            "Start the same command again, with fewer --processes or --threads; it resumes.",
         )
 
 
@@ -99,34 +99,34 @@ def _work(*arguments) -> None:
     work(*arguments)
 
 
-def _elsewhere(folder: Path, tasks: list, given, settings: dict) -> None:
-    """img2dataset's distributors; the folder must be on a file system that all machines see."""
-    from tools.download.fetch import make_fetcher
+def _fetch_distributed(folder: Path, tasks: list, options, settings: dict) -> None:
+    """Fetch with img2dataset's distributors; all machines must share the folder's file system."""
+    from tools.download.fetch import Fetcher
 
-    fetcher = make_fetcher(folder, given, settings)  # first: it quietens what img2dataset imports
+    fetcher = Fetcher(folder, options, settings)  # first: it silences packages that img2dataset imports
     from img2dataset import distributor
 
-    start = distributor.pyspark_distributor if given.distributor == "pyspark" else distributor.ray_distributor
+    start = distributor.pyspark_distributor if options.distributor == "pyspark" else distributor.ray_distributor
     ended = threading.Event()
 
     def watch() -> None:
-        with _counting(folder, tasks) as look:
-            while not ended.wait(LOOK_EVERY):
-                look()
-            look()
+        with _row_progress(folder, tasks) as update:
+            while not ended.wait(UPDATE_EVERY):
+                update()
+            update()
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        start(given.processes, fetcher, tasks, 1000, 0)
+        start(options.processes, fetcher, tasks, 1000, 0)
     finally:
         ended.set()
         watcher.join()
 
 
 @contextmanager
-def _counting(folder: Path, tasks: list) -> Iterator[Callable[[], None]]:
-    """Progress over rows, from what the processes note beside the records; yields a function that looks."""
+def _row_progress(folder: Path, tasks: list) -> Iterator[Callable[[], None]]:
+    """Progress over rows, from counts that the processes write; yields a function that updates it."""
     import pyarrow.parquet as pq
 
     paths = {number: ShardPaths(folder, number) for number, _ in tasks}
@@ -134,7 +134,7 @@ def _counting(folder: Path, tasks: list) -> Iterator[Callable[[], None]]:
     seen = dict.fromkeys(rows, 0)
     with progress("Fetching", sum(rows.values())) as advance:
 
-        def look() -> None:
+        def update() -> None:
             for number, count in list(seen.items()):
                 if paths[number].marker.exists():
                     now = rows[number]
@@ -149,8 +149,8 @@ def _counting(folder: Path, tasks: list) -> Iterator[Callable[[], None]]:
                 if seen[number] == rows[number]:
                     del seen[number]
 
-        yield look
-        look()
+        yield update
+        update()
 
 
 def _first_error(folder: Path, left: Sequence[int]) -> str:
@@ -160,4 +160,4 @@ def _first_error(folder: Path, left: Sequence[int]) -> str:
             return "".join(c for c in text if c.isprintable())[:300].rstrip(".")
         except OSError:
             continue
-    return f"the reason could not be written into {folder / STATE}, which is often for want of room"
+    return f"the reason could not be written into {folder / STATE}, probably because the disk is full"

@@ -20,7 +20,7 @@ from probemb.data.shards.samples import list_samples, read_sample
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.files import flush, replace_file, replace_text
 
-STATE = "download"  # the folder in OUT for everything that is not a shard
+STATE = "download"  # the folder in OUT for everything but the shards
 GOT, DUPLICATE = "got", "duplicate image"
 NAME_DIGITS = 5
 
@@ -35,7 +35,7 @@ class NotWritten(Exception):
 
 @dataclass
 class Record:
-    """What became of one row. `cause` is GOT, DUPLICATE or why there is no image."""
+    """The outcome of one row. `cause` is GOT, DUPLICATE or the reason why there is no image."""
 
     key: str
     url: str
@@ -50,7 +50,7 @@ class Record:
 
 @dataclass
 class Marker:
-    """What a shard holds: `samples` and `bytes` of its tar (0, 0 if there is none), and sums over its records."""
+    """Summary of a finished shard: `samples` and `bytes` of its tar (0, 0 if there is none), sums over its records."""
 
     shard: int
     samples: int = 0
@@ -62,7 +62,7 @@ class Marker:
 
 
 class ShardPaths:
-    """Where the files of shard `number` of the corpus in `folder` lie."""
+    """Paths of the files of shard `number` of the corpus in `folder`."""
 
     def __init__(self, folder: Path, number: int):
         name = f"{number:0{NAME_DIGITS}d}"
@@ -77,7 +77,7 @@ class ShardPaths:
 
 
 class ShardWriter:
-    """Write one shard. `add` and `drop` every row that was asked for, then `finish`, which raises what went wrong.
+    """Writes one shard: `add` or `drop` every row, then `finish`, which raises any error.
 
     With `unique`, an image whose hash was seen in this shard before is dropped.
     """
@@ -109,11 +109,11 @@ class ShardWriter:
         self.records.append(record)
 
     def drop(self, record: Record) -> None:
-        """A row without an image, and its cause."""
+        """Record a row without an image."""
         self.records.append(record)
 
     def finish(self, asked: int | None = None) -> Marker:
-        """Close the tar, read it back as training will, put it in its place, and set the marker.
+        """Close the tar, verify it, move it into place, and write the marker.
 
         Raises:
             NotWritten: rows are missing (of `asked`), or the tar does not read back.
@@ -125,7 +125,7 @@ class ShardWriter:
             if self.problem is not None:
                 raise self.problem
             if asked is not None and len(self.records) != asked:
-                raise NotWritten(f"{asked - len(self.records)} of {asked} rows were lost on the way")
+                raise NotWritten(f"{asked - len(self.records)} of {asked} rows were lost")
             self._tar.close()
             self._file.flush()
             self._file.close()
@@ -157,7 +157,7 @@ class ShardWriter:
 
 
 def write_records(paths: ShardPaths, number: int, records: Sequence[Record], samples: int, size: int) -> Marker:
-    """Records first, the marker last."""
+    """Write the records, then the marker."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -169,7 +169,7 @@ def write_records(paths: ShardPaths, number: int, records: Sequence[Record], sam
 
 
 def summarise(number: int, records: Sequence[Record], samples: int, size: int) -> Marker:
-    """Counts by cause, and histograms of the images that were got."""
+    """Counts by cause, and histograms of the fetched images."""
     marker = Marker(number, samples, size, dict(Counter(one.cause for one in records).most_common()))
     for one in records:
         if one.cause == GOT:
@@ -200,7 +200,7 @@ def read_records(paths: ShardPaths, columns: Sequence[str] | None = None) -> lis
 
 
 def read_marker(paths: ShardPaths) -> Marker | None:
-    """None: the shard is not finished, or its tar is not as it was then."""
+    """The marker of a finished shard; None if it is not finished or its tar has changed."""
     try:
         content = json.loads(paths.marker.read_text(encoding="utf-8"))
         marker = Marker(**content)
@@ -210,8 +210,38 @@ def read_marker(paths: ShardPaths) -> Marker | None:
     return marker if size == marker.bytes else None
 
 
-def remove_samples(folder: Path, number: int, keys: Collection[str]) -> Marker:
-    """Take duplicates out of a finished shard, whose tar is replaced as a whole. Raises OSError."""
+def drop_duplicates(folder: Path, shards: int) -> int:
+    """Remove every image whose hash an earlier shard has; affected shards are rewritten one at a time.
+
+    Returns the number of removed images. Raises OSError.
+    """
+    import numpy as np
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    hashes, owners = [], []
+    for number in range(shards):
+        table = pq.read_table(ShardPaths(folder, number).records, columns=["cause", "hash"])
+        found = table.filter(pc.equal(table["cause"], GOT))["hash"].to_pylist()
+        hashes.append(np.array([int(one[:16], 16) for one in found], np.uint64))
+        owners.append(np.full(len(found), number, np.int32))
+    if not hashes:
+        return 0
+    hash_N, owner_N = np.concatenate(hashes), np.concatenate(owners)
+    order = np.argsort(hash_N, kind="stable")  # equal ones stay in the order of their shards
+    again = np.zeros(len(order), bool)
+    again[order[1:]] = hash_N[order[1:]] == hash_N[order[:-1]]
+    for number in np.unique(owner_N[again]).tolist():
+        paths = ShardPaths(folder, number)
+        table = pq.read_table(paths.records, columns=["key", "cause"])
+        keys = table.filter(pc.equal(table["cause"], GOT))["key"].to_pylist()
+        drop = [key for key, twice in zip(keys, again[owner_N == number]) if twice]
+        _remove_samples(folder, number, drop)
+    return int(again.sum())
+
+
+def _remove_samples(folder: Path, number: int, keys: Collection[str]) -> Marker:
+    """Remove duplicates from a finished shard; the tar is replaced atomically. Raises OSError."""
     paths, keys = ShardPaths(folder, number), set(keys)
     try:
         kept = _copy_without(paths, keys)

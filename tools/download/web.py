@@ -1,9 +1,9 @@
-"""Asking servers that nobody vouches for: every address has an end in time and in bytes, whatever its server does.
+"""Requests to untrusted servers with limits on time and bytes per address.
 
-img2dataset asks through urllib, whose time-out holds for each read alone and whose answers have no limit: a server that
-sends a byte now and then holds a thread for ever, and one that never stops fills the memory. `bounded` puts an opener
-into urllib for as long as a shard is fetched, which ends both, follows few redirects, and connects to no private
-address (a list may name those of the machine's own network).
+img2dataset uses urllib, whose time-out applies to each read separately and whose responses are unlimited: a server that
+sends a byte now and then blocks a thread indefinitely, and one that never stops fills the memory. `bounded` installs an
+opener in urllib while a shard is fetched that limits both, follows few redirects, and connects to no private address (a
+list may name hosts of the machine's own network).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from probemb.data.remote.deadline import Answer, Deadline, WebHandler
 
 CHUNK = 1 << 18
-PLACEHOLDERS = (  # where hosts send those who ask for an image that is gone; each would be kept as a picture
+PLACEHOLDERS = (  # redirects for removed images, whose placeholders would be stored as pictures
     ("imgur.com", "/removed.png"),
     ("yimg.com", "/photo_unavailable"),
     ("redditstatic.com", "/image_removed"),
@@ -31,7 +31,7 @@ PLACEHOLDERS = (  # where hosts send those who ask for an image that is gone; ea
 
 @dataclass(frozen=True)
 class Limits:
-    """What one address may cost.
+    """Limits for one address.
 
     seconds    in all: redirects, waiting and the transfer
     patience   seconds without a byte
@@ -48,7 +48,7 @@ class Limits:
 
 
 class Refused(OSError):
-    """Why there is no image: `cause` for the histogram, and the particulars. str() is "cause|particulars"."""
+    """The reason why there is no image: `cause` for the histogram, and details. str() is "cause|details"."""
 
     def __init__(self, cause: str, detail: str = ""):
         super().__init__(f"{cause}|{' '.join(detail.split())[:200]}")
@@ -56,7 +56,7 @@ class Refused(OSError):
 
 
 class _Budget(Deadline):
-    """What is left of the time for one address, and which hosts may be asked for it."""
+    """The remaining time for one address, and the hosts that may be contacted."""
 
     def __init__(self, limits: Limits):
         super().__init__(limits.seconds)
@@ -78,7 +78,7 @@ class _Budget(Deadline):
 
 class _Answer(Answer):
     def read(self, amt: int | None = None) -> bytes:
-        """The body, or at most `amt` bytes of it. Raises Refused: it is too large, or ends early."""
+        """The body, or at most `amt` bytes of it. Raises Refused: too large, or cut off."""
         if amt is not None:
             return super().read(amt)
         size = self.deadline.limits.size
@@ -110,11 +110,11 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 class BoundedOpener(urllib.request.OpenerDirector):
-    """urllib's opener for http and https alone, within `limits`; whatever goes wrong becomes `Refused`."""
+    """urllib's opener for http and https within `limits`; every failure becomes `Refused`."""
 
     def __init__(self, limits: Limits):
         super().__init__()
-        # Behind a proxy the addresses that we connect to are the proxy's.
+        # Behind a proxy we connect to the proxy's addresses only.
         self.limits = limits if not urllib.request.getproxies() else Limits(**{**vars(limits), "private": True})
         for handler in (
             urllib.request.ProxyHandler(),
@@ -125,10 +125,10 @@ class BoundedOpener(urllib.request.OpenerDirector):
             WebHandler(_Answer),
         ):
             self.add_handler(handler)
-        self.stopped = False  # set when nothing can be stored any more: what is still to be asked for fails at once
+        self.stopped = False  # set when nothing can be stored any more: further requests fail at once
 
     def open(self, request, data=None, timeout=None):
-        """As urllib's; an open within an open is a redirect, and shares the time of the first."""
+        """As urllib's; a nested open is a redirect, and shares the time of the first."""
         if isinstance(timeout, _Budget):
             return super().open(request, data, timeout)
         if self.stopped:
@@ -151,7 +151,7 @@ class BoundedOpener(urllib.request.OpenerDirector):
 
 
 def _explain(error: Exception, budget: _Budget) -> Refused:
-    """The cause of a failure in a word for the histogram."""
+    """The failure as a cause for the histogram."""
     if isinstance(error, urllib.error.HTTPError):
         error.close()
         if error.code < 400:
@@ -181,7 +181,7 @@ def _explain(error: Exception, budget: _Budget) -> Refused:
 
 @contextmanager
 def bounded(limits: Limits) -> Iterator[BoundedOpener]:
-    """While this lasts, all that urllib opens in this process is bounded by `limits`."""
+    """Apply `limits` to everything that urllib opens in this process."""
     before = urllib.request._opener
     opener = BoundedOpener(limits)
     urllib.request.install_opener(opener)

@@ -1,7 +1,7 @@
-"""What a process that fetches shards imports, once for all of them: img2dataset, but not torch.
+"""Entry point of processes that fetch shards; it imports img2dataset but not torch, once for all of them.
 
-img2dataset imports webdataset for a writer that is not used here, and webdataset imports torch where there is one:
-more than half of the seconds of a start, and hundreds of MB. It goes without where there is none.
+img2dataset and the shards' writer import webdataset, which imports torch if it can: more than half of the start-up
+time, and hundreds of MB. Both work without it.
 """
 
 import os
@@ -11,21 +11,21 @@ import threading
 import time
 from pathlib import Path
 
-sys.modules.setdefault("torch", None)  # "import torch" is now an ImportError
+sys.modules.setdefault("torch", None)  # "import torch" now raises ImportError
 
-from tools.download.fetch import make_fetcher  # noqa: E402
+from tools.download.fetch import Fetcher  # noqa: E402
 
 
-def work(folder: Path, line, given, settings: dict) -> None:
-    """Fetch the shards that come through `line`, a connection, until None comes or a shard cannot be stored."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends us
+def work(folder: Path, connection, options, settings: dict) -> None:
+    """Fetch the shards received through a connection, until None is received or a shard cannot be stored."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command kills this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _follow_parent()
-    fetcher = make_fetcher(folder, given, settings)
+    fetcher = Fetcher(folder, options, settings)
     done = True
     while done:
-        line.send("ready")
-        task = line.recv()
+        connection.send("ready")
+        task = connection.recv()
         if task is None:
             return
         done, _ = fetcher(task)

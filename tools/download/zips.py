@@ -1,4 +1,4 @@
-"""Files inside archives that nobody vouches for: found and read by name, never unpacked."""
+"""Reads files inside untrusted archives by name; nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ MAX_TEXT_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Place:
-    """Where an image lies: a file in a folder, or a member of a zip."""
+    """The location of an image: a file in a folder, or a member of a zip."""
 
     archive: str
     member: str | None
     size: int
 
 
-def fetched(source: str, folder: Path, patience: float = 60.0) -> Path:
-    """The archive as a file or folder here; a transfer that was broken off goes on. Raises UserError.
+def fetch_archive(source: str, folder: Path, patience: float = 60.0) -> Path:
+    """The archive as a local file or folder; an interrupted transfer resumes. Raises UserError.
 
-    `patience` is how many seconds without a byte an attempt may last.
+    `patience`: seconds without data after which an attempt ends.
     """
     if not is_remote(source):
         path = Path(source)
@@ -58,18 +58,20 @@ def fetched(source: str, folder: Path, patience: float = 60.0) -> Path:
     print(f"asking for {remote}", file=sys.stderr, flush=True)  # a server may take a while to answer
     with progress(f"Fetching {name}", _stated_size(remote)) as advance:
         try:
-            with _Growing(part, advance) as file:
-                file.truncate(fetch(remote, file, None, FetchPolicy(timeout=patience), MAX_ARCHIVE_BYTES, _Kept(mark)))
+            with _ProgressFile(part, advance) as file:
+                file.truncate(
+                    fetch(remote, file, None, FetchPolicy(timeout=patience), MAX_ARCHIVE_BYTES, _SavedTransfer(mark))
+                )
                 os.fsync(file.fileno())
         except BadShard as error:
             raise UserError(
                 f"{error}.",
-                "The same command goes on where this one stopped; or fetch it by other means and name the file.",
+                "The same command resumes where this one stopped; or fetch it by other means and name the file.",
             ) from None
-        except UserError:  # which speaks of the trainer's options
+        except UserError:  # whose remedy names the trainer's options
             raise UserError(
                 f"There is no room left in {folder} for {name}.",
-                "Free some space; the same command then goes on where it stopped.",
+                "Free some space; the same command then resumes where it stopped.",
             ) from None
     mark.unlink(missing_ok=True)
     if name.lower().endswith(".zip") and not zipfile.is_zipfile(part):
@@ -81,8 +83,8 @@ def fetched(source: str, folder: Path, patience: float = 60.0) -> Path:
     return path
 
 
-class _Kept(TransferState):
-    """What the next command must know to go on with a transfer, in a file beside its bytes."""
+class _SavedTransfer(TransferState):
+    """The state of a transfer in a file, from which the next command resumes it."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -100,11 +102,11 @@ class _Kept(TransferState):
 
     def begin(self, file: BinaryIO, position: int) -> None:
         file.seek(position)
-        file.truncate()  # the next command goes on at the end, behind which nothing of another version may stand
+        file.truncate()  # the next command resumes at the end, so no bytes of another version may follow
 
 
-class _Growing(io.FileIO):
-    """A file that tells by how much it has grown; a transfer that begins again does not count twice."""
+class _ProgressFile(io.FileIO):
+    """A file that reports its growth; a restarted transfer does not count twice."""
 
     def __init__(self, path: Path, advance: Callable[[int], object]):
         super().__init__(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
@@ -120,7 +122,7 @@ class _Growing(io.FileIO):
 
 
 def _stated_size(remote: Remote) -> int:
-    """Bytes that the server says the file has, for the time that is left; 0 where it does not say."""
+    """The size of a file according to its server, for the progress bar; 0 if it is unknown."""
     if remote.scheme not in WEB:
         return 0
     try:
@@ -131,7 +133,7 @@ def _stated_size(remote: Remote) -> int:
 
 
 def members(path: Path) -> list[tuple[str, Place]]:
-    """Names and places of what a zip, a folder or a single file holds. Nothing is unpacked."""
+    """Names and locations of the files in a zip or folder, or of a single file. Nothing is unpacked."""
     if path.is_dir():
         found = sorted(one for one in path.rglob("*") if one.is_file())
         return [(one.relative_to(path).as_posix(), Place(str(one), None, one.stat().st_size)) for one in found]
@@ -157,7 +159,7 @@ def read_text(place: Place, label: str) -> bytes:
 
 
 def read_bytes(place: Place, limit: int) -> bytes:
-    """What lies there. Raises BadSample: it is larger than `limit` or than it says, or damaged."""
+    """The bytes of a file. Raises BadSample: larger than `limit` or than stated, or damaged."""
     if place.size > limit:
         raise BadSample(f"it has {place.size:,} bytes, more than {limit:,}")
     try:

@@ -20,7 +20,7 @@ from tests.imagesite import picture, serve_images
 from tests.shards import iterate_samples
 from tests.webserver import serve
 from tools.download.command import main
-from tools.download.zips import fetched
+from tools.download.zips import fetch_archive
 from tools.index_shards import main as index_shards
 
 TRAIN, VAL = range(9, 21), range(100, 106)
@@ -131,9 +131,9 @@ def test_nothing_of_an_older_archive_stays(tmp_path, monkeypatch):
     with serve(old.parent, ranges=False) as site:
         site.troubles["x.txt"] = ["cut"]
         with pytest.raises(UserError, match="broke off"):
-            fetched(f"{site.address}/x.txt", tmp_path / "archives")
+            fetch_archive(f"{site.address}/x.txt", tmp_path / "archives")
         old.write_bytes(new)
-        assert fetched(f"{site.address}/x.txt", tmp_path / "archives").read_bytes() == new
+        assert fetch_archive(f"{site.address}/x.txt", tmp_path / "archives").read_bytes() == new
 
 
 def test_a_page_in_place_of_an_archive_is_not_kept(tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_no_room_for_an_archive(tmp_path, capsys, monkeypatch):
 
     zips, out = write_coco(tmp_path / "zips"), str(tmp_path / "out")
     with serve(tmp_path / "zips") as site, monkeypatch.context() as patched:
-        patched.setattr("tools.download.zips._Growing.write", full)
+        patched.setattr("tools.download.zips._ProgressFile.write", full)
         told = refused("coco", *zips[:2], f"{site.address}/val2014.zip", "--out", out)
     assert "There is no room left in" in told
     assert "data.cache" not in told
@@ -351,7 +351,7 @@ def test_refusals(tmp_path, capsys):
     assert "None of the 18 images" in refused("coco", zips[0], "--out", out)
     assert "no captions" in refused("coco", *zips[1:], "--out", str(tmp_path / "second"))
     assert "hold 0 token files" in refused("flickr8k", *zips, "--out", str(tmp_path / "third"))
-    assert "begun with --resize no, not border" in refused("coco", *zips, "--out", out, "--resize", "border")
+    assert "started with --resize no, not border" in refused("coco", *zips, "--out", out, "--resize", "border")
     two = write_flickr(tmp_path / "flickr")
     assert "holds coco, and flickr8k was asked for" in refused("flickr8k", *two, "--out", out)
     with zipfile.ZipFile(two[1], "a") as file:

@@ -205,8 +205,8 @@ def test_a_folder_goes_on_with_its_own_settings(cc3m, tmp_path, capsys):
     assert (report["got"], report["shards"]["tars"]) == (3, 2)
     assert {sample.meta["width"] for sample in iterate_samples(read_index(out))} == {40}
     for option, value in (("image-size", "41"), ("resize", "border"), ("shard-size", "10000")):
-        assert f"begun with --{option}" in refused("cc3m", "--out", str(out), f"--{option}", value)
-    assert "begun with --upscale False, not True" in refused("cc3m", "--out", str(out), "--upscale")
+        assert f"started with --{option}" in refused("cc3m", "--out", str(out), f"--{option}", value)
+    assert "started with --upscale False, not True" in refused("cc3m", "--out", str(out), "--upscale")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_folders_of_others(site, cc3m, tmp_path):
     assert "holds cc3m, and cc12m was asked for" in refused("cc12m", str(other), "--out", str(out))
     assert "holds cc3m, and coco was asked for" in refused("coco", str(other), "--out", str(out))
     told = refused("cc3m", path, "--out", str(out), "--image-size", "300")
-    assert "begun with --image-size 256, not 300" in told
+    assert "started with --image-size 256, not 300" in told
     Path(path).write_text("changed\thttp://a.b/c.jpg\n")
     assert "it has changed" in refused("cc3m", path, "--out", str(out))
     foreign = tmp_path / "foreign"

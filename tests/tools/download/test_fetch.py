@@ -14,7 +14,7 @@ from probemb.data.weblists.corpora import Row
 from tests.imagesite import picture, serve_images
 from tests.shards import iterate_samples
 from tools.download.command import Download
-from tools.download.fetch import make_fetcher
+from tools.download.fetch import Fetcher
 from tools.download.plan import write_plan
 from tools.download.shard import STATE, ShardPaths, read_marker, read_records
 from tools.verify_shards import verify_shard
@@ -63,7 +63,7 @@ def fetch(folder, addresses, settings=None, extra=None, **options):
     write_plan(folder, 0, rows)
     options = {"seconds": 4, "patience": 2, "max_mib": 1, "threads": 16, "private_hosts": True} | options
     given = Download(**options)
-    fetcher = make_fetcher(folder, given, SETTINGS | (settings or {}))
+    fetcher = Fetcher(folder, given, SETTINGS | (settings or {}))
     paths = ShardPaths(folder, 0)
     return paths, fetcher((0, str(paths.plan)))[0]
 

@@ -9,8 +9,17 @@ import pytest
 
 from tests.imagesite import picture
 from tests.shards import iterate_samples
-from tools.download.finish import drop_duplicates
-from tools.download.shard import GOT, STATE, NotWritten, Record, ShardPaths, ShardWriter, read_marker, read_records
+from tools.download.shard import (
+    GOT,
+    STATE,
+    NotWritten,
+    Record,
+    ShardPaths,
+    ShardWriter,
+    drop_duplicates,
+    read_marker,
+    read_records,
+)
 from tools.verify_shards import verify_shard
 
 
