@@ -609,7 +609,7 @@ SCRIPT = """
 import multiprocessing, sys
 from pathlib import Path
 from tests.pretrain.stream.test_stream import make
-from probemb.data.shards.samples import Shard
+from probemb.data.shards.index import Shard
 shards = [Shard(Path(path).name, Path(path), int(size), 0) for path, size in zip(sys.argv[1::2], sys.argv[2::2])]
 stream = make(shards, workers=2)
 next(stream)
