@@ -28,6 +28,15 @@ class Gaussian:
         if self.mean.shape != self.log_var.shape:
             raise ValueError(f"mean {tuple(self.mean.shape)} and log_var {tuple(self.log_var.shape)} differ in shape")
 
+    def __repr__(self) -> str:
+        """Shape, mean uncertainty, type and device; a line, not the numbers."""
+        u = (
+            f"{self.uncertainty().float().mean().item():.4g}"
+            if self.mean.numel() and not self.mean.is_meta
+            else "unknown"
+        )
+        return f"Gaussian(shape={tuple(self.shape)}, mean uncertainty={u}, {self.mean.dtype}, {self.mean.device})"
+
     @property
     def shape(self) -> torch.Size:
         """The shape of `mean`: (..., D)."""

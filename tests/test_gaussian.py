@@ -41,3 +41,9 @@ def test_slicing_and_joining():
     assert torch.equal(joined.log_var, g.log_var)
     assert Gaussian.stack([g, g]).shape == (2, 4, 3)
     assert len(g[1:]) == 3
+
+
+def test_prints_its_shape_and_mean_uncertainty():
+    g = Gaussian(torch.zeros(3, 4), torch.tensor([0.0, 1.0, 2.0]).log()[:, None].expand(3, 4))
+    assert repr(g) == "Gaussian(shape=(3, 4), mean uncertainty=4, torch.float32, cpu)"
+    assert "unknown" in repr(g[:0])

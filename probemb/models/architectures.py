@@ -121,6 +121,12 @@ def build_stock(config: dict) -> CustomTextCLIP | Stock:
     return CustomTextCLIP(**options, nonscalar_logit_scale=True)
 
 
+def stock_parameter_names(config: dict) -> list[str]:
+    """The keys of the deterministic model's state dict."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return list(build_stock(config).state_dict())
+
+
 def stock_image_tower(config: dict) -> nn.Module:
     """open_clip's image tower of a configuration, with random weights."""
     return _build_vision_tower(config["embed_dim"], config["vision_cfg"], config.get("quick_gelu", False))

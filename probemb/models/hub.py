@@ -22,7 +22,7 @@ from probemb.errors import UserError
 from probemb.files import replace_file
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
-from probemb.models.pretrained import HUB_NAME, is_hub_name, load_strictly, read_state_dict
+from probemb.models.pretrained import HUB_NAME, HUB_PREFIX, is_hub_name, load_strictly, read_state_dict
 from probemb.models.published import import_pcmepp, is_pcmepp
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -31,7 +31,7 @@ FORMAT = {"format": "probemb", "version": 1}
 
 
 class LoadedModel(NamedTuple):
-    """A model in evaluation mode and what prepares its input."""
+    """A model for inference and what prepares its input."""
 
     model: DualEncoder
     tokenizer: Callable[[list[str]], Tensor]
@@ -72,11 +72,15 @@ def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) 
 
 
 def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> LoadedModel:
-    """Loads a model for evaluation: `model, tokenizer, transforms = load_model("runs/x")`.
+    """Load a model for inference: `model, tokenizer, transforms = load_model("runs/x")`.
+
+    It is in evaluation mode and its parameters need no gradient, so that no call has to be wrapped in `no_grad`; to
+    train it, `model.train().requires_grad_()`.
 
     Args:
         path_or_name: a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
-            name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps". The published PCME++ layout is recognised.
+            name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is
+            looked at). The published PCME++ layout is recognised.
         device: where to put the weights.
 
     Raises:
@@ -84,7 +88,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> 
             not fit their configuration.
     """
     weights, config = _locate(path_or_name)
-    model = _build(weights, config).to(device).eval()
+    model = _build(weights, config).to(device).eval().requires_grad_(False)
     return LoadedModel(model, create_tokenizer(model), create_transforms(model))
 
 
@@ -159,12 +163,14 @@ def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
     if not is_hub_name(name):
         raise UserError(
             f"There is no model at {path}: the path does not exist.",
-            "Give a run folder, a model folder, a .safetensors file, or a hub name (owner/name).",
+            "Give a run folder, a model folder, a .safetensors file, or a hub name (owner/name, or "
+            f"{HUB_PREFIX}owner/name where a folder could be meant).",
         )
     return _download(name, tried)
 
 
 def _download(name: str, tried: list[Path]) -> tuple[Path, Path]:
+    name = name.removeprefix(HUB_PREFIX)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 

@@ -27,6 +27,12 @@ from probemb.models.dual_encoder import DualEncoder, per_tower
 
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_PREFIX = "hf-hub:"  # open_clip's: looks nowhere else
+# First parts of paths that people keep models under: runs/x that is missing is a wrong path, not a hub's repository.
+LOCAL_FOLDERS = {
+    *("checkpoint", "checkpoints", "data", "demo", "exp", "experiments", "export", "exports", "indexes", "embeddings"),
+    *("logs", "model", "models", "out", "output", "outputs", "results", "run", "runs", "tmp", "weights"),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +100,15 @@ def is_saved_model(source: str) -> bool:
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether a source is to be looked for on the hub: owner/name, unless a folder `owner` is here, as in runs/x."""
-    return bool(HUB_NAME.fullmatch(source)) and not Path(source).parent.is_dir()
+    """Whether to look for a source on the hub: hf-hub:owner/name, or owner/name that does not look like a local path.
+
+    A path is local if its first folder is here, or is called as people call folders of models (runs/x).
+    """
+    if source.startswith(HUB_PREFIX):
+        return bool(HUB_NAME.fullmatch(source.removeprefix(HUB_PREFIX)))
+    owner = source.partition("/")[0]
+    local = owner.lower() in LOCAL_FOLDERS or Path(source).parent.is_dir() or source.endswith((".safetensors", ".pt"))
+    return bool(HUB_NAME.fullmatch(source)) and not local
 
 
 def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None:

@@ -1,0 +1,46 @@
+"""Exported models: open_clip loads them strictly, and embeds as the means did."""
+
+import sys
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from probemb.errors import UserError
+from probemb.models import create_model, load_model, save_model
+from probemb.models.export import export_open_clip
+from tools.export import main
+
+
+def call(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["export", *map(str, words)])
+    return main()
+
+
+@pytest.mark.parametrize("name", ["ViT-Micro-32", "ViT-Tiny-64"])
+def test_open_clip_loads_it_strictly_with_equal_outputs(tmp_path, monkeypatch, name):
+    torch.manual_seed(0)
+    save_model(create_model(name, n_unc_layers=1), tmp_path / "model")
+    assert call(monkeypatch, "--model", tmp_path / "model", "--out", tmp_path / "out") == 0
+    theirs, _, transform = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}")
+    ours, tokenizer, transforms = load_model(tmp_path / "model")
+    image = Image.effect_mandelbrot((90, 70), (-2, -1.5, 1, 1.5), 50).convert("RGB")
+    assert torch.equal(transform(image), transforms.evaluate(image))
+    tokens, images = tokenizer(["a photo of a cat", "two dogs"]), transform(image)[None]
+    theirs.eval().requires_grad_(False)  # attention rounds otherwise where weights require a gradient
+    with torch.no_grad():
+        assert torch.equal(theirs.encode_text(tokens, normalize=True), ours.encode_text(tokens).mean)
+        assert torch.equal(theirs.encode_image(images, normalize=True), ours.encode_image(images).mean)
+    assert theirs.logit_scale.item() == pytest.approx(ours.logit_scale.item())
+    assert open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["two dogs"]).tolist() == tokens[1:].tolist()
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="its head is 'gpo'"):
+        export_open_clip(create_model("ViT-Micro-32", head="gpo", embed_dim=8), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not an empty folder"):
+        call(monkeypatch, "--model", "anything", "--out", tmp_path / "full")

@@ -1,0 +1,35 @@
+"""Export the deterministic part of a model to open_clip.
+
+    python -m tools.export --model runs/x --out exported/x
+
+The folder holds open_clip_config.json and open_clip_model.safetensors: a CLIP without the uncertainty branch, which
+`open_clip.create_model_and_transforms("local-dir:exported/x")` and programs built on open_clip load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from probemb.cli.command import Parser, run_command
+from probemb.errors import UserError
+
+
+def main() -> int:
+    """Load, check that nothing would be overwritten, write."""
+    parser = Parser(prog="python -m tools.export", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a run, a model folder, a .safetensors file or a hub name")
+    parser.add_argument("--out", required=True, type=Path, help="an empty or new folder")
+    options = parser.parse_args()
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise UserError(f"{options.out} exists and is not an empty folder.", "Choose another --out.")
+
+    from probemb.models import load_model
+    from probemb.models.export import export_open_clip
+
+    export_open_clip(load_model(options.model).model, options.out)
+    print(f'{options.out}: open_clip.create_model_and_transforms("local-dir:{options.out}") loads it')
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
