@@ -4,7 +4,15 @@ from probemb.models.create import create_model
 from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_decay
 from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
 from probemb.models.ensemble import Ensemble, as_one
-from probemb.models.hub import LoadedModel, digest_model, load_model, push_to_hub, save_model, weights_sha256
+from probemb.models.hub import (
+    LoadedModel,
+    digest_model,
+    lasting_name,
+    load_model,
+    push_to_hub,
+    save_model,
+    weights_sha256,
+)
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
 from probemb.models.published import import_pcmepp
 
@@ -24,6 +32,7 @@ __all__ = [
     "create_transforms",
     "digest_model",
     "import_pcmepp",
+    "lasting_name",
     "load_model",
     "no_weight_decay",
     "push_to_hub",

@@ -92,6 +92,12 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> 
     return LoadedModel(model, create_tokenizer(model), create_transforms(model))
 
 
+def lasting_name(path_or_name: str | Path) -> str:
+    """A name for `load_model` that holds in every working directory: a path made absolute, or a hub name as it is."""
+    path = Path(path_or_name)
+    return str(path.absolute()) if path.exists() else str(path_or_name)
+
+
 def digest_model(digest, model: torch.nn.Module) -> None:
     """Feed a hash with everything that a model's embeddings depend on: its configuration and its weights."""
     digest.update(json.dumps(model.config, sort_keys=True, default=str).encode())

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from probemb.models import load_model, weights_sha256
+    from probemb.models import lasting_name, load_model, weights_sha256
     from probemb.runs.preemption import REQUEUE, Preemption
     from probemb.search.embeddings import KINDS, open_embeddings, plan_embeddings, save_embeddings
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_model(options.model, device=placement.device)
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
     named = {data: partition_names(found) for data, found in corpora.items()}
-    out = plan_embeddings(options.out, options.model, weights, dim, named)
+    out = plan_embeddings(options.out, lasting_name(options.model), weights, dim, named)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     works = pending(out, mine, kinds)
     save_embeddings(out, named)

@@ -27,7 +27,8 @@ from tests.searching import EVIL, N, bomb, gallery, searcher  # noqa: F401 - fix
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
 from tools.search.calibrating import calibrate, caption_groups
 from tools.search.calibration import load_calibration
-from tools.search.command import main, parse
+from tools.search.command import main, open_searcher, parse
+from tools.search.pictures import read_picture
 from tools.search.query import MAX_TEXT, QueryImage, Searcher, Wish, read_image
 
 
@@ -54,6 +55,23 @@ def test_a_text_is_ranked_by_csd(gallery, searcher):  # noqa: F811
     assert [one["distance"] for one in answer["results"]] == pytest.approx(distance.tolist(), abs=1e-4)
     assert [one["captions"] for one in answer["results"]] == [gallery.captions[row] for row in order]
     assert [one["rank"] for one in answer["results"]] == list(range(1, N + 1))
+
+
+def test_an_index_made_with_relative_paths_works_from_any_folder(gallery, tmp_path, monkeypatch):  # noqa: F811
+    from tools.build_index import main as build
+    from tools.embed.command import main as embed
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").symlink_to(gallery.model)
+    (tmp_path / "data").symlink_to(gallery.tar.parent)
+    monkeypatch.chdir(tmp_path)
+    assert embed(["--model", "run", "--data", "data", "--out", "embedded", "--items", "image"]) == 0
+    assert build(["--embeddings", "embedded", "--kind", "image", "--out", "index"]) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    searcher = open_searcher(parse(["anything", "--index", "../index", "--device", "cpu"]))  # noqa: F811
+    answer = searcher.answer(Wish(["a red circle"], top=1))
+    shown = searcher.index.items[answer["results"][0]["row"]]
+    assert read_picture(shown["shard"], shown["offset"], shown["size"]) in gallery.jpegs
 
 
 def test_an_image_finds_itself_among_the_means(gallery, searcher):  # noqa: F811
