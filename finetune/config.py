@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from probemb.errors import UserError, nearest
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    restricted_number_type,
+)
+
+from finetune.methods.registry import METHODS
+from probemb.cli.command import chosen_options, given
+from probemb.cli.ranges import BelowHalf, Count, Dimensions, Distance, Minutes, Precision, Seed, Workers
+from probemb.errors import UserError
 
 CONFIGS = Path(__file__).parent / "configs"
-PRECISIONS = ("auto", "fp32", "bf16")
-DISTANCES = (
-    "csd", "kl", "min-kl", "symmetric-kl", "wasserstein2", "elk", "bhattacharyya", "match-probability",
-)  # fmt: skip
+Pairs = restricted_number_type("Pairs", int, [(">=", 2), ("<=", 1_000_000)])
 
 
 @dataclass(frozen=True)
@@ -29,8 +40,8 @@ class Model:
     name: str = "ViT-B-32-quickgelu"
     pretrained: str | None = "openai"
     head: str = "gpo"
-    embed_dim: int | None = None
-    n_unc_layers: int | None = None
+    embed_dim: Dimensions | None = None
+    n_unc_layers: NonNegativeInt | None = None
 
 
 @dataclass(frozen=True)
@@ -52,41 +63,8 @@ class Data:
     format: str | None = None
     train: str = "train"
     validation: str | None = "val"
-    workers: int = 2
-    failure_share: float = 0.05
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Options of the losses; every method takes some of them, and refuses the others.
-
-    Args:
-        scale: initial a of the match probability sigmoid(-a d + b) (pcmepp, pcmepp-mu, pcme).
-        shift: initial b of it.
-        pseudo_positive: weight alpha of the pseudo-positives (pcmepp, pcmepp-mu).
-        vib: weight beta of the information bottleneck (pcmepp, pcme).
-        clip: weight of the CLIP loss beside the match loss, as in pretraining (pcmepp, pcmepp-mu).
-        samples: drawn of each item (pcme).
-        temperature: initial multiplier of the cosines (infonce).
-        margin: of the hinges, in units of the cosine (vse, daa, p2rm, ncr, decl).
-        warmup_epochs: epochs with all negatives (vse, daa, p2rm), or with all pairs held for clean (ncr, decl).
-        weight: of the regulariser (daa, p2rm).
-        soft_margin: linear, exponential or sin (ncr).
-        tau: temperature of the evidence (decl).
-    """
-
-    scale: float | None = None
-    shift: float | None = None
-    pseudo_positive: float | None = None
-    vib: float | None = None
-    clip: float | None = None
-    samples: int | None = None
-    temperature: float | None = None
-    margin: float | None = None
-    warmup_epochs: int | None = None
-    weight: float | None = None
-    soft_margin: str | None = None
-    tau: float | None = None
+    workers: Workers = 2
+    failure_share: ClosedUnitInterval = 0.05
 
 
 @dataclass(frozen=True)
@@ -101,11 +79,11 @@ class Mix:
         smoothing: label smoothing; a match of 1 becomes 1 - smoothing, of 0 smoothing.
     """
 
-    ratio: float = 0.0
-    mixup: float = 2.0
-    cutmix: float = 2.0
-    switch: float = 0.5
-    smoothing: float = 0.0
+    ratio: ClosedUnitInterval = 0.0
+    mixup: NonNegativeFloat = 2.0
+    cutmix: NonNegativeFloat = 2.0
+    switch: ClosedUnitInterval = 0.5
+    smoothing: BelowHalf = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,15 +102,15 @@ class Optimizer:
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
-    lr: float = 5e-4
-    weight_decay: float = 1e-4
-    image_backbone: float = 0.01
-    text_backbone: float = 0.1
-    layer_decay: float = 0.7
-    freeze_epochs: int = 2
-    warmup_epochs: float = 1.0
-    decay_epochs: int = 10
-    clip_grad_norm: float = 2.0
+    lr: PositiveFloat = 5e-4
+    weight_decay: NonNegativeFloat = 1e-4
+    image_backbone: PositiveFloat = 0.01
+    text_backbone: PositiveFloat = 0.1
+    layer_decay: PositiveFloat = 0.7
+    freeze_epochs: NonNegativeInt = 2
+    warmup_epochs: NonNegativeFloat = 1.0
+    decay_epochs: NonNegativeInt = 10
+    clip_grad_norm: NonNegativeFloat = 2.0
 
 
 @dataclass(frozen=True)
@@ -144,14 +122,14 @@ class Engine:
         grad_checkpointing: trade time for memory in all blocks.
         threads: CPU threads of each process; 0 shares the machine's cores.
         eval_batch_size: images in a batch while validating.
-        timeout: minutes that a process waits for the others, which the first one keeps waiting while it validates.
+        timeout: minutes that a process waits for the others; they wait while the first one validates.
     """
 
-    precision: str = "auto"
+    precision: Precision = "auto"
     grad_checkpointing: bool = False
-    threads: int = 0
-    eval_batch_size: int = 64
-    timeout: float = 120.0
+    threads: NonNegativeInt = 0
+    eval_batch_size: Count = 64
+    timeout: Minutes = 120.0
 
 
 @dataclass(frozen=True)
@@ -161,83 +139,50 @@ class Config:
     Args:
         method: pcmepp, pcmepp-mu, infonce, vse, pcme, daa, p2rm, ncr, decl, or clip-zs, which trains nothing.
         out: the run folder.
-        resume: go on from the newest checkpoint in out.
-        seed: decides everything that is random.
+        resume: continue from the newest checkpoint in out.
+        seed: of everything random.
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over all pairs.
         distance: pcmepp's: csd, kl, min-kl, symmetric-kl, wasserstein2, elk, bhattacharyya, match-probability.
         noise_ratio: share of the training captions that are moved to wrong images.
         size_augment: share of tokens that SizeAugment drops; 0 for none.
         swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.
-        stop_after_epochs: end after so many epochs, to go on later with resume; empty to the end.
-        save_every: steps between two checkpoints within an epoch; 0 for those at the ends of epochs alone.
+        stop_after_epochs: stop after so many epochs, to resume later; empty for none.
+        save_every: steps between two checkpoints within an epoch; 0 saves at the ends of epochs only.
         log_every: steps between two log lines.
         wandb: a Weights & Biases project.
+        loss: options of the method, see finetune/methods.
     """
 
     method: str = "pcmepp"
     out: str = "runs/finetune"
     resume: bool = False
-    seed: int = 0
-    batch_size: int = 128
-    epochs: int = 25
-    distance: str | None = None
-    noise_ratio: float = 0.0
-    size_augment: float = 0.2
-    swa_epochs: int = 10
-    stop_after_epochs: int | None = None
-    save_every: int = 1000
-    log_every: int = 50
+    seed: Seed = 0
+    batch_size: Pairs = 128
+    epochs: NonNegativeInt = 25
+    distance: Distance | None = None
+    noise_ratio: ClosedUnitInterval = 0.0
+    size_augment: ClosedUnitInterval = 0.2
+    swa_epochs: NonNegativeInt = 10
+    stop_after_epochs: PositiveInt | None = None
+    save_every: NonNegativeInt = 1000
+    log_every: PositiveInt = 50
     wandb: str | None = None
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    loss: Loss = field(default_factory=Loss)
+    loss: Any = field(**chosen_options("method", METHODS, "pcmepp"))
     mix: Mix = field(default_factory=Mix)
     optimizer: Optimizer = field(default_factory=Optimizer)
     engine: Engine = field(default_factory=Engine)
 
 
-def with_method_file(argv: list[str]) -> list[str]:
-    """The command line in the order in which later words win: the method's own YAML, `--config` files, options.
+def with_method_file(argv: Sequence[str]) -> list[str]:
+    """The command line with the method's own YAML before all other `--config` files, which win over it.
 
     `--method` decides, else the `method` of the last `--config` that has one, else pcmepp.
-
-    Raises:
-        UserError: there is no such method.
     """
-    files, options, words = [], [], list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "--config" and words:
-            word = f"--config={words.pop(0)}"
-        (files if word.startswith("--config=") else options).append(word)
-    method = None
-    for i, word in enumerate(options):
-        if word == "--method" or word.startswith("--method="):
-            method = word.partition("=")[2] or (options[i + 1] if word == "--method" and i + 1 < len(options) else "")
-    if method is None:
-        in_files = [found for word in files if (found := _method_in(Path(word.partition("=")[2])))]
-        method = in_files[-1] if in_files else "pcmepp"
-    known = method_names()
-    if method not in known:
-        raise UserError(f"There is no method '{method}'.{nearest(method, known)}", f"Choose from {', '.join(known)}.")
-    return [f"--config={CONFIGS / f'{method}.yaml'}", *files, *options]
-
-
-def _method_in(path: Path) -> str | None:
-    """What a YAML sets as the method; None also for a file that is refused when it is parsed."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return str(content["method"]) if isinstance(content, dict) and content.get("method") is not None else None
-
-
-def method_names() -> list[str]:
-    """All methods, those that have a YAML."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    method = given("method", argv) or "pcmepp"
+    return [f"--config={CONFIGS / f'{method}.yaml'}", *argv] if method in METHODS else list(argv)
 
 
 def check(config: Config, world_size: int = 1) -> None:
@@ -254,27 +199,6 @@ def check(config: Config, world_size: int = 1) -> None:
         )
     if not config.out.strip() or "\0" in config.out:
         raise UserError("--out is empty.", "Name the folder that the run is to be written to.")
-    limits = [
-        ("seed", config.seed, 0, 2**63 - 1),
-        ("batch_size", config.batch_size, 2, 2**31),
-        ("epochs", config.epochs, 0, 2**31),
-        ("swa_epochs", config.swa_epochs, 0, float("inf")),
-        ("stop_after_epochs", config.stop_after_epochs, 1, float("inf")),
-        ("save_every", config.save_every, 0, float("inf")),
-        ("log_every", config.log_every, 1, float("inf")),
-        ("model.embed_dim", config.model.embed_dim, 1, 2**20),
-        ("data.workers", config.data.workers, 0, 1000),
-        ("engine.threads", config.engine.threads, 0, 10_000),
-        ("engine.eval_batch_size", config.engine.eval_batch_size, 1, 2**31),
-        ("mix.mixup", config.mix.mixup, 0, 1e6),
-        ("mix.cutmix", config.mix.cutmix, 0, 1e6),
-    ]
-    for key, value, low, high in limits:
-        if value is not None and not low <= value <= high:
-            what = f"from {low} to {high:,}" if high < 2**31 else f"from {low} on"
-            raise UserError(f"{key} is {value}.", f"Set it to a number {what}.")
-    if not 0 < config.engine.timeout <= 60 * 24 * 365:
-        raise UserError(f"engine.timeout is {config.engine.timeout}.", "Set it to a number of minutes above 0.")
     if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:
         raise UserError(
             "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
@@ -284,25 +208,7 @@ def check(config: Config, world_size: int = 1) -> None:
             f"batch_size is {config.batch_size}, which {world_size} processes cannot share evenly.",
             f"Set it to a multiple of {world_size}, such as {-(-config.batch_size // world_size) * world_size}.",
         )
-    shares = {
-        "noise_ratio": config.noise_ratio,
-        "size_augment": config.size_augment,
-        "mix.ratio": config.mix.ratio,
-        "mix.switch": config.mix.switch,
-        "data.failure_share": config.data.failure_share,
-    }
-    for key, value in shares.items():
-        if not 0 <= value <= 1:
-            raise UserError(f"{key} is {value}.", "Set it to a share from 0 to 1.")
-    if not 0 <= config.mix.smoothing < 0.5:
-        raise UserError(f"mix.smoothing is {config.mix.smoothing}.", "Set it to a number from 0 to below 0.5.")
     optimizer = config.optimizer
-    for name in ("lr", "image_backbone", "text_backbone", "layer_decay"):
-        if not 0 < getattr(optimizer, name) < float("inf"):
-            raise UserError(f"optimizer.{name} is {getattr(optimizer, name)}.", "Set it to a number above 0.")
-    for name in ("weight_decay", "freeze_epochs", "warmup_epochs", "decay_epochs", "clip_grad_norm"):
-        if not 0 <= getattr(optimizer, name) < float("inf"):
-            raise UserError(f"optimizer.{name} is {getattr(optimizer, name)}.", "Set it to 0 or more.")
     for name, what in (
         ("freeze_epochs", "the image tower would never be trained"),
         ("decay_epochs", "every lr would be a tenth from the start"),
@@ -314,21 +220,7 @@ def check(config: Config, world_size: int = 1) -> None:
             )
     if config.wandb and not _is_installed("wandb"):
         raise UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")
-    if config.engine.precision not in PRECISIONS:
-        raise UserError(
-            f"engine.precision is '{config.engine.precision}'.{nearest(config.engine.precision, PRECISIONS)}",
-            f"Choose from {', '.join(PRECISIONS)}.",
-        )
-    if config.distance is not None and config.distance not in DISTANCES:
-        raise UserError(
-            f"There is no distance '{config.distance}'.{nearest(config.distance, DISTANCES)}",
-            f"Choose from {', '.join(DISTANCES)}.",
-        )
-
-
-def given(loss: Loss) -> list[str]:
-    """Names of the loss options that have a value."""
-    return [one.name for one in fields(loss) if getattr(loss, one.name) is not None]
+    METHODS[config.method].check(config)
 
 
 def _is_installed(package: str) -> bool:

@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.config import Config, check, with_method_file
+from finetune.methods.registry import METHODS
 from probemb.cli.command import parse_config, run_command
 from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
@@ -49,7 +50,6 @@ def train(config: Config, preemption: Preemption) -> int:
     from finetune.folder import RunFolder, load_checkpoint, read_position, refuse_another_run
     from finetune.loading.noise import noisy_captions
     from finetune.loading.pair_loader import PairLoader, refuse_unusable
-    from finetune.methods import METHODS, ZeroShot, check_method
     from finetune.recipe import (
         Schedule,
         WeightAverage,
@@ -65,7 +65,6 @@ def train(config: Config, preemption: Preemption) -> int:
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.lock import RunLock
 
-    check_method(config)
     precision = config.engine.precision
     if precision == "auto":
         precision = "bf16" if torch.cuda.is_available() else "fp32"
@@ -95,13 +94,12 @@ def train(config: Config, preemption: Preemption) -> int:
     validation = find_captioned(data.path, data.validation, **where) if data.validation else None
     if validation is not None:
         refuse_unusable(validation, data.failure_share)
-    measured = METHODS[config.method] is ZeroShot
-    clean = None if measured else find_captioned(data.path, data.train, **where)
+    clean = None if not METHODS[config.method].trained else find_captioned(data.path, data.train, **where)
     torch.manual_seed(config.seed)
     networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
     model, evaluated = networks[0], as_one(networks)
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
-    if measured:
+    if clean is None:
         return measure_only(config, model, tokenizer, transforms, validation, accelerator, say)
     out = Path(config.out)
     train_data = noisy_captions(clean, config.noise_ratio, config.seed, out, write=False)
@@ -131,7 +129,7 @@ def train(config: Config, preemption: Preemption) -> int:
             getattr(network, name).requires_grad_(name in method.trains)
         groups += parameter_groups(
             network,
-            method if network is model else None,
+            method.module if network is model else None,
             lr=optimizer_config.lr,
             weight_decay=optimizer_config.weight_decay,
             image_backbone=optimizer_config.image_backbone,
@@ -147,7 +145,7 @@ def train(config: Config, preemption: Preemption) -> int:
         warmup_epochs=optimizer_config.warmup_epochs,
         average_epochs=config.swa_epochs,
     )
-    average = WeightAverage(model, method, joint.second) if config.swa_epochs else None
+    average = WeightAverage(model, method.module, joint.second) if config.swa_epochs else None
     window = load_checkpoint(earlier, joint, optimizer, average) if earlier else None
 
     failure = lock = folder = None
@@ -235,7 +233,6 @@ def attempt(call, folder) -> UserError | None:
 
 def make_model(config: Config):
     """The towers, on the CPU; the same on every rank."""
-    from finetune.methods import METHODS
     from probemb.models import create_model
 
     probabilistic, model = METHODS[config.method].probabilistic, config.model
@@ -248,8 +245,8 @@ def make_model(config: Config):
         head=model.head,
         pretrained=model.pretrained,
         grad_checkpointing=config.engine.grad_checkpointing,
-        init_scale=config.loss.scale or 1.0,
-        init_shift=config.loss.shift if config.loss.shift is not None else 1.0,
+        init_scale=getattr(config.loss, "scale", 1.0),
+        init_shift=getattr(config.loss, "shift", 1.0),
         probabilistic=probabilistic,
         **unc,
     )

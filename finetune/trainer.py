@@ -34,11 +34,12 @@ _TEXT, _IMAGE, _MIX, _LOSS = range(4)  # what a random number is for
 
 
 class Joint(nn.Module):
-    """All that is trained: model and method, and the second model of a method with two networks."""
+    """Everything that is trained: model, the method's own module, and the second model where there is one."""
 
     def __init__(self, model: DualEncoder, method: Method, second: DualEncoder | None = None):
         super().__init__()
-        self.model, self.method, self.second = model, method, second
+        self.objective = method
+        self.model, self.method, self.second = model, method.module, second
 
     @property
     def networks(self) -> list[DualEncoder]:
@@ -47,15 +48,15 @@ class Joint(nn.Module):
 
 
 class Network(nn.Module):
-    """One model and the method as the one module that DDP wraps: all of their gradients belong to one backward pass."""
+    """The module that DDP wraps, one model and the method's own: their gradients belong to one backward pass."""
 
     def __init__(self, model: DualEncoder, method: Method):
         super().__init__()
-        self.model, self.method = model, method
+        self.model, self.method, self.wants_tokens = model, method.module, method.wants_tokens
 
     def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
         """The tensors of both `Encoded`, see `_embed`."""
-        return _embed(self.model, images, tokens, image_mask, self.method.wants_tokens)
+        return _embed(self.model, images, tokens, image_mask, self.wants_tokens)
 
 
 class Trainer:
@@ -122,7 +123,7 @@ class Trainer:
         last = min(self.config.epochs, self.config.stop_after_epochs or self.config.epochs)
         while self.epoch < last:
             if self.step_in_epoch == 0:
-                self.joint.method.begin_epoch(self.epoch)
+                self.joint.objective.begin_epoch(self.epoch)
             for network in range(self.step_in_epoch // self.loader.steps, len(self.networks)):
                 changed = freeze_image_backbone(self.networks[network], self.schedule.frozen(self.epoch))
                 if changed or self.wrapped is None or network != self.network:
@@ -143,7 +144,7 @@ class Trainer:
             self.accelerator.free_memory()  # it holds on to what it wrapped before, with buffers for all gradients
         with warnings.catch_warnings():  # accelerate says it the old way, which every version of PyTorch understands
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-            return self.accelerator.prepare_model(Network(self.model, self.joint.method))
+            return self.accelerator.prepare_model(Network(self.model, self.joint.objective))
 
     def _train_epoch(self) -> None:
         """What is left of one network's epoch; each network's has an order of its own."""
@@ -159,7 +160,7 @@ class Trainer:
             if len(self.networks) > 1:
                 batch.by_other = partial(self._embed_by_other, images, tokens, mask)
             # -------------------------------------------------------------------------------------------------- loss
-            out: LossOutput = self.joint.method(batch, self.model)
+            out: LossOutput = self.joint.objective.loss(batch, self.model)
             # ---------------------------------------------------------------------------------------------- backward
             self.optimizer.zero_grad(set_to_none=True)
             self.accelerator.backward(out.loss)
@@ -237,7 +238,7 @@ class Trainer:
         """The pairs of all ranks as the network embeds them that is not being trained."""
         with self.accelerator.autocast():
             return _of_all_ranks(
-                _embed(self.networks[1 - self.network], images, tokens, mask, self.joint.method.wants_tokens)
+                _embed(self.networks[1 - self.network], images, tokens, mask, self.joint.objective.wants_tokens)
             )
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
@@ -250,7 +251,7 @@ class Trainer:
 
     @torch.no_grad()
     def _scalars(self, batch: Batch) -> dict[str, Tensor]:
-        method = self.joint.method
+        method = self.joint.objective
         values = {name: x.detach().reshape(()).clone() for name, x in method.scalars(self.model).items()}
         if method.probabilistic:
             values |= {"u_image": batch.image.uncertainty().mean(), "u_text": batch.text.uncertainty().mean()}

@@ -1,10 +1,11 @@
-"""Options of this stage's commands.
-
-A module without imports: --help resolves the annotations of the module that holds a configuration, and would load torch
-for any other annotation there.
-"""
+"""Options of this stage's commands; without heavy imports, for --help."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
+
+from probemb.cli.ranges import Count, Workers
 
 # These mark the files of each command, so that it replaces nobody else's.
 GENERATOR = "probemb zeroshot"
@@ -44,17 +45,17 @@ class ImagenetConfig:
     classes: str | None = None
     templates: str | None = None
     labels: str | None = None
-    k: int | None = None
-    temperature: float = 1.0
+    k: Count | None = None
+    temperature: PositiveFloat = 1.0
     select_on: str = "oracle"
     select_data: str | None = None
     out: str | None = None
-    batch_size: int = 64
-    text_batch_size: int = 256
-    workers: int | None = None
+    batch_size: Count = 64
+    text_batch_size: Count = 256
+    workers: Workers | None = None
     device: str = "auto"
-    precision: str = "auto"
-    max_bad: float = 0.05
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    max_bad: ClosedUnitInterval = 0.05
     cache: str | None = "~/.cache/probemb/prompts"
 
 
@@ -95,13 +96,13 @@ class RetrievalConfig:
     instances: str | None = None
     rankings: str | None = None
     factory: str = "Flat"
-    candidates: int = 100
-    samples: int = 8
-    erased: int = 200
+    candidates: Count = 100
+    samples: Count = 8
+    erased: NonNegativeInt = 200
     out: str | None = None
-    batch_size: int = 64
-    text_batch_size: int = 256
-    workers: int | None = None
+    batch_size: Count = 64
+    text_batch_size: Count = 256
+    workers: Workers | None = None
     device: str = "auto"
-    precision: str = "auto"
-    max_bad: float = 0.05
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    max_bad: ClosedUnitInterval = 0.05

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.cli.command import check_numbers, parse_config, run_command, to_dict
+from probemb.cli.command import parse_config, run_command, to_dict
 from probemb.errors import UserError
 from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConfig
 
@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.cli.results import claim_files, results_folder
 
     config = parse_config(ImagenetConfig, PROG, DESCRIPTION, argv)
-    check_numbers(config)
     if config.data == DEFAULT_DATA and not Path(config.data).exists():
         raise UserError(
             f"ImageNet is not at {DEFAULT_DATA}, which is where it is looked for without --data.",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.cli.command import check_numbers, parse_config, run_command, to_dict
+from probemb.cli.command import parse_config, run_command, to_dict
 from probemb.errors import UserError
 from zeroshot.config import RETRIEVAL_GENERATOR, RetrievalConfig
 
@@ -63,9 +63,6 @@ def check(config: RetrievalConfig) -> None:
     for option, what in (("model", "a run, a model folder or a hub name"), ("data", "images with captions")):
         if not getattr(config, option):
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
-    check_numbers(config, ("batch_size", "text_batch_size", "candidates", "samples"))
-    if config.erased < 0:
-        raise UserError(f"--erased is {config.erased}.", "Give 0 or more.")
 
 
 def evaluate(

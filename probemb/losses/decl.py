@@ -62,7 +62,7 @@ def n_negatives(batch: int, step: int, eta: float = 0.025, at_least: int = 5) ->
 
 
 def decl_correspondence(similarity_NN: Tensor, tau: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Which pairs are held for clean, (N,) bool, and their uncertainty, (N,). Source: DECL, divergence of the data.
+    """Whether each pair is classified as clean, (N,) bool, and its uncertainty, (N,). Source: DECL, divergence of data.
 
     A pair is clean if, of the evidence of both directions added, its own is its row's largest. The uncertainty is
     N over the total of alpha, both directions added.
@@ -89,7 +89,7 @@ def decl_loss(
     Args:
         similarity_NN: images in rows.
         match_NN: which pairs match; None is the identity.
-        clean_N: pairs held for clean; the others have no match of their own and no hinge. None: all (the warm-up).
+        clean_N: pairs classified as clean; the others have no match of their own and no hinge. None: all (the warm-up).
         negatives: see `n_negatives`.
 
     Returns:

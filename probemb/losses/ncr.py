@@ -82,7 +82,7 @@ def ncr_predict(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: f
 def refine_labels(
     predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Tensor, predicted_by_other_N: Tensor | None = None
 ) -> Tensor:
-    """Labels for training, (N,): w + (1 - w) p for pairs held for clean, the mean of p and q for the others.
+    """Labels for training, (N,): w + (1 - w) p for pairs classified as clean, the mean of p and q for the others.
 
     p is the network's own prediction. w, and which pairs are clean, is what the other network's losses say, and q is
     the other network's prediction; without it the label of a pair that is not clean is p. Source: NCR.
@@ -124,7 +124,7 @@ def clean_probability(
 
 
 def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
-    """Which pairs are held for clean, (N,) bool: more probable than the threshold.
+    """Whether each pair is classified as clean, (N,) bool: more probable than the threshold.
 
     Where all are, the least probable hundredth (at least one pair) is not, so that neither part is empty.
     """

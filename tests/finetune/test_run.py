@@ -20,9 +20,10 @@ import yaml
 import finetune.run
 from finetune.config import Config, check, with_method_file
 from finetune.loading.noise import NOISE_FILE
+from finetune.methods import METHODS
 from finetune.trainer import Trainer
 from probemb import load_model
-from probemb.cli.command import parse_config, run_command
+from probemb.cli.command import parse_config, run_command, to_yaml
 from probemb.data.captions.find import find_captioned
 from probemb.errors import UserError
 from probemb.metrics import retrieval_metrics, rsum
@@ -93,16 +94,30 @@ def test_the_methods_file_then_config_files_then_options_decide(tmp_path):
     config = resolved("--config", str(mine))
     assert (config.method, config.epochs, config.loss.margin, config.loss.warmup_epochs) == ("ncr", 7, 0.3, 1)
     config = resolved("--loss.margin=0.4", "--method=vse", f"--config={mine}")  # options win wherever they stand
-    assert (config.method, config.epochs, config.loss.margin, config.loss.soft_margin) == ("vse", 7, 0.4, None)
+    assert (config.method, config.epochs, config.loss) == ("vse", 7, METHODS["vse"].Options(margin=0.4))
     assert resolved("--epochs", "3", "--config", str(mine)).epochs == 3
 
 
-def test_help_answers_without_loading_torch():
-    code = "import sys; sys.argv = ['x', '--help']; import finetune.run as r\n"
+def test_a_configuration_of_an_earlier_version_reads(tmp_path):
+    """It named the options of all methods, empty where the method had none."""
+    old = {"scale": 5.0, "shift": 5.0, "pseudo_positive": 0.2, "vib": 1e-5, "clip": 0.0, "margin": None, "tau": None}
+    for method, loss in {"pcmepp": old, "clip-zs": dict.fromkeys(old)}.items():
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"method": method, "loss": loss}))
+        config = resolved("--config", str(tmp_path / "config.yaml"))
+        assert config.method == method
+        assert getattr(config.loss, "vib", None) == loss["vib"]
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert resolved("--config", str(tmp_path / "config.yaml")) == config
+
+
+def test_help_names_the_methods_own_options_without_loading_torch():
+    code = "import sys; sys.argv = ['x', '--help', '--method', 'ncr']; import finetune.run as r\n"
     code += "try: r.main()\nexcept SystemExit: assert not {'torch', 'accelerate'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--save_every" in done.stdout
+    assert "--loss.soft_margin {linear,exponential,sin}" in done.stdout
+    assert "--loss.vib" not in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -588,7 +603,7 @@ BAD = {
     "no such format": ({"data.format": "shards"}, "'shards' is no format", "webdataset"),
     "large batch": ({"batch-size": 64}, "48 pairs", "from 1 to 48"),
     "unknown method": ({"method": "pcmep"}, "no method 'pcmep'. Did you mean 'pcmepp'", "clip-zs, daa, decl"),
-    "unknown distance": ({"distance": "cds"}, "no distance 'cds'. Did you mean 'csd'", "wasserstein2"),
+    "unknown distance": ({"distance": "cds"}, "distance is 'cds'. Did you mean 'csd'", "wasserstein2"),
     "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean", ""),
     "unknown head": ({"model.head": "gop"}, "no head 'gop'. Did you mean 'gpo'", ""),
     "unknown key": ({"optimizer.lrr": 1}, "no option --optimizer.lrr. Did you mean '--optimizer.lr'", "--help"),
@@ -596,15 +611,15 @@ BAD = {
     "no epochs": ({"epochs": 0}, "epochs is 0", "1 or more"),
     "wrong type": ({"epochs": "many"}, "epochs", "--help"),
     "negative seed": ({"seed": -1}, "seed is -1", "from 0"),
-    "no log": ({"log-every": 0}, "log_every is 0", "from 1 on"),
-    "no rows": ({"batch-size": 1}, "batch_size is 1", "from 2"),
-    "stop before it begins": ({"stop-after-epochs": 0}, "stop_after_epochs is 0", "from 1 on"),
-    "negative saves": ({"save-every": -1}, "save_every is -1", "from 0 on"),
+    "no log": ({"log-every": 0}, "log-every is 0", "from 1 on"),
+    "no rows": ({"batch-size": 1}, "batch-size is 1", "from 2"),
+    "stop before it begins": ({"stop-after-epochs": 0}, "stop-after-epochs is 0", "from 1 on"),
+    "negative saves": ({"save-every": -1}, "save-every is -1", "from 0 on"),
     "no time": ({"engine.timeout": 0}, "engine.timeout is 0", "minutes"),
     "negative workers": ({"data.workers": -1}, "data.workers is -1", "from 0"),
     "no evaluation batch": ({"engine.eval_batch_size": 0}, "eval_batch_size is 0", "from 1"),
-    "share": ({"noise-ratio": 1.5}, "noise_ratio is 1.5", "from 0 to 1"),
-    "size augment": ({"size-augment": -0.1}, "size_augment is -0.1", "from 0 to 1"),
+    "share": ({"noise-ratio": 1.5}, "noise-ratio is 1.5", "from 0 to 1"),
+    "size augment": ({"size-augment": -0.1}, "size-augment is -0.1", "from 0 to 1"),
     "smoothing": ({"mix.smoothing": 0.5}, "mix.smoothing is 0.5", "below 0.5"),
     "nothing to mix": ({"mix.mixup": 0, "mix.cutmix": 0}, "are both 0", "mix.ratio"),
     "negative mixup": ({"mix.mixup": -1}, "mix.mixup is -1", "from 0"),

@@ -14,7 +14,7 @@ from finetune.config import Config, with_method_file
 from finetune.loading.augment import Mix, draw_mix
 from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_loader import PairLoader
-from finetune.methods import METHODS, check_method
+from finetune.methods import METHODS
 from finetune.recipe import Schedule, WeightAverage, create_optimizer, parameter_groups
 from finetune.trainer import Joint, Trainer, Window
 from probemb import labels
@@ -53,10 +53,10 @@ def one_thread():
 def configured(method: str, *words: str) -> Config:
     base = ["--epochs=2", f"--batch_size={BATCH}", "--optimizer.decay_epochs=1", "--optimizer.freeze_epochs=1"]
     base += ["--log_every=1", f"--method={method}", "--swa-epochs=0", "--data.path=x", "--loss.warmup_epochs=1"]
-    if "warmup_epochs" not in METHODS[method].options:
+    if not hasattr(METHODS[method].Options, "warmup_epochs"):
         base.pop()
     config = parse_config(Config, "test", "", with_method_file([*base, *words]))
-    check_method(config)
+    METHODS[config.method].check(config)
     return config
 
 
@@ -76,7 +76,7 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
     joint = Joint(model, method(config, model, data), *networks[1:])
     for network in networks:
         for name in ("scale", "shift", "logit_scale"):
-            getattr(network, name).requires_grad_(name in joint.method.trains)
+            getattr(network, name).requires_grad_(name in joint.objective.trains)
     joint = joint.double() if double else joint
     loader = PairLoader(data, create_transforms(model).train, tokenizer(), config.batch_size, config.seed, rank, world)
     o = config.optimizer
@@ -293,9 +293,9 @@ def test_the_average_is_that_of_both_towers_the_loss_and_all_networks(method, fe
 def test_two_networks_take_turns(few):
     """From equal weights, each in an order of its own; one stands still while the other is trained."""
     trainer = make_trainer(configured("ncr"), find_captioned(few, "train"))
-    networks, method = trainer.joint.networks, trainer.joint.method
+    networks, method = trainer.joint.networks, trainer.joint.objective
     networks[1].load_state_dict(networks[0].state_dict())
-    augment, forward, inputs, seen = trainer._augment, method.forward, [], []
+    augment, loss, inputs, seen = trainer._augment, method.loss, [], []
 
     def keep(pairs):
         inputs.append(augment(pairs))
@@ -306,13 +306,13 @@ def test_two_networks_take_turns(few):
         images, tokens, mask, _ = inputs[-1]
         other, found = networks[1 - batch.network], batch.by_other()
         for ours, theirs in zip(found, (other.encode_image(images, mask), other.encode_text(tokens))):
-            torch.testing.assert_close(ours.mean, theirs.mean.detach(), rtol=0, atol=0)
-            assert not ours.mean.requires_grad
+            torch.testing.assert_close(ours.gaussian.mean, theirs.mean.detach(), rtol=0, atol=0)
+            assert not ours.gaussian.mean.requires_grad
         weights = [network.text.transformer.resblocks[0].mlp.c_fc.weight.detach().clone() for network in networks]
         seen.append((batch.network, batch.pair_index.tolist(), weights))
-        return forward(batch, model)
+        return loss(batch, model)
 
-    trainer._augment, method.forward = keep, spy
+    trainer._augment, method.loss = keep, spy
     assert not trainer.fit()
     turns, orders, weights = zip(*seen)
     assert turns == (0, 1, 0, 1)
@@ -332,13 +332,13 @@ def test_daa_sees_the_captions_as_they_are_trained_on(few):
     noisy, _ = shuffle_captions(clean, 0.9, seed=1)
     assert noisy.captions != clean.captions
     trainer = make_trainer(configured("daa"), noisy)
-    semantic, used = [], trainer.joint.method.semantic
+    semantic, used = [], trainer.joint.objective.semantic
 
     def spy(images, captions):
         semantic.append((images, captions, used(images, captions)))
         return semantic[-1][-1]
 
-    trainer.joint.method.semantic = spy
+    trainer.joint.objective.semantic = spy
     trainer.fit()
     images, captions, values = semantic[0]
     texts, owner = noisy.flat(), noisy.owner()

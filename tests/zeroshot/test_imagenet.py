@@ -150,7 +150,7 @@ def bad_inputs(shards, run_folder, tmp):
         "--temperature is -1": {**good, "--temperature": "-1"},
         "--max-bad is 2": {**good, "--max-bad": "2"},
         "There is no device": {**good, "--device": "gpu"},
-        "There is no precision": {**good, "--precision": "fp8"},
+        "--precision is 'fp8'": {**good, "--precision": "fp8"},
         "was not written by this command": {**good, "--out": str(tmp / "theirs")},
         "is a file": {**good, "--out": str(tmp / "file")},
         "There is no model at": {**good, "--model": str(tmp / "no-run")},

@@ -13,8 +13,8 @@ import torch
 from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
-from finetune.config import Config, Loss, Mix, Optimizer
-from finetune.methods import METHODS, check_method
+from finetune.config import Config, Mix, Optimizer
+from finetune.methods import METHODS
 from finetune.recipe import Schedule, create_optimizer, parameter_groups
 from finetune.trainer import Joint, Trainer
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
@@ -84,13 +84,11 @@ class Training:
     def config(self, settings: Settings) -> Config:
         """The run as finetune describes it: losses, batch and step decay; the miniature's towers learn at one rate."""
         value = {**CHOSEN[self.method], **dict(self.chosen)}
-        scale = {"scale": value.get("scale"), "shift": value.get("scale")}
-        loss = {
-            "infonce": lambda: Loss(temperature=value["temperature"]),
-            "vse": lambda: Loss(margin=value["margin"], warmup_epochs=1),
-            "pcme": lambda: Loss(**scale, samples=8, vib=1e-4),
-            "pcmepp": lambda: Loss(**scale, pseudo_positive=self.pseudo_positive, vib=self.vib, clip=self.clip),
-        }[self.method]()
+        loss = {name: value[name] for name in ("temperature", "margin") if name in value}
+        if "scale" in value:
+            loss |= {"scale": value["scale"], "shift": value["scale"]}
+        if self.method == "pcmepp":
+            loss |= {"pseudo_positive": self.pseudo_positive, "vib": self.vib, "clip": self.clip}
         mix = Mix(ratio=self.mix, smoothing=1e-4) if self.method == "pcmepp" else Mix()
         config = Config(
             method=self.method,
@@ -101,11 +99,11 @@ class Training:
             noise_ratio=self.noise,
             size_augment=0.0,
             swa_epochs=0,
-            loss=loss,
+            loss=METHODS[self.method].Options(**loss),
             mix=mix,
             optimizer=_optimizer(value["lr"], decay_epochs=1 if settings.epochs > 1 else 0),
         )
-        check_method(config)
+        METHODS[self.method].check(config)
         return config
 
 
@@ -119,7 +117,7 @@ def pretraining_config(settings: Settings, seed: int) -> Config:
         epochs=epochs,
         size_augment=0.0,
         swa_epochs=0,
-        loss=Loss(temperature=10.0),
+        loss=METHODS["infonce"].Options(temperature=10.0),
         optimizer=_optimizer(settings.pretraining_lr, decay_epochs=epochs // 4),
     )
 
@@ -145,8 +143,8 @@ def create(world: World, settings: Settings, config: Config, start: dict[str, Te
         source.load_state_dict(start)
         fill_from_model(model, source, "the pretraining")
     with torch.no_grad():
-        model.scale.fill_(config.loss.scale or 1.0)
-        model.shift.fill_(config.loss.shift or 1.0)
+        model.scale.fill_(getattr(config.loss, "scale", 1.0))
+        model.shift.fill_(getattr(config.loss, "shift", 1.0))
     return model
 
 
@@ -197,8 +195,8 @@ def fit(
     options = config.optimizer
     optimizer = create_optimizer(
         parameter_groups(
-            model, method, lr=options.lr, weight_decay=options.weight_decay, image_backbone=options.image_backbone,
-            text_backbone=options.text_backbone, layer_decay=options.layer_decay,
+            model, method.module, lr=options.lr, weight_decay=options.weight_decay,
+            image_backbone=options.image_backbone, text_backbone=options.text_backbone, layer_decay=options.layer_decay,
         )
     )  # fmt: skip
     schedule = Schedule(

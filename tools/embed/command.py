@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from probemb.cli.command import Parser, check_numbers
+from probemb.cli.command import Parser
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 PROG = "python -m tools.embed"
 GIB = 1 << 30
-MAX_CACHE_GIB = 1_000_000
 EXAMPLES = 20  # failures that a marker names; all are counted
 SHOWN = 5  # damaged shards that an error names
 
@@ -95,29 +94,34 @@ def lacking(out: Embeddings, kind: str) -> str:
 
 def parse(argv: Sequence[str] | None) -> Namespace:
     """The options, checked as far as they can be without reading anything."""
+    from jsonargparse.typing import ClosedUnitInterval
+
+    from probemb.cli.ranges import Count, Gibibytes, Workers
+
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="run folder, model folder, .safetensors file or hub name")
     parser.add_argument("--data", required=True, nargs="+", help="folders, patterns or addresses of webdataset shards")
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images in a batch (%(default)s)")
-    parser.add_argument("--text-batch-size", type=int, default=256, help="captions in a batch (%(default)s)")
-    parser.add_argument("--workers", type=int, help="processes that read and decode; by default as the machine allows")
+    parser.add_argument("--batch-size", type=Count, default=64, help="images in a batch (%(default)s)")
+    parser.add_argument("--text-batch-size", type=Count, default=256, help="captions in a batch (%(default)s)")
+    parser.add_argument(
+        "--workers", type=Workers, help="processes that read and decode; by default as the machine allows"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     parser.add_argument("--precision", default="auto", help="auto, fp32, bf16, fp16")
     parser.add_argument(
-        "--max-bad", type=float, default=0.05, help="largest share of a shard's samples that may fail (%(default)s)"
+        "--max-bad",
+        type=ClosedUnitInterval,
+        default=0.05,
+        help="largest share of a shard's samples that may fail (%(default)s)",
     )
     parser.add_argument(
-        "--cache-gib", type=float, default=100.0, help="most that fetched shards take on the disk (%(default)s)"
+        "--cache-gib", type=Gibibytes, default=100.0, help="most that fetched shards take on the disk (%(default)s)"
     )
     parser.add_argument("--skip-damaged", action="store_true", help="leave out what is damaged, for good")
-    options = parser.parse_args(argv)
-    check_numbers(options)
-    if not 0 < options.cache_gib <= MAX_CACHE_GIB:
-        raise UserError(f"--cache-gib is {options.cache_gib}.", f"Give a number above 0, up to {MAX_CACHE_GIB:,}.")
-    return options
+    return parser.parse_args(argv)
 
 
 def share(part: str) -> tuple[int, int]:

@@ -3,15 +3,17 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from finetune.config import DISTANCES, Config, method_names, with_method_file
+from finetune.config import Config, with_method_file
 from finetune.methods import METHODS, Batch
 from probemb import Gaussian, load_model
 from probemb.cli.command import parse_config
+from probemb.cli.ranges import Distance
 from probemb.data.captions.find import find_captioned
 from probemb.data.image_loader import Images
 from probemb.errors import UserError
@@ -38,7 +40,7 @@ def one_thread():
 
 
 def test_every_method_is_tested():
-    assert {*TERMS, "clip-zs"} == set(method_names())
+    assert {*TERMS, "clip-zs"} == set(METHODS)
 
 
 @pytest.mark.parametrize("method", TERMS)
@@ -90,7 +92,7 @@ def test_every_method_on_real_images_and_captions(method, shared_data, tmp_path,
         options |= {"epochs": 0, "swa-epochs": 0, "model.embed_dim": "null"}
     else:
         options |= {"batch-size": 20, "model.embed_dim": 64, **ONE_EPOCH}
-    if "warmup_epochs" in METHODS[method].options:
+    if hasattr(METHODS[method].Options, "warmup_epochs"):
         options |= {"loss.warmup_epochs": 0}
     assert run_here({"method": method, **options}) == 0
     lines = metrics(tmp_path / "run")
@@ -108,7 +110,7 @@ def test_methods_on_clips_own_head(method, scenes, tmp_path):
     assert run_here({"method": method, "data.path": scenes, "out": tmp_path / "run", **options}) == 0
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("distance", get_args(Distance))
 def test_every_distance_trains_a_step(distance, scenes, tmp_path, capsys):
     options = {"distance": distance, "batch-size": 40, "out": tmp_path / "run", "data.path": scenes, **ONE_EPOCH}
     assert run_here(options, "--no-data.validation") == 0
@@ -144,7 +146,7 @@ def test_the_clip_loss_beside_pcmepp(method):
 
     def terms(weight: float):
         config = with_method_file(["--method", method, f"--loss.clip={weight}"])
-        return METHODS[method](parse_config(Config, "test", "", config), model, None)(batch, model)
+        return METHODS[method](parse_config(Config, "test", "", config), model, None).loss(batch, model)
 
     logits = model.logit_scale.exp() * image.mean @ text.mean.T
     target = match / match.sum(1, keepdim=True)
@@ -174,7 +176,7 @@ class TwoNetworks:
     def step(self, epoch: int, network: int):
         rows, other = torch.arange(12), lambda: tuple(map(Encoded, self.embedded[1 - network]))
         batch = Batch(*map(Encoded, self.embedded[network]), self.match, rows, rows, epoch, 0, None, network, other)
-        return self.method(batch, None)
+        return self.method.loss(batch, None)
 
     def begin(self, epoch: int) -> None:
         for network in (0, 1):
@@ -184,16 +186,16 @@ class TwoNetworks:
     def say(self, network: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a network's losses and predictions are: w and p of every pair."""
         image, text = self.embedded[network]
-        losses = self.method.loss.pair_losses(image, text, self.match)
-        return clean_probability(losses).float(), self.method.loss.predict(image, text, self.match)
+        losses = self.method.module.loss.pair_losses(image, text, self.match)
+        return clean_probability(losses).float(), self.method.module.loss.predict(image, text, self.match)
 
 
-@pytest.mark.parametrize(("network", "held_for_noisy"), [(0, [2, 3]), (1, [0, 1])])
-def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(network, held_for_noisy):
+@pytest.mark.parametrize(("network", "noisy"), [(0, [2, 3]), (1, [0, 1])])
+def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(network, noisy):
     two = TwoNetworks()
     two.begin(1)
     out = two.step(1, network)
-    kept = [i for i in range(12) if i not in held_for_noisy]  # among them those that it would itself hold for noisy
+    kept = [i for i in range(12) if i not in noisy]  # among them those that it would itself classify as noisy
     (w, _), (_, p) = two.say(1 - network), two.say(network)
     label = (w + (1 - w) * p)[kept]
     image, text = (g[kept] for g in two.embedded[network])
@@ -201,15 +203,15 @@ def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(
     assert out.terms["clean"] == pytest.approx(10 / 12)
 
 
-@pytest.mark.parametrize(("network", "held_for_noisy"), [(0, [2, 3]), (1, [0, 1])])
-def test_pairs_that_ncr_holds_for_noisy_get_the_mean_of_both_predictions(network, held_for_noisy):
+@pytest.mark.parametrize(("network", "noisy"), [(0, [2, 3]), (1, [0, 1])])
+def test_pairs_that_ncr_classifies_as_noisy_get_the_mean_of_both_predictions(network, noisy):
     """In the second half of the epochs."""
     two = TwoNetworks()
     two.begin(2)
     out = two.step(2, network)
     (w, q), (_, p) = two.say(1 - network), two.say(network)
     label = w + (1 - w) * p
-    label[held_for_noisy] = ((p + q) / 2)[held_for_noisy]
+    label[noisy] = ((p + q) / 2)[noisy]
     assert (label - (w + (1 - w) * p)).abs().max() > 0.1
     torch.testing.assert_close(out.loss, NCRLoss()(*two.embedded[network], two.match, label=label).loss)
 
@@ -223,7 +225,7 @@ REFUSED = {
     "vib with mu": ({"method": "pcmepp-mu", "loss.vib": 1e-4}, "pcmepp-mu does not use loss.vib", "Leave it out"),
     "margin with pcmepp": ({"loss.margin": 0.2}, "pcmepp does not use loss.margin", "vse"),
     "uncertainty of a point": ({"method": "vse", "model.n_unc_layers": 1}, "vse predicts no uncertainty", "Leave"),
-    "no scale": ({"loss.scale": "null"}, "pcmepp needs loss.scale", "Give it a value"),
+    "no scale": ({"loss.scale": "null"}, "loss.scale is empty", "Set it to a number above 0"),
     "negative scale": ({"loss.scale": -1}, "loss.scale is -1", "above 0"),
     "nan vib": ({"loss.vib": ".nan"}, "loss.vib is nan", "from 0"),
     "no samples": ({"method": "pcme", "loss.samples": 0}, "loss.samples is 0", "from 1"),

@@ -276,7 +276,7 @@ def test_what_cannot_run_is_refused(whole, corpus, run_folder, tmp_path, monkeyp
         (options(run_folder, corpus, "out", "--max-bad", "2"), "--max-bad is 2"),
         (options(run_folder, corpus, "out", "--max-bad", "nan"), "--max-bad is nan"),
         *((options(run_folder, corpus, "out", "--cache-gib", x), f"--cache-gib is {x}") for x in ("nan", "inf", "-1")),
-        (options(run_folder, corpus, "out", "--batch-size", str(10**30)), "Give at most 1,000,000"),
+        (options(run_folder, corpus, "out", "--batch-size", str(10**30)), "from 1 to 1,000,000"),
         (options(run_folder, corpus, "out", "--text-batch-size", "-1"), "--text-batch-size is -1"),
         (options(run_folder, corpus, "out", "--workers", "1000000"), "--workers is 1000000"),
         (options(run_folder, corpus, "out", "--items", "all"), "invalid choice: 'all'"),

@@ -1,0 +1,143 @@
+"""What a method is, and what it sees of a step. N pairs of the whole batch of all ranks, D dimensions.
+
+A family's file imports torch and the losses inside functions: `--help` reads the options of a method and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from finetune.config import Config
+    from probemb.data.captions.find import Captioned
+    from probemb.gaussian import Gaussian
+    from probemb.losses.output import LossOutput
+    from probemb.models import DualEncoder, Encoded
+
+
+@dataclass
+class Batch:
+    """One step's pairs, of all ranks.
+
+    images, texts Encoded (N, D), with tokens if the method wants them; `image` and `text` are their Gaussians
+    match         (N, N) in [0, 1], images in rows: same image, mixed and smoothed
+    image_index   (N,) on the CPU: which image of the training data
+    pair_index    (N,) on the CPU: which caption of the training data
+    epoch         from 0
+    step          since the start of the run
+    generator     on the embeddings' device, seeded alike on every rank
+    network       which of the method's networks embedded them, from 0
+    by_other      () -> images, texts: the same pairs embedded by the other network, without gradient; None if alone
+    """
+
+    images: Encoded
+    texts: Encoded
+    match: Tensor
+    image_index: Tensor
+    pair_index: Tensor
+    epoch: int
+    step: int
+    generator: torch.Generator
+    network: int = 0
+    by_other: Callable[[], tuple[Encoded, Encoded]] | None = None
+
+    @property
+    def image(self) -> Gaussian:
+        """(N, D) or (N, K, D)."""
+        return self.images.gaussian
+
+    @property
+    def text(self) -> Gaussian:
+        """(N, D) or (N, K, D)."""
+        return self.texts.gaussian
+
+
+class Method:
+    """A finetuning method: its options, what it asks of the encoders, and its loss.
+
+    Attributes:
+        Options: frozen dataclass of what `loss` in the configuration takes; its values are the published ones.
+        probabilistic: whether log-variances are trained; otherwise the model is a point model.
+        wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`).
+        soft_labels: whether mixed images and label smoothing make sense.
+        trained: False measures the model as it comes.
+        distances: whether the configuration's `distance` is the loss' distance.
+        trains: the model's own scalars that the loss uses; the others stay constant.
+        networks: number of models trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
+        options: this run's Options.
+        module: parameters and buffers of the method itself, saved in checkpoints; its parameters are trained.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """No options."""
+
+    probabilistic: ClassVar[bool] = False
+    wants_tokens: ClassVar[bool] = False
+    soft_labels: ClassVar[bool] = False
+    distances: ClassVar[bool] = False
+    trained: ClassVar[bool] = True
+    networks: ClassVar[int] = 1
+    trains: tuple[str, ...] = ()
+
+    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
+        from torch import nn
+
+        self.config, self.options, self.module = config, config.loss, nn.Module()
+
+    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
+        """The loss of the whole batch; its gradient on every rank is that of the whole batch too."""
+        raise NotImplementedError
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called on all ranks before an epoch."""
+
+    def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
+        """Trained scalars that are logged, by name."""
+        return {name: getattr(model, name) for name in self.trains}
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Refuse settings that the method cannot train with.
+
+        Raises:
+            UserError: names the setting.
+        """
+        from finetune.methods.registry import METHODS
+
+        def others(attribute: str) -> str:
+            return ", ".join(name for name, method in METHODS.items() if getattr(method, attribute))
+
+        name = config.method
+        if config.distance is not None and not cls.distances:
+            raise UserError(
+                f"The method {name} has no choice of distance.",
+                f"Leave --distance out, or choose one of {others('distances')}.",
+            )
+        if not cls.soft_labels and (config.mix.ratio or config.mix.smoothing):
+            what = "mixed images (mix.ratio)" if config.mix.ratio else "label smoothing (mix.smoothing)"
+            raise UserError(
+                f"The method {name} cannot learn from {what}: its loss needs pairs that match or do not.",
+                f"Set it to 0, or choose one of {others('soft_labels')}.",
+            )
+        if not cls.probabilistic and config.model.n_unc_layers:
+            raise UserError(
+                f"The method {name} predicts no uncertainty, and model.n_unc_layers is {config.model.n_unc_layers}.",
+                "Leave model.n_unc_layers out.",
+            )
+        if config.size_augment and config.model.head == "clip":
+            raise UserError(
+                "SizeAugment drops tokens, and head clip pools a single one.",
+                "Set size_augment to 0, or model.head to gpo.",
+            )
+        if cls.trained and config.epochs < 1:
+            raise UserError(
+                "epochs is 0: nothing would be trained.", "Set it to 1 or more, or choose --method clip-zs."
+            )

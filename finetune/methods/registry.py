@@ -1,0 +1,39 @@
+"""All methods by name. A family's file is imported when one of its methods is looked up, and torch when it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+from finetune.methods.base import Method
+
+_HOME = {  # name on the command line: file and class
+    "pcmepp": "pcmepp:PCMEPlusPlus",
+    "pcmepp-mu": "pcmepp:PCMEPlusPlusMean",
+    "infonce": "vse:InfoNCE",
+    "vse": "vse:VSE",
+    "pcme": "pcme:PCME",
+    "daa": "vse:DAA",
+    "p2rm": "vse:P2RM",
+    "ncr": "noisy:NCR",
+    "decl": "noisy:DECL",
+    "clip-zs": "vse:ZeroShot",
+}
+
+
+class _Methods(Mapping[str, type[Method]]):
+    def __getitem__(self, name: str) -> type[Method]:
+        file, cls = _HOME[name].split(":")
+        return getattr(import_module(f"finetune.methods.{file}"), cls)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _HOME
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_HOME)
+
+    def __len__(self) -> int:
+        return len(_HOME)
+
+
+METHODS = _Methods()

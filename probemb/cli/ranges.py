@@ -1,0 +1,97 @@
+"""Ranges of options as jsonargparse's types, beside its own (PositiveInt, ClosedUnitInterval, …), and their errors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin
+
+from jsonargparse.typing import restricted_number_type
+
+from probemb.errors import UserError, nearest
+
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)])
+Workers = restricted_number_type("Workers", int, [(">=", 0), ("<=", 512)])  # each is a process
+Count = restricted_number_type(
+    "Count", int, [(">=", 1), ("<=", 1_000_000)]
+)  # of a batch, of candidates: more is a slip
+Dimensions = restricted_number_type("Dimensions", int, [(">=", 1), ("<=", 2**20)])
+Gibibytes = restricted_number_type("Gibibytes", float, [(">", 0), ("<=", 1_000_000)])
+Minutes = restricted_number_type("Minutes", float, [(">", 0), ("<=", 60 * 24 * 365)])
+BelowOne = restricted_number_type("BelowOne", float, [(">=", 0), ("<", 1)])
+BelowHalf = restricted_number_type("BelowHalf", float, [(">=", 0), ("<", 0.5)])
+
+Distance = Literal[
+    "csd", "kl", "min-kl", "symmetric-kl", "wasserstein2", "elk", "bhattacharyya", "match-probability"
+]  # fmt: skip
+Precision = Literal["auto", "fp32", "bf16"]
+
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "a list",
+    list: "a list",
+}
+_UNITS = {Minutes: "a number of minutes", Gibibytes: "a number of GiB"}
+_COMPARED = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
+
+
+def describe(hint: Any) -> str:
+    """What a type takes, in words: "a number above 0", "csd, kl or elk"."""
+    choices = [one for one in get_args(hint) if one is not type(None)]
+    if get_origin(hint) is Literal:
+        return f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+    if get_origin(hint) in (tuple, list):
+        return f"a list, each of it {describe(choices[0])}"
+    if choices:
+        return describe(choices[0])
+    bounds = []
+    for compare, limit in getattr(hint, "_restrictions", ()):
+        if hint._type is int and compare.__name__ in ("gt", "lt"):  # whole numbers have a first and a last one
+            compare, limit = ("ge", limit + 1) if compare.__name__ == "gt" else ("le", limit - 1)
+        else:
+            compare = compare.__name__
+        bounds.append(_COMPARED[compare].format(f"{limit:,}"))
+    if len(bounds) == 2 and not bounds[1].startswith("to"):
+        bounds[1] = f"to {bounds[1]}"
+    if len(bounds) == 1 and bounds[0].startswith("from"):
+        bounds.append("on")
+    return " ".join([_UNITS.get(hint) or _KINDS.get(base_type(hint), str(hint)), *bounds])
+
+
+def base_type(hint: Any) -> type:
+    """int for PositiveInt, str for `str | None`, and so on."""
+    choices = [one for one in get_args(hint) if one is not type(None)]
+    if get_origin(hint) in (tuple, list):
+        return get_origin(hint)
+    if choices and get_origin(hint) is not Literal:
+        return base_type(choices[0])
+    return getattr(hint, "_type", hint)
+
+
+def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> UserError:
+    """Say which key has which value and what it takes.
+
+    Args:
+        key: dotted.
+        hint: the type that the value is not of.
+        value: as typed or read.
+    """
+    kind = base_type(hint)
+    told = f"'{value[:100]}'" if isinstance(value, str) else str(value)[:100]
+    if value is None:
+        return UserError(f"{key} is empty.", f"Set it to {describe(hint)}.")
+    if get_origin(hint) is Literal or any(get_origin(one) is Literal for one in get_args(hint)):
+        choices = [str(c) for one in (hint, *get_args(hint)) if get_origin(one) is Literal for c in get_args(one)]
+        return UserError(f"{key} is {told}.{nearest(str(value), choices)}", f"Choose {describe(hint)}.")
+    if kind in (int, float):
+        try:
+            number = kind(value)
+            if isinstance(value, bool) or (isinstance(value, float) and kind is int and not value.is_integer()):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            return UserError(
+                f"{key} is {told}, which is not {_KINDS[kind]}.", f"Set it to {describe(hint)}; see `{prog} --help`."
+            )
+        return UserError(f"{key} is {number}.", f"Set it to {describe(hint)}.")
+    return UserError(f"{key} is {told}, which is not {describe(hint)}.", f"See `{prog} --help` for what it takes.")
