@@ -55,17 +55,17 @@ def _parts(stage: str, arguments: Sequence[str], parts: int, methods: str | None
 
 
 def _of_methods(stage: str, arguments: Sequence[str], methods: str) -> list[list[str]]:
-    from finetune.config import method_names
+    from finetune.methods.registry import METHODS
 
     if stage != "finetune":
         raise UserError(f"The stage {stage} has no methods.", "Leave --methods out, or submit the stage finetune.")
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip()))
+    remedy = f"Choose from {', '.join(sorted(METHODS))}, separated by commas."
     for name in names:
-        if name not in method_names():
-            what = f"There is no method '{name}'.{nearest(name, method_names())}"
-            raise UserError(what, f"Choose from {', '.join(method_names())}, separated by commas.")
+        if name not in METHODS:
+            raise UserError(f"There is no method '{name}'.{nearest(name, METHODS)}", remedy)
     if not names:
-        raise UserError("--methods names none.", f"Choose from {', '.join(method_names())}, separated by commas.")
+        raise UserError("--methods names none.", remedy)
     if _value("--method", arguments) is not None:
         raise UserError("--methods and the stage's own --method exclude each other.", "Leave one of them out.")
     out = _value("--out", arguments)
