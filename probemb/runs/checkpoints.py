@@ -1,7 +1,7 @@
-"""Checkpoints on disk: how they are written, found, checked and thinned out. One process, no engine.
+"""Checkpoints on disk: writing, finding, checking and pruning them. One process, no engine.
 
-Files are written straight from the tensors' memory, and hashed on the way: no second copy in memory, no reading back,
-and both release Python's lock, so that a training step goes on beside a write in a thread.
+Tensors are written from their own memory without a copy; writing and hashing release Python's lock, so that training
+continues beside a write in a thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
@@ -24,10 +25,8 @@ from probemb.files import flush
 
 FORMAT, VERSION = "probemb training checkpoint", 1
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
-BLOCK = 1 << 22  # bytes hashed and written at a time
+BLOCK = 1 << 22  # bytes hashed at a time
 USE_ANOTHER = "Resume from another checkpoint: remove this one, or move it away."
-DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8"}
-DTYPES |= {torch.bool: "BOOL", torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.int8: "I8"}
 
 logger = logging.getLogger(__name__)
 
@@ -79,30 +78,13 @@ def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], conten
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    """A safetensors file of CPU tensors; returns its size and sum, {"bytes", "sha256"}."""
-    # Large types first, as the format's own library has it: every tensor is then aligned.
-    entries = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, offset = {}, 0
-    for name, t in entries:
-        size = t.numel() * t.element_size()
-        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    digest, written = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0) as file:
-        for data in (len(head).to_bytes(8, "little") + head, *(_bytes_of(t) for _, t in entries)):
-            view = memoryview(data)
-            while view:
-                done = file.write(view[:BLOCK])  # a nearly full disk takes a part; the next call raises
-                digest.update(view[:done])
-                written += done
-                view = view[done:]
-    return {"bytes": written, "sha256": digest.hexdigest()}
-
-
-def _bytes_of(t: Tensor):
-    return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy() if t.numel() else b""
+    """Write a safetensors file of CPU tensors; returns {"bytes", "sha256"} of it. Raises OSError."""
+    try:
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
+    except SafetensorError as error:  # a full disk, for example
+        raise OSError(str(error)) from None
+    path.chmod(0o644)  # safetensors makes it readable by its owner alone
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def find_checkpoint(
