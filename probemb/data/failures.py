@@ -1,4 +1,4 @@
-"""Samples that cannot be used: counted by where they come from, told once, and too many of them."""
+"""Unusable samples: counted per shard or image, logged once each, and limited to a share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-_WORST = 5  # places that an error or a report names
-_MOST_WARNINGS = 20  # places whose first failure is told at once
+_WORST = 5  # places that an error or a report lists
+_MOST_WARNINGS = 20  # places whose first failure is logged at once
 _log = logging.getLogger(__name__)
 
 
@@ -22,7 +22,7 @@ class BadShard(BadSample):
 
 @dataclass
 class Failure:
-    """What could not be used of one place, a shard or an image."""
+    """The failures of one place, a shard or an image."""
 
     count: int
     reason: str  # the last one
@@ -32,11 +32,11 @@ class Tally:
     """Failures of this process.
 
     Args:
-        share: largest share of what was read that may fail,
-        judged_from: … once so much was read.
+        share: largest share of the samples that may fail.
+        judged_from: samples that must have been read before the share is judged.
 
     Attributes:
-        failures: by name of the place.
+        failures: by name of the shard or image.
         read, failed: samples so far.
     """
 
@@ -46,11 +46,11 @@ class Tally:
         self.read = self.failed = 0
 
     def add(self, read: int, failures: Iterable[tuple[str, str]]) -> bool:
-        """Count samples that were read, and (place, reason) of those that failed; whether there are too many now."""
+        """Count read samples, and (place, reason) of failed ones; returns whether there are too many."""
         self.read += read
         for name, reason in failures:
             if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
-                _log.warning("data: %s: %s", name, reason)  # now, and not only when the run is over
+                _log.warning("data: %s: %s", name, reason)  # now, not only at the end of the run
             failure = self.failures.setdefault(name, Failure(0, reason))
             failure.count, failure.reason = failure.count + 1, reason
             self.failed += 1
@@ -62,7 +62,7 @@ class Tally:
 
 
 def describe_failures(of_ranks: Sequence[Mapping[str, Failure]], what: str, places: str) -> list[str]:
-    """Lines on what could not be used, from every rank's failures, the worst places first; none if all is well."""
+    """Lines about the failures of all ranks, the worst places first; empty if there are none."""
     counts, reasons = Counter(), {}
     for failures in of_ranks:
         for name, failure in failures.items():

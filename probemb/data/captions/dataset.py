@@ -1,4 +1,4 @@
-"""What all readers of captioned images share: the set itself, its entries, splits, and annotation files."""
+"""The set of images with captions that all readers return, and their shared checks of splits, ids and files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Captioned:
 
 
 class Entry(NamedTuple):
-    """One image as an annotation file describes it: what its readers hand to `assemble`."""
+    """One image of an annotation file."""
 
     id: int | str
     captions: list[str]
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 
 
 def split_name(name: str) -> str:
-    """The name of a split as it is used here: "val" for "dev" and "validation"."""
+    """The canonical name of a split: "val" for "dev" and "validation"."""
     return SPLIT_NAMES.get(name, name)
 
 
@@ -103,7 +103,7 @@ def choose_split(split: str | None, known: Iterable[str], source: str) -> tuple[
 
 
 def missing_images(source: str, missing: Sequence[str], total: int) -> UserError:
-    """What to say where images are asked for and not all of them are here."""
+    """The error for images that are missing."""
     return UserError(
         f"{len(missing)} of the {total} images of {source} are not here, the first is {missing[0]}.",
         "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
@@ -173,7 +173,7 @@ def read_text(path: Path) -> bytes:
 
 
 def only_file(files: Sequence[Path], path: Path, what: str) -> Path:
-    """The one file that is meant. Raises UserError if there are none or several."""
+    """The only file of a list. Raises UserError if there are none or several."""
     if len(files) != 1:
         named = ", ".join(file.name for file in files[:4])
         raise UserError(
@@ -183,6 +183,6 @@ def only_file(files: Sequence[Path], path: Path, what: str) -> Path:
     return files[0]
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], last: str = "and") -> str:
     """ "a, b and c"."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,16 +1,15 @@
-"""Images with their captions, from the formats in which they are published.
+"""Finds images with their captions in any of the published formats.
 
     find_captioned("data/flickr8k", split="val")                              webdataset shards
     find_captioned("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
     find_captioned("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
 
-Nothing is decoded here. Which format a path holds is seen from its content.
+Nothing is decoded here. The format is recognised by the content.
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Sequence
 from pathlib import Path
 
 from probemb.data.captions.dataset import Captioned, listed, split_name
@@ -18,7 +17,6 @@ from probemb.data.image_loader import find_tars
 from probemb.errors import UserError, nearest
 
 FORMATS = ("webdataset", "karpathy", "precomp")
-_BINARY = b"\0"
 __all__ = ["FORMATS", "Captioned", "find_captioned"]
 
 
@@ -36,14 +34,16 @@ def find_captioned(
             Karpathy's "restval" belongs to "train". Of precomp files "test" is testall_caps.txt where that is there.
         images: the folder of the images of a json or caption file, for COCO the one that holds train2014 and val2014.
             By default those folders are looked for beside the file.
-        format: "webdataset", "karpathy" or "precomp", where the content is not to decide.
+        format: "webdataset", "karpathy" or "precomp"; by default recognised by the content.
 
     Raises:
         UserError: the path, the split or the images that the data names are not there; the data has another shape
             than its format, an image without a caption, ids that occur twice, or names that lead out of the folder.
     """
     if format is not None and format not in FORMATS:
-        raise UserError(f"'{format}' is no format of captions.{nearest(format, FORMATS)}", f"Use {_or(FORMATS)}.")
+        raise UserError(
+            f"'{format}' is no format of captions.{nearest(format, FORMATS)}", f"Use {listed(FORMATS, 'or')}."
+        )
     if not str(data).strip() or "\0" in str(data):
         raise UserError("The data path is empty.", "Name shards with captions, a Karpathy json or a *_caps.txt.")
     split = None if split is None else split_name(split)
@@ -90,7 +90,7 @@ def _recognise(data: str | Path) -> str:
             )
         return found[0]
     if not path.is_file():
-        return "webdataset"  # perhaps a pattern; its reader says what is missing
+        return "webdataset"  # perhaps a pattern; its reader reports what is missing
     try:
         with open(path, "rb") as file:
             head = file.read(512)
@@ -101,12 +101,8 @@ def _recognise(data: str | Path) -> str:
         raise UserError(f"{path} cannot be read: {error}.", "Check the file, or fetch it again.") from None
     if path.suffix == ".tar" or head[257:262] == b"ustar":
         return "webdataset"
-    if _BINARY in head:
+    if b"\0" in head:
         raise UserError(
             f"{path} holds no captions: it is neither a tar nor a text.", "Name shards, a Karpathy json or a caps.txt."
         )
     return "karpathy" if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[") else "precomp"
-
-
-def _or(names: Sequence[str]) -> str:
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -184,7 +184,7 @@ def test_how_to_ask_again_depends_on_the_cause(site, cc3m, tmp_path, capsys):
             main(["cc3m", cc3m([word], f"{name}.tsv"), "--out", str(tmp_path / name), *quick, *more])
         return error.value.remedy
 
-    assert "The same command with --retry-failed asks" in told("status/503", "passing", "--private-hosts")
+    assert "The same command with --retry-failed retries" in told("status/503", "passing", "--private-hosts")
     assert "rarely helps here; --retry-failed --retry-causes 'HTTP 404'" in told("gone/1", "lasting", "--private-hosts")
     assert "--private-hosts --retry-failed --retry-causes 'private address'" in told("ok/1", "private")
     again = ["--private-hosts", "--retry-failed", "--retry-causes", "private address", "--json"]
