@@ -125,25 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def draw(path: Path, toys: Sequence[tuple[str, Toy]]) -> None:
     """One page with a chart of each distance's first seed: a point's radius is its standard deviation."""
-    from probemb.files import replace_text
-    from probemb.reports.charts import BLUE, GREY, Cloud, escape, scatter_chart
-    from probemb.reports.page import html_page
+    from probemb.reports.figures import BLUE, GREY, Chart
+    from probemb.reports.pages import write_page
 
-    parts = ["<h1>Uncertainty of points in a plane</h1>"]
+    sections = []
     for distance, toy in toys:
+        chart = Chart(f"toy2d-{distance}", x_label="mean, first dimension", y_label="mean, second dimension")
         confusable = toy.own != toy.other
-        clouds = []
         for name, chosen, colour in (("certain", ~confusable, GREY), ("confusable", confusable, BLUE)):
             rows = zip(toy.mean[chosen].tolist(), toy.variance[chosen].tolist(), toy.own[chosen].tolist())
-            points = [(x, y, 3 * v**0.5, f"class {own + 1}, variance {v:.2f}") for (x, y), v, own in rows]
-            clouds.append(Cloud(name, points, colour))
-        certain, other = toy.variances
-        chart = scatter_chart(clouds, x_label="mean, first dimension", y_label="mean, second dimension")
-        parts.append(
-            f"<section><h2>{escape(distance)}</h2><p>Mean variance {certain:.2f} of certain and {other:.2f} of "
-            f"confusable points. The radius is the standard deviation.</p>{chart}</section>"
-        )
-    replace_text(path, html_page("Uncertainty of points in a plane", "".join(parts), GENERATOR))
+            chart.cloud(
+                [(x, y, 2.2 * v**0.5, f"class {own + 1}, variance {v:.2f}") for (x, y), v, own in rows], name, colour
+            )
+        sections.append((distance, *toy.variances, chart))
+    write_page(path, Path(__file__).with_name("toy2d.html"), GENERATOR, sections=sections)
 
 
 if __name__ == "__main__":

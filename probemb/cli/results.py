@@ -1,4 +1,4 @@
-"""What a command leaves behind: a folder with files of its own, which never replace somebody else's."""
+"""Folders of results. A command replaces only files that it wrote itself."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def results_folder(out: str | None, model: str, name: str, elsewhere: str) -> Pa
 def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
     """Make sure that `names` may be written into `folder`: absent, or written by `generator` before.
 
+    A new page also needs a figures folder that is absent or empty.
+
     Raises:
         UserError: the folder is a file, cannot be written to, or holds files of somebody else under those names.
     """
@@ -40,6 +42,8 @@ def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
     for name in names:
         file = folder / name
         if not file.exists():
+            if file.suffix == ".html" and (used := figures_folder(file)).exists() and any(used.iterdir()):
+                raise UserError(f"{used} holds files of another origin.", "Name another folder with --out.")
             continue
         ours = False
         if file.is_file():
@@ -47,6 +51,11 @@ def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
                 ours = generator.encode() in opened.read(4096)
         if not ours:
             raise UserError(f"{file} exists and was not written by this command.", "Name another folder with --out.")
+
+
+def figures_folder(page: Path) -> Path:
+    """The folder of a page's figures: `figures` beside report.html, `X-figures` beside another X.html."""
+    return page.with_name("figures" if page.name == "report.html" else f"{page.stem}-figures")
 
 
 def write_json(file: Path, content: dict, generator: str) -> None:

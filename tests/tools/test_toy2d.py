@@ -18,7 +18,8 @@ def test_the_command_draws_what_it_found(tmp_path, capsys):
     assert toy2d.main(["--distance", "csd", "--seeds", "1", "--epochs", "2", "--out", str(out)]) == 0
     assert "1.68 / 3.05" in capsys.readouterr().out
     page = out.read_text()
-    assert page.count("<circle") > toy2d.CLASSES * toy2d.POINTS
+    assert page.count("<circle") == toy2d.CLASSES * toy2d.POINTS
+    assert {file.name for file in (tmp_path / "toy-figures").iterdir()} == {"toy2d-csd.pdf", "toy2d-csd.png"}
     assert toy2d.main(["--distance", "csd", "--seeds", "1", "--epochs", "1", "--out", str(out)]) == 0
     out.write_text("somebody else's")
     with pytest.raises(UserError, match="was not written by this command"):

@@ -1,4 +1,4 @@
-"""What was asked for, what came, and what was lost and why: a table, report.json, and report.html with pictures."""
+"""Report of a download: how many images were asked for, fetched and lost, and why; a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
 from probemb.data.shards.samples import list_samples, parse_sample, read_sample
 from probemb.files import replace_text
-from probemb.reports.charts import escape
-from probemb.reports.page import html_page, thumbnail
+from probemb.reports.pages import thumbnail, write_page
 from tools.download.shard import ASPECTS, GOT, SIDES, STATE, WORDS, Marker
 
 GENERATOR = "python -m tools.download"
 SHOWN_PICTURES = 18
-_STYLE = """
-.bars td:nth-child(2){width:60%;text-align:left}.bars td{padding:3px 10px;border:0}.bars td:last-child{text-align:right}
-.bar{display:block;height:14px;border-radius:3px;background:#2a6fb0;min-width:1px}.bar.lost{background:#b8560f}
-@media(max-width:560px){.bars td:last-child{display:table-cell}}
-"""
 
 
 @dataclass
@@ -87,7 +81,17 @@ def write_report(folder: Path, report: dict, outcome: Outcome) -> Path:
     """`folder/download/report.json` and `report.html`; returns the page. Raises OSError."""
     replace_text(folder / STATE / "report.json", json.dumps(report, indent=1) + "\n")
     page = folder / STATE / "report.html"
-    replace_text(page, html_page(f"{report['corpus']}: download", _body(report, outcome.tars), GENERATOR, _STYLE))
+    asked, got, lost = report["asked"], report["got"], sum(report["lost"].values())
+    tiles = [
+        (f"{asked:,}", "asked", ""),
+        (f"{got:,}", "fetched", f"{100 * got / max(asked, 1):.1f} %"),
+        (f"{lost:,}", "lost", f"{100 * lost / max(asked, 1):.1f} %"),
+        (_size(report["bytes"]), "size", f"in {report['shards']['tars']:,} shards"),
+    ]
+    if report["not_asked_yet"]:
+        tiles.append((f"{report['not_asked_yet']:,}", "not asked yet", ""))
+    template = Path(__file__).with_name("report.html")
+    write_page(page, template, GENERATOR, report=report, tiles=tiles, pictures=_pictures(outcome.tars))
     return page
 
 
@@ -115,51 +119,11 @@ def print_report(report: dict) -> None:
     )
 
 
-def _body(report: dict, tars: Sequence[Path]) -> str:
-    asked, got = report["asked"], report["got"]
-    lost = sum(report["lost"].values())
-    tiles = [
-        (f"{asked:,}", "asked"),
-        (f"{got:,}", f"got, {100 * got / max(asked, 1):.1f} %"),
-        (f"{lost:,}", f"lost, {100 * lost / max(asked, 1):.1f} %"),
-        (_size(report["bytes"]), f"in {report['shards']['tars']:,} shards"),
-    ]
-    if report["not_asked_yet"]:
-        tiles.append((f"{report['not_asked_yet']:,}", "not asked yet"))
-    parts = [
-        f"<h1>{escape(report['corpus'])}</h1>",
-        '<div class="tiles">',
-        *(f'<div class="tile"><b>{value}</b><span>{escape(what)}</span></div>' for value, what in tiles),
-        "</div>",
-        _bars("Why images were lost", report["lost"], asked, "lost"),
-        '<section><div class="pair">',
-        f"<div>{_bars('Shorter side as fetched, pixels', report['shorter_side'], got, '', False)}</div>",
-        f"<div>{_bars('Longer side / shorter side', report['aspect_ratio'], got, '', False)}</div>",
-        f"<div>{_bars('Words in a caption', report['caption_words'], got, '', False)}</div>",
-        "</div></section>",
-        _pictures(tars),
-    ]
-    return "".join(parts)
-
-
 def _size(count: int) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
-def _bars(title: str, counts: dict[str, int], whole: int, css: str, section: bool = True) -> str:
-    most = max([*counts.values(), 1])
-    rows = "".join(
-        f'<tr><td>{escape(name)}</td><td><i class="bar {css}" style="width:{100 * count / most:.1f}%"></i></td>'
-        f"<td>{count:,} ({100 * count / max(whole, 1):.1f} %)</td></tr>"
-        for name, count in counts.items()
-    )
-    inside = f'<h2>{escape(title)}</h2><div class="scroll"><table class="bars">{rows}</table></div>'
-    if not counts:
-        inside = f"<h2>{escape(title)}</h2><p>None was.</p>"
-    return f"<section>{inside}</section>" if section else inside
-
-
-def _pictures(tars: Sequence[Path]) -> str:
+def _pictures(tars: Sequence[Path]) -> list[dict]:
     """A few samples drawn at random, the same for the same shards."""
     draw = random.Random(len(tars))
     chosen = draw.sample(list(tars), min(3, len(tars)))
@@ -170,12 +134,8 @@ def _pictures(tars: Sequence[Path]) -> str:
             for span in draw.sample(spans, min(SHOWN_PICTURES // len(chosen), len(spans))):
                 try:
                     sample = parse_sample(read_sample(file.fileno(), span), span.key)
-                    shown.append(thumbnail(decode_image(sample.image), f"{span.key}: {sample.captions[0]}"))
+                    source = thumbnail(decode_image(sample.image))
                 except BadSample:  # damaged since; --verify of tools.index_shards says so
                     continue
-    if not shown:
-        return ""
-    return (
-        f"<section><h2>{len(shown)} samples at random</h2><p>The caption is under the pointer.</p>"
-        f'<div class="thumbs">{"".join(shown)}</div></section>'
-    )
+                shown.append({"src": source, "note": f"{span.key}: {sample.captions[0]}", "kind": ""})
+    return shown

@@ -176,7 +176,7 @@ def print_answer(answer: dict) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from probemb.reports.charts import printable
+    from probemb.reports.text import printable
 
     console = Console()
     if not console.is_terminal:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from probemb.errors import UserError
-from probemb.reports.charts import printable
+from probemb.reports.text import printable
 
 if TYPE_CHECKING:
     from flask import Flask

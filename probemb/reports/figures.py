@@ -1,0 +1,237 @@
+"""Figures of reports, drawn with matplotlib: SVG inside a page, and PDF and PNG files for papers.
+
+Lines, points and bars in one style. Nothing here touches pyplot or the user's matplotlib settings. Letters become
+outlines in SVG, so a page looks the same everywhere; the SVG takes its colours from the page, light or dark. Colours
+are told apart by colour-blind readers, and names stand beside lines.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from xml.etree import ElementTree
+
+from matplotlib import patheffects
+from matplotlib.figure import Figure
+from matplotlib.style import context
+from matplotlib.ticker import MaxNLocator
+
+from probemb.reports.text import number, printable
+
+BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0068a8", "#b8560f", "#00785a", "#8f4a86", "#6a7480", "#1f2733"
+SOFT, GRID, PAPER = "#5d6875", "#e3e7ec", "#ffffff"
+_VARIABLES = {  # colours of a page's style sheet
+    BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", INK: "ink", SOFT: "soft",
+    GRID: "grid", PAPER: "paper",
+}  # fmt: skip
+_STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 10,
+    "text.parse_math": False,  # a $ in a name is a $
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": SOFT,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.formatter.useoffset": False,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.color": GRID,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.8,
+    "lines.solid_joinstyle": "round",
+    "legend.frameon": False,
+    "legend.handletextpad": 0.3,
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+}
+_NAMESPACE = "http://www.w3.org/2000/svg"
+ElementTree.register_namespace("", _NAMESPACE)
+
+
+def _styled(method: Callable) -> Callable:
+    """Run with this module's style over matplotlib's defaults."""
+
+    @wraps(method)
+    def inside(*args, **kwargs):
+        with context(["default", _STYLE]):
+            return method(*args, **kwargs)
+
+    return inside
+
+
+class Chart:
+    """One figure with one pair of axes.
+
+    Args:
+        name: of its files, unique within a page.
+        x_label, y_label: what the axes show, with units.
+    """
+
+    @_styled
+    def __init__(self, name: str, *, x_label: str, y_label: str):
+        self.name = name
+        self.title = f"{y_label} against {x_label}"
+        self._x_label = x_label
+        self._figure = Figure(figsize=(5.2, 3.0), dpi=72, layout="constrained")  # at 72 a pixel is a point
+        self._axes = self._figure.add_subplot()
+        self._axes.set_xlabel(printable(x_label))
+        self._axes.set_ylabel(printable(y_label))
+        self._axes.xaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
+        self._axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 2.5, 5, 10)))
+        self._ends: list[tuple[float, str, str]] = []  # (y, name, colour) of lines that are named at their right end
+        self._notes: list[tuple[float, float, float, str]] = []  # (x, y, radius, text) under the pointer
+        self._finished = False
+
+    @_styled
+    def line(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        name: str = "",
+        colour: str = BLUE,
+        *,
+        dashed: bool = False,
+        points: bool = False,
+        spread: Sequence[float] | None = None,
+        notes: Sequence[str] | None = None,
+    ) -> Chart:
+        """A line, named at its right end.
+
+        Args:
+            points: draw every point as a dot.
+            spread: half the length of an error bar at each point.
+            notes: what each point says under the pointer; by default its coordinates.
+        """
+        self._axes.plot(xs, ys, "--" if dashed else "-", color=colour, marker="o" if points else None, markersize=5)
+        if spread is not None:
+            self._axes.errorbar(xs, ys, spread, fmt="none", ecolor=colour, capsize=2.5, elinewidth=1)
+        if name:
+            self._ends.append((ys[-1], name, colour))
+        of = f"{name}, " if name else ""
+        notes = notes or [f"{of}{self._x_label} {number(x)}: {number(y)}" for x, y in zip(xs, ys)]
+        self._notes += [(x, y, 4, note) for x, y, note in zip(xs, ys, notes)]
+        return self
+
+    @_styled
+    def level(self, y: float, name: str, colour: str = GREY) -> Chart:
+        """A horizontal line to compare with."""
+        self._axes.axhline(y, color=colour, linestyle="--", linewidth=1.1, zorder=1.5)
+        self._ends.append((y, name, colour))
+        return self
+
+    @_styled
+    def mark(self, x: float, y: float, name: str) -> Chart:
+        """Point out one point."""
+        self._axes.plot([x], [y], "o", color=ORANGE, markersize=7, markeredgecolor=PAPER, zorder=3)
+        low, high = self._axes.get_xlim()
+        right = x > (low + high) / 2
+        self._axes.annotate(
+            printable(name), (x, y), (-6 if right else 6, 6), textcoords="offset points", color=ORANGE,
+            ha="right" if right else "left", path_effects=[patheffects.withStroke(linewidth=2.5, foreground=PAPER)],
+        )  # fmt: skip
+        return self
+
+    @_styled
+    def cloud(
+        self, points: Sequence[tuple[float, float, float, str]], name: str, colour: str = BLUE, marker: str = "o"
+    ) -> Chart:
+        """Points (x, y, radius in points, note) of one kind, named above the axes."""
+        xs, ys, radii, _ = zip(*points)
+        areas = [4 * radius**2 for radius in radii]  # what matplotlib calls a size
+        alpha = 0.5 if len(points) > 50 else 0.85
+        self._axes.scatter(xs, ys, areas, color=colour, marker=marker, alpha=alpha, linewidths=0, label=printable(name))
+        self._notes += points
+        return self
+
+    @_styled
+    def bars(self, counts: Sequence[float], things: str) -> Chart:
+        """Bars at x = 1, 2, ..., len(counts); `things` names what is counted."""
+        ks = range(1, len(counts) + 1)
+        self._axes.bar(ks, counts, 0.8, color=BLUE)
+        self._axes.set_xlim(0.4, len(counts) + 0.6)
+        self._axes.set_ylim(0, max([*counts, 1]) * 1.05)
+        for axis in (self._axes.xaxis, self._axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        self._notes += [(k, n / 2, 4, f"{self._x_label} {k}: {number(n)} {things}") for k, n in zip(ks, counts) if n]
+        return self
+
+    def _finish(self) -> None:
+        """Ranges, legend, and the names at the ends of lines, none over another."""
+        if self._finished:
+            return
+        self._finished = True
+        axes = self._axes
+        if axes.collections and axes.get_legend_handles_labels()[1]:
+            legend = self._figure.legend(loc="outside upper right", ncols=4)
+            for handle in legend.legend_handles:
+                handle.set_sizes([30])
+        if axes.lines:
+            axes.margins(x=0.03, y=0.08)
+            if axes.dataLim.ymin >= 0:
+                axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+        self._figure.draw_without_rendering()  # the layout's heights; names at the right do not change them
+        above = -math.inf
+        for y, name, colour in sorted(self._ends):
+            at = axes.transData.transform((0, y))[1]
+            above = max(at, above + 12)
+            axes.annotate(
+                printable(name), (1, y), (5, above - at), xycoords=("axes fraction", "data"),
+                textcoords="offset points", color=colour, va="center", annotation_clip=False,
+            )  # fmt: skip
+
+    @_styled
+    def save(self, path: Path, format: str, generator: str = "") -> None:
+        """Write it as "pdf", "png" (200 dots an inch) or "svg", on white."""
+        self._finish()
+        key = {"png": "Software", "pdf": "Creator", "svg": "Creator"}[format]
+        self._figure.savefig(path, format=format, dpi=200, metadata={key: generator})
+
+    @_styled
+    def svg(self) -> str:
+        """For a page: an <svg> element whose colours are variables of the page and whose points have their notes."""
+        self._finish()
+        buffer = io.BytesIO()
+        self._figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        root = ElementTree.fromstring(buffer.getvalue())
+        width, height = self._figure.get_size_inches() * 72
+        for parent in list(root.iter()):
+            for child in list(parent):
+                if child.tag.endswith(("metadata", "style")):  # a style would hold for the whole page
+                    parent.remove(child)
+        for element in root.iter():
+            for key, value in list(element.attrib.items()):
+                del element.attrib[key]
+                element.set(key.replace("{http://www.w3.org/1999/xlink}", ""), self._adapt(key, value))
+        layer = ElementTree.SubElement(root, f"{{{_NAMESPACE}}}g", {"fill": "transparent"})
+        for x, y, radius, note in self._notes:
+            left, up = self._axes.transData.transform((x, y))
+            place = {"cx": f"{left:.1f}", "cy": f"{height - up:.1f}", "r": f"{max(radius, 3):.1f}"}
+            circle = ElementTree.SubElement(layer, f"{{{_NAMESPACE}}}circle", place)
+            ElementTree.SubElement(circle, f"{{{_NAMESPACE}}}title").text = printable(note)
+        root.attrib.clear()
+        root.attrib.update(
+            {"viewBox": f"0 0 {width:g} {height:g}", "class": "chart", "role": "img", "stroke-linejoin": "round"}
+        )
+        root.set("aria-label", printable(self.title))
+        return ElementTree.tostring(root, encoding="unicode")
+
+    def _adapt(self, key: str, value: str) -> str:
+        """An attribute: names unique in the page, colours those of the page."""
+        if key == "id":
+            return f"{self.name}-{value}"
+        if key.endswith("href"):
+            return value.replace("#", f"#{self.name}-")
+        if key == "style":
+            return re.sub(
+                r"#[0-9a-f]{6}", lambda m: f"var(--{_VARIABLES[m[0]]})" if m[0] in _VARIABLES else m[0], value
+            )
+        return value.replace("url(#", f"url(#{self.name}-")

@@ -1,0 +1,25 @@
+"""Numbers and untrusted text as pages and figures show them."""
+
+from __future__ import annotations
+
+
+def printable(text: object) -> str:
+    """Untrusted text with control characters, lone surrogates and changes of writing direction replaced."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
+def number(value: float) -> str:
+    """Short: 12, 0.25, 1.3e-05."""
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        return f"{value:.1e}"
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """0.1234 as "12.34"."""
+    return f"{100 * share:.2f}"
+
+
+def signed(value: float | None) -> str:
+    """+0.12, −0.12, or "undefined"."""
+    return "undefined" if value is None else f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")

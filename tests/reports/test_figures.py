@@ -1,0 +1,128 @@
+"""Figures: what stands in the SVG and in the files, hostile names, ranges, and the surroundings left alone."""
+
+import itertools
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from PIL import Image
+
+from probemb.reports.figures import GREEN, GREY, Chart
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = "<script>alert(1)</script> $\\frac{1}$ \x00 \u202e \ud800 ]]> -->"
+
+
+def curve() -> Chart:
+    chart = Chart("curve", x_label="K & <x>", y_label="%")
+    chart.line([1, 2, 3], [0.0, 10.0, 5.0]).level(5, "all", GREEN).level(5, "single").mark(2, 10.0, "K = 2")
+    return chart
+
+
+def charts() -> list[Chart]:
+    def new(name: str) -> Chart:
+        return Chart(name, x_label="x", y_label="y, %")
+
+    return [
+        curve(),
+        new("one-place").line([2.5, 2.5], [7.0, 7.0], points=True).mark(2.5, 7.0, "here"),
+        new("bars").bars([0, 3, 1], "classes"),
+        new("no-bars").bars([0] * 80, "classes"),
+        new("two").line([0, 50, 95], [1.0, 2.0, 3.0], "a < b").line([0, 95], [3.0, 3.0], "c", GREY, dashed=True),
+        new("flat").line([0, 1], [0.0, 0.0], "flat"),
+        new("spread").line([0, 1], [1.0, 2.0], "s", spread=[0.5, 0.1]),
+        new("clouds")
+        .cloud([(0.1, -3.0, 4, "<b>")], "a")
+        .cloud([(2.0, 5.0, 8, "&"), (0.3, 0.0, 3, "")], "b", GREY, "s"),
+    ]
+
+
+def test_points_stand_where_they_belong_inside_the_picture():
+    for chart in charts():
+        root = ElementTree.fromstring(chart.svg())
+        _, _, width, height = map(float, root.get("viewBox").split())
+        for circle in root.iter(f"{SVG}circle"):
+            assert 0 <= float(circle.get("cx")) <= width
+            assert 0 <= float(circle.get("cy")) <= height
+    root = ElementTree.fromstring(curve().svg())
+    notes = {circle[0].text: circle for circle in root.iter(f"{SVG}circle")}
+    assert list(notes) == ["K & <x> 1: 0", "K & <x> 2: 10", "K & <x> 3: 5"]
+    low, high, middle = (float(circle.get("cy")) for circle in notes.values())
+    assert low > middle > high  # pixels count downwards
+    assert middle == pytest.approx((low + high) / 2, abs=0.2)
+    xs = [float(circle.get("cx")) for circle in notes.values()]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other():
+    chart = Chart("many", x_label="x", y_label="y")
+    for i in range(5):
+        chart.line([0, 1], [0, 1 + i / 1000], f"line {i}")
+    chart.svg()
+    canvas = FigureCanvasAgg(chart._figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    boxes = sorted((text.get_window_extent(renderer) for text in chart._axes.texts), key=lambda box: box.y0)
+    assert len(boxes) == 5
+    assert all(below.y1 <= above.y0 + 1 for below, above in itertools.pairwise(boxes))
+
+
+def test_colours_and_ids_are_the_pages():
+    svg = curve().svg()
+    for name in ("blue", "green", "grey", "orange", "soft", "grid"):
+        assert f"var(--{name})" in svg
+    assert "<style" not in svg  # it would hold for the whole page
+    ids = [element.get("id") for element in ElementTree.fromstring(svg).iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+    assert all(one.startswith("curve-") for one in ids)
+    targets = [element.get("href") for element in ElementTree.fromstring(svg).iter() if element.get("href")]
+    assert targets
+    assert {target[1:] for target in targets} <= set(ids)
+
+
+def test_hostile_text_stays_text():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # glyphs that the font does not have
+        chart = Chart("hostile", x_label=HOSTILE, y_label=HOSTILE).line([0, 1], [0, 1], HOSTILE, notes=[HOSTILE] * 2)
+        chart.level(0.5, HOSTILE).mark(0, 0, HOSTILE).cloud([(0, 0, 3, HOSTILE)], HOSTILE)
+        svg = chart.svg()
+    assert "<script" not in svg
+    root = ElementTree.fromstring(svg)
+    shown = "<script>alert(1)</script> $\\frac{1}$ \ufffd \ufffd \ufffd ]]> -->"
+    assert [title.text for title in root.iter(f"{SVG}title")] == [shown] * 3
+    assert root.get("aria-label") == f"{shown} against {shown}"
+
+
+def test_files_for_papers(tmp_path):
+    chart = curve()
+    chart.save(tmp_path / "a", "png", "the command")
+    image = Image.open(tmp_path / "a")
+    assert image.size[0] > 1000
+    assert image.getpixel((0, 0))[:3] == (255, 255, 255)
+    assert image.text["Software"] == "the command"
+    chart.save(tmp_path / "b", "pdf", "the command")
+    data = (tmp_path / "b").read_bytes()
+    assert data.startswith(b"%PDF")
+    assert b"the command" in data
+    assert b"/Type3" not in data  # fonts that journals accept
+
+
+def test_the_users_matplotlib_is_neither_asked_nor_changed():
+    before = curve().svg()
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "text.usetex": True, "lines.linewidth": 9}):
+        settings = dict(matplotlib.rcParams)
+        after = curve().svg()
+        assert dict(matplotlib.rcParams) == settings
+    assert "line2d" in before
+    strip = [line for line in before.splitlines() if "-m" not in line and "-p" not in line]  # names drawn by chance
+    assert strip == [line for line in after.splitlines() if "-m" not in line and "-p" not in line]
+
+
+def test_pyplot_is_not_loaded():
+    code = "import sys, probemb.reports.figures; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)
