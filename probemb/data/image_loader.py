@@ -99,11 +99,11 @@ def find_tars(data: str | Path) -> list[Path]:
 
 def in_both(these: Images, those: Images) -> list[str]:
     """Names of images of `these` whose bytes are also in `those`: of equal size, and alike in their last 4 KiB."""
-    ends = {_end(place) for place in those.places} - {None}
-    return [place.name for place in these.places if _end(place) in ends]
+    ends = {image_digest(place) for place in those.places} - {None}
+    return [place.name for place in these.places if image_digest(place) in ends]
 
 
-def _end(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
+def image_digest(place: Place, length: int = 4096) -> tuple[int, bytes] | None:
     """Size and digest of an image's last bytes; None if it cannot be read."""
     try:
         fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)

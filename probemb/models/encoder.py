@@ -14,13 +14,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb.gaussian import Gaussian, at_least_float32
+
+if TYPE_CHECKING:
+    from probemb.models.feature_layout import FeatureLayout
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
 # precision, and which still has a finite inverse and logarithm.
@@ -101,10 +104,12 @@ class Encoder(nn.Module):
         image_size: (height, width) in pixels; image towers only.
         n_tokens: T of an image of that size; image towers only.
         context_length: largest L; text towers only.
+        feature_layout: set where features that were computed before come in place of inputs; see `feature_layout.py`.
     """
 
     mean_head: nn.Module | None
     log_var_head: nn.Module | None
+    feature_layout: FeatureLayout | None = None
 
     @abstractmethod
     def features(self, inputs: Tensor) -> tuple[Features, Features | None]:
@@ -131,23 +136,15 @@ class Encoder(nn.Module):
         """The tensors of `Encoded`, flat, because engines hook tensors in tuples only; `encode` gives the object.
 
         Args:
-            inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens.
+            inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens; (B, width) features with a `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
             want_tokens: also give every token in the embedding space.
 
         Raises:
             ValueError: a token mask, or tokens, from heads that read the pooled features alone.
         """
-        return self.apply_heads(*self.features(inputs), token_mask, want_tokens)
-
-    def apply_heads(
-        self,
-        mean_features: Features,
-        unc_features: Features | None,
-        token_mask: Tensor | None = None,
-        want_tokens: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """`forward` from features on, which may come from a cache where the trunk is frozen."""
+        cached = self.feature_layout
+        mean_features, unc_features = cached.unpack(inputs) if cached else self.features(inputs)
         if token_mask is not None:
             if not getattr(self.mean_head, "reads_tokens", False):
                 raise ValueError("these heads read the pooled features alone, so they take no token_mask")

@@ -1,0 +1,158 @@
+"""Features of a frozen image tower, computed once and kept, so that heads and text towers train at their own speed.
+
+    FOLDER/KEY/features.f16   (N, width) float16, memory-mapped, a row an image
+    FOLDER/KEY/about.json     {"count", "width", "failures": {index: reason}}, written last
+
+KEY is a digest of the trunk's weights, its preprocessing, and the images. A row of an image that cannot be read stays
+zero and is reported as a failure of that image whenever it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from probemb import distributed
+from probemb.cli.progress import progress
+from probemb.data.captions.find import Captioned
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import ImageBatches, Images, image_digest
+from probemb.errors import UserError
+from probemb.files import flush, replace_text
+from probemb.models import DualEncoder
+from probemb.models.feature_layout import FeatureLayout, feature_layout
+
+FEATURES, ABOUT = "features.f16", "about.json"
+
+
+@dataclass(kw_only=True)
+class CachedImages(Images):
+    """Images whose features stand in for their pixels: `open` gives a row, (width,) float16."""
+
+    rows: np.ndarray
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def open(self, index: int) -> torch.Tensor:
+        """The features of one image. Raises BadSample."""
+        if index in self.failures:
+            raise BadSample(self.failures[index])
+        return torch.from_numpy(np.array(self.rows[index]))
+
+
+def unchanged(row: torch.Tensor) -> torch.Tensor:
+    """The transform of cached images."""
+    return row
+
+
+def cache_features(
+    model: DualEncoder,
+    transform: Callable,
+    captioned: Captioned,
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    batch_size: int = 64,
+    workers: int = 0,
+    failure_share: float = 0.05,
+) -> Captioned:
+    """The same images and captions with features in place of pixels; `model` then reads those.
+
+    The first process computes what is not there yet, with progress; the others wait. Collective.
+
+    Args:
+        model: its image trunk must stay as it is; `model.visual` reads features from now on.
+        transform: PIL image -> (3, H, W), the evaluation's: random crops cannot be kept.
+        device: for computing them; the model's image tower is moved there.
+
+    Raises:
+        UserError: an uncertainty branch with blocks of its own, too many unreadable images, a folder that cannot be
+            written, features beyond float16. On all processes.
+    """
+    tower = model.visual.to(device)
+    height, width = tower.image_size
+    tower.feature_layout = None
+    layout = feature_layout(tower, torch.linspace(-1, 1, 6 * height * width, device=device).view(2, 3, height, width))
+    place = Path(folder) / cache_key(model, layout, captioned.images)
+    failure = None
+    if distributed.is_main() and not (place / ABOUT).is_file():
+        batches = ImageBatches(captioned.images, transform, batch_size, workers, failure_share, "data.failure_share")
+        try:
+            _compute(tower, layout, batches, place, device)
+        except UserError as error:
+            failure = error
+        except OSError as error:
+            failure = UserError(
+                f"The features cannot be kept in {place} ({error.strerror or error}).",
+                f"They take {len(captioned) * layout.width * 2 / 1e9:.2f} GB: make room, or name another folder with "
+                "data.cache_features.",
+            )
+    distributed.agree(failure)
+    tower.feature_layout = layout
+    images = captioned.images
+    return replace(captioned, located=_open(place, layout, images))
+
+
+def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images) -> str:
+    """A digest of everything that the features depend on."""
+    digest = hashlib.sha256()
+    config = model.config
+    about = [config["architecture"]["vision_cfg"], config["preprocess"], layout.parts, images.source]
+    digest.update(json.dumps(about, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.visual.state_dict().items()):
+        if model.visual.place(name).part == "trunk":
+            digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for place in images.places:
+        digest.update(f"|{place.name}|{image_digest(place)}".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:32]
+
+
+@torch.no_grad()
+def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, device) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    n = len(batches.images)
+    rows = np.memmap(place / FEATURES, np.float16, "w+", shape=(n, layout.width))
+    training, done = tower.training, 0
+    tower.eval()
+    with progress("features", n) as advance:
+        for pixels in batches:
+            packed = layout.pack(*tower.features(pixels.to(device))).half().cpu()
+            if not packed.isfinite().all():
+                raise UserError(
+                    "Features of this image tower are larger than float16 can hold.",
+                    "Leave data.cache_features out.",
+                )
+            kept = batches.kept[done:]
+            rows[kept] = packed.numpy()
+            done = len(batches.kept)
+            advance(len(kept))
+    tower.train(training)
+    rows.flush()
+    del rows
+    flush(place / FEATURES)
+    failed = sorted(set(range(n)) - set(batches.kept))
+    reasons = dict(batches.bad)
+    failures = {i: reasons.get(batches.images.places[i].name, "cannot be read") for i in failed}
+    replace_text(place / ABOUT, json.dumps({"count": n, "width": layout.width, "failures": failures}) + "\n")
+
+
+def _open(place: Path, layout: FeatureLayout, images: Images) -> CachedImages:
+    again = f"Delete {place}, and run the command again."
+    try:
+        about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+        failures = {int(i): str(reason) for i, reason in about["failures"].items()}
+        n, width = about["count"], about["width"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{place / ABOUT} does not describe cached features.", again) from error
+    size = os.path.getsize(place / FEATURES) if (place / FEATURES).is_file() else -1
+    if (n, width) != (len(images), layout.width) or size != 2 * n * width:
+        raise UserError(f"{place} does not hold the features of {len(images)} images.", again)
+    rows = np.memmap(place / FEATURES, np.float16, "r", shape=(n, width))
+    return CachedImages(places=images.places, source=images.source, bad=images.bad, rows=rows, failures=failures)
