@@ -30,11 +30,13 @@ class Model:
     """Which towers (see probemb.models.create_model).
 
     Args:
-        name: an open_clip ViT configuration, or ViT-Micro-32, ViT-Tiny-64, ViT-Small-112 of our own.
+        name: one of open_clip's models, or one of the project's own (probemb/models/configs).
         pretrained: an open_clip tag, a file of open_clip weights, or a run of `pretrain`; empty for random weights.
         head: gpo (pooling over all tokens, then a projection of its own) or clip (class and end-of-text token).
         embed_dim: D; empty for 1024 (head gpo) or the configuration's own (head clip).
         n_unc_layers: blocks of every tower's uncertainty branch; empty for 1, and 0 where a method has none.
+        vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt beside the data.
+        word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
     """
 
     name: str = "ViT-B-32-quickgelu"
@@ -42,6 +44,8 @@ class Model:
     head: str = "gpo"
     embed_dim: Dimensions | None = None
     n_unc_layers: NonNegativeInt | None = None
+    vocabulary: str | None = None
+    word_vectors: str | None = None
 
 
 @dataclass(frozen=True)

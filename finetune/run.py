@@ -61,7 +61,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from probemb.data.captions.find import find_captioned
     from probemb.data.failures import describe_failures
     from probemb.distributed import agree, all_of, same_everywhere, settle
-    from probemb.models import as_one, create_tokenizer, create_transforms
+    from probemb.models import as_one, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.lock import RunLock
 
@@ -98,6 +98,8 @@ def train(config: Config, preemption: Preemption) -> int:
     torch.manual_seed(config.seed)
     networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
     model, evaluated = networks[0], as_one(networks)
+    for network in networks if config.model.word_vectors and not earlier else ():
+        say(f"words   {fill_word_vectors(network, config.model.word_vectors)}")
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
     if clean is None:
         return measure_only(config, model, tokenizer, transforms, validation, accelerator, say)
@@ -233,7 +235,7 @@ def attempt(call, folder) -> UserError | None:
 
 def make_model(config: Config):
     """The towers, on the CPU; the same on every rank."""
-    from probemb.models import create_model
+    from probemb.models import create_model, vocabulary_for
 
     probabilistic, model = METHODS[config.method].probabilistic, config.model
     unc = {"n_unc_layers": model.n_unc_layers or 0} if not probabilistic else {}
@@ -248,6 +250,7 @@ def make_model(config: Config):
         init_scale=getattr(config.loss, "scale", 1.0),
         init_shift=getattr(config.loss, "shift", 1.0),
         probabilistic=probabilistic,
+        vocabulary=vocabulary_for(model.name, model.vocabulary, model.pretrained, [config.data.path]),
         **unc,
     )
 

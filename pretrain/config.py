@@ -18,11 +18,13 @@ class Model:
     """Which towers (see probemb.models.create_model).
 
     Args:
-        name: an open_clip ViT configuration, or ViT-Micro-32, ViT-Tiny-64, ViT-Small-112 of our own.
+        name: one of open_clip's models, or one of the project's own (probemb/models/configs).
         embed_dim: D; empty for the configuration's own (head clip) or 1024 (head gpo).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch.
         head: clip (class token, end-of-text token) or gpo (pooling over all tokens).
         pretrained: an open_clip tag or a file of open_clip weights to start from; empty for random weights.
+        vocabulary: of a model that reads words; empty for vocabulary.txt in the folder of the training data or above.
+        word_vectors: a file in GloVe's text format that such a model's words start from; empty for random ones.
     """
 
     name: str = "ViT-B-16"
@@ -30,6 +32,8 @@ class Model:
     n_unc_layers: int = 2
     head: str = "clip"
     pretrained: str | None = None
+    vocabulary: str | None = None
+    word_vectors: str | None = None
 
 
 @dataclass(frozen=True)

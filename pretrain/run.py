@@ -11,6 +11,7 @@ again with `--resume`.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import sys
@@ -48,7 +49,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain.trainer import Trainer
     from probemb.data.failures import describe_failures
     from probemb.distributed import agree, all_of, same_everywhere, settle
-    from probemb.models import create_tokenizer, create_transforms
+    from probemb.models import create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
 
     def say(line: str) -> None:
@@ -63,6 +64,8 @@ def train(config: Config, preemption: Preemption) -> int:
         precision = "bf16" if device.type == "cuda" else "fp32"
     seed_everything(config.seed)
     model = make_model(config)
+    if config.model.word_vectors and not earlier:
+        say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
     # Samples seen are the position; with another batch than before, the last batch that is begun is begun again.
@@ -75,7 +78,8 @@ def train(config: Config, preemption: Preemption) -> int:
             "Lower batch_size, or raise epochs or samples.",
         )
     steps = step + max(0, whole - samples // config.batch_size)
-    if earlier and (changed := refuse_another_run(config, state, stream.identity, earlier)):
+    identity = {**stream.identity, **words_identity(model)}
+    if earlier and (changed := refuse_another_run(config, state, identity, earlier)):
         say(
             f"resume  changed {'; '.join(changed)}; the data goes on after {samples:,} samples seen, "
             "in the order that it has now"
@@ -100,7 +104,7 @@ def train(config: Config, preemption: Preemption) -> int:
     engine = make_engine(model.to(device), config, precision, device)
     if earlier:
         load_checkpoint(engine, earlier, verified=True)
-    folder = RunFolder(config, model, stream.identity, rank, world_size, steps, step)
+    folder = RunFolder(config, model, identity, rank, world_size, steps, step)
     say(headline(config, engine, stream, device, precision, steps, step, earlier))
     fit = Trainer(
         engine,
@@ -148,7 +152,7 @@ def take_lock(config: Config):
 def make_model(config: Config):
     """The towers, on the CPU; the same on every rank."""
     from probemb.distances import get_distance
-    from probemb.models import create_model
+    from probemb.models import create_model, vocabulary_for
 
     get_distance(config.loss.distance)
     return create_model(
@@ -160,7 +164,16 @@ def make_model(config: Config):
         grad_checkpointing=config.engine.grad_checkpointing,
         init_scale=config.loss.scale,
         init_shift=config.loss.shift,
+        vocabulary=vocabulary_for(
+            config.model.name, config.model.vocabulary, config.model.pretrained, config.train_paths
+        ),
     )
+
+
+def words_identity(model) -> dict[str, str]:
+    """A digest of the words that the model reads: with another vocabulary its embeddings would mean other words."""
+    words = model.config["architecture"]["text_cfg"].get("vocabulary")
+    return {"vocabulary": hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]} if words else {}
 
 
 def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):

@@ -1,6 +1,6 @@
 """Models: create, save, load; what prepares their input; which parameters decay."""
 
-from probemb.models.create import create_model
+from probemb.models.create import create_model, fill_word_vectors, vocabulary_for
 from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_decay
 from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
 from probemb.models.ensemble import Ensemble, as_one
@@ -31,11 +31,13 @@ __all__ = [
     "create_tokenizer",
     "create_transforms",
     "digest_model",
+    "fill_word_vectors",
     "import_pcmepp",
     "lasting_name",
     "load_model",
     "no_weight_decay",
     "push_to_hub",
     "save_model",
+    "vocabulary_for",
     "weights_sha256",
 ]

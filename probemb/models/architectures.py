@@ -21,10 +21,13 @@ OWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").gl
 # Modules of `towers/` by the kind of tower, see `tower_kind`.
 IMAGE_TOWERS = {
     "open_clip_transformer": "open_clip_transformer",
+    "small_cnn": "small_cnn",
 }
 TEXT_TOWERS = {
     "open_clip_transformer": "open_clip_transformer",
+    "word_gru": "word_gru",
 }
+WORD_TOWERS = {"word_gru"}  # read words of a vocabulary: text_cfg["vocabulary"]
 
 
 def architecture(name: str, image_size: int | None = None) -> dict:
@@ -79,6 +82,11 @@ def tower_kind(config: dict, part: str) -> str:
     if cfg.get("hf_model_name"):
         return "open_clip_hf"
     return "open_clip_resnet" if isinstance(cfg.get("layers", 12), list | tuple) else "open_clip_transformer"
+
+
+def reads_words(config: dict | None) -> bool:
+    """Whether an architecture's text tower needs a vocabulary."""
+    return config is not None and tower_kind(config, "text_cfg") in WORD_TOWERS
 
 
 def is_open_clip(config: dict) -> bool:

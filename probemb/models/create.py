@@ -8,11 +8,15 @@ image = model.encode_image(pixels)                      # Gaussian, (B, D)
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
 import torch
 from open_clip.transform import PreprocessCfg
 
+from probemb.data.words import find_vocabulary, read_vectors, read_vocabulary
 from probemb.errors import UserError
-from probemb.models.architectures import architecture, build_stock, is_open_clip
+from probemb.models.architectures import architecture, build_stock, is_open_clip, read_architecture, reads_words
 from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
 from probemb.models.heads import check_head
 from probemb.models.hub import load_model
@@ -34,6 +38,7 @@ def create_model(
     init_shift: float = 1.0,
     probabilistic: bool = True,
     n_embeddings: int = 1,
+    vocabulary: str | Path | Sequence[str] | None = None,
 ) -> DualEncoder:
     """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
 
@@ -55,6 +60,8 @@ def create_model(
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
         n_embeddings: K embeddings of every item, for heads that give several.
+        vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
+            run in `pretrained`.
 
     Raises:
         UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
@@ -81,6 +88,7 @@ def create_model(
                 "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
             )
         config["embed_dim"] = embed_dim
+    _set_vocabulary(config, name, vocabulary, source)
     preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
     weights = None
     if pretrained and source is None:
@@ -118,3 +126,47 @@ def create_model(
         model.shift.fill_(init_shift)
     model.set_grad_checkpointing(grad_checkpointing)
     return model
+
+
+def vocabulary_for(name: str, given: str | None, pretrained: str | None, data: Iterable[str | Path]) -> str | None:
+    """The vocabulary file that `create_model` needs: the one given, else the one beside the data; None for no file.
+
+    Raises:
+        UserError: the architecture reads words, and there is no vocabulary.
+    """
+    if given or not reads_words(read_architecture(name)) or (pretrained and is_saved_model(pretrained)):
+        return given
+    return str(find_vocabulary(data))
+
+
+def fill_word_vectors(model: DualEncoder, path: str | Path) -> str:
+    """Start the word embeddings from vectors in GloVe's text format, plain or .gz.
+
+    Returns:
+        how many words had a vector, as a sentence.
+
+    Raises:
+        UserError: the model reads no words, the file is malformed, or its vectors are of another width.
+    """
+    config = model.config
+    if not reads_words(config["architecture"]):
+        raise UserError(
+            f"{config['name']} reads no whole words, so word vectors have no use.", "Leave word_vectors out."
+        )
+    words = config["architecture"]["text_cfg"]["vocabulary"]
+    found = model.text.fill_embedding(read_vectors(path, words))
+    return f"{found:,} of {len(words):,} words start from a vector in {path}"
+
+
+def _set_vocabulary(
+    config: dict, name: str, vocabulary: str | Path | Sequence[str] | None, source: DualEncoder | None
+) -> None:
+    """Put the words into the architecture, so that a saved model carries them."""
+    text = config["text_cfg"]
+    if not reads_words(config):
+        if vocabulary is not None:
+            raise UserError(f"{name} reads no whole words, so a vocabulary has no use.", "Leave vocabulary out.")
+    elif vocabulary is not None:
+        text["vocabulary"] = read_vocabulary(vocabulary) if isinstance(vocabulary, str | Path) else list(vocabulary)
+    elif source is not None and "vocabulary" in source.config["architecture"]["text_cfg"]:
+        text["vocabulary"] = source.config["architecture"]["text_cfg"]["vocabulary"]

@@ -14,6 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from probemb.errors import UserError
+from probemb.models.architectures import reads_words
+from probemb.models.word_tokenizer import WordTokenizer
 
 MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
 MAX_WORD = 128  # characters of one word: byte-pair encoding takes time quadratic in a word's length
@@ -60,6 +62,8 @@ def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:
     """
     text = _config(model_or_config)["architecture"]["text_cfg"]
     context_length = text.get("context_length", 77)
+    if reads_words(_config(model_or_config)["architecture"]):
+        return WordTokenizer(text["vocabulary"], context_length)
     if text.get("hf_tokenizer_name"):
         try:
             return HFTokenizer(

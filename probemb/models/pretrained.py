@@ -172,12 +172,17 @@ def _check_architecture(ours: dict, theirs: dict, where: str) -> None:
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     if different:
         listed = ", ".join(
-            [f"{key} {there.get(key)} against {here.get(key)}" for key in different[:4]] + ["…"] * bool(different[4:])
+            [f"{key} {_short(there.get(key))} against {_short(here.get(key))}" for key in different[:4]]
+            + ["…"] * bool(different[4:])
         )
         raise UserError(
             f"{where} is a {theirs['name']} and does not fit {ours['name']} ({listed}).",
             "Name the architecture and the image size that it was trained with.",
         )
+
+
+def _short(value) -> str:
+    return f"of {len(value):,} words" if isinstance(value, list) and len(value) > 8 else str(value)
 
 
 def _full_architecture(config: dict) -> dict:

@@ -250,3 +250,27 @@ def test_damaged_data_stops_the_run_and_names_the_shards(scenes, tmp_path):
     assert done.returncode == 2, done.stderr
     assert shard.name in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_reads_words(scenes, tmp_path):
+    """The vocabulary beside the data is found, kept in the model, and cannot change on resume."""
+    words = {"model.name": "scenes-cnn-gru", "model.n-unc-layers": 0, "out": tmp_path / "run", "samples": 64}
+    options = {**words, "data.train": scenes / "train", "stop-at-step": 2}
+    done = start(options, ranks=2)
+    assert done.returncode == 0, done.stderr
+    _, tokenizer, _ = load_model(tmp_path / "run")
+    listed = (scenes / "vocabulary.txt").read_text().split("\n")[0].split("\t")[0]
+    assert tokenizer([listed])[0, :2].tolist() == [2, 0]
+    (tmp_path / "other.txt").write_text("circle\n")
+    resumed = start({**options, "stop-at-step": 4, "model.vocabulary": tmp_path / "other.txt"}, "--resume")
+    assert resumed.returncode == 2
+    assert "vocabulary" in resumed.stderr
+    resumed = start({**options, "stop-at-step": 4}, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert metrics(tmp_path / "run")[-1]["samples"] == 64
+    (tmp_path / "bare").mkdir()
+    for file in (scenes / "train").iterdir():
+        (tmp_path / "bare" / file.name).symlink_to(file)
+    refused = start({**options, "out": tmp_path / "none", "data.train": tmp_path / "bare"})
+    assert refused.returncode == 2
+    assert "tools.build_vocabulary" in refused.stderr

@@ -1,0 +1,168 @@
+"""Word embeddings and a GRU in one or both directions, for text: the text tower of VSE++, PVSE and PCME.
+
+    words ── embedding ── layer 1 … L−u ─┬─ layer L−u+1 … L ── mean head ──── mean
+                                         └─ u layers of its own ─ log_var head ─ log_var
+
+The backward direction reads every text reversed within its own length. So padding never comes before a word, and a
+text's states do not depend on the batch, as with packed sequences; in contrast to those no length leaves the device.
+
+Shapes: B texts, T words, E width of the word embeddings, H hidden size, W = H or 2 H width of the tower.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from probemb.errors import UserError, nearest
+from probemb.models.architectures import check_n_unc_layers
+from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.heads import HeadConfig, add_heads
+from probemb.models.word_tokenizer import FIRST_WORD, PADDING, UNKNOWN
+
+POOLING = ("last", "max", "mean")
+EMBEDDING_STD = 0.3  # about that of GloVe's vectors
+LAYER = re.compile(r"(layers|branch)\.(\d+)\.")
+
+
+def make_text_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> WordGRU:
+    """The tower of an architecture; text_cfg has "vocabulary", and the sizes that `WordGRU` names."""
+    config = {key: value for key, value in architecture["text_cfg"].items() if key != "tower"}
+    vocabulary = config.pop("vocabulary", None)
+    if not vocabulary:
+        raise UserError(
+            "The text tower reads words, and has no vocabulary.",
+            "Build one with `python -m tools.build_vocabulary DATA --out vocabulary.txt`, and name it as vocabulary.",
+        )
+    return WordGRU(vocabulary, n_unc_layers, head, **config)
+
+
+class WordGRU(Encoder):
+    """A word embedding and layers of GRUs.
+
+    Args:
+        vocabulary: the words, in the order of their ids.
+        n_unc_layers: layers of the uncertainty branch.
+        head: of the mean and the log-variance.
+        width, hidden, layers, bidirectional: E, H, number of layers, and whether both directions are concatenated.
+        pooling: "last" (each direction's last state), "max" or "mean" over the words.
+        context_length: largest number of words.
+    """
+
+    def __init__(
+        self,
+        vocabulary: list[str],
+        n_unc_layers: int,
+        head: HeadConfig,
+        width: int = 300,
+        hidden: int = 512,
+        layers: int = 1,
+        bidirectional: bool = True,
+        pooling: str = "last",
+        context_length: int = 64,
+    ):
+        super().__init__()
+        if pooling not in POOLING:
+            raise UserError(
+                f"There is no pooling '{pooling}' of words.{nearest(pooling, POOLING)}", f"Use {', '.join(POOLING)}."
+            )
+        check_n_unc_layers(n_unc_layers, layers, "text")
+        self.pooling, self.context_length = pooling, context_length
+        self.vocabulary = list(vocabulary)
+        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        with torch.no_grad():
+            self.embedding.weight[[PADDING, UNKNOWN]] = 0  # a text that has no unknown word teaches none
+        out = hidden * (1 + bidirectional)
+        sizes = [width] + [out] * (layers - 1)
+        self.layers = nn.ModuleList(_Layer(size, hidden, bidirectional) for size in sizes)
+        self.branch = None
+        if head.probabilistic:
+            own = sizes[layers - n_unc_layers :]
+            self.branch = nn.ModuleList(_Layer(size, hidden, bidirectional) for size in own)
+        add_heads(self, head, out, out)
+
+    def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
+        """(B, T) int64 -> features; their mask is True for words."""
+        mask = tokens != PADDING
+        length = mask.sum(1).clamp(min=1)
+        with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
+            x = self.embedding(tokens)
+            shared = len(self.layers) - len(self.branch or ())
+            for layer in self.layers[:shared]:
+                x = layer(x, length)
+            mean = self._run(self.layers[shared:], x, length, mask)
+            return mean, None if self.branch is None else self._run(self.branch, x, length, mask)
+
+    def _run(self, layers: nn.ModuleList, x: Tensor, length: Tensor, mask: Tensor) -> Features:
+        for layer in layers:
+            x = layer(x, length)
+        if self.pooling == "max":
+            pooled = x.masked_fill(~mask[..., None], -torch.inf).amax(1)
+        elif self.pooling == "mean":
+            pooled = (x * mask[..., None]).sum(1) / length[:, None]
+        else:
+            ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
+            hidden = self.layers[-1].ahead.hidden_size
+            pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
+        return Features(x, pooled, mask)
+
+    def place(self, name: str) -> Place:
+        """Layers by their depth; the embedding belongs to the trunk's depth 0."""
+        if name.startswith(("mean_head.", "log_var_head.")):
+            return Place("head")
+        layer = LAYER.match(name)
+        if layer is None:
+            return Place("trunk")
+        layers = self.layers if layer[1] == "layers" else self.branch
+        return Place("trunk" if layer[1] == "layers" else "branch", len(layers) - int(layer[2]))
+
+    def trim(self, tokens: Tensor) -> Tensor:
+        """(B, T) without the columns behind the longest text."""
+        longest = int((tokens != PADDING).sum(1).max()) if len(tokens) else 1
+        return tokens[:, : max(1, longest)]
+
+    @torch.no_grad()
+    def fill_embedding(self, vectors: Mapping[str, np.ndarray]) -> int:
+        """Start words from vectors (E,); other words keep their random ones.
+
+        Returns:
+            the number of words that had a vector.
+
+        Raises:
+            UserError: vectors of another width.
+        """
+        found = 0
+        for row, word in enumerate(self.vocabulary, FIRST_WORD):
+            if word in vectors:
+                vector = torch.from_numpy(vectors[word])
+                if len(vector) != self.embedding.embedding_dim:
+                    raise UserError(
+                        f"The word vectors have {len(vector)} numbers, the model's {self.embedding.embedding_dim}.",
+                        f"Set text_cfg.width of the architecture to {len(vector)}.",
+                    )
+                self.embedding.weight[row] = vector
+                found += 1
+        return found
+
+
+class _Layer(nn.Module):
+    """One GRU, or one in each direction: (B, T, in) and lengths (B,) -> (B, T, H or 2 H). Padding gives noise."""
+
+    def __init__(self, width: int, hidden: int, bidirectional: bool):
+        super().__init__()
+        self.ahead = nn.GRU(width, hidden, batch_first=True)
+        self.back = nn.GRU(width, hidden, batch_first=True) if bidirectional else None
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        ahead = self.ahead(x)[0]
+        if self.back is None:
+            return ahead
+        position = torch.arange(x.shape[1], device=x.device)
+        mirror = torch.where(position < length[:, None], length[:, None] - 1 - position, position)[..., None]
+        back = self.back(x.gather(1, mirror.expand(-1, -1, x.shape[2])))[0]
+        return torch.cat([ahead, back.gather(1, mirror.expand(-1, -1, back.shape[2]))], -1)

@@ -1,0 +1,96 @@
+"""Models that read words: made with a vocabulary, saved with it, started from word vectors."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from probemb.errors import UserError
+from probemb.models import create_model, create_tokenizer, fill_word_vectors, load_model, save_model, vocabulary_for
+
+NAME, WORDS = "scenes-cnn-gru", ["a", "red", "circle", "photo", "of"]
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return create_model(NAME, **{"n_unc_layers": 1, "vocabulary": WORDS, **options})
+
+
+@pytest.mark.parametrize("head", ["clip", "gpo"])
+def test_a_single_file_is_the_whole_model(tmp_path, head):
+    model = make(head=head).eval()
+    save_model(model, tmp_path / "run" / "model")
+    alone = tmp_path / "alone.safetensors"
+    shutil.move(tmp_path / "run" / "model" / "model.safetensors", alone)
+    loaded, tokenizer, _ = load_model(alone)
+    tokens = tokenizer(["A photo of a red circle.", "a blue ring"])
+    assert tokens[:, :6].tolist() == [[2, 5, 6, 2, 3, 4], [2, 1, 1, 0, 0, 0]]
+    assert torch.equal(tokens, create_tokenizer(model)(["A photo of a red circle.", "a blue ring"]))
+    pixels = torch.randn(2, 3, 64, 64)
+    for encode, inputs in (("encode_text", tokens), ("encode_image", pixels)):
+        ours, theirs = getattr(model, encode)(inputs), getattr(loaded, encode)(inputs)
+        assert_close(theirs.mean, ours.mean)
+        assert_close(theirs.log_var, ours.log_var)
+    short = model.encode_text(model.cut_padding(tokens))
+    assert_close(short.mean, model.encode_text(tokens).mean)
+    assert_close(short.mean.norm(dim=-1), torch.ones(2))
+
+
+def test_gradients_of_shards_add_up_to_the_whole_batch():
+    model = make()
+    pixels, tokens = torch.randn(6, 3, 64, 64), create_tokenizer(model)(["a", "red", "a red circle", "of a", "b", ""])
+    weight = torch.randn(6, 128)
+
+    def gradients(part: slice):
+        model.zero_grad()
+        out = model(pixels[part], tokens[part])
+        (weight[part] * (out.image.mean + out.text.mean + out.image.log_var + out.text.log_var)).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    whole, first, second = gradients(slice(0, 6)), gradients(slice(0, 2)), gradients(slice(2, 6))
+    for name, grad in whole.items():
+        assert_close(first[name] + second[name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_vocabulary_comes_from_a_file_or_the_pretrained_run(tmp_path):
+    (tmp_path / "v.txt").write_text("".join(f"{word}\t9\n" for word in WORDS))
+    model = make(vocabulary=tmp_path / "v.txt")
+    assert model.config["architecture"]["text_cfg"]["vocabulary"] == WORDS
+    save_model(model, tmp_path / "run")
+    again = make(vocabulary=None, pretrained=str(tmp_path / "run"))
+    assert_close(again.state_dict(), model.state_dict())
+    with pytest.raises(UserError, match="does not fit"):
+        make(vocabulary=["a"], pretrained=str(tmp_path / "run"))
+
+
+def test_vocabulary_is_looked_for_beside_the_data(tmp_path):
+    (tmp_path / "train").mkdir()
+    with pytest.raises(UserError, match=r"tools\.build_vocabulary"):
+        vocabulary_for(NAME, None, None, [tmp_path / "train"])
+    (tmp_path / "vocabulary.txt").write_text("a\n")
+    assert vocabulary_for(NAME, None, None, [tmp_path / "train"]) == str(tmp_path / "vocabulary.txt")
+    assert vocabulary_for(NAME, "other.txt", None, [tmp_path / "train"]) == "other.txt"
+    assert vocabulary_for(NAME, None, str(tmp_path), [tmp_path / "nothing"]) is None  # a run has its own
+    assert vocabulary_for("ViT-Micro-32", None, None, [tmp_path / "train"]) is None
+
+
+def test_models_with_and_without_words():
+    with pytest.raises(UserError, match=r"no vocabulary[\s\S]*tools\.build_vocabulary"):
+        make(vocabulary=None)
+    with pytest.raises(UserError, match="reads no whole words"):
+        create_model("ViT-Micro-32", vocabulary=WORDS)
+    with pytest.raises(UserError, match="reads no whole words"):
+        fill_word_vectors(create_model("ViT-Micro-32"), "vectors.txt")
+
+
+def test_word_vectors(tmp_path):
+    model = make()
+    vector = np.linspace(-1, 1, 96).round(4)
+    (tmp_path / "v.txt").write_text(f"red {' '.join(map(str, vector))}\nblue {' '.join(map(str, vector))}\n")
+    assert fill_word_vectors(model, tmp_path / "v.txt").startswith("1 of 5 words start from a vector")
+    assert_close(model.text.embedding.weight[3].detach(), torch.tensor(vector, dtype=torch.float32))
+    (tmp_path / "narrow.txt").write_text("red 1 2\n")
+    with pytest.raises(UserError, match="2 numbers"):
+        fill_word_vectors(model, tmp_path / "narrow.txt")

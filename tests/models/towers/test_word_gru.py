@@ -1,0 +1,129 @@
+"""The GRU over words: exact for padded batches, equal to packed sequences, word vectors."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from probemb.errors import UserError
+from probemb.models.encoder import POINT_LOG_VAR
+from probemb.models.heads import HeadConfig
+from probemb.models.towers.word_gru import POOLING, WordGRU
+
+VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
+TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 0, 0, 0, 0, 0]])
+
+
+def tower(n_unc_layers=1, kind="clip", **options) -> WordGRU:
+    torch.manual_seed(0)
+    settings = {"width": 5, "hidden": 4, "layers": 2, "context_length": 6, **options}
+    return WordGRU(VOCABULARY, n_unc_layers, HeadConfig(kind, 3), **settings)
+
+
+def test_equals_packed_sequences_of_torch():
+    ours = tower()
+    packed = torch.nn.GRU(5, 4, num_layers=2, bidirectional=True, batch_first=True)
+    state = {}
+    for depth, layer in enumerate(ours.layers):
+        for suffix, gru in (("", layer.ahead), ("_reverse", layer.back)):
+            state |= {f"{key[:-1]}{depth}{suffix}": value for key, value in gru.state_dict().items()}
+    packed.load_state_dict(state)
+    length = (TOKENS != 0).sum(1)
+    x = pack_padded_sequence(ours.embedding(TOKENS), length, batch_first=True, enforce_sorted=False)
+    expected, last = packed(x)
+    expected = pad_packed_sequence(expected, batch_first=True)[0]
+    mean, _ = ours.features(TOKENS)
+    words = TOKENS != 0
+    torch.testing.assert_close(mean.tokens[words], expected[words])
+    torch.testing.assert_close(mean.pooled, torch.cat([last[-2], last[-1]], 1))
+    assert torch.equal(mean.mask, words)
+
+
+@pytest.mark.parametrize("pooling", POOLING)
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("kind", ["clip", "gpo"])
+def test_a_text_does_not_depend_on_its_batch(pooling, bidirectional, kind):
+    model = tower(pooling=pooling, bidirectional=bidirectional, kind=kind)
+    together = model(TOKENS)
+    for row, text in enumerate(TOKENS):
+        alone = model(model.trim(text[None]))
+        for whole, one in zip(together, alone):
+            torch.testing.assert_close(whole[row], one[0])
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_pooling_over_words_alone(pooling):
+    features, _ = tower(pooling=pooling).features(TOKENS)
+    words = features.tokens[0, :3]
+    expected = words.amax(0) if pooling == "max" else words.mean(0)
+    torch.testing.assert_close(features.pooled[0], expected)
+
+
+def test_trim_keeps_the_longest_text_and_one_column():
+    model = tower()
+    assert model.trim(TOKENS).shape == (3, 6)
+    assert model.trim(TOKENS[[0, 2]]).tolist() == [[2, 3, 5], [1, 0, 0]]
+    assert model.trim(torch.zeros(2, 6, dtype=torch.long)).shape == (2, 1)
+    assert model(torch.zeros(2, 1, dtype=torch.long))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("n_unc_layers", [0, 1, 2])
+def test_the_branch_has_its_own_layers(n_unc_layers):
+    model = tower(n_unc_layers)
+    before = model(TOKENS)
+    with torch.no_grad():
+        for parameter in model.layers[-1].parameters():
+            parameter.add_(0.5)
+    after = model(TOKENS)
+    assert not torch.allclose(before[0], after[0])
+    assert torch.allclose(before[1], after[1]) == (n_unc_layers > 0)
+    assert len(model.branch) == n_unc_layers
+    with pytest.raises(UserError, match="text tower has 2"):
+        tower(3)
+
+
+def test_every_parameter_has_a_place_and_a_gradient():
+    model = tower()
+    mean, log_var = model(TOKENS)
+    (mean[:, 0] + log_var[:, 0]).sum().backward()
+    places = {name: model.place(name) for name, _ in model.named_parameters()}
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert places["embedding.weight"] == ("trunk", 0)
+    assert places["layers.0.ahead.weight_ih_l0"] == ("trunk", 2)
+    assert places["layers.1.back.bias_hh_l0"] == ("trunk", 1)
+    assert places["branch.0.ahead.weight_ih_l0"] == ("branch", 1)
+    assert places["log_var_head.weight"] == ("head", 0)
+
+
+def test_point_model_has_no_branch():
+    model = WordGRU(VOCABULARY, 0, HeadConfig("clip", 3, probabilistic=False), width=5, hidden=4)
+    assert model.branch is None
+    assert (model(TOKENS)[1] == POINT_LOG_VAR).all()
+
+
+def test_bfloat16_autocast_keeps_the_recurrence_in_float32():
+    model = tower()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean, log_var = model(TOKENS)
+    expected = model(TOKENS)
+    assert mean.dtype == log_var.dtype == torch.float32
+    torch.testing.assert_close((mean, log_var), expected)
+
+
+def test_word_vectors():
+    model = tower()
+    before = model.embedding.weight.detach().clone()
+    dog = np.arange(5, dtype=np.float32)
+    assert model.fill_embedding({"dog": dog, "bird": dog}) == 1
+    after = model.embedding.weight
+    assert after[5].tolist() == dog.tolist()
+    others = [0, 1, 2, 3, 4, 6, 7]
+    assert torch.equal(after[others], before[others])
+    assert not before[:2].any()  # padding and unknown
+    with pytest.raises(UserError, match="2 numbers, the model's 5"):
+        model.fill_embedding({"dog": dog[:2]})
+
+
+def test_unknown_pooling():
+    with pytest.raises(UserError, match="no pooling 'maxx'"):
+        tower(pooling="maxx")
