@@ -257,22 +257,21 @@ def make_model(config: Config):
 
 def validate(model, tokenizer, transforms, captioned, config: Config, accelerator) -> dict[str, float]:
     """RSUM and recalls in percent on the validation split, ranked by CSD (a point model by the cosine)."""
-    import torch
-
-    from probemb.cli.device import Placement
+    from probemb.cli.device import Device
+    from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.rankings import KS, evaluate_retrieval
 
-    half = accelerator.mixed_precision == "bf16"
-    placement = Placement(str(accelerator.device), torch.bfloat16 if half else None, "bf16" if half else "fp32")
+    device = Device(str(accelerator.device), "bf16" if accelerator.mixed_precision == "bf16" else "fp32")
+    embedder = Embedder(
+        model, tokenizer, transforms.evaluate, device, config.engine.eval_batch_size, workers=config.data.workers,
+        max_bad=config.data.failure_share,
+    )  # fmt: skip
     training = model.training
     model.eval()
     # A scheduler's warning goes to the workers too, and would end them: they inherit that it waits.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        found = evaluate_retrieval(
-            model, tokenizer, transforms, captioned, placement=placement, workers=config.data.workers,
-            batch_size=config.engine.eval_batch_size, max_bad=config.data.failure_share,
-        )  # fmt: skip
+        found = evaluate_retrieval(embedder, captioned)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         model.train(training)

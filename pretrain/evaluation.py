@@ -12,7 +12,8 @@ from pretrain.config import Evaluate
 from probemb import Gaussian, UserError, distributed
 from probemb.data.image_loader import ImageBatches
 from probemb.data.labelled.images import find_images, resolve_classes
-from probemb.evaluation import classification as classify
+from probemb.data.labelled.prompts import SINGLE_TEMPLATE, imagenet_templates, prompt_texts
+from probemb.evaluation.classification import class_vectors, true_ranks
 
 
 class Evaluator:
@@ -41,9 +42,9 @@ class Evaluator:
         self.rank, self.world_size = rank, world_size
         images = find_images(config.classes)
         classes, labels = resolve_classes(images, None)
-        templates = [classify.SINGLE_TEMPLATE] if config.templates == "single" else classify.imagenet_templates()
+        templates = [SINGLE_TEMPLATE] if config.templates == "single" else imagenet_templates()
         self.shape = (len(classes.names), len(templates))
-        self.tokens = tokenizer(classify.prompt_texts(classes.names, templates))  # (C P, L)
+        self.tokens = tokenizer(prompt_texts(classes.names, templates))  # (C P, L)
         # Spread evenly over the data: the images of a folder or shard often stand in the order of their classes.
         n = min(len(images), config.max_images or len(images))
         if n < world_size:
@@ -68,9 +69,9 @@ class Evaluator:
         prompts = Gaussian(*self._encode_share(tokens, lambda part: engine(None, part)))
         image = self._encode(lambda batch: engine(batch, None), iter(self.batches), self.n_batches)
         engine.train()
-        vectors = classify.class_vectors(prompts.mean.view(*self.shape, -1), torch.ones(self.shape))
+        vectors = class_vectors(prompts.mean.view(*self.shape, -1), torch.ones(self.shape))
         labels = self.labels[self.batches.kept]
-        ranks = classify.true_ranks(image, vectors, labels)
+        ranks = true_ranks(image, vectors, labels)
         counts = {"n": float(len(labels)), "top1": float((ranks < 1).sum()), "top5": float((ranks < 5).sum())}
         mean = distributed.mean_over_ranks(counts, self.device)
         return {f"zeroshot_{k}": mean[k] / mean["n"] for k in ("top1", "top5")}

@@ -3,7 +3,7 @@
     python -m zeroshot.imagenet --filter best-topk --model runs/x --data data/imagenet/val
     python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # embedded data
 
-Every class gets its 80 prompts; a filter says which of them speak for it. Source: PCME++ §3.5, Table 5 and §C.6.
+Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
 A number for which anything was chosen on the images that it scores is labelled "oracle".
 """
 
@@ -18,10 +18,10 @@ from probemb.errors import UserError
 from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConfig
 
 if TYPE_CHECKING:
-    from probemb.cli.device import Placement
-    from probemb.data.labelled.classes import Classes
+    from probemb.cli.device import Device
+    from probemb.models import LoadedModel
     from zeroshot.filters import Selection
-    from zeroshot.outcome import Outcome
+    from zeroshot.outcome import Outcome, Task
 
 PROG = "python -m zeroshot.imagenet"
 DESCRIPTION = (
@@ -33,7 +33,6 @@ OUTPUTS = ("results.json", "report.html")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Everything that can be refused is refused before the model is loaded."""
-    from probemb.cli.progress import progress
     from probemb.cli.results import claim_files, results_folder
 
     config = parse_config(ImagenetConfig, PROG, DESCRIPTION, argv)
@@ -43,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
-    from probemb.data.image_loader import describe_bad
     from probemb.data.labelled.images import assign_labels, find_images, resolve_classes
     from zeroshot.filters import filter_names, parse_selection, stratified_folds
-    from zeroshot.prompts import read_templates, single_index
+    from zeroshot.outcome import Task
+    from zeroshot.prompts import read_templates
 
     filters = filter_names(config.filter)
     selection = parse_selection(config.select_on)
@@ -65,44 +64,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = results_folder(config.out, config.model, "zeroshot", "zeroshot-results")
     claim_files(out, OUTPUTS, GENERATOR)
 
-    from probemb.cli.device import place
+    evaluate_and_write(config, filters, selection, Task(images, labels, classes, templates), other, out)
+    return 0
+
+
+def evaluate_and_write(
+    config: ImagenetConfig, filters: list[str], selection: Selection, task: Task, other, out: Path
+) -> None:
+    """Load the model, evaluate it, and write the results into `out`; `other`: images and labels to choose K on."""
+    from probemb.cli.device import choose_device
+    from probemb.cli.progress import progress
     from probemb.cli.results import write_json
-    from probemb.models import load_model
+    from probemb.data.image_loader import describe_bad
+    from probemb.evaluation.embedding import Embedder
     from zeroshot.filters import FilterOptions
     from zeroshot.outcome import evaluate
+    from zeroshot.prompts import single_index
     from zeroshot.report import write_report
 
-    placement = place(config.device, config.precision)
-    try:
-        model, tokenizer, transforms = load_model(config.model, device=placement.device)
-    except UserError as error:
-        if config.model != DEFAULT_MODEL:
-            raise
-        raise UserError(
-            f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
-            "Pass --model RUN, after `python -m pretrain.run --config pretrain/configs/scenes.yaml` for instance.",
-        ) from error
+    device = choose_device(config.device, config.precision)
+    model, tokenizer, transforms = load(config.model, device.name)
+    classes, templates = task.classes, task.templates
     print(
-        f"{len(images):,} images, {len(classes):,} classes (names: {classes.source}), {len(templates)} prompts a class,"
-        f" on {placement.device} in {placement.precision}",
+        f"{len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), {len(templates)} prompts a "
+        f"class, on {device.name} in {device.precision}",
         flush=True,
     )
+    embedder = Embedder(
+        model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
+        config.max_bad, progress,
+    )  # fmt: skip
     outcome = evaluate(
-        model, tokenizer, transforms.evaluate, images, labels, classes, templates, filters,
-        options=FilterOptions(single_index(templates), config.k, config.temperature), selection=selection,
-        select_images=other, placement=placement, batch_size=config.batch_size,
-        text_batch_size=config.text_batch_size, workers=config.workers, max_bad=config.max_bad, cache=config.cache,
-        show=progress,
+        embedder, task, filters, options=FilterOptions(single_index(templates), config.k, config.temperature),
+        selection=selection, select_images=other, cache=config.cache,
     )  # fmt: skip
     for message in (outcome.cache[1], describe_bad(outcome.bad)):
         if message:
             print(message, flush=True)
     print_table(outcome, len(classes))
-    results = describe(config, outcome, classes, templates, placement)
+    results = describe(config, outcome, task, device)
     write_json(out / OUTPUTS[0], results, GENERATOR)
-    write_report(out / OUTPUTS[1], results, outcome, images, classes, templates)
+    write_report(out / OUTPUTS[1], results, outcome, task.images, classes, templates)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
-    return 0
+
+
+def load(name: str, device: str) -> LoadedModel:
+    """The model of --model, or the published one. Raises UserError."""
+    from probemb.models import load_model
+
+    try:
+        return load_model(name, device=device)
+    except UserError as error:
+        if name != DEFAULT_MODEL:
+            raise
+        raise UserError(
+            f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
+            "Pass --model RUN, after `python -m pretrain.run --config pretrain/configs/scenes.yaml` for instance.",
+        ) from error
 
 
 def _check_selection(config: ImagenetConfig, filters: Sequence[str], selection: Selection) -> None:
@@ -146,31 +164,25 @@ def print_table(outcome: Outcome, n_classes: int) -> None:
     console.print(table)
 
 
-def describe(
-    config: ImagenetConfig,
-    outcome: Outcome,
-    classes: Classes,
-    templates: Sequence[str],
-    placement: Placement,
-) -> dict:
+def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Device) -> dict:
     """Everything that results.json holds. Accuracies are shares in [0, 1]; K counts prompts."""
     from dataclasses import asdict
 
     from probemb.metrics import uncertainty_bins
 
-    e = outcome.evaluation
+    e, classes = outcome.evaluation, task.classes
     class_u = e.uncertainty.mean(dim=1)
     class_bins = uncertainty_bins(class_u, e.class_all)
     image_bins = uncertainty_bins(outcome.images.uncertainty(), e.correct.double())
     return {
         "config": to_dict(config),
-        "device": placement.device,
-        "precision": placement.precision,
+        "device": device.name,
+        "precision": device.precision,
         "images": len(outcome.labels),
         "images_left_out": [{"name": name, "reason": reason} for name, reason in outcome.bad],
         "classes": len(classes),
         "class_names_from": classes.source,
-        "templates": list(templates),
+        "templates": list(task.templates),
         "prompt_cache": outcome.cache[0],
         "seconds": outcome.seconds,
         "rows": [asdict(row) for row in e.rows],

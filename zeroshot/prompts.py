@@ -1,14 +1,15 @@
-"""What is said about a class: templates, and the embeddings of all class x template texts, cached."""
+"""Prompt templates, and the cached embeddings of all class x template texts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.data.labelled.classes import read_text
+from probemb.data.labelled.prompts import SINGLE_TEMPLATE, imagenet_templates
 from probemb.errors import UserError
 from probemb.files import replace_file
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from probemb.evaluation.embedding import Embedder
     from probemb.gaussian import Gaussian
 
 CACHE_FORMAT = "probemb text embeddings 1"
@@ -28,8 +30,6 @@ def read_templates(path: str | Path | None) -> list[str]:
         UserError: a missing or empty file, a template without `{}`, a template that occurs twice.
     """
     if path is None:
-        from probemb.evaluation.classification import imagenet_templates
-
         return imagenet_templates()
     path = Path(path)
     lines = [line.strip() for line in read_text(path, "template file", "--templates").splitlines()]
@@ -49,37 +49,25 @@ def read_templates(path: str | Path | None) -> list[str]:
 
 
 def single_index(templates: Sequence[str]) -> int:
-    """Which template `single` stands for: "a photo of a {}.", or the first where a list does not have it."""
-    from probemb.evaluation.classification import SINGLE_TEMPLATE
-
+    """The index of the template of `single`: "a photo of a {}.", or the first where a list does not have it."""
     return list(templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in templates else 0
 
 
 @dataclass(frozen=True)
 class PromptEmbeddings:
-    """Embeddings of texts, and where they came from: `cache` is "computed", "read", "off" or "recomputed"."""
+    """Embeddings of texts, and their origin: `cache` is "computed", "read", "off" or "recomputed"."""
 
-    gaussian: Gaussian  # (T, D), or (C, P, D) once shaped
+    gaussian: Gaussian  # (T, D)
     cache: str
     message: str = ""
 
 
-def embed_texts(
-    model: torch.nn.Module,
-    tokenizer: Callable[[list[str]], Tensor],
-    texts: Sequence[str],
-    *,
-    cache: str | Path | None = None,
-    batch_size: int = 256,
-    device: str = "cpu",
-    autocast: torch.dtype | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> PromptEmbeddings:
+def embed_prompts(embedder: Embedder, texts: Sequence[str], cache: str | Path | None = None) -> PromptEmbeddings:
     """Embed texts, or read their embeddings from the cache folder.
 
-    The file is named by a SHA-256 over the model's weights, its configuration, the precision and the tokens; it
-    also holds the tokens and a checksum of the embeddings, and both are compared before it is believed. A file
-    that is damaged or of other content is computed again and replaced, and `message` says so.
+    The file is named by a SHA-256 over the model's weights, its configuration, the precision and the tokens. It also
+    holds the tokens and a checksum of the embeddings, which are both checked. A file that is damaged or has other
+    content is computed again and replaced, and `message` says so.
 
     Args:
         cache: folder of cache files; None computes and writes nothing.
@@ -87,36 +75,28 @@ def embed_texts(
     Returns:
         PromptEmbeddings with a Gaussian (T, D), float32, CPU.
     """
-    from probemb.evaluation.classification import encode_texts
-
-    tokens = tokenizer(list(texts))
-
-    def compute() -> Gaussian:
-        return encode_texts(
-            model.encode_text, tokens, batch_size=batch_size, device=device, autocast=autocast,
-            cut=model.cut_padding, progress=progress,
-        )  # fmt: skip
-
+    tokens = embedder.tokenizer(list(texts))
     if cache is None:
-        return PromptEmbeddings(compute(), "off")
-    identity = _identity(model, tokens, autocast)
+        return PromptEmbeddings(_compute(embedder, tokens), "off")
+    identity = _identity(embedder.model, tokens, embedder.device.autocast_dtype)
     file = Path(cache).expanduser() / f"{identity}.safetensors"
     state, message = "computed", ""
     if file.exists():
         try:
-            found = _read_cache(file, identity, tokens)
+            return PromptEmbeddings(_read_cache(file, identity, tokens), "read")
         except (ValueError, OSError) as error:
             state, message = "recomputed", f"The cached text embeddings {file} are not used and replaced: {error}."
-        else:
-            if progress:
-                progress(len(texts))
-            return PromptEmbeddings(found, "read")
-    gaussian = compute()
+    gaussian = _compute(embedder, tokens)
     try:
         _write_cache(file, identity, tokens, gaussian)
     except OSError as error:
         message = f"The text embeddings are not cached: {error}."
     return PromptEmbeddings(gaussian, state, message)
+
+
+def _compute(embedder: Embedder, tokens: Tensor) -> Gaussian:
+    with embedder.show("prompts", len(tokens)) as advance:
+        return embedder.tokens(tokens, advance)
 
 
 def _identity(model: torch.nn.Module, tokens: Tensor, autocast: torch.dtype | None) -> str:

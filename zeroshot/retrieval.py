@@ -70,47 +70,44 @@ def evaluate(
     out: Path,
 ) -> None:  # fmt: skip
     """Load the model, embed, rank, and write the results into `out`."""
-    from probemb.cli.device import place
+    from probemb.cli.device import choose_device
     from probemb.cli.progress import progress
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
     from probemb.evaluation.benchmarks import evaluate_rankings
     from probemb.evaluation.embed_pairs import embed_pairs
+    from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.rankings import RankingOptions
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
     from zeroshot.retrieval_report import write_report
 
-    placement = place(config.device, config.precision)
+    device = choose_device(config.device, config.precision)
     names = [config.model, *second_model(config)]
-    loaded = [load_model(name, device=placement.device) for name in names]
-    model, (_, tokenizer, transforms) = as_one([one.model for one in loaded]), loaded[0]
+    loaded = [load_model(name, device=device.name) for name in names]
+    model = as_one([one.model for one in loaded])
     if len(names) > 1:
         alone = " (--no-second: the first alone)" if config.second == "auto" else ""
         print(f"{' and '.join(names)} are evaluated together, by the mean of their similarities{alone}", flush=True)
-    pairs = embed_pairs(
-        model, tokenizer, transforms.evaluate, captions, placement=placement, batch_size=config.batch_size,
-        text_batch_size=config.text_batch_size, workers=config.workers, max_bad=config.max_bad, show=progress,
+    embedder = Embedder(
+        model, loaded[0].tokenizer, loaded[0].transforms.evaluate, device, config.batch_size, config.text_batch_size,
+        config.workers, config.max_bad, progress,
     )  # fmt: skip
+    pairs = embed_pairs(embedder, captions)
     if pairs.bad:
         print(describe_bad(pairs.bad), flush=True)
         benchmarks = without_lost_images(config, benchmarks)
     options = RankingOptions(
-        model.scale.item(), model.shift.item(), config.samples, config.factory, config.candidates, placement.device
+        model.scale.item(), model.shift.item(), config.samples, config.factory, config.candidates, device.name
     )
     rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
-    found = {}
-    if probabilistic:
-        found = findings(
-            model, tokenizer, transforms.evaluate, captions, pairs, per_query, config.erased, placement=placement,
-            batch_size=config.batch_size,
-        )  # fmt: skip
+    found = findings(embedder, captions, pairs, per_query, config.erased) if probabilistic else {}
     results = {
         "config": to_dict(config) | {"split": captions.split},
         "models": names,
-        "device": placement.device,
-        "precision": placement.precision,
+        "device": device.name,
+        "precision": device.precision,
         "probabilistic": probabilistic,
         "images": len(pairs.images),
         "captions": len(pairs.texts),

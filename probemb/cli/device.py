@@ -1,8 +1,9 @@
-"""Where a command computes: device, precision, processes that decode."""
+"""Device and precision of a command, and the number of processes that decode its images."""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,42 @@ if TYPE_CHECKING:
     import torch
 
 
+PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
+
+
 @dataclass(frozen=True)
-class Placement:
-    """Where and in which precision the model runs."""
+class Device:
+    """Device and precision that a model runs with.
 
-    device: str
-    autocast: torch.dtype | None
-    precision: str
+    Attributes:
+        name: torch's name of the device, such as "cpu" or "cuda:1".
+        precision: "fp32" (the model's own), "bf16" or "fp16".
+    """
+
+    name: str = "cpu"
+    precision: str = "fp32"
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that autocast computes in; None without autocast."""
+        import torch
+
+        name = PRECISIONS[self.precision]
+        return None if name is None else getattr(torch, name)
+
+    def autocast(self) -> AbstractContextManager:
+        """The context to run the model in."""
+        import torch
+
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(torch.device(self.name).type, dtype=self.autocast_dtype)
 
 
-def place(device: str, precision: str) -> Placement:
+CPU = Device()
+
+
+def choose_device(device: str, precision: str) -> Device:
     """Resolve --device and --precision ("auto": bf16 on a GPU that has it, fp32 elsewhere).
 
     Raises:
@@ -44,19 +71,21 @@ def place(device: str, precision: str) -> Placement:
             f"--device {device} was asked for, but there are {torch.cuda.device_count()} GPUs, counted from 0.",
             "Name one of them.",
         )
-    known = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     if precision == "auto":
         precision = "bf16" if kind == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    if precision not in known:
+    if precision not in PRECISIONS:
         raise UserError(
-            f"There is no precision '{precision}'.{nearest(precision, known)}", "Say --precision auto, fp32 or bf16."
+            f"There is no precision '{precision}'.{nearest(precision, PRECISIONS)}",
+            "Say --precision auto, fp32 or bf16.",
         )
-    return Placement(device, known[precision], precision)
+    return Device(device, precision)
 
 
 def loader_workers(wanted: int | None, n_images: int, device: str) -> int:
-    """Processes that decode images. By default none for a small set, else at most 8 and, beside a CPU model, half of
-    the cores."""
+    """Number of processes that decode images.
+
+    By default none for a small set, else at most 8, and at most half of the cores if the model needs the others.
+    """
     if wanted is not None:
         return wanted
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

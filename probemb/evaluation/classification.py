@@ -1,7 +1,6 @@
-"""Zero-shot classification: prompt texts -> Gaussians -> class vectors -> ranks of the true class.
+"""Zero-shot classification: embeddings of prompts -> class vectors -> ranks of the true class.
 
-What the zero-shot stage and the evaluation during pretraining share. Pure functions on tensors; the model comes in
-as its `encode_image` or `encode_text`, so that an engine which wraps the model can pass its own.
+Pure functions on tensors, which the zero-shot stage and the evaluation during pretraining share.
 
 Shapes: N images, C classes, P prompts of a class, K = 1..P prompts kept, D dimensions.
 Source: PCME++ §3.5 and §C.6; class vectors are means of the prompts' means, as in CLIP's prompt ensembles.
@@ -9,113 +8,8 @@ Source: PCME++ §3.5 and §C.6; class vectors are means of the prompts' means, a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
-
 import torch
 from torch import Tensor
-
-from probemb.errors import UserError
-from probemb.gaussian import Gaussian
-
-SINGLE_TEMPLATE = "a photo of a {}."
-Progress = Callable[[int], None]  # called with the number of items done since the last call
-
-
-def imagenet_templates() -> list[str]:
-    """CLIP's 80 ImageNet templates, each with one `{}` for the class name."""
-    from open_clip import OPENAI_IMAGENET_TEMPLATES
-
-    return [template("{}") for template in OPENAI_IMAGENET_TEMPLATES]
-
-
-def imagenet_class_names() -> list[str]:
-    """The 1000 ILSVRC classes in the order of their sorted WordNet ids."""
-    from open_clip import IMAGENET_CLASSNAMES
-
-    return list(IMAGENET_CLASSNAMES)
-
-
-def prompt_texts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """All C x P texts, the prompts of one class next to each other."""
-    return [template.replace("{}", name) for name in class_names for template in templates]
-
-
-def encode_texts(
-    encode: Callable[[Tensor], Gaussian],
-    tokens: Tensor,
-    *,
-    batch_size: int = 256,
-    device: str | torch.device = "cpu",
-    autocast: torch.dtype | None = None,
-    cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
-    progress: Progress | None = None,
-) -> Gaussian:
-    """Encode tokens (T, L), padded with zeros, in batches.
-
-    A text that occurs several times is encoded once. Texts of like length share a batch, so that cutting its padding
-    saves most of the time for short prompts.
-
-    Args:
-        encode: the model's `encode_text`.
-        cut: the model's `cut_padding`.
-        autocast: run the model under autocast in this type; None keeps its own precision.
-
-    Returns:
-        Gaussian (T, D), float32, on the CPU.
-    """
-    distinct, place = torch.unique(tokens, dim=0, return_inverse=True)
-    position = torch.arange(1, tokens.shape[1] + 1)
-    length = (position * (distinct != 0)).amax(dim=1)  # up to the end token, which is not zero
-    order = length.argsort(stable=True)
-    batches = (cut(distinct[part]) for part in order.split(batch_size))
-    found = encode_images(encode, batches, device=device, autocast=autocast, progress=progress, total=len(tokens))
-    return found[order.argsort()[place]]
-
-
-def encode_images(
-    encode: Callable[[Tensor], Gaussian],
-    batches: Iterable[Tensor],
-    *,
-    device: str | torch.device = "cpu",
-    autocast: torch.dtype | None = None,
-    progress: Progress | None = None,
-    total: int | None = None,
-) -> Gaussian:
-    """Encode every batch of an iterable, without gradients.
-
-    Args:
-        encode: the model's `encode_image` (or `encode_text`: any function from a batch to a Gaussian).
-        total: items to report as done at the end, if it differs from the number of items encoded.
-
-    Returns:
-        Gaussian (N, D), float32, on the CPU.
-
-    Raises:
-        UserError: an embedding is not finite, or there is nothing to encode.
-    """
-    device = torch.device(device)
-    parts, done = [], 0
-    with torch.inference_mode():
-        for batch in batches:
-            batch = batch.to(device, non_blocking=True)
-            with torch.autocast(device.type, dtype=autocast) if autocast else contextlib.nullcontext():
-                found = encode(batch)
-            parts.append(found.to("cpu", torch.float32))
-            done += len(batch)
-            if progress:
-                progress(len(batch))
-    if not parts:
-        raise UserError("There is nothing to encode.", "Check that the data holds images and the class file names.")
-    if progress and total and total > done:
-        progress(total - done)
-    both = Gaussian.cat(parts)
-    if not (torch.isfinite(both.mean).all() and torch.isfinite(both.log_var).all()):
-        raise UserError(
-            "The model gives embeddings that are not finite numbers.",
-            "Its training has diverged or its file is damaged: evaluate an earlier checkpoint.",
-        )
-    return Gaussian(both.mean.clone(), both.log_var.clone())  # out of inference mode: usable under autograd as well
 
 
 def normalise(vectors: Tensor) -> Tensor:

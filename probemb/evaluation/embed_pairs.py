@@ -1,4 +1,4 @@
-"""Images with their captions as embeddings: what every evaluation of retrieval begins with."""
+"""Embeddings of images with their captions, which every evaluation of retrieval starts from."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from probemb.cli.device import Placement, loader_workers
-from probemb.cli.progress import silent
-from probemb.data.image_loader import ImageBatches
-from probemb.evaluation.classification import encode_images, encode_texts
+from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 
 if TYPE_CHECKING:
@@ -35,37 +32,20 @@ class EmbeddedPairs(NamedTuple):
     bad: list[tuple[str, str]]
 
 
-def embed_pairs(
-    model, tokenizer, transform, captions: Captioned, *, placement: Placement = Placement("cpu", None, "fp32"),  # noqa: B008
-    batch_size: int = 64, text_batch_size: int = 256, workers: int | None = 0, max_bad: float = 0.05, show=silent,
-) -> EmbeddedPairs:  # fmt: skip
+def embed_pairs(embedder: Embedder, captions: Captioned) -> EmbeddedPairs:
     """Embed all readable images and their captions.
-
-    Args:
-        model: in evaluation mode, on `placement`'s device; transform: PIL image -> (3, H, W).
-        show: context manager (title, total) -> advance, as `probemb.cli.progress.progress`.
 
     Raises:
         UserError: too many images that cannot be read, embeddings that are not finite.
     """
-    workers = loader_workers(workers, len(captions.images), placement.device)
-    batches = ImageBatches(captions.images, transform, batch_size, workers, max_bad)
-    where = {"device": placement.device, "autocast": placement.autocast}
-    with show("images", len(captions.images)) as advance:
-        images = encode_images(model.encode_image, batches, progress=advance, **where)
-    kept = list(batches.kept)
-    texts = [text for i in kept for text in captions.captions[i]]
+    images, kept, bad = embedder.images(captions.images)
+    texts = embedder.texts([text for i in kept for text in captions.captions[i]])
     owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
-    with show("captions", len(texts)) as advance:
-        embedded = encode_texts(
-            model.encode_text, tokenizer(texts), batch_size=text_batch_size, cut=model.cut_padding, progress=advance,
-            **where,
-        )  # fmt: skip
-    return EmbeddedPairs(images, embedded, owner, kept, list(batches.bad))
+    return EmbeddedPairs(images, texts, owner, kept, bad)
 
 
 def exact_match(captions: Captioned, kept: Sequence[int]) -> torch.Tensor:
-    """(N, M) bool, which caption is true of which image, for the embedded world."""
+    """(N, M) bool for the embedded world: whether each caption is true of each image."""
     from probemb.data.scenes import match_matrix
 
     scenes = [captions.scenes[i][0] for i in kept]

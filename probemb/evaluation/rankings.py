@@ -1,4 +1,4 @@
-"""The ways to rank at test time: distances, and FAISS with and without re-ranking. Source: PCME++ Table C.7.
+"""Rankings at test time: by distances, and by FAISS with and without re-ranking. Source: PCME++ Table C.7.
 
 N images, M captions. A ranker maps rows of the images and of the captions, and a depth, to the ranked lists of both
 directions: what `probemb.metrics.coco_benchmarks` takes.
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from probemb.data.captions.dataset import Captioned
 from probemb.errors import UserError, nearest
+from probemb.evaluation.embed_pairs import embed_pairs
+from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.scores import SCORES, Scores
 from probemb.gaussian import Gaussian
 from probemb.metrics import Positives, mean_metrics, query_metrics, rank_both, rsum
@@ -47,7 +50,7 @@ def ranking_names(text: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class RankingOptions:
-    """What rankings depend on besides the embeddings.
+    """Settings of the rankings.
 
     Attributes:
         scale, shift: a and b of the match probability, the model's own; samples: of each item.
@@ -75,7 +78,7 @@ class ScoreRanker:
 
 
 class SearchRanker:
-    """Ranks by searching an index of the other side, built anew for every gallery.
+    """Ranks by searching an index of the other side, built again for every gallery.
 
     Attributes:
         build_seconds: spent on building indexes in the last call.
@@ -133,7 +136,7 @@ def describe_ranking(name: str, options: RankingOptions) -> str:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Ranked lists of both directions, with what they cost: milliseconds a query, seconds to build indexes."""
+    """Ranked lists of both directions, and their cost: milliseconds a query, seconds to build indexes."""
 
     i2t: Tensor
     t2i: Tensor
@@ -168,15 +171,11 @@ def both_directions(ranked: Ranked, positives: Positives) -> dict:
     return {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)}
 
 
-def evaluate_retrieval(model, tokenizer, transforms, captions, *, ranking: str | None = None, **embedding) -> dict:
-    """RSUM and all that it consists of, as fast as it can be had: what training chooses its model by.
+def evaluate_retrieval(embedder: Embedder, captions: Captioned, ranking: str | None = None) -> dict:
+    """RSUM and its parts under one ranking: the quick measure by which finetuning chooses its model.
 
     Args:
-        model: in evaluation mode; transforms: its `Transforms`, of which `evaluate` is used.
-        captions: `probemb.data.captions.find.Captioned`.
         ranking: "csd" or another of TITLES; by default "csd", and "mean" for a point model.
-        embedding: as `probemb.evaluation.embed_pairs.embed_pairs`: placement, batch_size, text_batch_size, workers,
-            max_bad, show.
 
     Returns:
         {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}.
@@ -184,12 +183,9 @@ def evaluate_retrieval(model, tokenizer, transforms, captions, *, ranking: str |
     Raises:
         UserError: too many images that cannot be read, embeddings that are not finite.
     """
-    from probemb.evaluation.embed_pairs import embed_pairs
-
-    ranking = ranking or ("csd" if getattr(model, "probabilistic", True) else "mean")
-    images, texts, owner, _, _ = embed_pairs(model, tokenizer, transforms.evaluate, captions, **embedding)
+    ranking = ranking or ("csd" if getattr(embedder.model, "probabilistic", True) else "mean")
+    images, texts, owner, _, _ = embed_pairs(embedder, captions)
     positives = own_captions(owner, len(images))
-    device = embedding["placement"].device if "placement" in embedding else "cpu"
-    ranker = make_ranker(ranking, images, texts, RankingOptions(device=device))
+    ranker = make_ranker(ranking, images, texts, RankingOptions(device=embedder.device.name))
     ranked = rank_all(ranker, len(images), len(texts), depth_for([positives]))
     return both_directions(ranked, positives) | {"ranking": ranking, "images": len(images), "captions": len(texts)}

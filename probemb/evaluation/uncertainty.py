@@ -5,17 +5,16 @@ N images, M captions; queries of "images" are images (image to text), those of "
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-from probemb.cli.device import Placement
 from probemb.data.captions.find import Captioned
 from probemb.data.failures import BadSample
-from probemb.evaluation.classification import encode_images, encode_texts
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
+from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
 
@@ -25,13 +24,12 @@ EXAMPLES = 8
 
 
 def findings(
-    model, tokenizer, transform: Callable, captions: Captioned, pairs: EmbeddedPairs,
-    per_query: dict[str, dict[str, Tensor]], erased: int, *, placement: Placement, batch_size: int = 64,
-) -> dict:  # fmt: skip
+    embedder: Embedder, captions: Captioned, pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]], erased: int
+) -> dict:
     """Everything on uncertainty that results.json holds.
 
     Args:
-        per_query: as for `quality`; erased: images, and captions, to erase parts of.
+        per_query: as for `quality`; erased: number of images, and of captions, to erase parts of.
 
     Returns:
         "quality"; "ambiguity_spearman" for the embedded world; "erased" unless that is 0; "extremes".
@@ -41,9 +39,7 @@ def findings(
         ambiguity = true_ambiguity(captions, pairs.kept)
         found["ambiguity_spearman"] = spearman(pairs.texts.uncertainty(), ambiguity)
     if erased:
-        found["erased"] = erasing(
-            model, tokenizer, transform, captions, pairs.kept, erased, placement=placement, batch_size=batch_size
-        )
+        found["erased"] = erase(embedder, captions, [pairs.kept[row] for row in evenly(len(pairs.kept), erased)])
     found["extremes"] = {"images": extremes(pairs.images), "captions": extremes(pairs.texts)}
     return found
 
@@ -102,43 +98,38 @@ def erase_words(text: str, share: float, generator: torch.Generator) -> str:
     return " ".join(words[i] for i in chosen)
 
 
-def erasing(
-    model, tokenizer, transform: Callable, captions: Captioned, kept: Sequence[int], n: int, *, placement: Placement,
-    batch_size: int = 64, shares: Sequence[float] = ERASED,
-) -> dict:  # fmt: skip
-    """Uncertainty against the share of erased pixels and words, of n images and n captions.
+def erase(embedder: Embedder, captions: Captioned, chosen: Sequence[int], shares: Sequence[float] = ERASED) -> dict:
+    """Uncertainty against the share of erased pixels and words.
+
+    Args:
+        chosen: indices of the images to erase parts of, and of their first captions.
 
     Returns:
         "pixels" and "words": {"shares", "uncertainty" (mean at each share), "items", "spearman" over single items, of
         uncertainty against share}.
     """
-    where = {"device": placement.device, "autocast": placement.autocast}
     pixels = []
-    for place in evenly(len(kept), n):
+    for i in chosen:
         try:
-            pixels.append(transform(captions.images.open(kept[place])))
+            pixels.append(embedder.transform(captions.images.open(i)))
         except BadSample:  # readable a moment ago: the file has changed since
             continue
-    texts = [captions.captions[kept[place]][0] for place in evenly(len(kept), n)]
-    measured: dict[str, list[Tensor]] = {"pixels": [], "words": []}
+    texts, whole = [captions.captions[i][0] for i in chosen], torch.stack(pixels)
+    uncertainty: dict[str, list[Tensor]] = {"pixels": [], "words": []}
     for share in shares:
         draw = torch.Generator().manual_seed(0)
-        whole = torch.stack(pixels)
-        batches = erase_pixels(whole, share, draw).split(batch_size)
-        measured["pixels"].append(encode_images(model.encode_image, batches, **where).uncertainty())
-        tokens = tokenizer([erase_words(text, share, draw) for text in texts])
-        found = encode_texts(model.encode_text, tokens, cut=model.cut_padding, **where)
-        measured["words"].append(found.uncertainty())
+        batches = erase_pixels(whole, share, draw).split(embedder.batch_size)
+        uncertainty["pixels"].append(embedder.pixels(batches).uncertainty())
+        tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
+        uncertainty["words"].append(embedder.tokens(tokens).uncertainty())
     return {
         what: {
             "shares": list(shares),
             "uncertainty": [float(u.double().mean()) for u in values],
             "items": len(values[0]),
-            "spearman": spearman(
-                torch.cat(values), torch.tensor(shares).repeat_interleave(len(values[0])).to(values[0].device)
-            ),
+            "spearman": spearman(torch.cat(values), torch.tensor(shares).repeat_interleave(len(values[0]))),
         }
-        for what, values in measured.items()
+        for what, values in uncertainty.items()
     }
 
 

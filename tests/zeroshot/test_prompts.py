@@ -7,8 +7,9 @@ import torch
 
 from probemb.data.labelled.classes import read_classes
 from probemb.errors import UserError
+from probemb.evaluation.embedding import Embedder
 from probemb.models import load_model
-from zeroshot.prompts import embed_texts, read_templates, single_index
+from zeroshot.prompts import embed_prompts, read_templates, single_index
 
 TEXTS = ["a photo of a cat.", "a photo of a dog.", "a bad photo of the red bicycle."]
 
@@ -72,7 +73,7 @@ def loaded(run_folder):
 
 
 def embed(loaded, cache, texts=TEXTS, model=None):
-    return embed_texts(model or loaded.model, loaded.tokenizer, texts, cache=cache)
+    return embed_prompts(Embedder(model or loaded.model, loaded.tokenizer, None), texts, cache)
 
 
 def test_the_cache_gives_back_what_was_computed(loaded, tmp_path):

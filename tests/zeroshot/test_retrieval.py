@@ -17,6 +17,7 @@ from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings, refuse_too_many_exact_pairs
 from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
+from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
 from probemb.evaluation.uncertainty import erase_pixels, erase_words, evenly, extremes, projection, quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
@@ -61,7 +62,7 @@ def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, caption
     _, results = measured
     model, tokenizer, transforms = load_model(run_folder)
     data = find_captioned(captioned)
-    validation = evaluate_retrieval(model, tokenizer, transforms, data)
+    validation = evaluate_retrieval(Embedder(model, tokenizer, transforms.evaluate), data)
     row = next(row for row in results["rows"] if row["ranking"] == "csd" and row["positives"] == "own captions")
     assert validation["rsum"] == pytest.approx(row["rsum"])
     assert validation["ranking"] == "csd"

@@ -31,14 +31,14 @@ def main() -> None:
 
     import open_clip
 
-    from probemb.cli.device import place
+    from probemb.cli.device import choose_device
     from probemb.models import LoadedModel, create_model, create_tokenizer, create_transforms
     from tools.bench.loader import draw_shards
     from tools.bench.timing import report, time_in_turn
 
-    placement = place("auto", "auto")
-    model = create_model(options.model).to(placement.device).eval()
-    stock = open_clip.create_model(options.model).to(placement.device).eval()
+    device = choose_device("auto", "auto")
+    model = create_model(options.model).to(device.name).eval()
+    stock = open_clip.create_model(options.model).to(device.name).eval()
     loaded = LoadedModel(model, create_tokenizer(model), create_transforms(model))
     transform = open_clip.image_transform(model.image_size, is_train=False)
     tokenizer = open_clip.get_tokenizer(options.model)
@@ -49,11 +49,11 @@ def main() -> None:
         for items in options.items:
             captions = items == "both"
             variants = {
-                "open_clip loop": lambda c=captions: loop(stock, transform, tokenizer, shards, c, options, placement),
+                "open_clip loop": lambda c=captions: loop(stock, transform, tokenizer, shards, c, options, device),
                 "its loop, this model": lambda c=captions: loop(
-                    model, transform, tokenizer, shards, c, options, placement
+                    model, transform, tokenizer, shards, c, options, device
                 ),
-                "tools.embed": lambda i=items: ours(loaded, shards, i, options, placement),
+                "tools.embed": lambda i=items: ours(loaded, shards, i, options, device),
             }
             seconds = time_in_turn(variants, options.repeats, warmup=1)
             rates = {
@@ -65,12 +65,10 @@ def main() -> None:
             report(title, seconds, "its loop, this model", target, rates)
 
 
-def loop(model, transform, tokenizer, shards: Path, captions: bool, options: Namespace, placement) -> list:
+def loop(model, transform, tokenizer, shards: Path, captions: bool, options: Namespace, device) -> list:
     """What people write: one pass over the shards, embeddings of every batch on the CPU."""
     import torch
     import webdataset as wds
-
-    from tools.embed.command import autocast
 
     dataset = wds.DataPipeline(
         wds.SimpleShardList(sorted(map(str, shards.glob("*.tar")))),
@@ -83,13 +81,13 @@ def loop(model, transform, tokenizer, shards: Path, captions: bool, options: Nam
         wds.batched(options.batch, partial=True),
     )
     found = []
-    with torch.inference_mode(), autocast(placement):
+    with torch.inference_mode(), device.autocast():
         for images, tokens in wds.WebLoader(
             dataset, batch_size=None, num_workers=options.workers, pin_memory=torch.cuda.is_available()
         ):
-            found.append(to_cpu(model.encode_image(images.to(placement.device, non_blocking=True))))
+            found.append(to_cpu(model.encode_image(images.to(device.name, non_blocking=True))))
             if captions:
-                found.append(to_cpu(model.encode_text(tokens.to(placement.device, non_blocking=True))))
+                found.append(to_cpu(model.encode_text(tokens.to(device.name, non_blocking=True))))
     if sum(map(len, found)) != options.images * (1 + captions):
         raise RuntimeError(f"the loop embedded {sum(map(len, found))} items")
     return found
@@ -100,7 +98,7 @@ def to_cpu(found):
     return found.to("cpu")
 
 
-def ours(loaded, shards: Path, items: str, options: Namespace, placement) -> None:
+def ours(loaded, shards: Path, items: str, options: Namespace, device) -> None:
     """tools.embed on a fresh folder."""
     import contextlib
     import io
@@ -117,7 +115,7 @@ def ours(loaded, shards: Path, items: str, options: Namespace, placement) -> Non
         out = Embeddings(Path(folder), "x", "x", loaded.model.embed_dim, {})
         tars = local_shards(str(shards))
         works = pending(out, list(zip(tars, partition_names(tars))), kinds)
-        embed(loaded, out, works, given, placement, Preemption())
+        embed(loaded, out, works, given, device, Preemption())
         done = sum(part.count for kind in kinds for part in out.partitions(kind))
     if done != options.images * len(kinds):
         raise RuntimeError(f"tools.embed embedded {done} items")

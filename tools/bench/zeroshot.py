@@ -31,23 +31,24 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, scratch: Path) -> None:
     """Load everything once, then time both variants in turn."""
-    from probemb.cli.device import place
+    from probemb.cli.device import choose_device
     from probemb.data.labelled.images import find_images, resolve_classes
+    from probemb.evaluation.embedding import Embedder
     from tools.bench.timing import report, time_in_turn
     from zeroshot.filters import FILTERS
-    from zeroshot.outcome import evaluate
+    from zeroshot.outcome import Task, evaluate
     from zeroshot.prompts import read_templates
 
-    placement = place("auto", "auto")
-    model, tokenizer, transforms = load(options.model, placement.device)
+    device = choose_device("auto", "auto")
+    model, tokenizer, transforms = load(options.model, device.name)
+    embedder = Embedder(model, tokenizer, transforms.evaluate, device)
     images = find_images(options.data or embedded_images(scratch))
     classes, labels = resolve_classes(images, options.classes)
     templates = read_templates(None)
+    task = Task(images, labels, classes, templates)
 
     def variant(filters: list[str]):
-        return lambda: evaluate(
-            model, tokenizer, transforms.evaluate, images, labels, classes, templates, filters, placement=placement
-        )
+        return lambda: evaluate(embedder, task, filters)
 
     variants = {"all": variant(["all"]), "every filter, every K": variant(list(FILTERS))}
     seconds = time_in_turn(variants, options.repeats)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finetune.config import Config
 from finetune.methods import METHODS
-from probemb.evaluation.classification import encode_images, encode_texts
+from probemb.evaluation.embedding import encode_images, encode_texts
 from probemb.evaluation.scores import csd_scores, match_probability_scores, mean_scores, wasserstein2_scores
 from probemb.gaussian import Gaussian
 from probemb.metrics import (

@@ -14,8 +14,8 @@ from torch import Tensor
 from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_samples import PairBatch, epoch_order
 from probemb.data.captions.find import Captioned
+from probemb.data.labelled.prompts import imagenet_templates, prompt_texts
 from probemb.data.scenes import Scene, class_names, class_scene, draw_captions, render, scene
-from probemb.evaluation.classification import imagenet_templates, prompt_texts
 from probemb.evaluation.embed_pairs import exact_match, true_ambiguity
 from probemb.metrics import Positives
 from probemb.models.inputs import Tokenizer

@@ -25,6 +25,7 @@ from probemb.cli.command import Parser
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
+    from probemb.cli.device import Device
     from probemb.data.shards.index import Shard
     from probemb.search.embeddings import Embeddings
     from tools.embed.reading import Batch, Work
@@ -41,14 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = ("image", "text") if options.items == "both" else (options.items,)
     part = share(options.part)
 
-    from probemb.cli.device import place
+    from probemb.cli.device import choose_device
     from tools.embed.shards import distinct, find_corpora, partition_names, pending
 
     corpora = find_corpora(options.data)
     shards = distinct(corpora.values())
     names = partition_names(shards)
     refuse_large(shards, options.cache_gib)
-    placement = place(local_device(options.device), options.precision)
+    device = choose_device(local_device(options.device), options.precision)
 
     import torch
 
@@ -56,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.runs.preemption import REQUEUE, Preemption
     from probemb.search.embeddings import KINDS, open_embeddings, plan_embeddings, save_embeddings
 
-    if placement.device.startswith("cuda"):
-        torch.cuda.set_device(placement.device)  # else every rank holds memory of the first GPU too
-    loaded = load_model(options.model, device=placement.device)
+    if device.name.startswith("cuda"):
+        torch.cuda.set_device(device.name)  # else every rank holds memory of the first GPU too
+    loaded = load_model(options.model, device=device.name)
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
     named = {data: partition_names(found) for data, found in corpora.items()}
     out = plan_embeddings(options.out, lasting_name(options.model), weights, dim, named)
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(works) < len(mine):
         print(f"{len(mine) - len(works):,} of {len(mine):,} shards are embedded already", flush=True)
     with Preemption() as preemption:
-        stopped = embed(loaded, out, works, options, placement, preemption)
+        stopped = embed(loaded, out, works, options, device, preemption)
     if stopped:
         print(f"stopped by {preemption.name}; the same command goes on from here", file=sys.stderr, flush=True)
         return REQUEUE
@@ -156,7 +157,7 @@ def refuse_large(shards: Sequence[Shard], gib: float) -> None:
         )
 
 
-def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, placement, preemption) -> bool:
+def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, device: Device, preemption) -> bool:
     """Embed every shard of `works` and write its partitions; True if a signal stopped it before the end."""
     import torch
 
@@ -168,7 +169,7 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
         return False
     model, tokenizer, transforms = loaded
     samples = count_samples(works)
-    workers = default_workers(options.workers, placement.device, samples)
+    workers = default_workers(options.workers, device.name, samples)
     limit = int(options.cache_gib * GIB)
     batches = read_batches(works, transforms.evaluate, tokenizer, options.batch_size, workers, limit)
     means, uncertainties = [], []
@@ -180,8 +181,8 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
                 continue
             work = works[batch.number]
             if batch.pixels is not None:
-                pixels = batch.pixels.to(placement.device, non_blocking=True)
-                with autocast(placement):
+                pixels = batch.pixels.to(device.name, non_blocking=True)
+                with device.autocast():
                     found = model.encode_image(pixels)
                 means.append(found.mean.half())
                 uncertainties.append(found.uncertainty().float())
@@ -190,19 +191,10 @@ def embed(loaded, out: Embeddings, works: Sequence[Work], options: Namespace, pl
             if batch.last:
                 judge(work, options)
                 if not work.damage or options.skip_damaged:
-                    write(out, work, means, uncertainties, model, options, placement)
+                    write(out, work, means, uncertainties, model, options, device)
                 means, uncertainties = [], []
                 work.spans, work.captions, work.tokens = [], [], []
     return False
-
-
-def autocast(placement):
-    """The precision of --precision."""
-    import torch
-
-    if placement.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(placement.device).type, dtype=placement.autocast)
 
 
 def note(work: Work, batch: Batch) -> None:
@@ -222,11 +214,11 @@ def judge(work: Work, options: Namespace) -> None:
         work.damage = f"{len(work.failures):,} of {len(work.spans):,} samples cannot be used ({key}: {why})"
 
 
-def write(out: Embeddings, work: Work, means, uncertainties, model, options: Namespace, placement) -> None:
+def write(out: Embeddings, work: Work, means, uncertainties, model, options: Namespace, device: Device) -> None:
     """The partitions of one shard."""
     import torch
 
-    from probemb.evaluation.classification import encode_texts
+    from probemb.evaluation.embedding import encode_texts
     from tools.embed.shards import identity
 
     marker = {
@@ -249,7 +241,7 @@ def write(out: Embeddings, work: Work, means, uncertainties, model, options: Nam
         if rows:
             found = encode_texts(
                 model.encode_text, torch.cat(work.tokens).long(), batch_size=options.text_batch_size,
-                device=placement.device, autocast=placement.autocast, cut=model.cut_padding,
+                device=device, cut=model.cut_padding,
             )  # fmt: skip
             mean, u = found.mean, found.uncertainty()
         refuse_nonfinite(mean, u, work)

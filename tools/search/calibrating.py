@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
@@ -47,11 +48,7 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
     weights, captions = searcher.index.weights or "", find_captioned(data)
     if not 1 <= within <= len(captions):
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
-    model, tokenizer, transforms = searcher.loaded
-    embedded = embed_pairs(
-        model, tokenizer, transforms.evaluate, captions, placement=searcher.placement, workers=None,
-        show=show or silent,
-    )  # fmt: skip
+    embedded = embed_pairs(replace(searcher.embedder, workers=None, show=show or silent), captions)
     owner = embedded.owner.tolist()
     if searcher.index.kind == "text":
         groups = [[row] for row in range(len(embedded.images))]

@@ -118,11 +118,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     """The index, the model that made it, and their calibration. Raises UserError."""
-    from probemb.cli.device import place
+    from probemb.cli.device import choose_device
     from probemb.search import load_index, require_model, set_effort
 
-    placement = place(options.device, options.precision)
-    on_gpu = options.serve and placement.device.startswith("cuda")  # a single query is answered before it is there
+    device = choose_device(options.device, options.precision)
+    on_gpu = options.serve and device.name.startswith("cuda")  # a single query is answered before it is there
     index = load_index(options.index, device="auto" if on_gpu else "cpu")
     if options.rerank is not None and index.form == "csd":
         raise UserError(
@@ -139,7 +139,7 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
 
     name = options.model or index.model
     try:
-        loaded = load_model(name, device=placement.device)
+        loaded = load_model(name, device=device.name)
     except UserError as error:
         if options.model:
             raise
@@ -148,7 +148,7 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
         ) from None
     require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
     calibration = load_calibration(options.index, index.weights) if calibrated else None
-    return Searcher(index, loaded, name, calibration, placement, options.rerank)
+    return Searcher(index, loaded, name, calibration, device, options.rerank)
 
 
 def search_once(options: argparse.Namespace) -> int:

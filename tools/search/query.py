@@ -15,6 +15,7 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
+    from probemb.cli.device import Device
     from probemb.gaussian import Gaussian
     from probemb.search import Index
     from tools.search.calibration import Calibration
@@ -64,7 +65,7 @@ class Searcher:
     """A model and an index that belong together. Safe from several threads.
 
     Args:
-        loaded: `probemb.models.LoadedModel`, on `device`; autocast as in `encode_images`.
+        loaded: `probemb.models.LoadedModel`, on `device`.
         candidates: of an index of the means, how many are re-ranked at least; by default 10 times the results.
     """
 
@@ -74,14 +75,16 @@ class Searcher:
         loaded,
         name: str,
         calibration: Calibration | None = None,
-        placement=None,
+        device: Device | None = None,
         candidates: int | None = None,
     ):
-        from probemb.cli.device import Placement
+        from probemb.cli.device import CPU
+        from probemb.evaluation.embedding import Embedder
 
         self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
         self.candidates = candidates
-        self.placement = placement or Placement("cpu", None, "fp32")
+        model, tokenizer, transforms = loaded
+        self.embedder = Embedder(model, tokenizer, transforms.evaluate, device or CPU)
         self._one_at_a_time = Lock()  # of the model: memory stays bounded, and the tokenizer's cache whole
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
         self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources are for one thread
@@ -90,7 +93,6 @@ class Searcher:
         """The parts of a query, texts first, (K, D). Raises UserError: nothing is asked or too much, or no image."""
         import torch
 
-        from probemb.evaluation.classification import encode_images, encode_texts
         from probemb.gaussian import Gaussian
 
         texts = [text.strip() for text in texts if text.strip()]
@@ -104,15 +106,13 @@ class Searcher:
             )
         if too_long := next((text for text in texts if len(text) > MAX_TEXT), None):
             raise UserError(f"A text has {len(too_long):,} characters, more than {MAX_TEXT:,}.", "Shorten it.")
-        model, tokenizer, transforms = self.loaded
-        where = {"device": self.placement.device, "autocast": self.placement.autocast}
         parts = []
         with self._one_at_a_time:
             if texts:
-                parts.append(encode_texts(model.encode_text, tokenizer(texts), cut=model.cut_padding, **where))
+                parts.append(self.embedder.texts(texts))
             if images:
-                pixels = torch.stack([transforms.evaluate(decode_query(image)) for image in images])
-                parts.append(encode_images(model.encode_image, [pixels], **where))
+                pixels = torch.stack([self.embedder.transform(decode_query(image)) for image in images])
+                parts.append(self.embedder.pixels([pixels]))
         return Gaussian.cat(parts)
 
     def answer(self, wish: Wish) -> dict:

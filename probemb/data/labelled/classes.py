@@ -16,7 +16,7 @@ class Classes:
     """The classes to choose from.
 
     Attributes:
-        names: what stands in the prompts, in the order of the labels.
+        names: as they stand in prompts, in the order of the labels.
         keys: the name of each class in the data (a WordNet id, a folder), or None where only the order is known.
         source: where they come from, for messages.
     """
@@ -31,9 +31,9 @@ class Classes:
 
 def imagenet_classes() -> Classes:
     """The 1000 ILSVRC classes under CLIP's names, in the order of the sorted WordNet ids."""
-    from probemb.evaluation.classification import imagenet_class_names
+    from open_clip import IMAGENET_CLASSNAMES
 
-    return Classes(tuple(imagenet_class_names()), None, "the built-in ImageNet names")
+    return Classes(tuple(IMAGENET_CLASSNAMES), None, "the built-in ImageNet names")
 
 
 def read_classes(path: str | Path) -> Classes:
@@ -95,6 +95,7 @@ def _classes_from_json(text: str, path: Path) -> tuple[list, list[str] | None]:
 
 
 def read_text(path: Path, what: str, option: str) -> str:
+    """The content of a small UTF-8 file. Raises UserError, which names `what` it is and the `option` that gave it."""
     if not path.is_file():
         raise UserError(f"The {what} {path} does not exist.", f"Check the path given to {option}.")
     if path.stat().st_size > MAX_FILE:
