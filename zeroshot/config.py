@@ -25,9 +25,9 @@ class ImagenetConfig:
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
         templates: a file with one prompt template a line, each with {}; by default CLIP's 80.
         labels: a file of "NAME LABEL" lines, for images without class folders.
-        k: prompts that `topk` keeps; by default the best of the curve, which is an oracle.
-        temperature: of `weighted`, in standard deviations of a class' uncertainties.
-        select_on: where K is chosen besides the oracle: oracle, train (with select_data), or folds:5.
+        k: prompts that topk keeps; by default the best number on these images, an oracle.
+        temperature: of weighted, in standard deviations of a class' uncertainties.
+        select_on: where K is chosen: oracle (on the scored images), or in addition train (with select_data) or folds:5.
         select_data: labelled images to choose K on, for --select-on train.
         out: folder for results.json and report.html; by default zeroshot/ in the run folder.
         batch_size: images in a batch.

@@ -1,12 +1,11 @@
-"""From embeddings to numbers: every filter, the whole curve over K, oracle and honest choices of K. Pure functions on
-tensors.
+"""Accuracy under every prompt filter: the whole curve over K, oracle and honest choices of K. Functions on tensors.
 
 N images, C classes, P prompts of a class, K prompts kept, D dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from probemb.evaluation.classification import accuracy, class_accuracy, class_vectors, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
 from zeroshot.filters import (
-    CHOSEN_ON_DATA,
     FILTERS,
     FilterOptions,
     Selection,
@@ -35,7 +33,7 @@ class Row:
 
     Attributes:
         filter: its name in FILTERS.
-        title: how it is called in tables.
+        title: its name in tables.
         k: prompts kept, the mean over classes (and folds) where it varies; None for soft weights.
         top1, top5: accuracies in [0, 1].
         gain: top1 minus that of `all`.
@@ -77,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that was measured.
+    """Everything that was measured.
 
     Attributes:
         rows: the table.
@@ -153,115 +151,131 @@ def evaluate_embeddings(
     Raises:
         UserError: folds are not possible, or K is out of range.
     """
-    mean, u = prompts.mean, prompts.uncertainty()
-    n_classes, n_prompts = u.shape
-    fixed_k = options.k
-    curve_wanted = "best-topk" in filters or ("topk" in filters and fixed_k is None)
-    labels = labels.cpu()
-
-    def ranks_of(name: str, k=None) -> Tensor:
-        chosen = FilterOptions(options.single, k, options.temperature)
-        return true_ranks(image_mean, class_vectors(mean, FILTERS[name](u, chosen)), labels).cpu()
-
-    base = ranks_of("all")
-    base1 = float(accuracy(base))
-
-    def scored(name: str, title: str, k: float | None, ranks: Tensor, note: str) -> Row:
-        top1 = float(accuracy(ranks))
-        se = paired_standard_error(ranks < 1, base < 1)
-        return Row(name, title, k, top1, float(accuracy(ranks, 5)), top1 - base1, se, note)
-
-    def with_own_k(k: Tensor, images: Tensor) -> Tensor:
-        """Ranks under the classifier in which class c keeps its k[c] most certain prompts."""
-        return true_ranks(image_mean[images.to(image_mean.device)], prefixes[k - 1, every_class], labels[images]).cpu()
-
-    prefixes, ranks, splits = None, None, []
-    if curve_wanted:
-        prefixes = prefix_vectors(mean, u)
-        ranks = true_ranks(image_mean, prefixes, labels).cpu()  # (N, P): everything below follows from it
-        splits = _splits(ranks, labels, image_names, prefixes, selection, select_data)
-    per_class = class_accuracy(ranks, labels, n_classes) if curve_wanted else None
-    every_class, every_image = torch.arange(n_classes), torch.ones(len(labels), dtype=torch.bool)
-    honest = f"honest ({selection.label})"
-    oracle_k, common_k, class_best = None, None, None
-    rows: list[Row] = []
-    for name in filters:
-        if name == "single":
-            rows.append(scored(name, name, 1, ranks_of(name), ZERO_SHOT))
-        elif name == "all":
-            rows.append(scored(name, name, n_prompts, base, ZERO_SHOT))
-        elif name not in CHOSEN_ON_DATA:
-            rows.append(scored(name, name, None, ranks_of(name), ZERO_SHOT))
-        elif name == "topk" and fixed_k is not None:
-            common_k = int(fixed_k)
-            rows.append(scored(name, name, common_k, ranks_of(name, common_k), f"{ZERO_SHOT}, K given"))
-        elif name == "topk":
-            common_k = best_common_k(ranks)
-            rows.append(scored(name, name, common_k, ranks[:, common_k - 1], ORACLE))
-            if splits:
-                mine, chosen = torch.empty_like(base), []
-                for split in splits:
-                    k = best_common_k(split.ranks)
-                    mine[split.scored] = ranks[split.scored, k - 1]
-                    chosen.append(k)
-                rows.append(scored(name, name, sum(chosen) / len(chosen), mine, honest))
-        else:
-            oracle_k = best_class_k(per_class)
-            own = with_own_k(oracle_k, every_image)
-            class_best = class_accuracy(own, labels, n_classes)
-            k_mean = float(oracle_k.double().mean())
-            rows.append(scored(name, name, k_mean, own, ORACLE))
-            best_of_own_class = ranks.gather(1, (oracle_k[labels] - 1).unsqueeze(1)).squeeze(1)
-            rows.append(scored(name, UPPER_BOUND, k_mean, best_of_own_class, f"{ORACLE}, upper bound"))
-            if splits:
-                mine, chosen = torch.empty_like(base), []
-                for split in splits:
-                    k = best_class_k(class_accuracy(split.ranks, split.labels, n_classes))
-                    mine[split.scored] = with_own_k(k, split.scored)
-                    chosen.append(float(k.double().mean()))
-                rows.append(scored(name, name, sum(chosen) / len(chosen), mine, honest))
-    if oracle_k is not None:
-        kept = oracle_k
-    else:
-        kept = torch.full((n_classes,), common_k or n_prompts)
-    return Evaluation(
-        rows=rows,
-        curve1=accuracy(ranks) if curve_wanted else None,
-        curve5=accuracy(ranks, 5) if curve_wanted else None,
-        class_k=oracle_k,
-        kept=kept,
-        order=u.argsort(dim=1, stable=True).cpu(),
-        uncertainty=u.cpu(),
-        counts=torch.bincount(labels, minlength=n_classes),
-        class_all=class_accuracy(base, labels, n_classes),
-        class_best=class_best,
-        class_max=per_class.max(dim=1).values if oracle_k is not None else None,
-        correct=base < 1,
-    )
+    scorer = _Scorer(image_mean, labels.cpu(), prompts, options)
+    if "best-topk" in filters or ("topk" in filters and options.k is None):
+        scorer.rank_every_k(image_names, selection, select_data)
+    rows = [row for name in filters for row in scorer.rows(name)]
+    return scorer.evaluation(rows)
 
 
 @dataclass(frozen=True)
 class _Split:
-    """Ranks (M, P) and labels (M,) of images to choose K on, and which images (N,) that K may score."""
+    """Ranks (M, P) and labels (M,) of images to choose K on, and a mask (N,) of the images that this K may score."""
 
     ranks: Tensor
     labels: Tensor
     scored: Tensor
 
 
-def _splits(
-    ranks: Tensor,
-    labels: Tensor,
-    names: Sequence[str],
-    prefixes: Tensor,
-    selection: Selection,
-    select_data: SelectionData | None,
-) -> list[_Split]:
-    if selection.on == "oracle":
-        return []
-    if selection.folds:
-        folds = stratified_folds(labels.tolist(), names, selection.folds)
-        held = [folds == fold for fold in range(selection.folds)]
-        return [_Split(ranks[~mask], labels[~mask], mask) for mask in held]
-    elsewhere = true_ranks(select_data.mean, prefixes, select_data.labels).cpu()
-    return [_Split(elsewhere, select_data.labels.cpu(), torch.ones(len(labels), dtype=torch.bool))]
+class _Scorer:
+    """Ranks of the true class under every classifier, each computed once.
+
+    Attributes:
+        base: (N,) ranks under `all`.
+        ranks: (N, P) ranks with a common K = 1..P, or None where no filter needs them.
+        per_class: (C, P) accuracy of each class, from `ranks`.
+    """
+
+    def __init__(self, image_mean: Tensor, labels: Tensor, prompts: Gaussian, options: FilterOptions):
+        self.image_mean, self.labels, self.options = image_mean, labels, options
+        self.mean, self.u = prompts.mean, prompts.uncertainty()
+        self.n_classes, self.n_prompts = self.u.shape
+        self.base = self._filtered("all")
+        self.ranks = self.per_class = self.prefixes = None
+        self.splits: list[_Split] = []
+        self.common_k, self.class_k, self.class_best = None, None, None
+
+    def rank_every_k(self, names: Sequence[str], selection: Selection, select_data: SelectionData | None) -> None:
+        """Compute `ranks`, from which K is chosen, and the splits to choose it on."""
+        self.prefixes = prefix_vectors(self.mean, self.u)
+        self.ranks = true_ranks(self.image_mean, self.prefixes, self.labels).cpu()
+        self.per_class = class_accuracy(self.ranks, self.labels, self.n_classes)
+        self.honest = f"honest ({selection.label})"
+        if selection.folds:
+            folds = stratified_folds(self.labels.tolist(), names, selection.folds)
+            held = [folds == fold for fold in range(selection.folds)]
+            self.splits = [_Split(self.ranks[~mask], self.labels[~mask], mask) for mask in held]
+        elif selection.on == "train":
+            elsewhere = true_ranks(select_data.mean, self.prefixes, select_data.labels).cpu()
+            self.splits = [_Split(elsewhere, select_data.labels.cpu(), torch.ones(len(self.labels), dtype=torch.bool))]
+
+    def rows(self, name: str) -> list[Row]:
+        """The rows of one filter."""
+        if name == "best-topk":
+            return self._best_topk(name)
+        if name == "topk" and self.options.k is None:
+            return self._topk(name)
+        if name == "topk":
+            self.common_k = int(self.options.k)
+            return [self._row(name, self.common_k, self._filtered(name, self.common_k), f"{ZERO_SHOT}, K given")]
+        k = {"single": 1, "all": self.n_prompts}.get(name)  # the others have soft weights
+        return [self._row(name, k, self.base if name == "all" else self._filtered(name), ZERO_SHOT)]
+
+    def evaluation(self, rows: list[Row]) -> Evaluation:
+        """Everything together."""
+        kept = torch.full((self.n_classes,), self.common_k or self.n_prompts) if self.class_k is None else self.class_k
+        return Evaluation(
+            rows=rows,
+            curve1=None if self.ranks is None else accuracy(self.ranks),
+            curve5=None if self.ranks is None else accuracy(self.ranks, 5),
+            class_k=self.class_k,
+            kept=kept,
+            order=self.u.argsort(dim=1, stable=True).cpu(),
+            uncertainty=self.u.cpu(),
+            counts=torch.bincount(self.labels, minlength=self.n_classes),
+            class_all=class_accuracy(self.base, self.labels, self.n_classes),
+            class_best=self.class_best,
+            class_max=None if self.class_k is None else self.per_class.max(dim=1).values,
+            correct=self.base < 1,
+        )
+
+    def _row(self, name: str, k: float | None, ranks: Tensor, note: str, title: str | None = None) -> Row:
+        top1, base1 = float(accuracy(ranks)), float(accuracy(self.base))
+        se = paired_standard_error(ranks < 1, self.base < 1)
+        return Row(name, title or name, k, top1, float(accuracy(ranks, 5)), top1 - base1, se, note)
+
+    def _filtered(self, name: str, k: int | None = None) -> Tensor:
+        """(N,) ranks under a filter's weights."""
+        weights = FILTERS[name](self.u, FilterOptions(self.options.single, k, self.options.temperature))
+        return true_ranks(self.image_mean, class_vectors(self.mean, weights), self.labels).cpu()
+
+    def _with_common_k(self, k: int, images: Tensor) -> Tensor:
+        """Ranks of some images (N,) bool where every class keeps K prompts."""
+        return self.ranks[images, k - 1]
+
+    def _with_class_k(self, k: Tensor, images: Tensor) -> Tensor:
+        """Ranks of some images (N,) bool where class c keeps its k[c] most certain prompts."""
+        vectors = self.prefixes[k - 1, torch.arange(self.n_classes)]
+        return true_ranks(self.image_mean[images.to(self.image_mean.device)], vectors, self.labels[images]).cpu()
+
+    def _topk(self, name: str) -> list[Row]:
+        self.common_k = best_common_k(self.ranks)
+        oracle = self._row(name, self.common_k, self.ranks[:, self.common_k - 1], ORACLE)
+        return [oracle, *self._honest(name, lambda split: best_common_k(split.ranks), self._with_common_k)]
+
+    def _best_topk(self, name: str) -> list[Row]:
+        self.class_k = best_class_k(self.per_class)
+        own = self._with_class_k(self.class_k, torch.ones(len(self.labels), dtype=torch.bool))
+        self.class_best = class_accuracy(own, self.labels, self.n_classes)
+        k_mean = float(self.class_k.double().mean())
+        best_of_own_class = self.ranks.gather(1, (self.class_k[self.labels] - 1).unsqueeze(1)).squeeze(1)
+        return [
+            self._row(name, k_mean, own, ORACLE),
+            self._row(name, k_mean, best_of_own_class, f"{ORACLE}, upper bound", UPPER_BOUND),
+            *self._honest(
+                name,
+                lambda split: best_class_k(class_accuracy(split.ranks, split.labels, self.n_classes)),
+                self._with_class_k,
+            ),
+        ]
+
+    def _honest(self, name: str, choose: Callable, apply: Callable[..., Tensor]) -> list[Row]:
+        """The row for which K was chosen on other images; none without splits."""
+        if not self.splits:
+            return []
+        ranks, chosen = torch.empty_like(self.base), []
+        for split in self.splits:
+            k = choose(split)
+            ranks[split.scored] = apply(k, split.scored)
+            chosen.append(float(torch.as_tensor(k).double().mean()))
+        return [self._row(name, sum(chosen) / len(chosen), ranks, self.honest)]

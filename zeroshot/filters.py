@@ -1,14 +1,14 @@
-"""Which prompts speak for a class: weights over prompts from their uncertainty, and how K is chosen.
+"""Prompt filters: weights over the prompts of a class from their uncertainty, and the choice of K.
 
 A filter is a pure function from uncertainties u (C, P) to weights (C, P) that sum to one over the prompts of a class.
 C classes, P prompts of a class, K prompts kept, N images. Source: PCME++ §3.5, Table 5 and §C.6.
 
 How K is chosen. For a common K all classes keep their K most certain prompts; acc_c(K) is then the accuracy of the
 images of class c, and acc(K) that of all images. `topk` takes the K with the best acc(K), `best-topk` for each class
-the K with the best acc_c(K). Ties go to the largest K: more prompts unless fewer are better. The paper leaves open
-what the rival classes keep while K is chosen for one class; here they keep the same K. So `best-topk` yields two
-numbers: the accuracy of the classifier in which each class has its own K, and the mean over classes of
-max_K acc_c(K), which no single classifier need reach. Chosen on the images that are scored, all of these are oracles.
+the K with the best acc_c(K). Ties go to the largest K. The paper does not say what the other classes keep while K is
+chosen for one class; here they keep the same K. So `best-topk` has two numbers: the accuracy of the classifier in which
+each class has its own K, and the mean over classes of max_K acc_c(K), which no single classifier need reach. If K is
+chosen on the images that are scored, all of these are oracles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from probemb.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class FilterOptions:
-    """What filters can be told.
+    """Options of the filters.
 
     Attributes:
         single: index of the prompt that `single` keeps.
@@ -65,8 +65,8 @@ def topk(u: Tensor, options: FilterOptions) -> Tensor:
 def weighted(u: Tensor, options: FilterOptions) -> Tensor:
     """Soft weights: softmax of -z / temperature, z the uncertainty standardised within its class.
 
-    Standardising makes the weights independent of the scale of u, which differs between models and classes. A class
-    whose prompts are all equally certain gets equal weights.
+    Standardising makes the weights independent of the scale of u, which differs between models and classes. Prompts
+    that are all equally certain get equal weights.
     """
     spread = u.std(dim=1, keepdim=True, correction=0)
     z = torch.where(spread > 0, (u - u.mean(dim=1, keepdim=True)) / spread, 0.0)
@@ -87,11 +87,10 @@ FILTERS: dict[str, Callable[[Tensor, FilterOptions], Tensor]] = {
     "weighted": weighted,
     "inverse-variance": inverse_variance,
 }
-CHOSEN_ON_DATA = ("topk", "best-topk")
 
 
 def filter_names(wanted: str) -> list[str]:
-    """The rows of the table for --filter: `single` and `all` to compare with, then the one asked for, or every one.
+    """The filters in the table for --filter: `single` and `all` to compare with, then the chosen one, or every one.
 
     Raises:
         UserError: an unknown name.
@@ -127,14 +126,14 @@ def _last_best(score: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """On which images K is chosen: `oracle`, `train` or `folds:N`."""
+    """The images that K is chosen on: `oracle`, `train` or `folds:N`."""
 
     on: str
     folds: int = 0
 
     @property
     def label(self) -> str:
-        """As it stands in tables: "folds:5", "train", "oracle"."""
+        """The name in tables: "folds:5", "train", "oracle"."""
         return f"folds:{self.folds}" if self.folds else self.on
 
 
@@ -156,10 +155,10 @@ def parse_selection(text: str) -> Selection:
 
 
 def stratified_folds(labels: Sequence[int], names: Sequence[str], n_folds: int) -> Tensor:
-    """Deal the images of each class over folds: a pure function of labels and names, whatever their order.
+    """Distribute the images of each class over folds: a function of labels and names, whatever their order.
 
-    Within a class images go by the hash of their name, round robin, and each class starts where the last one
-    stopped, so that folds differ by at most one image in all.
+    Within a class, images are dealt in turn, ordered by the hash of their name; each class starts where the last one
+    stopped, so that the sizes of folds differ by at most one image.
 
     Returns:
         (N,) int64 fold of each image.
