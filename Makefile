@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo's two processes need a GPU each, or none.
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 
-.PHONY: help install demo claims test test-slow lint format clean
+.PHONY: help install demo claims test test-core test-slow lint format clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ claims: install  ## the paper's main claims in miniature, half an hour; run agai
 
 test: install    ## the tests, two files at a time, but for a few minutes of larger models (test-slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-core: install  ## mathematics, models and metrics alone: three minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m core -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

@@ -18,6 +18,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else every command under test would ignore Ctrl-C too
 
 
+CORE = ("losses", "metrics", "models", "evaluation", "test_compose.py", "test_distances.py", "test_distributed.py")
+CORE += ("test_gaussian.py", "test_labels.py")
+
+
+def pytest_collection_modifyitems(items):
+    """`pytest -m core`: mathematics, models and metrics; minutes instead of a quarter of an hour."""
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(tests).parts[0] in CORE and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.core)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _give_memory_back():
     """After every file: freed memory that the allocator keeps makes each later fork slower, and there are many."""
