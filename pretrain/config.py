@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from probemb.errors import UserError, nearest
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-PRECISIONS = ("auto", "fp32", "bf16")
-CAPTIONS = ("random", "first")
-ON_NONFINITE = ("stop", "skip")
+from pretrain.objectives import OBJECTIVES
+from probemb.cli.command import chosen_options
+from probemb.cli.ranges import BelowOne, Count, Gibibytes, Minutes, Precision, Seed, Workers
+from probemb.errors import UserError
+
 BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
 
 
@@ -54,36 +56,13 @@ class Data:
 
     train: list[str] | str = field(default_factory=list)
     weights: list[float] | None = None
-    workers: int = 2
+    workers: Workers = 2
     lanes: int | None = None
-    window: int = 4096
-    captions: str = "random"
-    failure_share: float = 0.05
+    window: PositiveInt = 4096
+    captions: Literal["random", "first"] = "random"
+    failure_share: ClosedUnitInterval = 0.05
     cache: str | None = None
-    cache_gib: float = 100.0
-
-
-@dataclass(frozen=True)
-class Loss:
-    """clip * L_clip + match * (L_match + pseudo_positive * L_pp + vib * L_vib).
-
-    Args:
-        clip: weight of the CLIP loss.
-        match: weight of the PCME++ loss.
-        distance: csd, wasserstein2, kl, symmetric-kl, min-kl, bhattacharyya, elk or match-probability.
-        scale: initial a of the match probability sigmoid(-a d + b).
-        shift: initial b of it.
-        pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
-        vib: weight beta of the information bottleneck, inside the PCME++ loss.
-    """
-
-    clip: float = 1.0
-    match: float = 1.0
-    distance: str = "csd"
-    scale: float = 1.0
-    shift: float = 1.0
-    pseudo_positive: float = 0.0
-    vib: float = 1e-4
+    cache_gib: Gibibytes = 100.0
 
 
 @dataclass(frozen=True)
@@ -99,12 +78,12 @@ class Optimizer:
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
-    lr: float = 5e-4
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
-    weight_decay: float = 0.2
-    warmup_samples: int = 10_240_000
-    clip_grad_norm: float = 1.0
+    lr: NonNegativeFloat = 5e-4
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
+    eps: ClosedUnitInterval = 1e-6
+    weight_decay: NonNegativeFloat = 0.2
+    warmup_samples: NonNegativeInt = 10_240_000
+    clip_grad_norm: NonNegativeFloat = 1.0
 
 
 @dataclass(frozen=True)
@@ -121,13 +100,13 @@ class Engine:
         timeout: minutes that a rank waits for the others before it takes the job down.
     """
 
-    zero_stage: int = 1
-    precision: str = "auto"
-    accumulation: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    precision: Precision = "auto"
+    accumulation: PositiveInt = 1
     grad_checkpointing: bool = False
     compile: bool = False
-    threads: int = 0
-    timeout: float = 30.0
+    threads: NonNegativeInt = 0
+    timeout: Minutes = 30.0
 
 
 @dataclass(frozen=True)
@@ -144,11 +123,11 @@ class Evaluate:
     """
 
     classes: str | None = None
-    every_samples: int = 0
-    templates: str = "single"
-    max_images: int = 0
-    batch_size: int = 256
-    max_bad: float = 0.05
+    every_samples: NonNegativeInt = 0
+    templates: Literal["single", "all"] = "single"
+    max_images: NonNegativeInt = 0
+    batch_size: Count = 256
+    max_bad: ClosedUnitInterval = 0.05
 
 
 @dataclass(frozen=True)
@@ -157,7 +136,7 @@ class Config:
 
     Args:
         out: the run folder.
-        resume: go on from the newest checkpoint in `out` (start anew if there is none).
+        resume: continue from the newest checkpoint in `out`, if there is one.
         allow_changes: resume although the recipe or the data has changed.
         batch_size: global batch, over all ranks and accumulation parts.
         epochs: passes over the data; may be a fraction.
@@ -171,26 +150,29 @@ class Config:
         on_nonfinite: when the loss or gradient is NaN or Inf on any rank: stop, or skip the step on all ranks.
         log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
         wandb: a Weights & Biases project to log to; empty for none.
+        objective: a name in pretrain.objectives; pcmepp is the CLIP loss plus the PCME++ loss.
+        loss: options of the objective.
     """
 
     out: str = "runs/pretrain"
     resume: bool = False
     allow_changes: bool = False
-    seed: int = 0
-    batch_size: int = 1024
+    seed: Seed = 0
+    batch_size: PositiveInt = 1024
     epochs: float = 32.0
-    samples: int = 0
-    stop_at_step: int = 0
-    log_every: int = 20
-    save_every: int = 1000
-    keep_checkpoints: int = 3
-    keep_every: int = 0
-    on_nonfinite: str = "stop"
+    samples: NonNegativeInt = 0
+    stop_at_step: NonNegativeInt = 0
+    log_every: PositiveInt = 20
+    save_every: NonNegativeInt = 1000
+    keep_checkpoints: PositiveInt = 3
+    keep_every: NonNegativeInt = 0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     log_samples: bool = False
     wandb: str | None = None
+    objective: str = "pcmepp"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    loss: Loss = field(default_factory=Loss)
+    loss: Any = field(**chosen_options("objective", OBJECTIVES, "pcmepp"))
     optimizer: Optimizer = field(default_factory=Optimizer)
     engine: Engine = field(default_factory=Engine)
     evaluate: Evaluate = field(default_factory=Evaluate)
@@ -207,50 +189,6 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         UserError: names the key, and a value that would do.
     """
-    one_of("engine.precision", config.engine.precision, PRECISIONS)
-    one_of("data.captions", config.data.captions, CAPTIONS)
-    one_of("on_nonfinite", config.on_nonfinite, ON_NONFINITE)
-    one_of("evaluate.templates", config.evaluate.templates, ("single", "all"))
-    if config.engine.zero_stage not in range(4):
-        raise UserError(f"engine.zero_stage is {config.engine.zero_stage}.", "Choose 0, 1, 2 or 3.")
-    for key, value, least in (
-        ("batch_size", config.batch_size, 1),
-        ("engine.accumulation", config.engine.accumulation, 1),
-        ("log_every", config.log_every, 1),
-        ("keep_checkpoints", config.keep_checkpoints, 1),
-        ("save_every", config.save_every, 0),
-        ("keep_every", config.keep_every, 0),
-        ("samples", config.samples, 0),
-        ("stop_at_step", config.stop_at_step, 0),
-        ("data.workers", config.data.workers, 0),
-        ("data.window", config.data.window, 1),
-        ("evaluate.batch_size", config.evaluate.batch_size, 1),
-        ("evaluate.every_samples", config.evaluate.every_samples, 0),
-        ("evaluate.max_images", config.evaluate.max_images, 0),
-        ("engine.threads", config.engine.threads, 0),
-        ("optimizer.warmup_samples", config.optimizer.warmup_samples, 0),
-    ):
-        if value < least:
-            raise UserError(f"{key} is {value}.", f"Set it to {least} or more.")
-    for key, value, low, high in (
-        ("optimizer.lr", config.optimizer.lr, 0, math.inf),
-        ("optimizer.eps", config.optimizer.eps, 0, 1),
-        ("optimizer.weight_decay", config.optimizer.weight_decay, 0, math.inf),
-        ("optimizer.clip_grad_norm", config.optimizer.clip_grad_norm, 0, math.inf),
-        ("loss.clip", config.loss.clip, 0, math.inf),
-        ("loss.match", config.loss.match, 0, math.inf),
-        ("loss.pseudo_positive", config.loss.pseudo_positive, 0, math.inf),
-        ("loss.vib", config.loss.vib, 0, math.inf),
-        ("data.failure_share", config.data.failure_share, 0, 1),
-        ("evaluate.max_bad", config.evaluate.max_bad, 0, 1),
-        ("seed", config.seed, 0, 2**63 - 1),
-        *((f"optimizer.betas[{i}]", beta, 0, 1 - 1e-9) for i, beta in enumerate(config.optimizer.betas)),
-    ):
-        if not low <= value <= high or value == math.inf:
-            span = f"from {low} to {high}" if high != math.inf else f"from {low} on"
-            raise UserError(f"{key} is {value}.", f"Set it to a number {span}.")
-    if not config.engine.timeout > 0:
-        raise UserError(f"engine.timeout is {config.engine.timeout}.", "Set it to some minutes.")
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         raise UserError(
             f"keep_every {config.keep_every} is not a multiple of save_every {config.save_every}.",
@@ -268,8 +206,7 @@ def check(config: Config, world_size: int) -> None:
             f"There are {len(config.train_paths)} training paths and {len(config.data.weights)} weights.",
             "Give data.weights one number for each path.",
         )
-    if not (config.loss.clip or config.loss.match):
-        raise UserError("Both losses have weight 0.", "Set loss.clip or loss.match to more than zero.")
+    OBJECTIVES[config.objective].check(config.loss)
     parts = world_size * config.engine.accumulation
     if config.batch_size % parts:
         lower = config.batch_size // parts * parts
@@ -279,12 +216,3 @@ def check(config: Config, world_size: int) -> None:
             f"{config.engine.accumulation} accumulation parts.",
             remedy,
         )
-
-
-def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
-    """Refuse a value that is not among the known ones, naming the nearest."""
-    if value not in known:
-        raise UserError(f"{key} is '{value}'.{nearest(value, known)}", f"Choose one of: {', '.join(known)}.")
-
-
-__all__ = ["Config", "Data", "Engine", "Evaluate", "Loss", "Model", "Optimizer", "check"]

@@ -45,7 +45,8 @@ def refuse_another_run(config: Config, state: dict, data_identity: dict, earlier
     Raises:
         UserError: names all of that, without `allow_changes`.
     """
-    before, now = state["config"], to_dict(config)
+    now = to_dict(config)
+    before = {"objective": "pcmepp", **state["config"]}  # the only one of runs that do not name it
     changed = changes(before, now, ignore=(*FREE_TO_CHANGE, "engine", "data"))
     known = {key for key, _, _ in changed}
     for key, old, new in changes(state["data"], data_identity):

@@ -151,10 +151,8 @@ def take_lock(config: Config):
 
 def make_model(config: Config):
     """The towers, on the CPU; the same on every rank."""
-    from probemb.distances import get_distance
     from probemb.models import create_model, vocabulary_for
 
-    get_distance(config.loss.distance)
     return create_model(
         config.model.name,
         embed_dim=config.model.embed_dim,
@@ -162,8 +160,8 @@ def make_model(config: Config):
         head=config.model.head,
         pretrained=config.model.pretrained,
         grad_checkpointing=config.engine.grad_checkpointing,
-        init_scale=config.loss.scale,
-        init_shift=config.loss.shift,
+        init_scale=getattr(config.loss, "scale", 1.0),
+        init_shift=getattr(config.loss, "shift", 1.0),
         vocabulary=vocabulary_for(
             config.model.name, config.model.vocabulary, config.model.pretrained, config.train_paths
         ),

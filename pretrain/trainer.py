@@ -23,12 +23,12 @@ from pretrain.config import Config
 from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine.nonfinite import Evidence, as_error
 from pretrain.engine.state import discard_step, gradient_norm, random_state, set_random_state
+from pretrain.objectives import OBJECTIVES, Pairs
 from pretrain.progress import Window
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
 from probemb.distributed import all_of
 from probemb.errors import UserError
-from probemb.losses import clip_loss, pairwise_match_loss
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
 MAX_SKIPPED = 100  # steps in a row; then the weights, not the samples, are at fault
@@ -118,6 +118,7 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
     ):
         self.engine, self.stream, self.config, self.device = engine, stream, config, device
+        self.objective = OBJECTIVES[config.objective](config.loss)
         self.steps, self.step, self.skipped = steps, step, skipped
         self.samples = step * config.batch_size if samples is None else samples  # the position of the run
         self.total = self.samples + (steps - step) * config.batch_size
@@ -267,26 +268,12 @@ class Trainer:
         return None
 
     def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
-        """CLIP loss + PCME++ loss of this rank's rows against all ranks' columns, and what is logged."""
-        weights = self.config.loss
+        """The objective's loss of this rank's rows against all ranks' columns, and what is logged."""
         logit_scale, scale, shift = out.scalars.unbind()
-        logit_scale = _Ceiling.apply(logit_scale, MAX_LOGIT_SCALE)
-        all_image, all_text = distributed.gather_pairs(out.image, out.text)
+        scalars = {"logit_scale": _Ceiling.apply(logit_scale, MAX_LOGIT_SCALE), "scale": scale, "shift": shift}
+        everyone = distributed.gather_pairs(out.image, out.text)
         offset = distributed.rank() * len(out.image)
-        clip = clip_loss(out.image.mean, out.text.mean, logit_scale, all_image.mean, all_text.mean, offset)
-        match = pairwise_match_loss(
-            out.image,
-            out.text,
-            scale=scale,
-            shift=shift,
-            distance=weights.distance,
-            pseudo_positive=weights.pseudo_positive,
-            vib=weights.vib,
-            all_image=all_image,
-            all_text=all_text,
-            offset=offset,
-        )
-        loss = weights.clip * clip.loss + weights.match * match.loss
-        terms = {"loss": loss, **clip.terms, **match.terms, "logit_scale": logit_scale, "scale": scale, "shift": shift}
+        found = self.objective(Pairs(out.image, out.text, *everyone, offset, **scalars))
+        terms = {"loss": found.loss, **found.terms, **scalars}
         terms |= {"u_image": out.image.uncertainty().mean(), "u_text": out.text.uncertainty().mean()}
-        return loss, {name: value.detach() for name, value in terms.items()}
+        return found.loss, {name: value.detach() for name, value in terms.items()}

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from pretrain.config import Config, check, one_of
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from pretrain.config import Config, check
 from probemb.cli.command import parse_config
+from probemb.cli.ranges import Share
 from probemb.errors import UserError
 
 GIB = 2**30
@@ -38,15 +41,15 @@ class Plan(Config):
         json: print JSON for programs.
     """
 
-    nodes: int = 1
-    gpus_per_node: int = 1
-    device: str = "cuda"
-    gpu_memory_gib: float = 0.0
-    samples_per_epoch: int = 0
-    text_tokens: int = 0
-    peak_tflops: float = 0.0
-    efficiency: float = 0.35
-    images_per_second: float = 0.0
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt = 1
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpu_memory_gib: NonNegativeFloat = 0.0
+    samples_per_epoch: NonNegativeInt = 0
+    text_tokens: NonNegativeInt = 0
+    peak_tflops: NonNegativeFloat = 0.0
+    efficiency: Share = 0.35
+    images_per_second: NonNegativeFloat = 0.0
     json: bool = False
 
     @property
@@ -88,7 +91,7 @@ def make_plan(o: Plan) -> dict[str, Any]:
         half=half,
         gpu=o.device == "cuda",
         checkpointing=e.grad_checkpointing,
-        pseudo_positive=o.loss.pseudo_positive > 0,
+        pseudo_positive=getattr(o.loss, "pseudo_positive", 0) > 0,
     )
     text_tokens = o.text_tokens or None
     data = count_data(o)
@@ -154,23 +157,7 @@ def check_options(o: Plan) -> list[str]:
     Raises:
         UserError: what no plan can be made of.
     """
-    one_of("device", o.device, ("cuda", "cpu"))
-    for key, value, least in (
-        ("nodes", o.nodes, 1),
-        ("gpus_per_node", o.gpus_per_node, 1),
-        ("gpu_memory_gib", o.gpu_memory_gib, 0),
-        ("samples_per_epoch", o.samples_per_epoch, 0),
-        ("text_tokens", o.text_tokens, 0),
-        ("peak_tflops", o.peak_tflops, 0),
-        ("images_per_second", o.images_per_second, 0),
-    ):
-        if not least <= value < float("inf"):
-            raise UserError(f"{key} is {value}.", f"Set it to {least} or more.")
-    if not 0 < o.efficiency <= 1:
-        raise UserError(f"efficiency is {o.efficiency}.", "Set it to a share between 0 and 1, such as 0.35.")
     check(replace(o, engine=replace(o.engine, accumulation=1)), 1)  # everything but who gets which rows
-    if o.engine.accumulation < 1:
-        raise UserError(f"engine.accumulation is {o.engine.accumulation}.", "Set it to 1 or more.")
     warnings = []
     try:
         check(o, o.world_size)

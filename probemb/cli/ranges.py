@@ -16,6 +16,7 @@ Count = restricted_number_type(
 Dimensions = restricted_number_type("Dimensions", int, [(">=", 1), ("<=", 2**20)])
 Gibibytes = restricted_number_type("Gibibytes", float, [(">", 0), ("<=", 1_000_000)])
 Minutes = restricted_number_type("Minutes", float, [(">", 0), ("<=", 60 * 24 * 365)])
+Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])  # not none of it
 BelowOne = restricted_number_type("BelowOne", float, [(">=", 0), ("<", 1)])
 BelowHalf = restricted_number_type("BelowHalf", float, [(">=", 0), ("<", 0.5)])
 

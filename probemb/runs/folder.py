@@ -61,7 +61,8 @@ def _may_begin(run: Path, config_class: type) -> bool:
         written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return False
-    return isinstance(written, dict) and set(written) == {field.name for field in fields(config_class)}
+    # An earlier version may have had fewer keys.
+    return isinstance(written, dict) and {"out"} < set(written) <= {field.name for field in fields(config_class)}
 
 
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None:

@@ -9,8 +9,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from pretrain import trainer
-from pretrain.config import Config, Engine, Loss, Optimizer
+from pretrain.config import Config, Engine, Optimizer
 from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.objectives import PCMEPlusPlus
 from probemb import create_model
 from probemb.data.remote.sources import Remote
 from probemb.losses import clip_loss, pairwise_match_loss
@@ -21,7 +22,7 @@ from tests.ranks import run_ranks
 BATCH, STEPS = 8, 3
 CONFIG = Config(
     batch_size=BATCH,
-    loss=Loss(pseudo_positive=0.1, vib=1e-2),
+    loss=PCMEPlusPlus.Options(pseudo_positive=0.1, vib=1e-2),
     optimizer=Optimizer(lr=1e-2, warmup_samples=2 * BATCH, clip_grad_norm=0.5),
 )
 CPU = torch.device("cpu")

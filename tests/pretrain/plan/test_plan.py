@@ -24,6 +24,7 @@ from pretrain.plan import cost as plan_cost
 from pretrain.plan import memory as plan_memory
 from pretrain.plan.memory import FP32, Setting
 from probemb import UserError, create_model
+from probemb.cli.command import parse_config
 from probemb.data.shards.index import Shard, write_index
 from tests.ranks import run_ranks
 
@@ -394,18 +395,28 @@ def test_what_would_fail_is_a_warning(change, words):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"nodes": 0}, "nodes is 0"),
-        ({"device": "tpu"}, "device is 'tpu'"),
-        ({"efficiency": 1.5}, "efficiency is 1.5"),
         ({"samples_per_epoch": 10}, "no step"),
         ({"model": Model(name="ViT-B-61")}, "no model 'ViT-B-61'"),
-        ({"engine": Engine(zero_stage=4)}, "zero_stage is 4"),
-        ({"engine": Engine(accumulation=0)}, "accumulation is 0"),
     ],
 )
 def test_what_no_plan_can_be_made_of_is_refused(change, what):
     with pytest.raises(UserError, match=what):
         plan.make_plan(replace(OPTIONS, **change))
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("--nodes=0", "nodes is 0"),
+        ("--device=tpu", "device is 'tpu'"),
+        ("--efficiency=1.5", "efficiency is 1.5"),
+        ("--engine.zero_stage=4", "zero_stage is 4"),
+        ("--engine.accumulation=0", "accumulation is 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(word, what):
+    with pytest.raises(UserError, match=what):
+        parse_config(plan.Plan, "plan", "", [word])
 
 
 def test_more_memory_is_suggested_only_where_it_helps():
