@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jsonargparse.typing import PositiveInt
+
 from probemb.cli.command import parse_config, run_command
 from probemb.errors import UserError, nearest
 from slurm.sweep import argument_lists
@@ -67,14 +69,14 @@ class Submission:
         local: run here, without Slurm, and wait for the end.
     """
 
-    nodes: int = 1
+    nodes: PositiveInt = 1
     gpus_per_node: int | None = None
     cpu: bool = False
-    tasks_per_node: int | None = None
-    cpus_per_task: int = 8
+    tasks_per_node: PositiveInt | None = None
+    cpus_per_task: PositiveInt = 8
     mem_gb: float | None = None
     time: str = "24:00:00"
-    margin: int = 300
+    margin: PositiveInt = 300
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -83,7 +85,7 @@ class Submission:
     methods: str | None = None
     sweep: str | None = None
     parts: int | None = None
-    parallel: int = 256
+    parallel: PositiveInt = 256
     name: str | None = None
     folder: str = "runs/slurm"
     dry_run: bool = False
@@ -145,15 +147,6 @@ def check(stage: str, given: Submission) -> None:
     Raises:
         UserError: names the option.
     """
-    for option, value in (
-        ("--nodes", given.nodes),
-        ("--cpus-per-task", given.cpus_per_task),
-        ("--tasks-per-node", given.tasks_per_node if given.tasks_per_node is not None else 1),
-        ("--margin", given.margin),
-        ("--parallel", given.parallel),
-    ):
-        if value < 1:
-            raise UserError(f"{option} is {value}.", "Give 1 or more.")
     if given.cpu and given.gpus_per_node:
         raise UserError("--cpu and --gpus-per-node exclude each other.", "Leave one of them out.")
     if not given.cpu and (given.gpus_per_node or 0) < 1:

@@ -157,11 +157,15 @@ def _joined(argv: Sequence[str]) -> list[str]:
     """Every `--key value` as `--key=value`."""
     words: list[str] = []
     for word in argv:
-        if words and words[-1].startswith("--") and "=" not in words[-1] and not word.startswith("--"):
+        if words and _is_open(words[-1]) and not word.startswith("--"):
             words[-1] += f"={word}"
         else:
             words.append(word)
     return words
+
+
+def _is_open(word: str) -> bool:
+    return len(word) > 2 and word.startswith("--") and "=" not in word
 
 
 def _is_file(word: str) -> bool:

@@ -41,7 +41,7 @@ REFUSALS = {
         "There is no option --node. Did you mean '--nodes'?",
         "--help",
     ),
-    "no nodes": (["pretrain", *GPUS, "--nodes", "0"], "--nodes is 0.", "1 or more"),
+    "no nodes": (["pretrain", *GPUS, "--nodes", "0"], "--nodes is 0.", "from 1 on"),
     "no GPUs": (["pretrain", "--nodes", "4"], "The job asks for no GPUs.", "--cpu"),
     "GPUs and none": (["pretrain", *GPUS, "--cpu"], "exclude each other", "Leave one"),
     "tasks share GPUs": (["pretrain", *GPUS, "--tasks-per-node", "4"], "4 tasks are to share 8 GPUs", "Leave"),

@@ -27,6 +27,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
 
 from probemb.cli.command import parse_config
 from probemb.data.weblists.corpora import CORPORA, find_lists, read_list
@@ -34,9 +37,9 @@ from probemb.errors import UserError, nearest
 
 PROG = "python -m tools.download"
 ARCHIVES = ("coco", "flickr8k")
-RESIZE = ("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no")
-HASHES = ("sha256", "sha512", "md5")
-DISTRIBUTORS = ("multiprocessing", "pyspark", "ray")
+Resize = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"]
+PROCESSES = min(16, os.cpu_count() or 1)
+Quality = restricted_number_type("Quality", int, [(">=", 1), ("<=", 100)])
 TEMPORARY_CAUSES = "no answer,too slow,connection,cut off,host not found,HTTP 408,HTTP 425,HTTP 429,HTTP 5"
 STORED_SETTINGS = ("image_size", "resize", "upscale", "min_size", "quality", "hash", "shard_size", "captions")
 
@@ -74,24 +77,24 @@ class Download:
     """
 
     out: str = ""
-    image_size: int = 256
-    resize: str | None = None
+    image_size: PositiveInt = 256
+    resize: Resize | None = None
     upscale: bool = False
-    min_size: int = 32
-    quality: int = 95
-    hash: str = "sha256"
-    captions: str = "clean"
-    shard_size: int = 10_000
-    patience: float = 10.0
-    seconds: float = 60.0
-    max_mib: float = 32.0
-    redirects: int = 5
+    min_size: NonNegativeInt = 32
+    quality: Quality = 95
+    hash: Literal["sha256", "sha512", "md5"] = "sha256"
+    captions: Literal["clean", "raw"] = "clean"
+    shard_size: PositiveInt = 10_000
+    patience: PositiveFloat = 10.0
+    seconds: PositiveFloat = 60.0
+    max_mib: PositiveFloat = 32.0
+    redirects: NonNegativeInt = 5
     user_agent: str | None = None
     respect_opt_out: bool = True
     private_hosts: bool = False
-    distributor: str = "multiprocessing"
-    processes: int = min(16, os.cpu_count() or 1)
-    threads: int = 64
+    distributor: Literal["multiprocessing", "pyspark", "ray"] = "multiprocessing"
+    processes: PositiveInt = PROCESSES
+    threads: PositiveInt = 64
     part: str | None = None
     retry_failed: bool = False
     retry_causes: str = TEMPORARY_CAUSES
@@ -156,26 +159,11 @@ def check(options: Download) -> tuple[int, int]:
     """
     if not options.out:
         raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
-    for name, known in (("resize", RESIZE), ("hash", HASHES), ("captions", ("clean", "raw"))):
-        value = getattr(options, name)
-        if value is not None and value not in known:
-            raise UserError(f"--{name} is {value}.{nearest(value, known)}", f"Choose one of {', '.join(known)}.")
-    if options.distributor not in DISTRIBUTORS:
-        hint = nearest(options.distributor, DISTRIBUTORS)
-        raise UserError(f"--distributor is {options.distributor}.{hint}", f"Choose one of {', '.join(DISTRIBUTORS)}.")
     if options.distributor != "multiprocessing" and not importlib.util.find_spec(options.distributor):
         raise UserError(
             f"--distributor {options.distributor} needs the package {options.distributor}.",
             f"Install it with pip install {options.distributor}, or leave the option out.",
         )
-    for name in ("image_size", "shard_size", "processes", "threads", "patience", "seconds", "max_mib"):
-        if not getattr(options, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}.", "Give a number above 0.")
-    for name in ("min_size", "redirects"):
-        if getattr(options, name) < 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}.", "Give 0 or more.")
-    if not 1 <= options.quality <= 100:
-        raise UserError(f"--quality is {options.quality}.", "Give a number from 1 to 100.")
     if options.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", options.user_agent):
         raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
     if options.part is None:
