@@ -17,7 +17,7 @@ from jsonargparse.typing import (
 )
 
 from finetune.methods.registry import METHODS
-from probemb.cli.command import chosen_options, given
+from probemb.cli.configuration import chosen_options, given
 from probemb.cli.ranges import BelowHalf, Count, Dimensions, Distance, Minutes, Precision, Seed, Workers
 from probemb.errors import UserError
 

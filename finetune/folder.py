@@ -17,7 +17,7 @@ from torch import Tensor
 from finetune.config import Config
 from finetune.recipe import WeightAverage
 from finetune.trainer import Joint
-from probemb.cli.command import to_dict, to_yaml
+from probemb.cli.configuration import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.models import DualEncoder, save_model

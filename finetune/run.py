@@ -24,7 +24,8 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
 
 from finetune.config import Config, check, with_method_file
 from finetune.methods.registry import METHODS
-from probemb.cli.command import parse_config, run_command
+from probemb.cli.command import run_command
+from probemb.cli.configuration import parse_config
 from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.objectives import OBJECTIVES
-from probemb.cli.command import chosen_options
+from probemb.cli.configuration import chosen_options
 from probemb.cli.ranges import BelowOne, Count, Gibibytes, Minutes, Precision, Seed, Workers
 from probemb.errors import UserError
 

@@ -12,7 +12,7 @@ from pretrain.engine.checkpoint import Snapshot, take_snapshot
 from pretrain.engine.nonfinite import culprits
 from pretrain.progress import SampleLog, evaluation_line, train_line
 from probemb import distributed
-from probemb.cli.command import to_dict, to_yaml
+from probemb.cli.configuration import to_dict, to_yaml
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.models import DualEncoder, save_model

@@ -21,7 +21,8 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pretrain.config import Config, check
-from probemb.cli.command import parse_config, run_command
+from probemb.cli.command import run_command
+from probemb.cli.configuration import parse_config
 from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, Preemption
 

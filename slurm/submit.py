@@ -25,7 +25,8 @@ from pathlib import Path
 
 from jsonargparse.typing import PositiveInt
 
-from probemb.cli.command import parse_config, run_command
+from probemb.cli.command import run_command
+from probemb.cli.configuration import parse_config
 from probemb.errors import UserError, nearest
 from slurm.sweep import argument_lists
 

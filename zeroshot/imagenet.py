@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probemb.cli.command import parse_config, run_command, to_dict
+from probemb.cli.command import run_command
+from probemb.cli.configuration import parse_config, to_dict
 from probemb.errors import UserError
 from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConfig
 

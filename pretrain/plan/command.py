@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config, check
-from probemb.cli.command import parse_config
+from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
 from probemb.errors import UserError
 

@@ -70,6 +70,16 @@ def base_type(hint: Any) -> type:
     return getattr(hint, "_type", hint)
 
 
+def plain(value: Any) -> Any:
+    """Numbers of jsonargparse's types as plain ones, which YAML and JSON can hold."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    for kind in (int, float):
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return kind(value)
+    return value
+
+
 def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> UserError:
     """Say which key has which value and what it takes.
 

@@ -3,97 +3,14 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from probemb.cli.command import parse_config, run_command, to_yaml
+from probemb.cli.command import run_command
 from probemb.errors import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part.
-
-    Args:
-        rate: how fast.
-    """
-
-    rate: float = 0.5
-    sizes: tuple[int, int] = (1, 2)
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A whole."""
-
-    name: str = "x"
-    deep_switch: bool = False
-    note: str | None = "n"
-    part: Part = field(default_factory=Part)
-
-
-def parse(*argv: str) -> Whole:
-    return parse_config(Whole, "prog", "description", argv)
-
-
-def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("name: y\npart:\n  rate: 0.25\n")
-    assert parse("--config", str(file)) == Whole("y", part=Part(0.25))
-    assert parse("--config", str(file), "--part.rate", "1") == Whole("y", part=Part(1.0))
-    assert parse("--part.sizes", "[3,4]").part.sizes == (3, 4)
-
-
-def test_hyphens_and_bare_switches():
-    assert parse("--deep-switch").deep_switch
-    assert parse("--deep_switch", "--name", "z") == Whole("z", True)
-    assert not parse("--deep-switch", "false").deep_switch
-    assert not parse("--deep-switch", "--no-deep-switch").deep_switch
-    assert parse("--no-note").note is None
-
-
-def test_the_resolved_configuration_reads_back(tmp_path):
-    config = Whole("ü", True, "m", Part(1e-5, (5, 6)))
-    file = tmp_path / "c.yaml"
-    file.write_text(to_yaml(config), encoding="utf-8")
-    assert parse("--config", str(file)) == config
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--part.rte", "1"], "no option --part.rte. Did you mean '--part.rate'?"),
-        (["--part.rate", "fast"], "part.rate is 'fast', which is not a number."),
-        (["--part", "x"], "no option --part."),
-        (["--config", "absent.yaml"], "absent.yaml does not exist"),
-        (["stray"], "stray"),
-    ],
-)
-def test_what_cannot_be_read_is_named(argv, message):
-    with pytest.raises(UserError) as error:
-        parse(*argv)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("part:\n  rates: 1\n", "unknown key part.rates. Did you mean 'part.rate'?"),
-        ("name: [", "not a YAML file"),
-        ("just words", "holds no keys"),
-        ("\x00", "not a YAML file"),
-    ],
-)
-def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
-    file = tmp_path / "c.yaml"
-    file.write_text(content)
-    with pytest.raises(UserError) as error:
-        parse("--config", str(file))
-    assert message in str(error.value)
 
 
 def test_errors_write_no_control_characters(capsys):

@@ -9,7 +9,7 @@ import pytest
 import finetune
 from finetune.config import Config, check, with_method_file
 from finetune.methods import METHODS
-from probemb.cli.command import parse_config
+from probemb.cli.configuration import parse_config
 
 EXAMPLES = sorted((Path(finetune.__file__).parent / "examples").glob("*.yaml"))
 

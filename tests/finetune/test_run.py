@@ -23,7 +23,8 @@ from finetune.loading.noise import NOISE_FILE
 from finetune.methods import METHODS
 from finetune.trainer import Trainer
 from probemb import load_model
-from probemb.cli.command import parse_config, run_command, to_yaml
+from probemb.cli.command import run_command
+from probemb.cli.configuration import parse_config, to_yaml
 from probemb.data.captions.find import find_captioned
 from probemb.errors import UserError
 from probemb.metrics import retrieval_metrics, rsum

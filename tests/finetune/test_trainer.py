@@ -18,7 +18,7 @@ from finetune.methods import METHODS
 from finetune.recipe import Schedule, WeightAverage, create_optimizer, parameter_groups
 from finetune.trainer import Joint, Trainer, Window
 from probemb import labels
-from probemb.cli.command import parse_config
+from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captioned
 from probemb.errors import UserError
 from probemb.losses import CaptionSimilarity

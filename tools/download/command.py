@@ -31,7 +31,7 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
 
-from probemb.cli.command import parse_config
+from probemb.cli.configuration import parse_config
 from probemb.data.weblists.corpora import CORPORA, find_lists, read_list
 from probemb.errors import UserError, nearest
 

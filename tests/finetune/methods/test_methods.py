@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from finetune.config import Config, with_method_file
 from finetune.methods import METHODS, Batch
 from probemb import Gaussian, load_model
-from probemb.cli.command import parse_config
+from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Distance
 from probemb.data.captions.find import find_captioned
 from probemb.data.image_loader import Images

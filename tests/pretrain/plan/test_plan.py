@@ -24,7 +24,7 @@ from pretrain.plan import cost as plan_cost
 from pretrain.plan import memory as plan_memory
 from pretrain.plan.memory import FP32, Setting
 from probemb import UserError, create_model
-from probemb.cli.command import parse_config
+from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import Shard, write_index
 from tests.ranks import run_ranks
 

@@ -1,0 +1,271 @@
+"""A command's configuration: a frozen dataclass read from YAML and dotted overrides, and written back."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+
+from probemb.cli.ranges import plain, wrong_value
+from probemb.errors import UserError, nearest
+
+Config = TypeVar("Config")
+
+
+def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:
+    """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
+
+    Overrides win over the file, the file over the dataclass' defaults. Keys may be typed with hyphens; a switch
+    without a value is switched on, and `--no-KEY` switches off or empties. Types give the ranges (`PositiveInt`,
+    `Literal`, …, see probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the options of the
+    class that another field names.
+
+    Raises:
+        UserError: an unknown key (names the nearest known one), a value of the wrong type or out of range, a missing
+            or broken file.
+    """
+    from jsonargparse import ArgumentParser
+
+    typed = _joined(sys.argv[1:] if argv is None else argv)
+    whole, elsewhere = _with_chosen(config_class, typed)
+    known, switches = known_keys(whole), known_keys(whole, only=bool)
+    groups = [key for key in known if any(other.startswith(f"{key}.") for other in known)]
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument(
+        "--config", action="config", help="A YAML file with any of the keys below; options win over it."
+    )
+    parser.add_class_arguments(whole, as_group=False)
+    for action in parser._actions:  # a group takes its keys one by one; a path after --model would be a file of keys
+        if action.dest in groups:
+            action.help = argparse.SUPPRESS
+    files = [f"--config={_checked_file(Path(word[9:]), known, elsewhere)}" for word in typed if _is_file(word)]
+    words = [_as_declared(word, known, switches) for word in typed if not _is_file(word)]
+    for word in words:
+        key = word[2:].partition("=")[0]
+        if word.startswith("--") and key not in ("", "help", "print_config") and (key not in known or key in groups):
+            options = [f"--{name}" for name in known if name not in groups]
+            raise elsewhere(key) or UserError(
+                f"There is no option --{key}.{nearest(f'--{key}', options)}", f"See `{prog} --help` for all of them."
+            )
+    try:
+        return _build(config_class, parser.parse_args(files + words), get_type_hints(whole))
+    except UserError:
+        raise
+    except (
+        Exception
+    ) as error:  # jsonargparse raises its own ArgumentError and whatever a broken YAML file makes it raise
+        text = re.sub(r"\s+", " ", str(error)).strip().rstrip(".")
+        if found := re.match(r'Parser key "([\w.]+)":', text):
+            name, value = _said(found[1], typed)
+            raise wrong_value(name, _hint(whole, found[1]), value, prog) from error
+        what = f"The configuration cannot be read: {text[:400]}."
+        raise UserError(what, f"See `{prog} --help` for what it takes.") from error
+
+
+def chosen_options(by: str, classes: Mapping[str, Any], default: str) -> dict[str, Any]:
+    """Arguments of a dataclass' `field` that holds the `Options` of the class that another field names.
+
+    Args:
+        by: that other field, at the top of the configuration.
+        classes: by name, each with a dataclass `Options`; looked up when it is chosen.
+        default: the name whose options stand here when the dataclass is made in code without any.
+    """
+    choice = {"by": by, "classes": classes, "default": default}
+    return {"default_factory": lambda: classes[default].Options(), "metadata": {"chosen": choice}}
+
+
+def _with_chosen(config_class: type, argv: Sequence[str]) -> tuple[type, Callable[[str], UserError | None]]:
+    """The dataclass with the chosen classes' `Options`, and what to say of a key that only other classes have."""
+    chosen, others = {}, {}
+    for field in dataclasses.fields(config_class):
+        if (choice := field.metadata.get("chosen")) is None:
+            continue
+        by, classes = choice["by"], choice["classes"]
+        name = given(by, argv)
+        name = choice["default"] if name is None else str(name)
+        if name not in classes:
+            known = sorted(classes)
+            raise UserError(f"There is no {by} '{name}'.{nearest(name, known)}", f"Choose from {', '.join(known)}.")
+        chosen[field.name], others[field.name] = classes[name].Options, (by, name, classes)
+
+    def elsewhere(key: str) -> UserError | None:
+        group, _, option = key.partition(".")
+        if group not in others:
+            return None
+        by, name, classes = others[group]
+        users = [one for one in classes if option in known_keys(classes[one].Options)]
+        if not users:
+            return None
+        remedy = f"Leave it out, or choose one of {', '.join(users)}."
+        return UserError(f"The {by} {name} does not use {key}.", remedy)
+
+    return _resolved(config_class, chosen), elsewhere
+
+
+def _resolved(cls: type, chosen: Mapping[str, type]) -> type:
+    """A dataclass with types instead of their names, which jsonargparse would look up among all imports of a module."""
+    hints, fields = {**get_type_hints(cls), **chosen}, []
+    for field in dataclasses.fields(cls):
+        hint, default = hints[field.name], field
+        if dataclasses.is_dataclass(hint):
+            hint = _resolved(hint, {})
+            default = dataclasses.field(default_factory=hint)
+        fields.append((field.name, hint, default))
+    space = {"__module__": __name__, "__doc__": cls.__doc__}
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=space, frozen=True)
+
+
+def given(key: str, argv: Sequence[str]) -> Any:
+    """What options, or else `--config` files, say of a key, as YAML reads it; None where they say nothing.
+
+    The last one counts; a file that cannot be read says nothing here: parsing refuses it.
+    """
+    return _said(key, _joined(argv))[1]
+
+
+def _said(key: str, words: Sequence[str]) -> tuple[str, Any]:
+    """The name as it was typed, or the key, and its value: see `given`."""
+    for name, equals, value in (word.partition("=") for word in reversed(words)):
+        if equals and name.replace("-", "_") == f"__{key}":
+            try:
+                return name, yaml.safe_load(value)
+            except yaml.YAMLError:
+                return name, value
+    for word in filter(_is_file, reversed(words)):
+        try:
+            node = yaml.safe_load(Path(word[9:]).read_text(encoding="utf-8"))
+            for name in key.split("."):
+                node = node[name]
+            return key, node
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            continue
+    return key, None
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Every `--key value` as `--key=value`."""
+    words: list[str] = []
+    for word in argv:
+        if words and _is_open(words[-1]) and not word.startswith("--"):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _is_open(word: str) -> bool:
+    return len(word) > 2 and word.startswith("--") and "=" not in word
+
+
+def _is_file(word: str) -> bool:
+    return word.startswith("--config=")
+
+
+def _as_declared(word: str, known: list[str], switches: list[str]) -> str:
+    """`--batch-size=8` as `--batch_size=8`, `--switch` as `--switch=true`, `--no-KEY` as `--KEY=false` or `=null`."""
+    if not word.startswith("--"):
+        return word
+    key, equals, value = word[2:].partition("=")
+    key = key.replace("-", "_")
+    if key not in known and key.startswith("no_") and key[3:] in known and not equals:
+        return f"--{key[3:]}={'false' if key[3:] in switches else 'null'}"
+    if key in switches and not equals:
+        return f"--{key}=true"
+    return "--" + key + equals + value
+
+
+def known_keys(config_class: type, prefix: str = "", only: type | None = None) -> list[str]:
+    """Every dotted key of a nested dataclass, groups included, or only those of one type."""
+    keys = []
+    hints = get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        hint = hints[field.name]
+        if only is None or hint is only:
+            keys.append(prefix + field.name)
+        if dataclasses.is_dataclass(hint):
+            keys += known_keys(hint, f"{prefix}{field.name}.", only)
+    return keys
+
+
+def _checked_file(path: Path, known: list[str], elsewhere: Callable[[str], UserError | None]) -> str:
+    """The path; or its content as YAML, without keys of other classes that have no value there (earlier versions)."""
+    if not path.is_file():
+        raise UserError(f"The configuration file {path} does not exist.", "Check the path given to --config.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is not a YAML file: {' '.join(str(error).split())[:300]}.", "Correct the file."
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no keys.", "Write one `key: value` a line; --help lists the keys.")
+    left_out: list[str] = []
+
+    def walk(node: dict, prefix: str) -> None:
+        for name, value in list(node.items()):
+            key = f"{prefix}{name}"
+            if key not in known:
+                error = elsewhere(key)
+                if error is None or value is not None:
+                    raise error or UserError(
+                        f"{path} sets the unknown key {key}.{nearest(key, known)}", "Correct or remove that line."
+                    )
+                left_out.append(key)
+                del node[name]
+            elif isinstance(value, dict):
+                walk(value, f"{key}.")
+                if not value:  # a class without options
+                    left_out.append(key)
+                    del node[name]
+
+    walk(content, "")
+    return yaml.safe_dump(content) if left_out else str(path)
+
+
+def _build(cls: type[Config], namespace: Any, hints: dict[str, Any], prefix: str = "") -> Config:
+    values = {}
+    for field in dataclasses.fields(cls):
+        value, hint, key = getattr(namespace, field.name, None), hints[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(hint):
+            value = _build(hint.__bases__[0], value, get_type_hints(hint), f"{key}.")  # the one that was resolved
+        else:
+            value = plain(value)
+            if any(isinstance(v, float) and not math.isfinite(v) for v in _leaves(value)):
+                raise wrong_value(key, hint, value)
+        values[field.name] = value
+    return cls(**values)
+
+
+def _leaves(value: Any) -> Iterable:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _hint(config_class: type, key: str) -> Any:
+    for name in key.split("."):
+        config_class = get_type_hints(config_class)[name]
+    return config_class
+
+
+def to_dict(config: Any) -> dict:
+    """A dataclass as plain dicts, lists and scalars: what YAML and JSON can hold."""
+
+    def storable(value):
+        if isinstance(value, dict):
+            return {k: storable(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [storable(v) for v in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return storable(dataclasses.asdict(config))
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,182 @@
+"""Configurations: dataclasses from YAML and options, ranges, and options of a chosen class."""
+
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import pytest
+import yaml
+from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
+
+from probemb.cli.configuration import chosen_options, parse_config, to_yaml
+from probemb.cli.ranges import BelowOne, Distance, Seed
+from probemb.distances import DISTANCES
+from probemb.errors import UserError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part.
+
+    Args:
+        rate: how fast.
+    """
+
+    rate: float = 0.5
+    sizes: tuple[int, int] = (1, 2)
+
+
+class One:
+    @dataclass(frozen=True)
+    class Options:
+        """Options of one.
+
+        Args:
+            rate: how fast it is.
+        """
+
+        rate: PositiveFloat = 1.0
+
+
+class Other:
+    @dataclass(frozen=True)
+    class Options:
+        size: PositiveInt = 2
+
+
+class Bare:
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole."""
+
+    name: str = "x"
+    deep_switch: bool = False
+    note: str | None = "n"
+    part: Part = field(default_factory=Part)
+    share: ClosedUnitInterval | None = None
+    seed: Seed = 0
+    pair: tuple[BelowOne, BelowOne] = (0.5, 0.5)
+    distance: Distance = "csd"
+    kind: str = "a"
+    options: Any = field(**chosen_options("kind", {"a": One, "b": Other, "c": Bare}, "a"))
+
+
+def parse(*argv: str) -> Whole:
+    return parse_config(Whole, "prog", "description", argv)
+
+
+def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("name: y\npart:\n  rate: 0.25\n")
+    assert parse("--config", str(file)) == Whole("y", part=Part(0.25))
+    assert parse("--config", str(file), "--part.rate", "1") == Whole("y", part=Part(1.0))
+    assert parse("--part.sizes", "[3,4]").part.sizes == (3, 4)
+
+
+def test_hyphens_and_bare_switches():
+    assert parse("--deep-switch").deep_switch
+    assert parse("--deep_switch", "--name", "z") == Whole("z", True)
+    assert not parse("--deep-switch", "false").deep_switch
+    assert not parse("--deep-switch", "--no-deep-switch").deep_switch
+    assert parse("--no-note").note is None
+
+
+def test_the_resolved_configuration_reads_back(tmp_path):
+    config = Whole("ü", True, "m", Part(1e-5, (5, 6)))
+    file = tmp_path / "c.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse("--config", str(file)) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--part.rte", "1"], "no option --part.rte. Did you mean '--part.rate'?"),
+        (["--part.rate", "fast"], "part.rate is 'fast', which is not a number."),
+        (["--part", "x"], "no option --part."),
+        (["--config", "absent.yaml"], "absent.yaml does not exist"),
+        (["stray"], "stray"),
+    ],
+)
+def test_what_cannot_be_read_is_named(argv, message):
+    with pytest.raises(UserError) as error:
+        parse(*argv)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("part:\n  rates: 1\n", "unknown key part.rates. Did you mean 'part.rate'?"),
+        ("name: [", "not a YAML file"),
+        ("just words", "holds no keys"),
+        ("\x00", "not a YAML file"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError) as error:
+        parse("--config", str(file))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "what", "remedy"),
+    [
+        (["--share", "2"], "--share is 2.0.", "Set it to a number from 0 to 1."),
+        (["--share=nan"], "--share is nan.", "Set it to a number from 0 to 1."),
+        (["--part.rate", "inf"], "--part.rate is inf.", "Set it to a number."),
+        (["--seed=-1"], "--seed is -1.", "Set it to a whole number from 0 to 9,223,372,036,854,775,807."),
+        (["--seed=1.5"], "--seed is 1.5, which is not a whole number.", "Set it to a whole number from 0"),
+        (["--no-seed"], "seed is empty.", "Set it to a whole number from 0"),
+        (["--pair=[0.1,1]"], "--pair is [0.1, 1],", "--help"),
+        (["--distance=cds"], "--distance is 'cds'. Did you mean 'csd'?", "wasserstein2, elk, bhattacharyya or match"),
+        (["--options.rate=0"], "--options.rate is 0.0.", "Set it to a number above 0."),
+        (["--options.size=1"], "The kind a does not use options.size.", "Leave it out, or choose one of b."),
+        (["--options.sise=1"], "There is no option --options.sise.", "--help"),
+        (["--kind=d"], "There is no kind 'd'.", "Choose from a, b, c."),
+    ],
+)
+def test_values_out_of_range_are_named_with_the_range(argv, what, remedy):
+    with pytest.raises(UserError) as error:
+        parse(*argv)
+    assert error.value.what.startswith(what)
+    assert remedy in error.value.remedy
+
+
+def test_a_value_of_a_file_is_named_as_the_file_has_it(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("options: {rate: -1}\n")
+    with pytest.raises(UserError, match=r"^options.rate is -1.0. Set it to a number above 0.$"):
+        parse("--config", str(file))
+
+
+def test_another_field_chooses_the_options(tmp_path, capsys):
+    assert parse().options == One.Options(1.0)
+    assert parse("--options.size", "3", "--kind", "b").options == Other.Options(3)
+    file = tmp_path / "c.yaml"
+    for kind, options in {"a": One.Options(0.5), "b": Other.Options(5), "c": Bare.Options()}.items():
+        file.write_text(to_yaml(Whole(kind=kind, options=options)))
+        assert parse("--config", str(file)) == Whole(kind=kind, options=options)
+    file.write_text(yaml.safe_dump({"kind": "b", "options": {"rate": None, "size": 4}}))  # as all had all options once
+    assert parse("--config", str(file)).options == Other.Options(4)
+    with pytest.raises(SystemExit):
+        parse("--help", "--kind=b")
+    told = capsys.readouterr().out
+    assert "--options.size" in told
+    assert "--options.rate" not in told
+
+
+def test_numbers_are_plain():
+    config = parse("--share=0.5", "--seed=3", "--pair=[0.1,0.2]", "--options.rate=2")
+    values = (config.share, config.seed, *config.pair, config.options.rate)
+    assert [type(value) for value in values] == [float, int, float, float, float]
+
+
+def test_distances_of_the_command_line_are_those_of_the_library():
+    assert set(get_args(Distance)) == set(DISTANCES)
