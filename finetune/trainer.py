@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config import Config
-from finetune.loading.augment import Mix, draw_mix, mix_images, size_augment_text
+from finetune.loading.augment import Mix, TextIds, draw_mix, mix_images, size_augment_text
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import Batch, Method
 from finetune.recipe import Schedule, WeightAverage, freeze_image_backbone, set_learning_rates
@@ -205,7 +205,9 @@ class Trainer:
             rows = slice(rank * len(images), (rank + 1) * len(images))
             everyone = tokens.new_zeros(config.batch_size, tokens.shape[1])
             everyone[rows] = tokens
-            tokens = size_augment_text(everyone, config.size_augment, generator=self._generator(_TEXT))[rows]
+            ids = TextIds.of(self.model.config)
+            generator = self._generator(_TEXT)
+            tokens = size_augment_text(everyone, config.size_augment, generator=generator, ids=ids)[rows]
             mask = size_augment_mask(
                 config.batch_size, self.model.visual.n_tokens, config.size_augment, self._generator(_IMAGE)
             )[rows].to(self.device, non_blocking=True)

@@ -16,10 +16,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemb.models.architectures import reads_words
+from probemb.models.word_tokenizer import FIRST_WORD, UNKNOWN
+
 START_TOKEN, END_TOKEN = 49406, 49407  # of CLIP's vocabulary; all tokens below are words or parts of words
 # CLIP has no mask token. This one is a capital M, which its tokenizer, with everything in lower case, never gives out;
 # PCME++'s public code masks with it too.
 MASK_TOKEN = 44
+
+
+class TextIds(NamedTuple):
+    """What the ids of a tokenizer mean; 0 is padding.
+
+    Attributes:
+        stop: words, or parts of them, have ids below this one.
+        mask: stands in place of a masked word.
+        end: ends a text; None where padding alone follows the words.
+    """
+
+    stop: int = START_TOKEN
+    mask: int = MASK_TOKEN
+    end: int | None = END_TOKEN
+
+    @classmethod
+    def of(cls, model_config: dict) -> TextIds:
+        """Those of a model's tokenizer."""
+        if not reads_words(model_config["architecture"]):
+            return cls()
+        return cls(FIRST_WORD + len(model_config["architecture"]["text_cfg"]["vocabulary"]), UNKNOWN, None)
 
 
 class Mix(NamedTuple):
@@ -139,6 +163,7 @@ def size_augment_text(
     *,
     generator: torch.Generator | None = None,
     word_end_V: Tensor | None = None,
+    ids: TextIds = TextIds(),  # noqa: B008 - frozen
 ) -> Tensor:
     """SizeAugment of texts: a share of the words is masked, replaced or left out, (B, L) int64 -> (B, L) int64.
 
@@ -156,10 +181,12 @@ def size_augment_text(
             one, each from a generator of its own, do not depend on their batch.
         word_end_V: (V,) bool, whether a token ends a word (`Tokenizer.word_ends`), to choose whole words; None to
             choose tokens.
+        ids: of the tokenizer; by default CLIP's.
     """
     draw_BL = torch.rand(tokens_BL.shape, generator=generator)
-    random_BL = torch.randint(1, START_TOKEN, tokens_BL.shape, generator=generator)
-    is_word_BL = (tokens_BL < START_TOKEN) & ((tokens_BL == END_TOKEN).cumsum(1) == 0)
+    random_BL = torch.randint(1, ids.stop, tokens_BL.shape, generator=generator)
+    behind_BL = tokens_BL == 0 if ids.end is None else (tokens_BL == ids.end).cumsum(1) > 0
+    is_word_BL = (tokens_BL < ids.stop) & ~behind_BL
     if word_end_V is not None:  # a word's first token draws for all of it
         begins_BL = torch.ones_like(is_word_BL)
         begins_BL[:, 1:] = (word_end_V[tokens_BL] | ~is_word_BL)[:, :-1]
@@ -167,7 +194,7 @@ def size_augment_text(
         draw_BL = draw_BL.gather(1, (position_L * begins_BL).cummax(1).values)
     share_BL = torch.where(is_word_BL, draw_BL / ratio if ratio else torch.inf, torch.inf)
     result = torch.where(share_BL < masking + replacing, random_BL, tokens_BL)
-    result = torch.where(share_BL < masking, MASK_TOKEN, result)
+    result = torch.where(share_BL < masking, ids.mask, result)
     out_BL = (share_BL >= masking + replacing) & (share_BL < 1)
     order_BL = out_BL.int().argsort(dim=1, stable=True)  # what is left out goes behind the padding
     return result.masked_fill(out_BL, 0).gather(1, order_BL)

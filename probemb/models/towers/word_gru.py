@@ -88,8 +88,9 @@ class WordGRU(Encoder):
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
         """(B, T) int64 -> features; their mask is True for words."""
-        mask = tokens != PADDING
-        length = mask.sum(1).clamp(min=1)
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = (tokens != PADDING) | (position == 0)  # an empty text is one word of padding
+        length = mask.sum(1)
         with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
             x = self.embedding(tokens)
             shared = len(self.layers) - len(self.branch or ())

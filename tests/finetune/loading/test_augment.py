@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.loading.augment import END_TOKEN, MASK_TOKEN, START_TOKEN, Mix, draw_mix, mix_images, size_augment_text
+from finetune.loading.augment import (
+    END_TOKEN,
+    MASK_TOKEN,
+    START_TOKEN,
+    Mix,
+    TextIds,
+    draw_mix,
+    mix_images,
+    size_augment_text,
+)
 from probemb import labels
 from probemb.models import create_model, create_tokenizer
 
@@ -223,3 +232,16 @@ def test_ends_of_words(tokenizer):
         tokens = tokenizer([text])[0]
         words = ends[tokens[: tokens.argmax() + 1]].sum().item() - 2
         assert words == len(text.replace("!", " !").split())
+
+
+def test_texts_of_whole_words_are_augmented_within_their_vocabulary():
+    vocabulary = [f"word{i}" for i in range(6)]
+    ids = TextIds.of({"architecture": {"text_cfg": {"tower": "word_gru", "vocabulary": vocabulary}, "vision_cfg": {}}})
+    tokens = torch.tensor([[2, 3, 4, 5, 6, 7, 0, 0]]).repeat(4000, 1)
+    result = size_augment_text(tokens, 0.5, 0.4, 0.3, generator=torch.Generator().manual_seed(0), ids=ids)
+    assert result.min() == 0
+    assert result.max() == 7
+    assert (result == 1).sum().item() / (6 * 4000) == pytest.approx(0.5 * (0.4 + 0.3 / 7), abs=0.01)
+    words = (result != 0).sum(1)
+    assert words.sum().item() / (6 * 4000) == pytest.approx(1 - 0.5 * 0.3, abs=0.01)
+    assert torch.equal(words, (result != 0).int().cumprod(1).sum(1))  # padding stays behind the words

@@ -64,7 +64,13 @@ def test_trim_keeps_the_longest_text_and_one_column():
     assert model.trim(TOKENS).shape == (3, 6)
     assert model.trim(TOKENS[[0, 2]]).tolist() == [[2, 3, 5], [1, 0, 0]]
     assert model.trim(torch.zeros(2, 6, dtype=torch.long)).shape == (2, 1)
-    assert model(torch.zeros(2, 1, dtype=torch.long))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("pooling", POOLING)
+@pytest.mark.parametrize("kind", ["clip", "gpo"])
+def test_an_empty_text_has_an_embedding(pooling, kind):
+    for out in tower(pooling=pooling, kind=kind)(torch.tensor([[0, 0, 0], [2, 3, 0]])):
+        assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("n_unc_layers", [0, 1, 2])
