@@ -1,5 +1,7 @@
 """Errors for the person who typed the command: what is wrong, and what to do about it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -27,3 +29,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     lower = {k.lower(): k for k in known}
     found = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return f" Did you mean '{lower[found[0]]}'?" if found else ""
+
+
+def ended_worker(error: RuntimeError) -> UserError | None:
+    """The UserError for PyTorch's report of a dead worker, which its signal handler may raise anywhere; else None."""
+    message = " ".join(str(error).split())
+    return worker_ended(message[:200].rstrip(".")) if message.startswith("DataLoader worker (pid") else None
+
+
+def worker_ended(how: str) -> UserError:
+    """The error for a data worker that was killed."""
+    return UserError(
+        f"A data worker was ended from outside ({how}).",
+        "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, or too few files may be open "
+        "(ulimit -n), allow more.",
+    )

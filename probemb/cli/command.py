@@ -40,7 +40,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = main() or 0
     except (UserError, RuntimeError) as error:
         if not isinstance(error, UserError):
-            from probemb.data.workers import ended_worker
+            from probemb.errors import ended_worker
 
             if (told := ended_worker(error)) is None:
                 raise

@@ -12,7 +12,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-from probemb.errors import UserError
+from probemb.errors import UserError, ended_worker, worker_ended
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -57,31 +57,17 @@ def starting_workers() -> Iterator[None]:
 
 @contextmanager
 def naming_ended_workers(workers: int) -> Iterator[None]:
-    """Turns the errors of a DataLoader whose worker died into a UserError."""
+    """Turn the errors of a DataLoader whose worker died into a UserError."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
         if not workers or "Caught " in str(error):  # raised by the dataset
             raise
-        raise _ended("in the middle of a batch") from error
+        raise worker_ended("in the middle of a batch") from error
     except RuntimeError as error:
-        if told := ended_worker(error):
-            raise told from error
+        if found := ended_worker(error):
+            raise found from error
         raise
-
-
-def ended_worker(error: RuntimeError) -> UserError | None:
-    """The UserError for PyTorch's report of a dead worker, which its signal handler may raise anywhere; else None."""
-    said = " ".join(str(error).split())
-    return _ended(said[:200].rstrip(".")) if said.startswith("DataLoader worker (pid") else None
-
-
-def _ended(how: str) -> UserError:
-    return UserError(
-        f"A data worker was ended from outside ({how}).",
-        "If memory ran out, use fewer workers or a smaller batch; if /dev/shm is full, or too few files may be open "
-        "(ulimit -n), allow more.",
-    )
 
 
 def shorten_sockets() -> None:

@@ -54,8 +54,8 @@ def prefix_vectors(mean: Tensor, uncertainty: Tensor, class_chunk: int = 64) -> 
 def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int = 20_000_000) -> Tensor:
     """How many classes score above the true one, for one classifier or for a stack of them.
 
-    A class that ties with the true one counts as above if it comes first, as argmax would have it: two classes
-    of the same name share one vector.
+    A class that ties with the true one counts as above if it comes first, as under argmax: two classes of the same
+    name share one vector.
 
     Args:
         images: (N, D), unit length.

@@ -1,8 +1,8 @@
-"""Scores of images with captions, a block of rows at a time: larger is closer. For rankings, without gradients.
+"""Scores of images with captions for rankings, a block of rows at a time, without gradients; larger is closer.
 
 Letters: N rows, M columns, D dimensions, E = D + 2. CSD, 2-Wasserstein and the cosine of the means separate into one
-dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y, 1, |y|^2 + c). What belongs to one side is computed once,
-so a block is a single matrix product.
+dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y, 1, |y|^2 + c). Each side's vectors are computed once, and
+a block of scores is one matrix product.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class DotScores:
 class SampledScores:
     """PCME's match probability by Monte Carlo, (N, M); see `distances.match_probability`.
 
-    The samples are the same for all rows. One of the J sets of samples is held at a time, drawn again where it is
-    needed: at 25,000 captions all of them would be a gigabyte.
+    The samples are the same for all rows. One of the J sets of samples is held at a time and drawn again when it is
+    needed: for 25,000 captions all sets would take a gigabyte.
     """
 
     left: Gaussian
@@ -84,7 +84,7 @@ class SampledScores:
         return len(self.left), len(self.right)
 
     def only(self, rows: Tensor, columns: Tensor) -> SampledScores:
-        """The scores of these rows and columns alone, with samples of their own unless it is all of them."""
+        """The scores of these rows and columns alone, with new samples unless they are all."""
         return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
 
     def transposed(self) -> SampledScores:
@@ -96,7 +96,7 @@ Scores = DotScores | SampledScores
 
 
 def _take(x, index: Tensor):
-    """Rows of a tensor or Gaussian, which is not copied where they are all rows."""
+    """Rows of a tensor or Gaussian, without a copy if they are all rows in order."""
     whole = len(index) == len(x) and torch.equal(index, torch.arange(len(x)))
     return x if whole else x[index.to(x.device if isinstance(x, Tensor) else x.mean.device)]
 
@@ -104,8 +104,10 @@ def _take(x, index: Tensor):
 def both_ways(
     scores: Scores, most: int = WHOLE_ELEMENTS
 ) -> tuple[Tensor | Callable[[slice], Tensor], Tensor | Callable[[slice], Tensor]]:
-    """Scores and their transpose, for what reads them several times: computed once up to `most` of them, and whenever
-    they are asked for beyond that."""
+    """Scores and their transpose, to be read several times.
+
+    Up to `most` scores are computed once and held; beyond that, blocks are computed whenever they are read.
+    """
     rows, columns = scores.shape
     if rows * columns > most:
         return scores, scores.transposed()

@@ -48,10 +48,10 @@ def quality(pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]]) -> di
     """Ten bins and the rejection curve of every metric.
 
     Args:
-        per_query: side -> metric -> (N,) or (M,), NaN for a query that is not asked.
+        per_query: side -> metric -> (N,) or (M,), NaN for queries that a benchmark leaves out.
 
     Returns:
-        side -> metric -> {"bins", "rejection"}, None where there is too little to say.
+        side -> metric -> {"bins", "rejection"}, None where there are too few queries.
     """
     found: dict = {}
     for side, metrics in per_query.items():
