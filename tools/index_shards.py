@@ -18,34 +18,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.progress import progress
-from probemb.data.failures import BadShard
 from probemb.data.shards.index import Shard, write_index
-from probemb.data.shards.samples import list_samples
 from probemb.errors import UserError
-from probemb.pools import process_pool
-
-
-@dataclass(frozen=True)
-class Walked:
-    """One tar: its index row, the number of groups of files that are not samples, or why it cannot be read."""
-
-    shard: Shard
-    skipped: int
-    damage: str | None = None
-
-
-def walk_shard(path: Path) -> Walked:
-    """Count the samples of one tar."""
-    try:
-        samples, skipped = list_samples(path)
-    except BadShard as error:
-        return Walked(Shard(path.name, path, 0, 0), 0, str(error))
-    return Walked(Shard(path.name, path, len(samples), path.stat().st_size), skipped)
+from tools.verify_shards import Verified, print_damage, read_rows, verify_folder, write_report
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -58,21 +36,7 @@ def find_shards(folder: Path) -> list[Path]:
     return paths
 
 
-def walk_folder(folder: Path, workers: int) -> list[Walked]:
-    """All tars of the folder in the order of their names, walked by `workers` processes, with a progress bar."""
-    paths = find_shards(folder)
-    walked = []
-    with (
-        progress("Walking shards", len(paths)) as advance,
-        process_pool(min(workers, len(paths)), "--workers") as pool,
-    ):
-        for one in pool.map(walk_shard, paths):
-            walked.append(one)
-            advance(1)
-    return walked
-
-
-def print_table(walked: Sequence[Walked], left_out: int) -> None:
+def print_table(whole: Sequence[Verified], left_out: int) -> None:
     """Print totals as a table."""
     from rich.console import Console
     from rich.table import Table
@@ -80,14 +44,8 @@ def print_table(walked: Sequence[Walked], left_out: int) -> None:
     table = Table()
     for name in ("shards", "samples", "bytes", "groups that are no sample", "damaged, left out"):
         table.add_column(name, justify="right")
-    totals = (
-        len(walked),
-        sum(one.shard.samples for one in walked),
-        sum(one.shard.bytes for one in walked),
-        sum(one.skipped for one in walked),
-        left_out,
-    )
-    table.add_row(*(f"{total:,}" for total in totals))
+    sums = (sum(getattr(one, name) for one in whole) for name in ("samples", "bytes", "skipped"))
+    table.add_row(*(f"{total:,}" for total in (len(whole), *sums, left_out)))
     Console().print(table)
 
 
@@ -113,52 +71,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} belongs to --verify.", "Add --verify.")
 
-    make_index(options.folder, options.workers, options.skip_damaged)
+    results = verify_folder(find_shards(options.folder), None, options.workers, decode=False)
+    make_index(options.folder, results, options.skip_damaged)
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
     """Decode everything; returns 1 if something is damaged, else 0."""
-    from tools.verify_shards import print_damage, read_rows, verify_folder, write_report
-
     paths = find_shards(options.folder)
     rows = None if options.write_index else read_rows(options.folder)
-    results = verify_folder(paths, rows, options.workers, options.labelled)
+    results = verify_folder(paths, rows, options.workers, need_caption=not options.labelled)
     print_damage(results)
     if options.report:
         write_report(options.report, options.folder, results)
         print(f"wrote {options.report}")
     if options.write_index:
-        make_index(options.folder, options.workers, skip_damaged=True)
+        make_index(options.folder, results, skip_damaged=True)
     elif rows is None:
         print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
     return int(any(one.damage or one.bad for one in results))
 
 
-def make_index(folder: Path, workers: int, skip_damaged: bool) -> None:
-    """Walk the shards, write the index, print totals. Raises UserError."""
-    walked = walk_folder(folder, workers)
-    whole = [one for one in walked if one.damage is None]
-    damaged = [one for one in walked if one.damage is not None]
-    for one in damaged:
-        print(f"damaged: {one.damage}", file=sys.stderr)
+def make_index(folder: Path, results: Sequence[Verified], skip_damaged: bool) -> None:
+    """Write the index of the readable shards, and print totals. Raises UserError."""
+    whole = [one for one in results if not one.damage]
+    for one in results:
+        if one.damage:
+            print(f"damaged: {folder / one.name}: {'; '.join(one.damage)}", file=sys.stderr)
+    damaged = len(results) - len(whole)
     if damaged and not skip_damaged:
         raise UserError(
-            f"{len(damaged)} of {len(walked)} shards in {folder} cannot be read; no index was written.",
+            f"{damaged} of {len(results)} shards in {folder} cannot be read; no index was written.",
             "Fetch them again, or leave them out with --skip-damaged.",
         )
-    if not any(one.shard.samples for one in whole):
+    if not any(one.samples for one in whole):
         raise UserError(
             f"No shard in {folder} holds a sample.",
             "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other.",
         )
     try:
-        path = write_index(folder, [one.shard for one in whole])
+        path = write_index(folder, [Shard(one.name, folder / one.name, one.samples, one.bytes) for one in whole])
     except OSError as error:
         raise UserError(
             f"The index cannot be written into {folder}: {error.strerror}.", "Make the folder writable."
         ) from None
-    print_table(whole, len(damaged))
+    print_table(whole, damaged)
     print(f"wrote {path}")
 
 

@@ -29,6 +29,7 @@ class Verified:
     name: str
     indexed: int | None
     samples: int = 0
+    bytes: int = 0
     skipped: int = 0
     damage: list[str] = field(default_factory=list)
     bad: int = 0
@@ -41,18 +42,19 @@ class Verified:
         return max(0, expected - self.samples) + self.bad
 
 
-def verify_shard(path: Path, row: tuple[int, int] | None, need_caption: bool = True) -> Verified:
-    """Read, parse and decode every sample of a tar; `row`: its samples and bytes according to the index."""
+def verify_shard(path: Path, row: tuple[int, int] | None, need_caption: bool = True, decode: bool = True) -> Verified:
+    """Check one tar; `row`: its samples and bytes according to the index; without `decode` only headers are read."""
     result = Verified(path.name, row[0] if row else None)
     try:
-        if row and path.stat().st_size != row[1]:
-            result.damage.append(f"has {path.stat().st_size:,} bytes, but its index says {row[1]:,}")
+        result.bytes = path.stat().st_size
+        if row and result.bytes != row[1]:
+            result.damage.append(f"has {result.bytes:,} bytes, but its index says {row[1]:,}")
         with open(path, "rb") as file:
             spans, result.skipped = list_samples(file)
             result.samples = len(spans)
             if row and len(spans) != row[0]:
                 result.damage.append(f"holds {len(spans):,} samples, but its index says {row[0]:,}")
-            for number, span in enumerate(spans):
+            for number, span in enumerate(spans if decode else ()):
                 reason = _wrong_with(file.fileno(), span, need_caption)
                 if reason is None:
                     continue
@@ -78,19 +80,22 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def verify_folder(paths: Sequence[Path], index: dict[str, tuple[int, int]] | None, workers: int, labelled: bool):
-    """Verify all shards in `workers` processes, with progress; results sorted by name."""
+def verify_folder(
+    paths: Sequence[Path],
+    index: dict[str, tuple[int, int]] | None,
+    workers: int,
+    need_caption: bool = True,
+    decode: bool = True,
+) -> list[Verified]:
+    """Check all shards in `workers` processes, with progress; results sorted by name."""
     index = index or {}
-    results = [
-        Verified(name, samples, damage=["is not there"])
-        for name, (samples, _) in index.items()
-        if name not in {path.name for path in paths}
-    ]
+    missing = index.keys() - {path.name for path in paths}
+    results = [Verified(name, index[name][0], damage=["is not there"]) for name in missing]
     with (
-        progress("Verifying shards", len(paths)) as advance,
+        progress("Verifying shards" if decode else "Walking shards", len(paths)) as advance,
         process_pool(min(workers, len(paths)), "--workers") as pool,
     ):
-        jobs = [pool.submit(verify_shard, path, index.get(path.name), not labelled) for path in paths]
+        jobs = [pool.submit(verify_shard, path, index.get(path.name), need_caption, decode) for path in paths]
         for job in as_completed(jobs):
             results.append(job.result())
             advance(1)
