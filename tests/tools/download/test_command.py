@@ -251,7 +251,7 @@ def test_refusals(site, cc3m, tmp_path):
     assert "No list was named" in refused("cc3m", "--out", out)
     assert "--out is missing" in refused("cc3m", path)
     assert "does not exist" in refused("cc3m", str(tmp_path / "none.tsv"), "--out", out)
-    assert "--resize is keepratio. Did you mean 'keep_ratio'" in refused(
+    assert "--resize is 'keepratio'. Did you mean 'keep_ratio'" in refused(
         "cc3m", path, "--out", out, "--resize=keepratio"
     )
     for option, value in (("threads", 0), ("quality", 101), ("shard-size", -1), ("seconds", 0), ("redirects", -1)):
