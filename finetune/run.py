@@ -59,7 +59,7 @@ def train(config: Config, preemption: Preemption) -> int:
         parameter_groups,
     )
     from finetune.trainer import Joint, Trainer
-    from probemb.data.captions.find import find_captioned
+    from probemb.data.captions.find import find_captions
     from probemb.data.failures import describe_failures
     from probemb.distributed import agree, all_of, same_everywhere, settle
     from probemb.models import as_one, create_tokenizer, create_transforms, fill_word_vectors
@@ -92,10 +92,10 @@ def train(config: Config, preemption: Preemption) -> int:
     same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
     data = config.data
     where = {"images": data.images, "format": data.format}
-    validation = find_captioned(data.path, data.validation, **where) if data.validation else None
+    validation = find_captions(data.path, data.validation, **where) if data.validation else None
     if validation is not None:
         refuse_unusable(validation, data.failure_share)
-    clean = None if not METHODS[config.method].trained else find_captioned(data.path, data.train, **where)
+    clean = None if not METHODS[config.method].trained else find_captions(data.path, data.train, **where)
     torch.manual_seed(config.seed)
     networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
     model, evaluated = networks[0], as_one(networks)

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
     """Count the words of all captions of a path into `counts`; the number of captions. Raises UserError."""
     from probemb.cli.progress import progress
-    from probemb.data.captions.find import find_captioned
+    from probemb.data.captions.find import find_captions
     from probemb.data.image_loader import find_tars
     from probemb.data.words import count_words
 
@@ -62,7 +62,7 @@ def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
     if not all(shard.suffix == ".tar" for shard in shards):  # a caption file
         shards = []
     if not shards:
-        captions = find_captioned(data, split=split).flat()
+        captions = find_captions(data, split=split).flat()
         count_words(captions, counts)
         return len(captions)
     total = 0

@@ -23,7 +23,7 @@ from zeroshot.config import RETRIEVAL_GENERATOR, RetrievalConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from probemb.data.captions.find import Captioned
+    from probemb.data.captions.find import CaptionDataset
 
 PROG = "python -m zeroshot.retrieval"
 DESCRIPTION = (
@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_config(RetrievalConfig, PROG, DESCRIPTION, argv)
     check(config)
     from probemb.cli.results import claim_files, results_folder
-    from probemb.data.captions.find import find_captioned
+    from probemb.data.captions.find import find_captions
     from probemb.evaluation.benchmarks import choose_benchmarks, refuse_too_many_exact_pairs
     from probemb.evaluation.rankings import ranking_names
 
     rankings = ranking_names(config.rankings)
-    captions = find_captioned(config.data, config.split, config.images)
+    captions = find_captions(config.data, config.split, config.images)
     _ = captions.images  # refuses data with missing images
     refuse_too_many_exact_pairs(captions)
     benchmarks = choose_benchmarks(config.benchmarks, captions, config.instances is not None)
@@ -67,8 +67,8 @@ def check(config: RetrievalConfig) -> None:
 
 
 def evaluate(
-    config: RetrievalConfig, captions: Captioned, rankings: list[str], benchmarks: list[str], objects: Tensor | None,
-    out: Path,
+    config: RetrievalConfig, captions: CaptionDataset, rankings: list[str], benchmarks: list[str],
+    objects: Tensor | None, out: Path,
 ) -> None:  # fmt: skip
     """Load the model, embed, rank, and write the results into `out`."""
     from probemb.cli.device import choose_device

@@ -27,7 +27,7 @@ from zeroshot.config import RETRIEVAL_GENERATOR
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from probemb.data.captions.find import Captioned
+    from probemb.data.captions.find import CaptionDataset
     from probemb.evaluation.embed_pairs import EmbeddedPairs
 
 METRICS = {"r@1": "R@1", "r@5": "R@5", "r@10": "R@10", "r_precision": "R-P", "map_at_r": "mAP@R"}
@@ -52,13 +52,13 @@ ul.captions code{font:inherit;font-size:.84rem;color:#5d6875;text-align:right}
 
 
 def write_report(
-    file: Path, results: dict, pairs: EmbeddedPairs, captions: Captioned, per_query: dict[str, dict[str, Tensor]]
+    file: Path, results: dict, pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]
 ) -> None:
     """Write the page; `results` is what results.json holds."""
     replace_text(file, page(results, pairs, captions, per_query))
 
 
-def page(results: dict, pairs: EmbeddedPairs, captions: Captioned, per_query: dict[str, dict[str, Tensor]]) -> str:
+def page(results: dict, pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]) -> str:
     """The whole page as HTML text."""
     config, found = results["config"], results["uncertainty"]
     of = f" ({escape(config['split'])})" if config["split"] else ""
@@ -243,7 +243,7 @@ def _erased(erased: dict | None) -> str:
     )
 
 
-def _projection(found: dict, captions: Captioned, pairs: EmbeddedPairs, sized: bool) -> str:
+def _projection(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, sized: bool) -> str:
     texts = [text for i in pairs.kept for text in captions.captions[i]]
     every = [float(u) for side in ("images", "captions") for u in found[side]["uncertainty"]]
     low, high = min(every), max(every)
@@ -265,7 +265,7 @@ def _projection(found: dict, captions: Captioned, pairs: EmbeddedPairs, sized: b
 
 
 def _examples(
-    extremes: dict, pairs: EmbeddedPairs, captions: Captioned, per_query: dict[str, dict[str, Tensor]]
+    extremes: dict, pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]
 ) -> str:
     texts = [text for i in pairs.kept for text in captions.captions[i]]
     parts = []

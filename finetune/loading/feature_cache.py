@@ -21,7 +21,7 @@ import torch
 
 from probemb import distributed
 from probemb.cli.progress import progress
-from probemb.data.captions.find import Captioned
+from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, Images, image_digest
 from probemb.errors import UserError
@@ -54,14 +54,14 @@ def unchanged(row: torch.Tensor) -> torch.Tensor:
 def cache_features(
     model: DualEncoder,
     transform: Callable,
-    captioned: Captioned,
+    dataset: CaptionDataset,
     folder: str | Path,
     *,
     device: torch.device | str = "cpu",
     batch_size: int = 64,
     workers: int = 0,
     failure_share: float = 0.05,
-) -> Captioned:
+) -> CaptionDataset:
     """The same images and captions with features in place of pixels; `model` then reads those.
 
     The first process computes what is not there yet, with progress; the others wait. Collective.
@@ -79,10 +79,10 @@ def cache_features(
     height, width = tower.image_size
     tower.feature_layout = None
     layout = feature_layout(tower, torch.linspace(-1, 1, 6 * height * width, device=device).view(2, 3, height, width))
-    place = Path(folder) / cache_key(model, layout, captioned.images)
+    place = Path(folder) / cache_key(model, layout, dataset.images)
     failure = None
     if distributed.is_main() and not (place / ABOUT).is_file():
-        batches = ImageBatches(captioned.images, transform, batch_size, workers, failure_share, "data.failure_share")
+        batches = ImageBatches(dataset.images, transform, batch_size, workers, failure_share, "data.failure_share")
         try:
             _compute(tower, layout, batches, place, device)
         except UserError as error:
@@ -90,13 +90,13 @@ def cache_features(
         except OSError as error:
             failure = UserError(
                 f"The features cannot be kept in {place} ({error.strerror or error}).",
-                f"They take {len(captioned) * layout.width * 2 / 1e9:.2f} GB: make room, or name another folder with "
+                f"They take {len(dataset) * layout.width * 2 / 1e9:.2f} GB: make room, or name another folder with "
                 "data.cache_features.",
             )
     distributed.agree(failure)
     tower.feature_layout = layout
-    images = captioned.images
-    return replace(captioned, located=_open(place, layout, images))
+    images = dataset.images
+    return replace(dataset, located=_open(place, layout, images))
 
 
 def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from probemb.data.captions.find import Captioned
+from probemb.data.captions.find import CaptionDataset
 from probemb.errors import UserError
 from probemb.files import replace_file
 
@@ -20,7 +20,7 @@ NOISE_FILE = "noise.npy"
 _LEAST_MOVED = 0.9  # of the ratio, in a file drawn elsewhere: a few captions come back to their own image by chance
 
 
-def shuffle_captions(captioned: Captioned, ratio: float, seed: int) -> tuple[Captioned, np.ndarray]:
+def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> tuple[CaptionDataset, np.ndarray]:
     """The data with a share of its captions at wrong images, and the image of each caption, (M,) int64.
 
     Every image keeps its number of captions. Of the floor(ratio · M) captions drawn, the few whose permutation leads
@@ -31,41 +31,43 @@ def shuffle_captions(captioned: Captioned, ratio: float, seed: int) -> tuple[Cap
     """
     if not 0 <= ratio <= 1:
         raise UserError(f"The noise ratio is {ratio}.", "Give the share of wrong captions, from 0 to 1.")
-    owner = np.array(captioned.owner(), np.int64)
+    owner = np.array(dataset.owner(), np.int64)
     draw = np.random.RandomState([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, 0x6E6F])
     chosen = draw.permutation(len(owner))[: int(ratio * len(owner))]
     image_of = owner.copy()
     image_of[chosen] = owner[draw.permutation(chosen)]
-    return assign_captions(captioned, image_of), image_of
+    return assign_captions(dataset, image_of), image_of
 
 
-def assign_captions(captioned: Captioned, image_of: np.ndarray) -> Captioned:
+def assign_captions(dataset: CaptionDataset, image_of: np.ndarray) -> CaptionDataset:
     """The data with caption c at image `image_of[c]`, (M,); within an image in the order of the clean data.
 
     So pair p of the result is caption `np.argsort(image_of, kind="stable")[p]` of the clean data. Raises ValueError
     for an array that does not leave every image its number of captions.
     """
-    if not _fits(captioned, image_of):
+    if not _fits(dataset, image_of):
         raise ValueError("this array does not give every image its number of captions")
     order = np.argsort(image_of, kind="stable")
-    cuts = np.cumsum([len(texts) for texts in captioned.captions])[:-1]
+    cuts = np.cumsum([len(texts) for texts in dataset.captions])[:-1]
     groups = np.split(order, cuts)
 
     def move(rows: list) -> list[list]:
         flat = [one for row in rows for one in row]
         return [[flat[c] for c in group] for group in groups]
 
-    scenes = captioned.scenes
+    scenes = dataset.scenes
     if scenes is not None:
         told = move([captions for _, captions in scenes])
         scenes = [(scene, captions) for (scene, _), captions in zip(scenes, told)]
-    ids = captioned.caption_ids
+    ids = dataset.caption_ids
     return replace(
-        captioned, captions=move(captioned.captions), caption_ids=None if ids is None else move(ids), scenes=scenes
+        dataset, captions=move(dataset.captions), caption_ids=None if ids is None else move(ids), scenes=scenes
     )
 
 
-def noisy_captions(captioned: Captioned, ratio: float, seed: int, folder: Path, write: bool = True) -> Captioned:
+def noisy_captions(
+    dataset: CaptionDataset, ratio: float, seed: int, folder: Path, write: bool = True
+) -> CaptionDataset:
     """`shuffle_captions`, kept as `noise.npy` in the run folder; a file that is there already decides.
 
     Args:
@@ -74,11 +76,11 @@ def noisy_captions(captioned: Captioned, ratio: float, seed: int, folder: Path, 
     Raises:
         UserError: the file there does not fit the data or the ratio.
     """
-    shuffled, image_of = shuffle_captions(captioned, ratio, seed)
+    shuffled, image_of = shuffle_captions(dataset, ratio, seed)
     path = folder / NOISE_FILE
     if path.exists():
-        kept = load_noise(path, captioned, ratio)
-        return shuffled if np.array_equal(kept, image_of) else assign_captions(captioned, kept)
+        kept = load_noise(path, dataset, ratio)
+        return shuffled if np.array_equal(kept, image_of) else assign_captions(dataset, kept)
     if write and ratio > 0:
         save_noise(path, image_of)
     return shuffled
@@ -91,17 +93,17 @@ def save_noise(path: Path, image_of: np.ndarray) -> None:
     replace_file(path, lambda aside: aside.write_bytes(content.getvalue()))
 
 
-def load_noise(path: Path, captioned: Captioned, ratio: float) -> np.ndarray:
+def load_noise(path: Path, dataset: CaptionDataset, ratio: float) -> np.ndarray:
     """The image of each caption, (M,) int64. Raises UserError if the file does not fit the clean data or the ratio."""
     remedy = "Resume with the data and the noise ratio of that run, or begin a new one."
     try:
         image_of = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:
         raise UserError(f"{path} cannot be read: {str(error)[:200].rstrip('.')}.", remedy) from None
-    if not isinstance(image_of, np.ndarray) or not _fits(captioned, image_of):
-        raise UserError(f"{path} does not fit the {captioned.n_captions} captions of {captioned.source}.", remedy)
+    if not isinstance(image_of, np.ndarray) or not _fits(dataset, image_of):
+        raise UserError(f"{path} does not fit the {dataset.n_captions} captions of {dataset.source}.", remedy)
     image_of = image_of.astype(np.int64)
-    owner = np.array(captioned.owner(), np.int64)
+    owner = np.array(dataset.owner(), np.int64)
     moved, most = int((image_of != owner).sum()), int(ratio * len(owner))
     least = int(_LEAST_MOVED * most) if most > 100 else 0  # of a few, all may stay by chance
     if not least <= moved <= most:
@@ -112,10 +114,10 @@ def load_noise(path: Path, captioned: Captioned, ratio: float) -> np.ndarray:
     return image_of
 
 
-def _fits(captioned: Captioned, image_of: np.ndarray) -> bool:
-    if image_of.ndim != 1 or image_of.dtype.kind not in "iu" or len(image_of) != captioned.n_captions:
+def _fits(dataset: CaptionDataset, image_of: np.ndarray) -> bool:
+    if image_of.ndim != 1 or image_of.dtype.kind not in "iu" or len(image_of) != dataset.n_captions:
         return False
-    if len(image_of) and not 0 <= image_of.min() <= image_of.max() < len(captioned):
+    if len(image_of) and not 0 <= image_of.min() <= image_of.max() < len(dataset):
         return False
-    counts = [len(texts) for texts in captioned.captions]
-    return bool((np.bincount(image_of.astype(np.int64), minlength=len(captioned)) == counts).all())
+    counts = [len(texts) for texts in dataset.captions]
+    return bool((np.bincount(image_of.astype(np.int64), minlength=len(dataset)) == counts).all())

@@ -1,6 +1,6 @@
 """The training pairs of finetuning: every caption with its image once an epoch, in an order that only the seed decides.
 
-    loader = PairLoader(find_captioned("data/flickr8k", "train"), transform, tokenizer, batch_size=128, workers=4)
+    loader = PairLoader(find_captions("data/flickr8k", "train"), transform, tokenizer, batch_size=128, workers=4)
     for epoch in range(25):
         for batch in loader.epoch(epoch):
             ...
@@ -23,7 +23,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from finetune.loading.pair_samples import PairBatch, Pairs, epoch_order, whole
-from probemb.data.captions.find import Captioned
+from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import Failure, Tally
 from probemb.data.workers import make_loader, naming_ended_workers, starting_workers
 from probemb.errors import UserError
@@ -33,7 +33,7 @@ class PairLoader:
     """Batches of training pairs for one rank.
 
     Args:
-        captioned: images and captions; each caption is one pair. What does not fill a whole global batch at the end
+        dataset: images and captions; each caption is one pair. What does not fill a whole global batch at the end
             of an epoch's order is left out of that epoch.
         transform: PIL image -> (3, H, W) float32. It may draw from the global random numbers of torch, numpy and
             Python, which are seeded for every pair; their states in this process are left as they were.
@@ -61,7 +61,7 @@ class PairLoader:
 
     def __init__(
         self,
-        captioned: Captioned,
+        dataset: CaptionDataset,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
         batch_size: int,
@@ -82,10 +82,10 @@ class PairLoader:
             )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
-        self.n_pairs = captioned.n_captions
+        self.n_pairs = dataset.n_captions
         if batch_size < 1 or batch_size > self.n_pairs:
             raise UserError(
-                f"{captioned.source} has {self.n_pairs} pairs, from which no batch of {batch_size} can be made.",
+                f"{dataset.source} has {self.n_pairs} pairs, from which no batch of {batch_size} can be made.",
                 f"Use a batch size from 1 to {self.n_pairs}.",
             )
         if batch_size % world:
@@ -93,15 +93,15 @@ class PairLoader:
                 f"{world} processes cannot share a batch of {batch_size} evenly.",
                 f"Use a batch size that {world} divides, such as {max(1, batch_size // world) * world}.",
             )
-        refuse_unusable(captioned, failure_share)
+        refuse_unusable(dataset, failure_share)
         self.steps, self.rows, self.seed = self.n_pairs // batch_size, batch_size // world, seed
         self.batch_size, self.waited = batch_size, 0.0
-        self._captioned = captioned
+        self._dataset = dataset
         self._tally = Tally(failure_share, min(failure_minimum, self.steps * self.rows))
         self._turn = 0
         self._sampler = _Rows(rank * self.rows, self.rows, self.steps)
         self._loader: DataLoader | None = make_loader(
-            Pairs(captioned, transform, tokenizer, batch_size, seed),
+            Pairs(dataset, transform, tokenizer, batch_size, seed),
             workers,
             batch_sampler=self._sampler,
             collate_fn=whole,
@@ -158,7 +158,7 @@ class PairLoader:
     def identity(self) -> dict[str, int | str]:
         """What the batches depend on; a run must be resumed with the same."""
         digest = hashlib.sha256()
-        for one, texts in zip(self._captioned.image_ids, self._captioned.captions):
+        for one, texts in zip(self._dataset.image_ids, self._dataset.captions):
             digest.update(f"{one}\0{len(texts)}\0".encode(errors="replace"))
             for text in texts:
                 digest.update(f"{text}\0".encode(errors="replace"))
@@ -193,13 +193,13 @@ class PairLoader:
             )
 
 
-def refuse_unusable(captioned: Captioned, share: float) -> None:
+def refuse_unusable(dataset: CaptionDataset, share: float) -> None:
     """Raises UserError if images are not here, or listing has found more than this share of samples unusable."""
-    bad, total = captioned.images.bad, len(captioned) + len(captioned.images.bad)
-    of = f", split '{captioned.split}'," if captioned.split else ""
+    bad, total = dataset.images.bad, len(dataset) + len(dataset.images.bad)
+    of = f", split '{dataset.split}'," if dataset.split else ""
     if len(bad) > share * total:
         raise UserError(
-            f"{len(bad)} of {total} samples of {captioned.source}{of} cannot be used ({bad[0][0]}: {bad[0][1]}).",
+            f"{len(bad)} of {total} samples of {dataset.source}{of} cannot be used ({bad[0][0]}: {bad[0][1]}).",
             "Repair them or leave their shards out, or allow a larger failure share.",
         )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from probemb.data.captions.find import Captioned
+from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.errors import UserError
@@ -22,8 +22,8 @@ class PairBatch(NamedTuple):
 
     images       (b, 3, H, W) float32
     tokens       (b, L) int64
-    image_index  (b,) int64: which image of the `Captioned`; rows with the same one match each other
-    pair_index   (b,) int64: which caption, counted image after image, as in `Captioned.flat`
+    image_index  (b,) int64: which image of the `CaptionDataset`; rows with the same one match each other
+    pair_index   (b,) int64: which caption, counted image after image, as in `CaptionDataset.flat`
     """
 
     images: torch.Tensor
@@ -49,9 +49,9 @@ def _number(*parts: int | str) -> int:
 class Pairs:
     """Data set for a DataLoader: (epoch, step, row) of a whole batch -> (PairBatch or the error, failures)."""
 
-    def __init__(self, captioned: Captioned, transform: Callable, tokenizer: Callable, batch_size: int, seed: int):
-        self.images, self.transform, self.tokenizer = captioned.images, transform, tokenizer
-        self.texts, self.owner = captioned.flat(), captioned.owner()
+    def __init__(self, dataset: CaptionDataset, transform: Callable, tokenizer: Callable, batch_size: int, seed: int):
+        self.images, self.transform, self.tokenizer = dataset.images, transform, tokenizer
+        self.texts, self.owner = dataset.flat(), dataset.owner()
         self.batch_size, self.seed = batch_size, seed
         self._epoch, self._order = -1, np.empty((0, 0), np.int64)
 

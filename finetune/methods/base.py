@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from finetune.config import Config
-    from probemb.data.captions.find import Captioned
+    from probemb.data.captions.find import CaptionDataset
     from probemb.gaussian import Gaussian
     from probemb.losses.output import LossOutput
     from probemb.models import DualEncoder, Encoded
@@ -87,7 +87,7 @@ class Method:
     networks: ClassVar[int] = 1
     trains: tuple[str, ...] = ()
 
-    def __init__(self, config: Config, model: DualEncoder, pairs: Captioned):
+    def __init__(self, config: Config, model: DualEncoder, pairs: CaptionDataset):
         from torch import nn
 
         self.config, self.options, self.module = config, config.loss, nn.Module()

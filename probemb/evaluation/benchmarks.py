@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from probemb.cli.progress import silent
-from probemb.data.captions.dataset import Captioned
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.errors import UserError, nearest
 from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
 from probemb.evaluation.rankings import (
@@ -47,7 +47,7 @@ MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is h
 PerQuery = dict[str, dict[str, Tensor]]  # side ("images", "captions") -> metric -> (N,) or (M,)
 
 
-def choose_benchmarks(wanted: str | None, captions: Captioned, has_objects: bool) -> list[str]:
+def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects: bool) -> list[str]:
     """--benchmarks as a list, or by default the benchmarks that the data allows.
 
     Args:
@@ -81,12 +81,12 @@ def choose_benchmarks(wanted: str | None, captions: Captioned, has_objects: bool
     return names
 
 
-def _check_ids(captions: Captioned) -> None:
+def _check_ids(captions: CaptionDataset) -> None:
     ids = captions.caption_ids
     coco_rows(captions.image_ids, None if ids is None else [number for row in ids for number in row])
 
 
-def refuse_too_many_exact_pairs(captions: Captioned) -> None:
+def refuse_too_many_exact_pairs(captions: CaptionDataset) -> None:
     """The exact positives of the scenes need a byte for each pair. Raises UserError if those are too many."""
     n_pairs = len(captions) * captions.n_captions
     if captions.scenes is not None and n_pairs > MAX_EXACT_PAIRS:
@@ -98,7 +98,7 @@ def refuse_too_many_exact_pairs(captions: Captioned) -> None:
 
 
 def evaluate_rankings(
-    pairs: EmbeddedPairs, captions: Captioned, rankings: Sequence[str], options: RankingOptions,
+    pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str], options: RankingOptions,
     benchmarks: Sequence[str] = (), objects: Tensor | None = None, show=silent,
 ) -> tuple[list[dict], PerQuery]:  # fmt: skip
     """Every ranking against every kind of positives.
@@ -125,7 +125,7 @@ def evaluate_rankings(
 class _Table:
     """The rows so far, and the values of single queries under the first ranking."""
 
-    def __init__(self, pairs: EmbeddedPairs, captions: Captioned, coco: list[str], objects: Tensor | None):
+    def __init__(self, pairs: EmbeddedPairs, captions: CaptionDataset, coco: list[str], objects: Tensor | None):
         self.pairs, self.captions, self.coco = pairs, captions, coco
         self.objects = None if objects is None else objects[pairs.kept]
         self.rows: list[dict] = []

@@ -11,7 +11,7 @@ from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 
 if TYPE_CHECKING:
-    from probemb.data.captions.find import Captioned
+    from probemb.data.captions.find import CaptionDataset
 
 
 class EmbeddedPairs(NamedTuple):
@@ -32,7 +32,7 @@ class EmbeddedPairs(NamedTuple):
     bad: list[tuple[str, str]]
 
 
-def embed_pairs(embedder: Embedder, captions: Captioned) -> EmbeddedPairs:
+def embed_pairs(embedder: Embedder, captions: CaptionDataset) -> EmbeddedPairs:
     """Embed all readable images and their captions.
 
     Raises:
@@ -44,7 +44,7 @@ def embed_pairs(embedder: Embedder, captions: Captioned) -> EmbeddedPairs:
     return EmbeddedPairs(images, texts, owner, kept, bad)
 
 
-def exact_match(captions: Captioned, kept: Sequence[int]) -> torch.Tensor:
+def exact_match(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:
     """(N, M) bool for the embedded world: whether each caption is true of each image."""
     from probemb.data.scenes import match_matrix
 
@@ -53,7 +53,7 @@ def exact_match(captions: Captioned, kept: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(match_matrix(scenes, told))
 
 
-def true_ambiguity(captions: Captioned, kept: Sequence[int]) -> torch.Tensor:
+def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:
     """(M,) float64, the share of all images that each caption fits, for the embedded world."""
     from probemb.data.scenes import ambiguity
 

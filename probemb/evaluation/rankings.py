@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from probemb.data.captions.dataset import Captioned
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.errors import UserError, nearest
 from probemb.evaluation.embed_pairs import embed_pairs
 from probemb.evaluation.embedding import Embedder
@@ -171,7 +171,7 @@ def both_directions(ranked: Ranked, positives: Positives) -> dict:
     return {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)}
 
 
-def evaluate_retrieval(embedder: Embedder, captions: Captioned, ranking: str | None = None) -> dict:
+def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: str | None = None) -> dict:
     """RSUM and its parts under one ranking: the quick measure by which finetuning chooses its model.
 
     Args:

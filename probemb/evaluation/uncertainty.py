@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from probemb.data.captions.find import Captioned
+from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.evaluation.embedding import Embedder
@@ -24,7 +24,11 @@ EXAMPLES = 8
 
 
 def findings(
-    embedder: Embedder, captions: Captioned, pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]], erased: int
+    embedder: Embedder,
+    captions: CaptionDataset,
+    pairs: EmbeddedPairs,
+    per_query: dict[str, dict[str, Tensor]],
+    erased: int,
 ) -> dict:
     """Everything on uncertainty that results.json holds.
 
@@ -98,7 +102,9 @@ def erase_words(text: str, share: float, generator: torch.Generator) -> str:
     return " ".join(words[i] for i in chosen)
 
 
-def erase(embedder: Embedder, captions: Captioned, chosen: Sequence[int], shares: Sequence[float] = ERASED) -> dict:
+def erase(
+    embedder: Embedder, captions: CaptionDataset, chosen: Sequence[int], shares: Sequence[float] = ERASED
+) -> dict:
     """Uncertainty against the share of erased pixels and words.
 
     Args:

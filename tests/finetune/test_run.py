@@ -25,7 +25,7 @@ from finetune.trainer import Trainer
 from probemb import load_model
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config, to_yaml
-from probemb.data.captions.find import find_captioned
+from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.metrics import retrieval_metrics, rsum
 from probemb.models import create_model, save_model
@@ -343,7 +343,7 @@ def test_two_networks_are_selected_averaged_and_saved_together(scenes, tmp_path,
     assert "and so is model-second" in told.splitlines()[-1]
 
     validated = [m for m in metrics(out) if "rsum" in m]
-    data = find_captioned(scenes, "val")
+    data = find_captions(scenes, "val")
     for name, told_rsum in (("model", max(m["rsum"] for m in validated)), ("model-swa", metrics(out)[-1]["swa_rsum"])):
         similarities = [similarity(load_model(out / folder), data) for folder in (name, f"{name}-second")]
         assert told_rsum == pytest.approx(rsum_of(sum(similarities) / 2, data))
@@ -396,7 +396,7 @@ def test_noisy_correspondence_is_kept_with_the_run(scenes, tmp_path, monkeypatch
     monkeypatch.setattr(finetune.run, "validate", spy_validate)
     options = {"method": "vse", "data.path": scenes, "noise-ratio": 0.5, "out": tmp_path / "run", "swa-epochs": 0}
     assert run_here({**options, "stop-after-epochs": 1}) == 0
-    clean = {split: find_captioned(scenes, split) for split in ("train", "val")}
+    clean = {split: find_captions(scenes, split) for split in ("train", "val")}
     image_of = np.load(tmp_path / "run" / NOISE_FILE)
     moved = (image_of != np.array(clean["train"].owner())).mean()
     assert 0.3 < moved <= 0.5

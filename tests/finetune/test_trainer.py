@@ -19,7 +19,7 @@ from finetune.recipe import Schedule, WeightAverage, create_optimizer, parameter
 from finetune.trainer import Joint, Trainer, Window
 from probemb import labels
 from probemb.cli.configuration import parse_config
-from probemb.data.captions.find import find_captioned
+from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.losses import CaptionSimilarity
 from probemb.models import create_model, create_tokenizer, create_transforms
@@ -102,7 +102,7 @@ def trained(rank, world, few, methods, words):
     """Losses and all weights after two steps, by method."""
     out = {}
     for name in methods:
-        data = find_captioned(few, "train")
+        data = find_captions(few, "train")
         told = []
         config = configured(*name.split(), *words)
         trainer = make_trainer(config, data, rank, world, tell=lambda step, values, told=told: told.append(values))
@@ -144,7 +144,7 @@ def test_ranks_equal_one_process(world, few, alone):
 def test_every_parameter_that_is_trained_gets_a_gradient(method, head, few):
     """DDP waits for each of them."""
     config = configured(*method.split(), f"--model.head={head}", "--size-augment=0")
-    trainer = make_trainer(config, find_captioned(few, "train"))
+    trainer = make_trainer(config, find_captions(few, "train"))
     without, step = [], trainer.optimizer.step
 
     def spy():
@@ -159,7 +159,7 @@ def test_every_parameter_that_is_trained_gets_a_gradient(method, head, few):
 
 def labels_of_ranks(rank, world, few):
     """The labels that every rank makes of a gathered batch, and what it mixed."""
-    data = find_captioned(few, "train")
+    data = find_captions(few, "train")
     config = configured("pcmepp", "--mix.ratio=1", "--mix.smoothing=0.01", "--size-augment=0")
     trainer = make_trainer(config, data, rank, world)
     pairs = next(trainer.loader.epoch(0))
@@ -201,7 +201,7 @@ def test_labels_of_mixed_images_of_several_ranks(few):
 
 
 def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
-    data = find_captioned(few, "train")
+    data = find_captions(few, "train")
     config = configured("pcmepp", "--mix.ratio=1", "--size-augment=0.9")
     trainer = make_trainer(config, data)
     pairs = next(trainer.loader.epoch(0))
@@ -218,7 +218,7 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
 
 def diverging(rank, world, few):
     """Rank 1's images are NaN at the second step: what every rank is told, and whether it stepped."""
-    trainer = make_trainer(configured("pcmepp"), find_captioned(few, "train"), rank, world)
+    trainer = make_trainer(configured("pcmepp"), find_captions(few, "train"), rank, world)
     augment = trainer._augment
 
     def broken(pairs):
@@ -245,7 +245,7 @@ def test_nan_on_one_rank_ends_all_before_the_step(few):
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(few):
-    trainer = make_trainer(configured("vse"), find_captioned(few, "train"))
+    trainer = make_trainer(configured("vse"), find_captions(few, "train"))
     parameter = next(trainer.joint.model.text.parameters())
     before = parameter.detach().clone()
     parameter.register_hook(lambda grad: grad * float("inf"))
@@ -258,7 +258,7 @@ def test_the_backbone_is_frozen_first_and_trained_after(few):
     images = "model.visual.transformer.resblocks.0.mlp.c_fc.weight"
     head = "model.visual.mean_head.linear.weight"
     seen = []
-    trainer = make_trainer(configured("vse"), find_captioned(few, "train"), double=False)
+    trainer = make_trainer(configured("vse"), find_captions(few, "train"), double=False)
     trainer.end_epoch = lambda epoch: seen.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
     start = {k: v.clone() for k, v in trainer.joint.state_dict().items()}
     trainer.fit()
@@ -269,7 +269,7 @@ def test_the_backbone_is_frozen_first_and_trained_after(few):
 
 @pytest.mark.parametrize("method", ["infonce", "ncr"])
 def test_the_average_is_that_of_both_towers_the_loss_and_all_networks(method, few):
-    data = find_captioned(few, "train")
+    data = find_captions(few, "train")
     config = configured(method, "--epochs=3")
     trainer = make_trainer(config, data)
     trainer.schedule = Schedule(epochs=3, lr_drop_epoch=3, freeze_epochs=1, average_epochs=2)
@@ -292,7 +292,7 @@ def test_the_average_is_that_of_both_towers_the_loss_and_all_networks(method, fe
 
 def test_two_networks_take_turns(few):
     """From equal weights, each in an order of its own; one stands still while the other is trained."""
-    trainer = make_trainer(configured("ncr"), find_captioned(few, "train"))
+    trainer = make_trainer(configured("ncr"), find_captions(few, "train"))
     networks, method = trainer.joint.networks, trainer.joint.objective
     networks[1].load_state_dict(networks[0].state_dict())
     augment, loss, inputs, seen = trainer._augment, method.loss, [], []
@@ -328,7 +328,7 @@ def test_two_networks_take_turns(few):
 
 def test_daa_sees_the_captions_as_they_are_trained_on(few):
     """Moved captions count as captions of the image that they were moved to: a method cannot know better."""
-    clean = find_captioned(few, "train")
+    clean = find_captions(few, "train")
     noisy, _ = shuffle_captions(clean, 0.9, seed=1)
     assert noisy.captions != clean.captions
     trainer = make_trainer(configured("daa"), noisy)

@@ -64,9 +64,9 @@ def test_the_world_is_as_its_scenes_say(world):
     assert int(part.tokens.max()) == world.vocabulary - 1  # the end token
     assert all((part.tokens == world.vocabulary - 1).sum(1) == 1)
     assert len(world.pretraining[0].tokens) == 48
-    match = exact_match(part.captioned, range(12))
+    match = exact_match(part.dataset, range(12))
     assert torch.equal(part.positives.counts, match.sum(1))
-    assert match[part.captioned.owner(), range(60)].all()
+    assert match[part.dataset.owner(), range(60)].all()
     assert world.classes.tokens.shape[:2] == (64, 80)
     again = draw_world(SIZES, [0])
     assert torch.equal(again.test.pixels, world.test.pixels)
@@ -74,9 +74,9 @@ def test_the_world_is_as_its_scenes_say(world):
 
 def test_noise_moves_tokens_with_their_captions(world):
     clean, noisy = world.training[0], world.training[0].noisy(0.5, 0)
-    tokens = dict(zip(clean.captioned.flat(), clean.tokens))
-    assert noisy.captioned.flat() != clean.captioned.flat()
-    for text, row in zip(noisy.captioned.flat(), noisy.tokens):
+    tokens = dict(zip(clean.dataset.flat(), clean.tokens))
+    assert noisy.dataset.flat() != clean.dataset.flat()
+    for text, row in zip(noisy.dataset.flat(), noisy.tokens):
         assert torch.equal(tokens[text], row)
 
 
@@ -86,7 +86,7 @@ def test_batches_come_in_finetunes_order(world):
     order = PairLoader.order(loader, 2)
     for batch, pairs in zip(loader.epoch(2), order):
         assert batch.pair_index.tolist() == pairs.tolist()
-        assert batch.image_index.tolist() == [part.captioned.owner()[pair] for pair in pairs]
+        assert batch.image_index.tolist() == [part.dataset.owner()[pair] for pair in pairs]
         assert batch.images.shape == (7, 3, 16, 16)
     assert len(list(loader.epoch(0, start_step=loader.steps - 1))) == 1
 

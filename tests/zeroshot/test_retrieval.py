@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from probemb import Gaussian, metrics
-from probemb.data.captions.find import Captioned, find_captioned
+from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.labelled.coco_objects import read_objects
 from probemb.data.scenes import matches
 from probemb.distances import csd
@@ -61,7 +61,7 @@ def test_every_ranking_under_both_kinds_of_positives(measured):
 def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, captioned):
     _, results = measured
     model, tokenizer, transforms = load_model(run_folder)
-    data = find_captioned(captioned)
+    data = find_captions(captioned)
     validation = evaluate_retrieval(Embedder(model, tokenizer, transforms.evaluate), data)
     row = next(row for row in results["rows"] if row["ranking"] == "csd" and row["positives"] == "own captions")
     assert validation["rsum"] == pytest.approx(row["rsum"])
@@ -88,7 +88,7 @@ def test_two_networks_of_a_run_are_measured_by_the_mean_of_their_similarities(
     two_networks, captioned, tmp_path, capsys
 ):
     """By themselves if a run has two, or those that are named; --no-second is the first alone."""
-    data, found = find_captioned(captioned), {}
+    data, found = find_captions(captioned), {}
     pixels = None
     scores: dict[str, list] = {"csd": [], "mean": []}
     for name in ("model", "model-second"):
@@ -220,7 +220,7 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
             for i in (0, 200):
                 captions[i].append("sixth")
                 ids[i].append(-i - 1)
-        data = Captioned(captions=captions, image_ids=image_ids[:n], caption_ids=ids)
+        data = CaptionDataset(captions=captions, image_ids=image_ids[:n], caption_ids=ids)
         owner = torch.tensor(data.owner())
         images = gaussians(n)
         noise = torch.randn(len(owner), 8, generator=torch.Generator().manual_seed(1))
@@ -372,7 +372,7 @@ def test_results_go_into_the_run_folder_and_to_no_other_command(captioned, shard
 
 
 def test_captions_and_scenes_are_found(captioned):
-    found = find_captioned(captioned)
+    found = find_captions(captioned)
     assert len(found.images) == 24
     assert all(len(texts) == 3 for texts in found.captions)
     kept = [0, 5, 7]
@@ -385,7 +385,7 @@ def test_captions_and_scenes_are_found(captioned):
 
 def test_plain_captions_have_no_scenes(tmp_path, pictures):
     members = [("a.jpg", pictures[0][1]), ("a.txt", b"one\ntwo\n"), ("b.jpg", pictures[1][1]), ("b.txt", b"three")]
-    found = find_captioned(write_tar(tmp_path / "a.tar", members))
+    found = find_captions(write_tar(tmp_path / "a.tar", members))
     assert found.captions == [["one", "two"], ["three"]]
     assert found.scenes is None
 
@@ -394,7 +394,7 @@ def test_scores_of_a_perfect_embedding_and_of_uncertain_rivals():
     mean = torch.eye(6)
     owner = torch.arange(6).repeat_interleave(2)
     images = Gaussian(mean, torch.full((6, 6), -5.0))
-    data = Captioned(captions=[["x", "y"]] * 6, image_ids=list("abcdef"))
+    data = CaptionDataset(captions=[["x", "y"]] * 6, image_ids=list("abcdef"))
 
     def rows(texts):
         pairs = EmbeddedPairs(images, texts, owner, list(range(6)), [])
@@ -414,7 +414,7 @@ def test_scores_of_a_perfect_embedding_and_of_uncertain_rivals():
 
 def test_too_many_exact_pairs_are_refused():
     def world(n_captions):
-        return Captioned(captions=[["x"] * (n_captions // 20_000)] * 20_000, image_ids=[], scenes=[])
+        return CaptionDataset(captions=[["x"] * (n_captions // 20_000)] * 20_000, image_ids=[], scenes=[])
 
     refuse_too_many_exact_pairs(world(100_000))
     with pytest.raises(UserError, match="20,000 images and 120,000 captions are 2,400,000,000 pairs"):

@@ -90,8 +90,8 @@ def uncertainty(scores, images: Gaussian, texts: Gaussian, part: Part) -> dict:
     """Captions' u against the share of all images that they fit; u of both sides against recall, in bins."""
     ambiguity = part.ambiguity
     u_text, u_image = texts.uncertainty().double(), images.uncertainty().double()
-    owner = torch.tensor(part.captioned.owner())
-    own_pairs = Positives.from_pairs(owner, torch.arange(len(owner)), len(part.captioned), len(owner))
+    owner = torch.tensor(part.dataset.owner())
+    own_pairs = Positives.from_pairs(owner, torch.arange(len(owner)), len(part.dataset), len(owner))
     out = {
         "spearman": pearson(average_ranks(u_text), average_ranks(ambiguity)),
         "mean_u": {"images": float(u_image.mean()), "captions": float(u_text.mean())},

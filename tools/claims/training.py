@@ -188,7 +188,7 @@ def fit(
     from accelerate import Accelerator
 
     model = create(world, settings, config, start)
-    method = METHODS[config.method](config, model, part.captioned)
+    method = METHODS[config.method](config, model, part.dataset)
     for name in ("scale", "shift", "logit_scale"):
         getattr(model, name).requires_grad_(name in method.trains)
     joint, best, values = Joint(model, method), {}, []

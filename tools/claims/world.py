@@ -13,7 +13,7 @@ from torch import Tensor
 
 from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_samples import PairBatch, epoch_order
-from probemb.data.captions.find import Captioned
+from probemb.data.captions.find import CaptionDataset
 from probemb.data.labelled.prompts import imagenet_templates, prompt_texts
 from probemb.data.scenes import Scene, class_names, class_scene, draw_captions, render, scene
 from probemb.evaluation.embed_pairs import exact_match, true_ambiguity
@@ -43,12 +43,12 @@ class Part:
     """N images and their M captions, ready to be used.
 
     Attributes:
-        captioned: the captions, and with them what they state.
+        dataset: the captions, and with them what they state.
         pixels: (N, 3, H, W) uint8.
         tokens: (M, L) int64, numbers of the world's own small vocabulary.
     """
 
-    captioned: Captioned
+    dataset: CaptionDataset
     pixels: Tensor
     tokens: Tensor
 
@@ -60,18 +60,18 @@ class Part:
     @cached_property
     def positives(self) -> Positives:
         """Which captions are true of which image, images as queries."""
-        return Positives.from_matrix(exact_match(self.captioned, range(len(self.captioned))))
+        return Positives.from_matrix(exact_match(self.dataset, range(len(self.dataset))))
 
     @cached_property
     def ambiguity(self) -> Tensor:
         """(M,) float64, the share of all images that each caption fits."""
-        return true_ambiguity(self.captioned, range(len(self.captioned)))
+        return true_ambiguity(self.dataset, range(len(self.dataset)))
 
     def noisy(self, ratio: float, seed: int) -> Part:
         """The same with a share of the captions at wrong images, as `finetune --noise-ratio` moves them."""
-        captioned, image_of = shuffle_captions(self.captioned, ratio, seed)
+        dataset, image_of = shuffle_captions(self.dataset, ratio, seed)
         order = np.argsort(image_of, kind="stable")
-        return Part(captioned, self.pixels, self.tokens[torch.from_numpy(order)])
+        return Part(dataset, self.pixels, self.tokens[torch.from_numpy(order)])
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,16 @@ def draw_world(sizes: Sizes, seeds: Sequence[int], tell: Callable[[str], object]
     drawn |= {f"training {seed}": _scenes(f"claims training {seed}", sizes.training) for seed in seeds}
     drawn |= {name: _scenes(f"claims {name}", getattr(sizes, name)) for name in ("validation", "test")}
     told = {
-        name: _captioned(name, scenes, slice(SURE_CAPTIONS) if name.startswith("pretraining") else slice(None))
+        name: _dataset(name, scenes, slice(SURE_CAPTIONS) if name.startswith("pretraining") else slice(None))
         for name, scenes in drawn.items()
     }
     prompts = prompt_texts(class_names(), imagenet_templates())
-    spoken = _captioned("words", _scenes("claims words", WORD_SCENES), slice(None)).flat()
+    spoken = _dataset("words", _scenes("claims words", WORD_SCENES), slice(None)).flat()
     words = Words([*spoken, *prompts])  # the same whatever the seeds and sizes: weights are kept between runs
     parts, total, done = {}, sum(map(len, told.values())) + sizes.class_images, 0
-    for name, captioned in told.items():
-        parts[name] = Part(captioned, _pixels(drawn[name], sizes.pixels), words(captioned.flat()))
-        done += len(captioned)
+    for name, dataset in told.items():
+        parts[name] = Part(dataset, _pixels(drawn[name], sizes.pixels), words(dataset.flat()))
+        done += len(dataset)
         left = (time.perf_counter() - began) / done * (total - done)
         tell(f"scenes: {done:,} of {total:,} drawn, about {left:.0f} s left")
     single = [class_scene("claims classes", i) for i in range(sizes.class_images)]
@@ -165,9 +165,9 @@ def _scenes(name: str, count: int) -> list[Scene]:
     return [scene(name, i) for i in range(count)]
 
 
-def _captioned(name: str, scenes: list[Scene], which: slice) -> Captioned:
+def _dataset(name: str, scenes: list[Scene], which: slice) -> CaptionDataset:
     told = [draw_captions(one)[which] for one in scenes]
-    return Captioned(
+    return CaptionDataset(
         captions=[[caption.text for caption in captions] for captions in told],
         image_ids=list(range(len(scenes))),
         scenes=list(zip(scenes, told)),
@@ -191,7 +191,7 @@ class MemoryLoader:
         self.part, self.batch_size, self.seed, self.step_done = part, batch_size, seed, step_done
         self.n_pairs = len(part.tokens)
         self.steps, self.waited = self.n_pairs // batch_size, 0.0
-        self._owner = torch.tensor(part.captioned.owner())
+        self._owner = torch.tensor(part.dataset.owner())
 
     def epoch(self, n: int, start_step: int = 0) -> Iterator[PairBatch]:
         """The batches of epoch n from a step on; `step_done` is called after each."""

@@ -30,7 +30,7 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
     """Measure on images with captions.
 
     Args:
-        data: as `find_captioned` takes it.
+        data: as `find_captions` takes it.
         rivals: "validation", or "index": then the items of the index count, too, none of them as the right one.
         within: a query is right if its own item is among so many.
         show: as `probemb.cli.progress.progress`.
@@ -39,13 +39,13 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
         UserError: the data cannot be read or is smaller than `within`, or another kind of rivals.
     """
     from probemb.cli.progress import silent
-    from probemb.data.captions.find import find_captioned
+    from probemb.data.captions.find import find_captions
     from probemb.errors import nearest
     from probemb.evaluation.embed_pairs import embed_pairs
 
     if rivals not in RIVALS:
         raise UserError(f"There are no rivals '{rivals}'.{nearest(rivals, RIVALS)}", f"Say {' or '.join(RIVALS)}.")
-    weights, captions = searcher.index.weights or "", find_captioned(data)
+    weights, captions = searcher.index.weights or "", find_captions(data)
     if not 1 <= within <= len(captions):
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
     embedded = embed_pairs(replace(searcher.embedder, workers=None, show=show or silent), captions)

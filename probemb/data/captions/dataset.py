@@ -20,7 +20,7 @@ MAX_FILE_BYTES = 1 << 30  # of an annotation file, unpacked
 
 
 @dataclass(frozen=True)
-class Captioned:
+class CaptionDataset:
     """N images and their captions.
 
     Attributes:
@@ -113,8 +113,8 @@ def missing_images(source: str, missing: Sequence[str], total: int) -> UserError
 def assemble(
     entries: Sequence[Entry], *, source: str, split: str | None, located: Images | None = None,
     missing: Sequence[str] = (), scenes: list[tuple] | None = None,
-) -> Captioned:  # fmt: skip
-    """A `Captioned` of entries that belong to it. Raises UserError: nothing there, no caption, ids twice."""
+) -> CaptionDataset:  # fmt: skip
+    """A `CaptionDataset` of entries that belong to it. Raises UserError: nothing there, no caption, ids twice."""
     for entry in entries:
         if not entry.captions:
             raise UserError(
@@ -127,7 +127,7 @@ def assemble(
     if all(entry.caption_ids is not None for entry in entries):
         ids = [list(entry.caption_ids) for entry in entries]
         check_unique((number for row in ids for number in row), "caption id", source)
-    return Captioned(
+    return CaptionDataset(
         captions=[entry.captions for entry in entries],
         image_ids=[entry.id for entry in entries],
         caption_ids=ids,

@@ -1,8 +1,8 @@
 """Finds images with their captions in any of the published formats.
 
-    find_captioned("data/flickr8k", split="val")                              webdataset shards
-    find_captioned("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
-    find_captioned("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
+    find_captions("data/flickr8k", split="val")                              webdataset shards
+    find_captions("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
+    find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
 
 Nothing is decoded here. The format is recognised by the content.
 """
@@ -12,17 +12,17 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from probemb.data.captions.dataset import Captioned, listed, split_name
+from probemb.data.captions.dataset import CaptionDataset, listed, split_name
 from probemb.data.image_loader import find_tars
 from probemb.errors import UserError, nearest
 
 FORMATS = ("webdataset", "karpathy", "precomp")
-__all__ = ["FORMATS", "Captioned", "find_captioned"]
+__all__ = ["FORMATS", "CaptionDataset", "find_captions"]
 
 
-def find_captioned(
+def find_captions(
     data: str | Path, split: str | None = None, images: str | Path | None = None, format: str | None = None
-) -> Captioned:
+) -> CaptionDataset:
     """List images and captions without decoding any image.
 
     Args:

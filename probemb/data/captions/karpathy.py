@@ -6,7 +6,7 @@ import json
 from pathlib import Path, PurePosixPath
 
 from probemb.data.captions.dataset import (
-    Captioned,
+    CaptionDataset,
     Entry,
     assemble,
     check_unique,
@@ -22,7 +22,7 @@ from probemb.data.shards.samples import MAX_CAPTION_CHARS
 from probemb.errors import UserError
 
 
-def read_karpathy(path: Path, split: str | None, images: Path | None) -> Captioned:
+def read_karpathy(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
     """`{"images": [{"filename", "filepath", "split", "cocoid", "sentences": [{"raw", "sentid"}]}]}`.
 
     COCO's ids are taken where "cocoid" says that it is COCO; elsewhere an image is called by its file name.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from probemb.data.captions.dataset import (
-    Captioned,
+    CaptionDataset,
     Entry,
     assemble,
     check_unique,
@@ -33,7 +33,7 @@ _COCO_NAMES = (
 )  # fmt: skip
 
 
-def read_precomp(path: Path, split: str | None, images: Path | None) -> Captioned:
+def read_precomp(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
     """`NAME_caps.txt`, five lines an image, with the ids of the images or captions beside it, if they are.
 
     `NAME_ids.txt` (one image id a line, or one for each caption) as SCAN and VSE++ ship it, or `coco_NAME_ids.npy` of

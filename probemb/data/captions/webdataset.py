@@ -8,7 +8,7 @@ from pathlib import Path
 
 from probemb.data.captions.dataset import (
     AUTO,
-    Captioned,
+    CaptionDataset,
     Entry,
     assemble,
     choose_split,
@@ -34,7 +34,7 @@ from probemb.errors import UserError
 _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
 
 
-def read_shards(data: str | Path, split: str | None) -> Captioned:
+def read_shards(data: str | Path, split: str | None) -> CaptionDataset:
     """Images and captions of shards.
 
     KEY.json may say "image_id" or "cocoid", and "caption_ids" in the order of its captions, or each caption as

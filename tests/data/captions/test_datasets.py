@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from probemb.data.captions.find import FORMATS, find_captioned
+from probemb.data.captions.find import FORMATS, find_captions
 from probemb.data.captions.image_files import is_inside
 from probemb.data.image_loader import ImageBatches
 from probemb.data.scenes import draw_captions, sample_to_json, scene
@@ -79,7 +79,7 @@ def coco(tmp_path):
     ],
 )  # fmt: skip
 def test_splits_of_coco(coco, tmp_path, split, ids):
-    found = find_captioned(coco, split, tmp_path / "coco")
+    found = find_captions(coco, split, tmp_path / "coco")
     assert found.image_ids == ids
     assert [which(found.images.open(i)) for i in range(len(found))] == [one % 65536 for one in ids]
     numbers = [[row[1] for row in COCO].index(one) for one in ids]
@@ -94,9 +94,9 @@ def test_splits_of_coco(coco, tmp_path, split, ids):
 
 def test_image_folders_are_found_beside_the_json(coco, tmp_path):
     (tmp_path / "coco" / "dataset_coco.json").write_bytes(coco.read_bytes())
-    assert len(find_captioned(tmp_path / "coco", "train").images) == 3
+    assert len(find_captions(tmp_path / "coco", "train").images) == 3
     (tmp_path / "coco").rename(tmp_path / "annotations" / "images")
-    assert len(find_captioned(coco, "val").images) == 1
+    assert len(find_captions(coco, "val").images) == 1
 
 
 def test_images_all_in_one_folder_and_a_packed_json(coco, tmp_path):
@@ -106,7 +106,7 @@ def test_images_all_in_one_folder_and_a_packed_json(coco, tmp_path):
         file.rename(flat / file.name)
     packed = tmp_path / "dataset_coco.json.gz"
     packed.write_bytes(gzip.compress(coco.read_bytes()))
-    assert len(find_captioned(packed, "train", flat).images) == 3
+    assert len(find_captions(packed, "train", flat).images) == 3
 
 
 def test_flickr_has_names_in_place_of_ids(tmp_path):
@@ -118,37 +118,37 @@ def test_flickr_has_names_in_place_of_ids(tmp_path):
     (tmp_path / "images").mkdir()
     for number in range(len(COCO)):
         (tmp_path / "images" / f"{100 + number}_ab.c.jpg").write_bytes(shade(number))
-    found = find_captioned(path, "test")
+    found = find_captions(path, "test")
     assert (found.image_ids, found.caption_ids) == (["101_ab.c", "105_ab.c"], None)
     assert [which(found.images.open(i)) for i in range(2)] == [1, 5]
 
 
 def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
-    alone = find_captioned(coco, "train")  # text alone, until somebody asks for images
+    alone = find_captions(coco, "train")  # text alone, until somebody asks for images
     assert alone.n_captions == 15
     with pytest.raises(UserError, match=r"3 of the 3 images of .* not here, .* train2014/COCO_train2014_0+9\."):
         _ = alone.images
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="3 of the 3 images"):
-        find_captioned(coco, "train", tmp_path / "empty")
+        find_captions(coco, "train", tmp_path / "empty")
     (tmp_path / "coco" / "val2014" / VAL.format(42)).unlink()
     with pytest.raises(UserError, match=rf"1 of the 3 images .* first is val2014/{VAL.format(42)}"):
-        find_captioned(coco, "train", tmp_path / "coco")
-    assert len(find_captioned(coco, "test", tmp_path / "coco").images) == 2
+        find_captions(coco, "train", tmp_path / "coco")
+    assert len(find_captions(coco, "test", tmp_path / "coco").images) == 2
     with pytest.raises(UserError, match=r"The image folder .* does not exist"):
-        find_captioned(coco, "train", tmp_path / "nowhere")
+        find_captions(coco, "train", tmp_path / "nowhere")
 
 
 def test_a_split_that_is_not_there(coco, tmp_path):
     with pytest.raises(UserError, match=r"no split 'tset', only restval, test, train and val\. Did you mean 'test'"):
-        find_captioned(coco, "tset", tmp_path / "coco")
+        find_captions(coco, "tset", tmp_path / "coco")
 
 
 def test_images_that_do_not_decode_are_named_when_they_are_read(coco, tmp_path):
     import torch
 
     (tmp_path / "coco" / "val2014" / VAL.format(391895)).write_bytes(b"\xff\xd8 cut")
-    found = find_captioned(coco, "test", tmp_path / "coco")
+    found = find_captions(coco, "test", tmp_path / "coco")
     batches = ImageBatches(found.images, lambda image: torch.zeros(3, 2, 2), 4, max_bad=0.5)
     assert [len(batch) for batch in batches] == [1]
     assert batches.kept == [1]
@@ -203,13 +203,13 @@ def test_hostile_annotations_are_refused(tmp_path, content, message):
     save_images(tmp_path / "coco")
     path = save(tmp_path / "dataset_coco.json", content)
     with pytest.raises(UserError, match=message) as error:
-        find_captioned(path, "test", tmp_path / "coco")
+        find_captions(path, "test", tmp_path / "coco")
     assert len(str(error.value)) < 1000
 
 
 def test_endless_captions_are_cut(tmp_path):
     path = save(tmp_path / "d.json", changed(sentences=[{"raw": "x" * 100_000, "sentid": 1}]))
-    assert len(find_captioned(path, "test").captions[0][0]) == 2000
+    assert len(find_captions(path, "test").captions[0][0]) == 2000
 
 
 def test_what_no_reader_takes(tmp_path):
@@ -224,25 +224,25 @@ def test_what_no_reader_takes(tmp_path):
     ]:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(UserError, match=message):
-            find_captioned(tmp_path / name)
+            find_captions(tmp_path / name)
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(karpathy()).encode())[:-30])
     with pytest.raises(UserError, match="damaged or cut off"):
-        find_captioned(tmp_path / "cut.json.gz")
+        find_captions(tmp_path / "cut.json.gz")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="not a regular file"):
-        find_captioned(tmp_path / "pipe", format="karpathy")
+        find_captions(tmp_path / "pipe", format="karpathy")
     with pytest.raises(UserError, match="'json' is no format"):
-        find_captioned(tmp_path, format="json")
+        find_captions(tmp_path, format="json")
     for format in (None, *FORMATS):
         with pytest.raises(UserError, match="does not exist"):
-            find_captioned(tmp_path / "nowhere", format=format)
+            find_captions(tmp_path / "nowhere", format=format)
     (tmp_path / "empty").mkdir()
     for format in (None, *FORMATS):
         with pytest.raises(UserError, match=r"empty holds (no|0) "):
-            find_captioned(tmp_path / "empty", format=format)
+            find_captions(tmp_path / "empty", format=format)
     for data in ("", "a\0b"):
         with pytest.raises(UserError, match="The data path"):
-            find_captioned(data)
+            find_captions(data)
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "train2014/a b.jpg", "ä/1..2.jpg"])
@@ -274,29 +274,29 @@ def test_precomp_splits_and_coco_images(tmp_path):
     save_images(tmp_path / "images")
     for data in (tmp_path, folder):  # the folder of SCAN, or the one around it
         for split, ids in [("train", [9, 25, 42]), ("test", [391895, 60623]), ("val", [73]), ("dev", [73])]:
-            found = find_captioned(data, split)
+            found = find_captions(data, split)
             assert found.image_ids == ids
             assert [which(found.images.open(i)) for i in range(len(found))] == [one % 65536 for one in ids]
             assert found.caption_ids is None
-    assert find_captioned(folder / "test_caps.txt", "test").image_ids == [391895]
-    assert find_captioned(folder, "testall").image_ids == [391895, 60623]
+    assert find_captions(folder / "test_caps.txt", "test").image_ids == [391895]
+    assert find_captions(folder, "testall").image_ids == [391895, 60623]
     with pytest.raises(UserError, match="holds 4 files that could be meant"):
-        find_captioned(folder)
+        find_captions(folder)
     with pytest.raises(UserError, match="no split 'tiny', only test, train and val"):
-        find_captioned(folder, "tiny")
+        find_captions(folder, "tiny")
     with pytest.raises(UserError, match=r"test_caps\.txt has no split 'train', only test"):
-        find_captioned(folder / "test_caps.txt", "train")
+        find_captions(folder / "test_caps.txt", "train")
 
 
 def test_precomp_without_ids_is_text_alone(tmp_path):
     folder = caps(tmp_path, "test", 4)
-    found = find_captioned(folder, "test")
+    found = find_captions(folder, "test")
     assert found.captions[3] == [f"caption {c} ." for c in range(15, 20)]
     assert len(set(found.image_ids)) == 4
     with pytest.raises(UserError, match=r"4 of the 4 images .* are not here, the first is test:0"):
         _ = found.images
     with pytest.raises(UserError, match=r"Nothing beside .* says which of the images"):
-        find_captioned(folder, "test", tmp_path)
+        find_captions(folder, "test", tmp_path)
 
 
 def test_precomp_images_by_mapping_by_name_and_by_number(tmp_path):
@@ -305,14 +305,14 @@ def test_precomp_images_by_mapping_by_name_and_by_number(tmp_path):
     for number, name in [(7, "a7.jpg"), (8, "8.jpg"), (9, "b9.jpg")]:
         (tmp_path / "flickr30k-images" / name).write_bytes(shade(number))
     mapping = save(tmp_path / "id_mapping.json", {"7": "a7.jpg", "9": "b9.jpg"})
-    found = find_captioned(folder, "test")
+    found = find_captions(folder, "test")
     assert [which(found.images.open(i)) for i in range(3)] == [7, 8, 9]
     save(tmp_path / "test_ids.txt", "a7\n8.jpg\nb9.jpg\n")
-    assert [which(find_captioned(folder, "test").images.open(i)) for i in range(3)] == [7, 8, 9]
+    assert [which(find_captions(folder, "test").images.open(i)) for i in range(3)] == [7, 8, 9]
     for content in ({"7": "../a7.jpg"}, {"7": 3}, [1], "{"):
         save(mapping, content)
         with pytest.raises(UserError, match=r"id_mapping\.json does not map ids to images"):
-            find_captioned(folder, "test")
+            find_captions(folder, "test")
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_precomp_images_by_mapping_by_name_and_by_number(tmp_path):
 )
 def test_ids_that_do_not_fit(tmp_path, ids, message):
     with pytest.raises(UserError, match=message):
-        find_captioned(caps(tmp_path, "test", 3, ids=ids), "test")
+        find_captions(caps(tmp_path, "test", 3, ids=ids), "test")
 
 
 def test_annotation_ids_of_another_order_are_refused(tmp_path):
@@ -336,23 +336,23 @@ def test_annotation_ids_of_another_order_are_refused(tmp_path):
     ids = np.array([770337, 771687, 772707, 776154, 781998])
     np.save(tmp_path / "coco_test_ids.npy", ids)
     pytest.importorskip("eccv_caption")
-    found = find_captioned(tmp_path, "test")
+    found = find_captions(tmp_path, "test")
     assert (found.image_ids, found.caption_ids) == ([391895], [ids.tolist()])
     np.save(tmp_path / "coco_test_ids.npy", np.array([770337, 771687, 772707, 776154, 152106]))
     with pytest.raises(UserError, match="do not belong to one image of COCO"):
-        find_captioned(tmp_path, "test")
+        find_captions(tmp_path, "test")
     for array in (np.zeros(5), np.zeros((5, 1), int), np.array([{}]), -ids):
         np.save(tmp_path / "coco_test_ids.npy", array, allow_pickle=True)
         with pytest.raises(UserError, match="is no row of ids"):
-            find_captioned(tmp_path, "test")
+            find_captions(tmp_path, "test")
 
 
 def test_an_image_whose_lines_are_empty(tmp_path):
     save(tmp_path / "test_caps.txt", "a\n\nb\n\n\n")
-    assert find_captioned(tmp_path / "test_caps.txt").captions == [["a", "b"]]
+    assert find_captions(tmp_path / "test_caps.txt").captions == [["a", "b"]]
     save(tmp_path / "test_caps.txt", "a\n\nb\n\n\n" + "\n" * 5 + "c\n" * 5)
     with pytest.raises(UserError, match=r"The image test:1 of .* has no caption"):
-        find_captioned(tmp_path / "test_caps.txt")
+        find_captions(tmp_path / "test_caps.txt")
 
 
 # -------------------------------------------------------------------------------------------------------------- shards
@@ -367,35 +367,35 @@ def test_shards_named_by_split(tmp_path):
     for name, keys in [("train-0", "ab"), ("train-1", "c"), ("restval-0", "d"), ("val-0", "e"), ("test-0", "f")]:
         write(tmp_path / f"{name}.tar", [part for key in keys for part in pair(key, ord(key))])
     for split, keys in [("train", "dabc"), ("val", "e"), ("dev", "e"), ("test", "f"), ("restval", "d")]:
-        found = find_captioned(tmp_path, split)
+        found = find_captions(tmp_path, split)
         assert sorted(found.image_ids) == sorted(keys)
         assert [which(found.images.open(i)) for i in range(len(found))] == [ord(key) for key in found.image_ids]
         assert found.captions == [[f"text {key}"] for key in found.image_ids]
         assert found.caption_ids is None
-    assert len(find_captioned(tmp_path)) == 6
-    assert find_captioned(f"{tmp_path}/train-{{0..1}}.tar", "train").image_ids == ["a", "b", "c"]
+    assert len(find_captions(tmp_path)) == 6
+    assert find_captions(f"{tmp_path}/train-{{0..1}}.tar", "train").image_ids == ["a", "b", "c"]
     with pytest.raises(UserError, match="no split 'all', only restval, test, train and val"):
-        find_captioned(tmp_path, "all")
+        find_captions(tmp_path, "all")
     with pytest.raises(UserError, match=r"val-0\.tar has no split 'train', only val"):
-        find_captioned(tmp_path / "val-0.tar", "train")
+        find_captions(tmp_path / "val-0.tar", "train")
     with pytest.raises(UserError, match="holds its images itself"):
-        find_captioned(tmp_path, "val", tmp_path)
+        find_captions(tmp_path, "val", tmp_path)
 
 
 def test_shards_in_folders_named_by_split(tmp_path):
     for split in ("train", "val"):
         write(tmp_path / split / "00000.tar", pair("a", 3))
-        assert find_captioned(tmp_path, split).captions == [["text a"]]
-        assert find_captioned(tmp_path / split, split).captions == [["text a"]]
-        assert find_captioned(tmp_path / split).captions == [["text a"]]
+        assert find_captions(tmp_path, split).captions == [["text a"]]
+        assert find_captions(tmp_path / split, split).captions == [["text a"]]
+        assert find_captions(tmp_path / split).captions == [["text a"]]
     write(tmp_path / "classes" / "00000.tar", pair("a", 3))
     (tmp_path / "classes" / "classes.txt").write_text("red square\n")
     with pytest.raises(UserError, match=r"holds the splits train, val\."):
-        find_captioned(tmp_path)
+        find_captions(tmp_path)
     with pytest.raises(UserError, match="no split 'test', only train and val"):
-        find_captioned(tmp_path, "test")
+        find_captions(tmp_path, "test")
     with pytest.raises(UserError, match="no split 'test', none at all"):
-        find_captioned(tmp_path / "val", "test")
+        find_captions(tmp_path / "val", "test")
 
 
 def test_ids_in_the_json_of_shards(tmp_path):
@@ -404,22 +404,22 @@ def test_ids_in_the_json_of_shards(tmp_path):
         *pair("a", 1, image_id=391895, caption_ids=[1, 2, 3], captions=["x", "  ", "z"]),
         *pair("b", 2, cocoid=73, captions=objects),
     ]
-    found = find_captioned(write(tmp_path / "a.tar", members))
+    found = find_captions(write(tmp_path / "a.tar", members))
     assert found.image_ids == [391895, 73]
     assert found.captions == [["x", "z"], ["e", "g"]]
     assert found.caption_ids == [[1, 3], [5, 7]]
-    found = find_captioned(write(tmp_path / "b.tar", members + pair("c", 3)))
+    found = find_captions(write(tmp_path / "b.tar", members + pair("c", 3)))
     assert (found.image_ids, found.caption_ids) == ([391895, 73, "c"], None)
     with pytest.raises(UserError, match="two entries with the image id 73"):
-        find_captioned(write(tmp_path / "c.tar", members + pair("c", 3, image_id=73, captions=["q"])))
+        find_captions(write(tmp_path / "c.tar", members + pair("c", 3, image_id=73, captions=["q"])))
     with pytest.raises(UserError, match="two entries with the caption id 5"):
-        find_captioned(write(tmp_path / "d.tar", members + pair("c", 3, captions=["q"], caption_ids=[5])))
+        find_captions(write(tmp_path / "d.tar", members + pair("c", 3, captions=["q"], caption_ids=[5])))
 
 
 def test_equal_keys_of_several_tars_are_told_apart(tmp_path):
     for name in ("0.tar", "1.tar"):
         write(tmp_path / name, pair("a", 1))
-    assert find_captioned(tmp_path).image_ids == ["0.tar:a", "1.tar:a"]
+    assert find_captions(tmp_path).image_ids == ["0.tar:a", "1.tar:a"]
 
 
 def test_samples_that_cannot_be_used_are_named(tmp_path):
@@ -433,7 +433,7 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
         ("g.png", shade(7)),
         ("notes.json", b"[]"),
     ]  # fmt: skip
-    found = find_captioned(write(tmp_path / "a.tar", members))
+    found = find_captions(write(tmp_path / "a.tar", members))
     assert found.image_ids == ["a"]
     assert dict(found.images.bad) == {
         "b": "there are captions, but no image",
@@ -443,10 +443,10 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
         "f": "the caption_ids of the json are not a list of whole numbers from 0 on",
     }
     with pytest.raises(UserError, match=r"holds no image with a caption \(b: there are captions, but no image\)"):
-        find_captioned(write(tmp_path / "b.tar", members[2:3]))
+        find_captions(write(tmp_path / "b.tar", members[2:3]))
     (tmp_path / "c.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:1500])
     with pytest.raises(UserError, match=r"c\.tar"):
-        find_captioned(tmp_path / "c.tar")
+        find_captions(tmp_path / "c.tar")
 
 
 def test_scenes_keep_what_their_captions_state(tmp_path):
@@ -455,25 +455,25 @@ def test_scenes_keep_what_their_captions_state(tmp_path):
         one = scene("captioned", i)
         told = draw_captions(one, 2)
         members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(sample_to_json(one, told)).encode())]
-    found = find_captioned(write(tmp_path / "val-0.tar", members), "val")
+    found = find_captions(write(tmp_path / "val-0.tar", members), "val")
     assert [[caption.text for caption in told] for _, told in found.scenes] == found.captions
 
 
 def test_the_format_is_seen_from_the_content(coco, tmp_path):
     other = tmp_path / "anything"
     other.write_bytes(coco.read_bytes())
-    assert len(find_captioned(other, "test", tmp_path / "coco")) == 2
+    assert len(find_captions(other, "test", tmp_path / "coco")) == 2
     tar = write(tmp_path / "one.tar", pair("a", 1))
     tar.rename(tmp_path / "shard")
-    assert find_captioned(tmp_path / "shard").image_ids == ["a"]
+    assert find_captions(tmp_path / "shard").image_ids == ["a"]
     caps(tmp_path, "test").joinpath("test_caps.txt").rename(tmp_path / "lines")
-    assert len(find_captioned(tmp_path / "lines")) == 3
+    assert len(find_captions(tmp_path / "lines")) == 3
     mixed = caps(tmp_path / "mixed", "test")
     write(mixed / "test-0.tar", pair("a", 1))
     with pytest.raises(UserError, match="several formats: webdataset and precomp"):
-        find_captioned(mixed, "test")
-    assert len(find_captioned(mixed, "test", format="precomp")) == 3
-    assert len(find_captioned(mixed, "test", format="webdataset")) == 1
+        find_captions(mixed, "test")
+    assert len(find_captions(mixed, "test", format="precomp")) == 3
+    assert len(find_captions(mixed, "test", format="webdataset")) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- real data
@@ -483,7 +483,7 @@ def test_flickr8k(shared_data):
     folder = shared_data("flickr8k")
     keys = set()
     for split, count in [("train", 6000), ("val", 1000), ("test", 1000)]:
-        found = find_captioned(folder, split)
+        found = find_captions(folder, split)
         assert len(found) == len(found.images) == count
         assert all(len(texts) == 5 for texts in found.captions)
         assert found.images.bad == []
@@ -496,23 +496,23 @@ def test_coco_text(shared_data):
     with gzip.open(folder / "karpathy_test5k.jsonl.gz", "rt") as file:
         truth = [json.loads(line) for line in file]
     for name, n in [("testall", 5000), ("test", 1000)]:
-        found = find_captioned(folder / f"coco_precomp_{name}_caps.txt.gz", "test")
+        found = find_captions(folder / f"coco_precomp_{name}_caps.txt.gz", "test")
         assert found.image_ids == [row["image_id"] for row in truth[:n]]
         assert found.caption_ids == [[one["id"] for one in row["captions"]] for row in truth[:n]]
         texts = [one["caption"].strip() for row in truth[:n] for one in row["captions"]]
         assert sum(a != b for a, b in zip(found.flat(), texts)) <= 1  # one line of the 1K file is another
-    dev = find_captioned(folder / "coco_precomp_dev_caps.txt.gz", "val")
+    dev = find_captions(folder / "coco_precomp_dev_caps.txt.gz", "val")
     assert dev.caption_ids[0] == [474921, 479322, 479334, 481560, 483594]
-    assert find_captioned(folder, "test").n_captions == 25_000
+    assert find_captions(folder, "test").n_captions == 25_000
     for name, n in [("test", 1000), ("dev", 1014)]:
-        found = find_captioned(folder / f"f30k_precomp_{name}_caps.txt.gz")
+        found = find_captions(folder / f"f30k_precomp_{name}_caps.txt.gz")
         assert (len(found), found.n_captions, found.caption_ids) == (n, 5 * n, None)
         with pytest.raises(UserError, match=f"{n} of the {n} images .* first is f30k_precomp_{name}:0"):
             _ = found.images
 
 
 def test_coco_images_with_annotation_ids(shared_data):
-    found = find_captioned(shared_data("coco_small") / "captioned-00000.tar")
+    found = find_captions(shared_data("coco_small") / "captioned-00000.tar")
     assert (len(found), found.n_captions) == (645, 3226)
     assert found.caption_ids is not None
     assert all(type(one) is int for one in found.image_ids)
@@ -520,4 +520,4 @@ def test_coco_images_with_annotation_ids(shared_data):
 
 def test_a_json_that_is_not_there_is_no_pattern_of_shards(tmp_path):
     with pytest.raises(UserError, match=r"dataset_coco\.json does not exist"):
-        find_captioned(tmp_path / "dataset_coco.json", "train", images=tmp_path)
+        find_captions(tmp_path / "dataset_coco.json", "train", images=tmp_path)

@@ -7,7 +7,7 @@ import torch
 
 from finetune.loading.feature_cache import ABOUT, FEATURES, cache_features, unchanged
 from finetune.loading.pair_loader import PairLoader
-from probemb.data.captions.find import find_captioned
+from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, create_transforms
 from tests.world import captioned  # noqa: F401 - fixture
@@ -21,7 +21,7 @@ def make(head="gpo", **options):
 
 @pytest.fixture
 def data(captioned):  # noqa: F811
-    return find_captioned(captioned, None)
+    return find_captions(captioned, None)
 
 
 def embed(model, images):

@@ -18,7 +18,7 @@ from PIL import Image
 from finetune.loading.noise import NOISE_FILE, assign_captions, load_noise, noisy_captions, save_noise
 from finetune.loading.noise import shuffle_captions as shuffle
 from finetune.loading.pair_loader import PairLoader, epoch_order
-from probemb.data.captions.find import find_captioned
+from probemb.data.captions.find import find_captions
 from probemb.data.scenes import draw_captions, matches, sample_to_json, scene
 from probemb.errors import UserError
 from tests.world import jpeg, write_tar
@@ -52,7 +52,7 @@ def make(path, n=N, bad=()):
     for i in range(n):
         members += [(f"{i:03d}.png", b"no image" if i in bad else picture(i))]
         members += [(f"{i:03d}.txt", "\n".join(f"caption {PER_IMAGE * i + c}" for c in range(PER_IMAGE)).encode())]
-    return find_captioned(write_tar(path, members))
+    return find_captions(write_tar(path, members))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_samples_without_captions_count_as_well(tmp_path):
     members = [(f"{i}.png", picture(i)) for i in range(9)] + [("9.png", picture(9)), ("9.txt", b"caption 9")]
     members[1:1] = [("0.txt", b"caption 0")]
     members[3:3] = [("1.txt", b" ")]
-    captioned = find_captioned(write_tar(tmp_path / "a.tar", members))
+    captioned = find_captions(write_tar(tmp_path / "a.tar", members))
     with pytest.raises(UserError, match=r"1 of 3 samples of .* cannot be used \(1: there is no caption\)"):
         batches(captioned, batch_size=1)
     assert len(batches(captioned, batch_size=1, failure_share=0.5)) == 2
@@ -279,7 +279,7 @@ def test_ids_and_scenes_move_with_their_captions(tmp_path):
         one = scene("noise", i)
         row = sample_to_json(one, draw_captions(one, 2)) | {"image_id": i, "caption_ids": [10 * i, 10 * i + 1]}
         members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(row).encode())]
-    captioned = find_captioned(write_tar(tmp_path / "a.tar", members))
+    captioned = find_captions(write_tar(tmp_path / "a.tar", members))
     noisy, _ = shuffle(captioned, 1.0, seed=0)
     known = dict(zip((i for row in captioned.caption_ids for i in row), captioned.flat()))
     for texts, ids, (own, told), (before, _) in zip(noisy.captions, noisy.caption_ids, noisy.scenes, captioned.scenes):
@@ -353,7 +353,7 @@ def test_flickr8k_is_read(shared_data):
     def lengths(texts):
         return torch.tensor([[len(text)] for text in texts])
 
-    captioned = find_captioned(shared_data("flickr8k"), split="train")
+    captioned = find_captions(shared_data("flickr8k"), split="train")
     with PairLoader(captioned, plain_transform, lengths, 64, workers=1) as loader:
         assert (loader.n_pairs, loader.steps) == (30_000, 468)
         last = list(loader.epoch(0, start_step=466))

@@ -14,7 +14,7 @@ from finetune.methods import METHODS, Batch
 from probemb import Gaussian, load_model
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Distance
-from probemb.data.captions.find import find_captioned
+from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import Images
 from probemb.errors import UserError
 from probemb.losses import NCRLoss, clean_probability
@@ -69,13 +69,13 @@ def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsy
 
 
 class Some:
-    """The first images of a split, as a `Captioned`."""
+    """The first images of a split, as a `CaptionDataset`."""
 
     def __init__(self, n: int):
         self.n = n
 
     def __call__(self, *where, **options):
-        whole = find_captioned(*where, **options)
+        whole = find_captions(*where, **options)
         images = Images(places=whole.images.places[: self.n], source=whole.images.source)
         return replace(whole, captions=whole.captions[: self.n], image_ids=whole.image_ids[: self.n], located=images)
 
@@ -85,7 +85,7 @@ def test_every_method_on_real_images_and_captions(method, shared_data, tmp_path,
     """Flickr8k: three steps on images of its validation split, and retrieval among some of its test split."""
     import probemb.data.captions.find
 
-    monkeypatch.setattr(probemb.data.captions.find, "find_captioned", Some(12))
+    monkeypatch.setattr(probemb.data.captions.find, "find_captions", Some(12))
     data = shared_data("flickr8k")
     options = {"data.path": data, "data.train": "val", "data.validation": "test", "out": tmp_path / "run"}
     if method == "clip-zs":

@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from probemb.data.captions.find import find_captioned
+from probemb.data.captions.find import find_captions
 from probemb.data.images import decode_image
 from probemb.data.remote.sources import FetchPolicy
 from probemb.data.shards.index import read_index
@@ -81,7 +81,7 @@ def test_coco(tmp_path, capsys):
 def test_what_finetuning_reads(tmp_path, capsys):
     out = tmp_path / "out"
     download(capsys, "coco", *write_coco(tmp_path / "zips"), "--out", str(out))
-    data = find_captioned(out, "val")
+    data = find_captions(out, "val")
     assert data.image_ids == list(VAL)
     assert data.caption_ids[1] == [1010 + k for k in range(5)]
     assert data.captions[0][0] == "Thing 100, seen 0."
