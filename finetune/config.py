@@ -153,6 +153,7 @@ class Config:
         swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.
         stop_after_epochs: stop after so many epochs, to resume later; empty for none.
         save_every: steps between two checkpoints within an epoch; 0 saves at the ends of epochs only.
+        keep_checkpoints: how many of the newest checkpoints stay.
         log_every: steps between two log lines.
         wandb: a Weights & Biases project.
         loss: options of the method, see finetune/methods.
@@ -170,6 +171,7 @@ class Config:
     swa_epochs: NonNegativeInt = 10
     stop_after_epochs: PositiveInt | None = None
     save_every: NonNegativeInt = 1000
+    keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 50
     wandb: str | None = None
     model: Model = field(default_factory=Model)

@@ -1,22 +1,24 @@
 """How a model is finetuned: AdamP's parameter groups, the learning rate's schedule, freezing, and weight averaging.
 
 Source: PCME++ §B.2, §B.3, Table B.1, and its public code where the paper leaves a number open. The defaults are those
-of COCO. Epochs count from 0; `fraction` is the share of an epoch's steps that are done, the present one included.
+of COCO. Epochs count from 0.
 
-    groups = parameter_groups(model, loss)          # the plain model, before DDP wraps it
-    optimizer = create_optimizer(groups)
+    optimizer = make_optimizer(config, [model], method)          # the plain model, before DDP wraps it
+    schedule = make_schedule(config, 1, len(batches))
     for epoch in range(schedule.epochs):
-        if freeze_image_backbone(model, schedule.frozen(epoch)): ...  # wrap the model with DDP again
-        for step, batch in enumerate(batches):
-            set_learning_rates(optimizer, schedule, epoch, (step + 1) / n_steps)
-            ...                                     # loss, backward, clip to GRAD_CLIP, step
-        if schedule.averages(epoch):
-            average.update(model, loss)
+        if freeze_image_backbone(model, schedule.frozen(samples)): ...  # wrap the model with DDP again
+        for batch in batches:
+            samples += len(batch)
+            set_learning_rates(optimizer, schedule, samples)
+            ...                                     # loss, backward, clip, step
+        if schedule.averages(samples):
+            average.update(model, method)
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,14 +27,14 @@ from timm.optim import AdamP
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from finetune.config import Config
 from probemb.errors import UserError
 from probemb.models import DualEncoder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Largest l2 norm of the gradient of all parameters together (the loss' scalars too); longer ones are scaled to it.
-GRAD_CLIP = 2.0
+    from finetune.methods.base import Method
 
 SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
@@ -46,7 +48,6 @@ def parameter_groups(
     image_backbone: float = 0.01,
     text_backbone: float = 0.1,
     layer_decay: float = 0.7,
-    decay_uncertainty: bool = True,
 ) -> list[dict]:
     """Parameters with their learning rates, for an optimizer. Source: PCME++ §B.2.
 
@@ -68,7 +69,6 @@ def parameter_groups(
         model: the plain model, not a wrapper of it.
         loss_module: whose parameters are trained too; None for a loss without any.
         image_backbone, text_backbone: f of the two towers.
-        decay_uncertainty: False trains the uncertainty branches' blocks at lr, as the heads.
 
     Returns:
         groups with "params", "lr", "initial_lr" (the same, for `set_learning_rates`), "weight_decay", "name", and
@@ -89,8 +89,7 @@ def parameter_groups(
             continue
         part, depth = getattr(model, tower_name).place(name)
         factor = image_backbone if tower_name == "visual" else text_backbone
-        full_rate = part == "head" or (part == "branch" and not decay_uncertainty)
-        multiplier = 1.0 if full_rate else factor * layer_decay**depth
+        multiplier = 1.0 if part == "head" else factor * layer_decay**depth
         frozen_first = tower_name == "visual" and part == "trunk"
         add(f"{tower_name}.{part}.{depth}", parameter, multiplier, weight_decay, frozen_first)
     for parameter in loss_module.parameters() if loss_module is not None else ():
@@ -109,8 +108,26 @@ def create_optimizer(groups: list[dict]) -> AdamP:
     return AdamP(groups)
 
 
+def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Method) -> AdamP:
+    """AdamP over all networks and the method; also decides which of the models' scalars are trained."""
+    o, groups = config.optimizer, []
+    for i, network in enumerate(networks):
+        for name in ("scale", "shift", "logit_scale"):
+            getattr(network, name).requires_grad_(name in method.trains)
+        groups += parameter_groups(
+            network,
+            None if i else method.module,
+            lr=o.lr,
+            weight_decay=o.weight_decay,
+            image_backbone=o.image_backbone,
+            text_backbone=o.text_backbone,
+            layer_decay=o.layer_decay,
+        )
+    return create_optimizer(groups)
+
+
 def check_engine(accelerator: Accelerator) -> None:
-    """Refuses to train where the result would silently be another.
+    """Refuse to train where the result would silently be another.
 
     Raises:
         UserError: for an engine that shards the optimizer or the weights (AdamP would lose its projection), or if
@@ -139,10 +156,12 @@ def check_engine(accelerator: Accelerator) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which learning rate, what is frozen, and what is averaged, by epoch. Source: PCME++ §B.2, §B.3.
+    """Learning rate, freezing and averaging as functions of the samples seen. Source: PCME++ §B.2, §B.3.
 
     Attributes:
         epochs: of the training.
+        epoch_samples: samples of an epoch; those of each network, one after the other, where there are several.
+        networks: how many are trained in turn; each has the same learning rates in its part of an epoch.
         lr_drop_epoch: from this epoch on all learning rates are multiplied by lr_drop (the last 10 of 25).
         lr_drop: see there.
         freeze_epochs: the image backbone is frozen in that many first epochs.
@@ -153,44 +172,63 @@ class Schedule:
     """
 
     epochs: int = 25
+    epoch_samples: int = 1
+    networks: int = 1
     lr_drop_epoch: int = 15
     lr_drop: float = 0.1
     freeze_epochs: int = 2
-    warmup_epochs: int = 1
+    warmup_epochs: float = 1
     average_epochs: int = 10
 
-    def factor(self, epoch: int, fraction: float, image_backbone: bool = False) -> float:
-        """What a group's initial learning rate is multiplied by.
+    def factor(self, samples: int, image_backbone: bool = False) -> float:
+        """Multiplier of a group's initial learning rate in the step that ends at `samples` samples seen, from 1 on.
 
         Args:
-            epoch: from 0.
-            fraction: share of this epoch's steps that are done, the present one included, 0 to 1.
             image_backbone: whether the group is frozen in the first epochs.
         """
+        epoch, turn = self.epoch(samples - 1), self.epoch_samples // self.networks
         factor = self.lr_drop if epoch >= self.lr_drop_epoch else 1.0
         if epoch < self.freeze_epochs:
             return 0.0 if image_backbone else factor
         if self.warmup_epochs:
-            factor *= min(1.0, (epoch - self.freeze_epochs + fraction) / self.warmup_epochs)
+            done = ((samples - 1) % turn + 1) / turn  # share of the network's epoch
+            factor *= min(1.0, (epoch - self.freeze_epochs + done) / self.warmup_epochs)
         return factor
 
-    def frozen(self, epoch: int) -> bool:
-        """Whether the image backbone is frozen."""
-        return epoch < self.freeze_epochs
+    def epoch(self, samples: int) -> int:
+        """The epoch, from 0, of the sample that follows `samples` samples seen."""
+        return samples // self.epoch_samples
 
-    def averages(self, epoch: int) -> bool:
-        """Whether the weights at the end of this epoch go into the average."""
-        return epoch >= self.epochs - self.average_epochs
+    def frozen(self, samples: int) -> bool:
+        """Whether the image backbone is frozen behind `samples` samples seen."""
+        return self.epoch(samples) < self.freeze_epochs
+
+    def averages(self, samples: int) -> bool:
+        """Whether the weights go into the average at the end of an epoch, behind `samples` samples seen."""
+        return self.epoch(samples - 1) >= self.epochs - self.average_epochs
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, epoch: int, fraction: float) -> None:
-    """Sets every group's "lr" for one step; arguments as for `Schedule.factor`."""
+def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
+    """The configured schedule, for epochs of `steps` batches of each network."""
+    return Schedule(
+        epochs=config.epochs,
+        epoch_samples=networks * steps * config.batch_size,
+        networks=networks,
+        lr_drop_epoch=max(0, config.epochs - config.optimizer.decay_epochs),
+        freeze_epochs=config.optimizer.freeze_epochs,
+        warmup_epochs=config.optimizer.warmup_epochs,
+        average_epochs=config.swa_epochs,
+    )
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> None:
+    """Set every group's "lr" for the step that ends at `samples` samples seen."""
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * schedule.factor(epoch, fraction, group.get("image_backbone", False))
+        group["lr"] = group["initial_lr"] * schedule.factor(samples, group.get("image_backbone", False))
 
 
 def freeze_image_backbone(model: DualEncoder, frozen: bool) -> bool:
-    """Freezes or thaws the image tower but for its heads and its uncertainty branch, which start from random weights.
+    """Freeze or thaw the image tower but for its heads and its uncertainty branch, which start from random weights.
 
     A frozen parameter gets no gradient, so that AdamP neither moves it nor gathers moments of it, and the backward pass
     ends at the heads. DDP looks at `requires_grad` once, when it wraps a model: wrap it again when this returns True.
@@ -236,7 +274,7 @@ class WeightAverage:
         loss_module: nn.Module | None = None,
         second: DualEncoder | None = None,
     ) -> None:
-        """Takes the present weights in; the same modules as at the start, or others of the same shapes."""
+        """Take the present weights in; the same modules as at the start, or others of the same shapes."""
         self._average.update_parameters(_together(model, loss_module, second))
 
     @property
@@ -264,7 +302,7 @@ class WeightAverage:
         return self._average.state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Goes on from a `state_dict` of an average of the same modules."""
+        """Resume from a `state_dict` of an average of the same modules."""
         self._average.load_state_dict(state)
 
 

@@ -7,7 +7,7 @@
 The run folder holds config.yaml (resolved), metrics.jsonl, tensorboard/, checkpoints/, model/ (of the epoch with the
 best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights). A method with two
 networks leaves its second one in model-second/ and model-swa-second/.
-Add `--resume` to go on. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
+Add `--resume` to resume. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
 Losses are those of the batch of all processes; mixed images get their partner within a process (docs/finetune.md).
 """
 
@@ -26,7 +26,6 @@ from finetune.config import Config, check, with_method_file
 from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
-from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
 
 PROG = "finetune/run.py"
@@ -48,27 +47,21 @@ def train(config: Config, preemption: Preemption) -> int:
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.utils import GradientAccumulationPlugin
 
-    from finetune.folder import RunFolder, load_checkpoint, read_position, refuse_another_run
+    from finetune.folder import DIGEST, FREE_TO_CHANGE, RunFolder, load_checkpoint
     from finetune.loading.noise import noisy_captions
     from finetune.loading.pair_loader import PairLoader, refuse_unusable
-    from finetune.recipe import (
-        Schedule,
-        WeightAverage,
-        check_engine,
-        create_optimizer,
-        parameter_groups,
-    )
+    from finetune.recipe import WeightAverage, check_engine, make_optimizer, make_schedule
     from finetune.trainer import Joint, Trainer
+    from probemb.cli.device import share_cores, training_precision
     from probemb.data.captions.find import find_captions
     from probemb.data.failures import describe_failures
-    from probemb.distributed import agree, all_of, same_everywhere, settle
+    from probemb.distributed import all_of, on_main, same_everywhere, settle
     from probemb.models import as_one, create_tokenizer, create_transforms, fill_word_vectors
-    from probemb.runs.folder import newest_checkpoint, refuse_full_disk
-    from probemb.runs.lock import RunLock
+    from probemb.runs.checkpoints import read_state
+    from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_full_disk
+    from probemb.runs.output import take_lock
 
-    precision = config.engine.precision
-    if precision == "auto":
-        precision = "bf16" if torch.cuda.is_available() else "fp32"
+    precision = training_precision(config.engine.precision)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
@@ -81,7 +74,7 @@ def train(config: Config, preemption: Preemption) -> int:
     check_engine(accelerator)
     rank, world, main_process = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     check(config, world)
-    share_cores(config, accelerator)
+    share_cores(config.engine.threads, world)
 
     def say(line: str) -> None:
         if main_process:
@@ -89,7 +82,7 @@ def train(config: Config, preemption: Preemption) -> int:
 
     # Everything that can be wrong with the command is found before anything is written.
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
-    same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
+    same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     data = config.data
     where = {"images": data.images, "format": data.format}
     validation = find_captions(data.path, data.validation, **where) if data.validation else None
@@ -111,69 +104,40 @@ def train(config: Config, preemption: Preemption) -> int:
         pin_memory=accelerator.device.type == "cuda", failure_share=data.failure_share,
     )  # fmt: skip
     identity = {"pairs": loader.identity["pairs"]}
-    position = {"step": 0, "epoch": 0, "step_in_epoch": 0, "best": None, "best_epoch": None}
+    position = {"samples": 0, "epoch": 0, "best": None, "best_epoch": None}
     if earlier:
-        position = read_position(earlier)
-        refuse_another_run(config, position, identity, earlier)
-    epoch_steps = len(networks) * loader.steps
+        state = read_state(earlier)
+        refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
+        position = {name: state[name] for name in position}
+    step, epoch_steps = position["samples"] // config.batch_size, len(networks) * loader.steps
     steps = config.epochs * epoch_steps
     if position["epoch"] >= config.epochs:
         loader.close()
         settle()
         accelerator.end_training()
-        say(f"{config.out} is finished: {position['step']} of {steps} steps are done.")
+        say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     refuse_full_disk(config.out, evaluated, models=3 if config.swa_epochs else 1)  # the average: in the checkpoint too
 
     method = METHODS[config.method](config, model, train_data)
-    optimizer_config, groups = config.optimizer, []
-    for network in networks:
-        for name in ("scale", "shift", "logit_scale"):
-            getattr(network, name).requires_grad_(name in method.trains)
-        groups += parameter_groups(
-            network,
-            method.module if network is model else None,
-            lr=optimizer_config.lr,
-            weight_decay=optimizer_config.weight_decay,
-            image_backbone=optimizer_config.image_backbone,
-            text_backbone=optimizer_config.text_backbone,
-            layer_decay=optimizer_config.layer_decay,
-        )
+    optimizer = make_optimizer(config, networks, method)
     joint = Joint(model, method, *networks[1:]).to(accelerator.device)
-    optimizer = create_optimizer(groups)
-    schedule = Schedule(
-        epochs=config.epochs,
-        lr_drop_epoch=max(0, config.epochs - optimizer_config.decay_epochs),
-        freeze_epochs=optimizer_config.freeze_epochs,
-        warmup_epochs=optimizer_config.warmup_epochs,
-        average_epochs=config.swa_epochs,
-    )
     average = WeightAverage(model, method.module, joint.second) if config.swa_epochs else None
     window = load_checkpoint(earlier, joint, optimizer, average) if earlier else None
 
-    failure = lock = folder = None
-    if main_process:
-        try:
-            lock = RunLock(out)
-            folder = RunFolder(config, identity, position["step"], steps)
-            noisy_captions(clean, config.noise_ratio, config.seed, out)
-        except UserError as error:
-            failure = error
-        except OSError as error:
-            failure = UserError(f"{config.out} cannot be written ({error.strerror}).", "Choose another --out.")
-    agree(failure)
-    say(headline(config, joint, loader, accelerator, precision, steps, position["step"], earlier))
-
-    def tell(step: int, values: dict) -> None:
-        if folder:
-            folder.tell(step, values)
+    lock = take_lock(out)
+    folder = RunFolder(config, identity, step, steps)
+    on_main(lambda: noisy_captions(clean, config.noise_ratio, config.seed, out), out, "Choose another --out.")
+    say(describe(config, joint, loader, accelerator, precision, steps, step, earlier))
 
     def save() -> None:
-        position.update(step=trainer.step, epoch=trainer.epoch, step_in_epoch=trainer.step_in_epoch)
-        agree(attempt(lambda: folder.save(joint, optimizer, average, position, trainer.window.state()), folder))
+        position.update(samples=trainer.samples, epoch=trainer.epoch)
+        folder.save(joint, optimizer, average, trainer.step, position, trainer.window.state())
 
     def end_epoch(epoch: int) -> None:
-        agree(attempt(lambda: select(epoch), folder))  # on the first process; the others wait
+        folder.finish()  # validation forks workers, which no thread should be writing beside
+        remedy = "Make room, or make the folder writable, and go on with --resume."
+        on_main(lambda: select(epoch), out, remedy)  # on the first process; the others wait
         save()  # last, so that a run that is killed before does all of this again
 
     def select(epoch: int) -> None:
@@ -181,7 +145,7 @@ def train(config: Config, preemption: Preemption) -> int:
         if validation is not None:
             values = validate(evaluated, tokenizer, transforms, validation, config, accelerator)
             best = position["best"] is None or values["rsum"] > position["best"]
-            folder.tell(epoch * epoch_steps, {**values, "is_best": best})
+            folder.report(trainer.step, {"samples": trainer.samples, **values, "is_best": best})
             if best:
                 position.update(best=values["rsum"], best_epoch=epoch)
         if best:
@@ -190,25 +154,25 @@ def train(config: Config, preemption: Preemption) -> int:
             finish_average(folder, average, tokenizer, transforms, validation, config, accelerator)
 
     trainer = Trainer(
-        accelerator, joint, optimizer, loader, schedule, config, epoch=position["epoch"],
-        step_in_epoch=position["step_in_epoch"], average=average, tell=tell, end_epoch=end_epoch, save=save,
-        stop=preemption.asked, window=window,
+        accelerator, joint, optimizer, loader, make_schedule(config, len(networks), loader.steps), config,
+        samples=position["samples"], epoch=position["epoch"], average=average, report=folder.report,
+        end_epoch=end_epoch, save=save, stop=lambda: preemption.asked() or folder.failed, window=window,
     )  # fmt: skip
     try:
         stopped = trainer.fit()
         if stopped:
             save()
-            say(f"step {trainer.step}/{steps} | stopped by {preemption.name or 'a signal to another rank'}; go on "
-                "with --resume")  # fmt: skip
+        folder.finish()
     finally:
         loader.close()
-        if folder:
-            folder.close()
+        folder.close()
         if lock:
             lock.release()
+    if stopped:
+        say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; go on with --resume")
     for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
         say(line)
-    if main_process and not stopped:
+    if not stopped:
         of = f"epoch {trainer.epoch}"
         if position["best"] is not None:
             of = f"epoch {position['best_epoch']}, validation RSUM {position['best']:.1f}"
@@ -216,22 +180,6 @@ def train(config: Config, preemption: Preemption) -> int:
     settle()
     accelerator.end_training()
     return REQUEUE if stopped else 0
-
-
-def attempt(call, folder) -> UserError | None:
-    """On the process that has the run folder, the error that a person can do something about, for all ranks to hear."""
-    if folder is None:
-        return None
-    try:
-        call()
-    except UserError as error:
-        return error
-    except OSError as error:
-        return UserError(
-            f"{folder.path} cannot be written ({error.strerror or error}).",
-            "Make room, or make the folder writable, and go on with --resume.",
-        )
-    return None
 
 
 def make_model(config: Config):
@@ -282,78 +230,63 @@ def validate(model, tokenizer, transforms, captioned, config: Config, accelerato
 def finish_average(folder, average, tokenizer, transforms, validation, config: Config, accelerator) -> None:
     """Validate and save the mean of the last epochs' weights, of both towers and all networks."""
     from probemb.models import as_one
+    from probemb.runs.log import count
 
     if validation is not None:
         values = validate(as_one(average.networks), tokenizer, transforms, validation, config, accelerator)
         print(
-            f"model-swa: mean of {_count(average.n_averaged, 'epoch')}, validation RSUM {values['rsum']:.1f}",
+            f"model-swa: mean of {count(average.n_averaged, 'epoch')}, validation RSUM {values['rsum']:.1f}",
             flush=True,
         )
-        folder.record(folder.steps, {f"swa_{name}": value for name, value in values.items()})
+        folder.log.write(folder.steps, {f"swa_{name}": value for name, value in values.items()})
     folder.save_models(average.networks, "model-swa")
 
 
 def measure_only(config: Config, model, tokenizer, transforms, validation, accelerator, say) -> int:
     """clip-zs: the model as it comes, saved so that every evaluation can read it."""
     from finetune.folder import RunFolder
+    from probemb.distributed import on_main
     from probemb.runs.folder import refuse_full_disk
-    from probemb.runs.lock import RunLock
+    from probemb.runs.output import take_lock
 
     refuse_full_disk(config.out, model)
-    if not accelerator.is_main_process:
-        return 0
     model.to(accelerator.device)
     values = None
-    if validation is not None:
+    if validation is not None and accelerator.is_main_process:
         values = validate(model, tokenizer, transforms, validation, config, accelerator)
-    try:
-        lock = RunLock(Path(config.out))
-        folder = RunFolder(config, {}, 0, 0)
-    except OSError as error:
-        raise UserError(f"{config.out} cannot be written ({error.strerror}).", "Choose another --out.") from error
+    lock = take_lock(config.out)
+    folder = RunFolder(config, {}, 0, 0)
     if values:
-        folder.tell(0, values)
-    folder.save_models([model])
+        folder.report(0, values)
+    on_main(lambda: folder.save_models([model]), folder.path, "Make room, or choose another --out.")
     folder.close()
-    lock.release()
+    if lock:
+        lock.release()
     say(f"model   {folder.path / 'model'}: as pretrained")
     return 0
 
 
-def share_cores(config: Config, accelerator) -> None:
-    """Threads of this process: its share of the machine's cores."""
-    import torch
+def describe(config: Config, joint, loader, accelerator, precision: str, steps: int, step: int, earlier) -> str:
+    """The lines that people see before the first step."""
+    from probemb.runs.log import count, headline
 
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.engine.threads or max(1, cores // here))
-
-
-def headline(config: Config, joint, loader, accelerator, precision: str, steps: int, step: int, earlier) -> str:
-    """What a person wants to see before the first step."""
     world = accelerator.num_processes
     n = sum(p.numel() for p in joint.parameters())
     two = joint.second is not None
-    distance = f" ({config.distance})" if config.distance else ""
-    noise = f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""
-    lines = [
-        f"method  {config.method}{distance}",
-        f"model   {config.model.name}, {'2 networks of together ' if two else ''}{n / 1e6:.1f} M parameters, "
-        f"head {config.model.head}, "
-        f"from {config.model.pretrained or 'random weights'}",
-        f"data    {loader.n_pairs:,} pairs of {config.data.path} ({config.data.train}), {loader.steps} steps an epoch"
+    return headline(
+        config.out,
+        f"{count(config.epochs, 'epoch')}, {count(steps, 'step')}",
+        step,
+        earlier,
+        method=config.method + (f" ({config.distance})" if config.distance else ""),
+        model=f"{config.model.name}, {'2 networks of together ' if two else ''}{n / 1e6:.1f} M parameters, "
+        f"head {config.model.head}, from {config.model.pretrained or 'random weights'}",
+        data=f"{loader.n_pairs:,} pairs of {config.data.path} ({config.data.train}), {loader.steps} steps an epoch"
         + (" of each network" if two else "")
-        + noise,
-        f"engine  {world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
+        + (f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""),
+        engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "
         f"{loader.rows}",
-        f"run     {config.out}, {_count(config.epochs, 'epoch')}, {_count(steps, 'step')}"
-        + (f", resumed at step {step} from {earlier}" if earlier else ""),
-    ]
-    return "\n".join(lines)
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    )
 
 
 if __name__ == "__main__":

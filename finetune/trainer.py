@@ -10,7 +10,6 @@ them has gradients and activations in memory. An epoch has the steps of both.
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ from probemb.errors import UserError
 from probemb.losses.output import LossOutput
 from probemb.models import DualEncoder, Encoded
 from probemb.models.heads.gpo import size_augment_mask
+from probemb.runs.window import Window
 
 _TEXT, _IMAGE, _MIX, _LOSS = range(4)  # what a random number is for
 
@@ -66,9 +66,10 @@ class Trainer:
         accelerator: accelerate's; it has the device and the precision.
         joint: on the device.
         optimizer: of `recipe.create_optimizer`.
-        epoch, step_in_epoch: where to go on; an epoch has the steps of the first network, then those of the second.
+        samples: seen before, where to resume; an epoch has those of the first network, then those of the second.
+        epoch: epochs that have ended before, `end_epoch` included.
         average: SWA's, or None.
-        tell: gets (step, values) at every log step and after every validation.
+        report: gets (step, values) at every log step.
         end_epoch: called after every epoch with the number of epochs that are done.
         save: called every `config.save_every` steps within an epoch.
         stop: whether this process was asked to stop.
@@ -84,10 +85,10 @@ class Trainer:
         schedule: Schedule,
         config: Config,
         *,
+        samples: int = 0,
         epoch: int = 0,
-        step_in_epoch: int = 0,
         average: WeightAverage | None = None,
-        tell: Callable[[int, dict], object] = lambda step, values: None,
+        report: Callable[[int, dict], object] = lambda step, values: None,
         end_epoch: Callable[[int], object] = lambda epoch: None,
         save: Callable[[], object] = lambda: None,
         stop: Callable[[], bool] = lambda: False,
@@ -95,10 +96,10 @@ class Trainer:
     ):
         self.accelerator, self.joint, self.optimizer, self.loader = accelerator, joint, optimizer, loader
         self.schedule, self.config, self.average = schedule, config, average
-        self.epoch, self.step_in_epoch = epoch, step_in_epoch
-        self.tell, self.end_epoch, self.save, self.stop = tell, end_epoch, save, stop
+        self.samples, self.epoch = samples, epoch  # the position of the run
+        self.report, self.end_epoch, self.save, self.stop = report, end_epoch, save, stop
         self.device = accelerator.device
-        self.window = Window(loader, window, self.device)
+        self.window = Window("pairs", lambda: loader.waited, self.device, window)
         self.networks, self.network = joint.networks, 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
@@ -107,7 +108,12 @@ class Trainer:
     @property
     def step(self) -> int:
         """Steps done since the start of the run."""
-        return self.epoch * self.epoch_steps + self.step_in_epoch
+        return self.samples // self.config.batch_size
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Steps done of this epoch: all of them until `end_epoch` is called."""
+        return self.step - self.epoch * self.epoch_steps
 
     @property
     def model(self) -> DualEncoder:
@@ -125,16 +131,16 @@ class Trainer:
             if self.step_in_epoch == 0:
                 self.joint.objective.begin_epoch(self.epoch)
             for network in range(self.step_in_epoch // self.loader.steps, len(self.networks)):
-                changed = freeze_image_backbone(self.networks[network], self.schedule.frozen(self.epoch))
+                changed = freeze_image_backbone(self.networks[network], self.schedule.frozen(self.samples))
                 if changed or self.wrapped is None or network != self.network:
                     self.network = network
                     self.wrapped = self._wrap()  # DDP looks at requires_grad once, when it wraps
                 self._train_epoch()
                 if self.stopping:  # also behind the last step: what comes after an epoch may take long
                     return True
-            if self.average and self.schedule.averages(self.epoch):
+            if self.average and self.schedule.averages(self.samples):
                 self.average.update(self.joint.model, self.joint.method, self.joint.second)
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+            self.epoch += 1
             self.end_epoch(self.epoch)
         return False
 
@@ -150,7 +156,7 @@ class Trainer:
         """What is left of one network's epoch; each network's has an order of its own."""
         config, steps, window = self.config, self.loader.steps, self.window
         before, order = self.network * steps, self.epoch * len(self.networks) + self.network
-        window.begin()
+        window.restart_clock()
         for pairs in self.loader.epoch(order, self.step_in_epoch - before):
             # ------------------------------------------------------------------------------------------- load, augment
             images, tokens, mask, mix = self._augment(pairs)
@@ -171,18 +177,18 @@ class Trainer:
             if nonfinite:
                 raise self._nonfinite(out, norm)
             # -------------------------------------------------------------------------------------------------- step
-            done = self.step_in_epoch - before + 1
-            set_learning_rates(self.optimizer, self.schedule, self.epoch, done / steps)
+            set_learning_rates(self.optimizer, self.schedule, self.samples + config.batch_size)
             self.optimizer.step()  # of what has a gradient: this network
             scalars = self._scalars(batch)
-            self.step_in_epoch += 1
+            self.samples += config.batch_size
             # --------------------------------------------------------------------------------------------- log, save
             window.add({"loss": out.loss.detach(), **out.terms, "gradient_norm": norm, **scalars})
-            if self.step % config.log_every == 0 or done == steps:
+            if self.step % config.log_every == 0 or self.step % steps == 0:
                 left = config.epochs * self.epoch_steps - self.step
                 values = window.close(config.batch_size, left)
                 which = {"network": self.network + 1} if len(self.networks) > 1 else {}
-                self.tell(self.step, {**which, "epoch": self.step / self.epoch_steps, **values, "lr": self._head_lr()})
+                at = {"samples": self.samples, "epoch": self.step / self.epoch_steps}
+                self.report(self.step, {**which, **at, **values, "lr": self._head_lr()})
             if self.stopping:
                 return
             if config.save_every and self.step % config.save_every == 0 and self.step_in_epoch < self.epoch_steps:
@@ -248,7 +254,7 @@ class Trainer:
         told = ", ".join(f"{name} {float(torch.as_tensor(value).detach()):.4g}" for name, value in terms.items())
         return UserError(
             f"At step {self.step + 1} the loss or its gradient is NaN or Inf ({told}); nothing was stepped.",
-            "Begin a new run with a lower optimizer.lr: --resume would come to the same step again.",
+            "Start a new run with a lower optimizer.lr: --resume would come to the same step again.",
         )
 
     @torch.no_grad()
@@ -274,51 +280,3 @@ def _of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
     """What `_embed` gives on every rank -> images and texts of all of them, in at least float32."""
     half = len(embedded) // 2
     return distributed.gather_encoded(Encoded.of(embedded[:half]).float(), Encoded.of(embedded[half:]).float())
-
-
-class Window:
-    """Means over the steps between two log lines; scalars stay on the device until then.
-
-    Args:
-        state: of the run that this one goes on from, or None; see `state`.
-    """
-
-    def __init__(self, loader: PairLoader, state: dict | None = None, device: torch.device | str = "cpu"):
-        self.loader = loader
-        state = state or {"sums": {}, "counts": {}}
-        self.sums = {name: value.to(device) for name, value in state["sums"].items()}
-        self.counts = dict(state["counts"])
-        self.begin()
-
-    def begin(self) -> None:
-        """Measure time from now on."""
-        self.n, self.began, self.waited = 0, time.perf_counter(), self.loader.waited
-        self.last = self.began
-
-    def skip_time(self) -> None:
-        """Leave out the time since the last step."""
-        self.began += time.perf_counter() - self.last
-
-    def add(self, terms: dict[str, Tensor | float]) -> None:
-        """One step's scalars; not every step has all of them."""
-        self.n, self.last = self.n + 1, time.perf_counter()
-        for name, value in terms.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else torch.as_tensor(value)
-            self.counts[name] = self.counts.get(name, 0) + 1
-
-    def state(self) -> dict:
-        """{"sums": CPU tensors by name, "counts": numbers of steps}, for a checkpoint between two log lines."""
-        return {"sums": {name: value.detach().cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
-
-    def close(self, batch_size: int, steps_left: int) -> dict[str, float]:
-        """Means, pairs a second over all ranks, share of time waiting for data, seconds to the end."""
-        values = {name: float(total) / self.counts[name] for name, total in self.sums.items()}
-        seconds = time.perf_counter() - self.began
-        values |= {
-            "data_wait": (self.loader.waited - self.waited) / seconds,
-            "pairs_per_second": self.n * batch_size / seconds,
-            "eta": steps_left * seconds / self.n,
-        }
-        self.sums, self.counts = {}, {}
-        self.begin()
-        return values

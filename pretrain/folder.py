@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 
 from pretrain.config import Config
-from pretrain.engine.background_writer import BackgroundWriter
-from pretrain.engine.checkpoint import Snapshot, take_snapshot
+from pretrain.engine.checkpoint import take_snapshot
 from pretrain.engine.nonfinite import culprits
-from pretrain.progress import SampleLog, evaluation_line, train_line
+from pretrain.sample_log import SampleLog
 from probemb import distributed
-from probemb.cli.configuration import to_dict, to_yaml
-from probemb.errors import UserError
-from probemb.files import replace_text
+from probemb.cli.configuration import to_dict
 from probemb.models import DualEncoder, save_model
-from probemb.runs.checkpoints import prune
-from probemb.runs.folder import changes, remove_leftovers
-from probemb.runs.log import RunLog
+from probemb.runs.checkpoints import Snapshot
+from probemb.runs.log import step_of, train_line
+from probemb.runs.output import RunOutput
 
 FREE_TO_CHANGE = (
+    "engine",
+    "data",  # the order that follows from it is compared
     "out",
     "resume",
     "allow_changes",
@@ -36,93 +33,36 @@ FREE_TO_CHANGE = (
 )
 
 
-def refuse_another_run(config: Config, state: dict, data_identity: dict, earlier: Path) -> list[str]:
-    """Resuming goes on with the same data order, model and recipe, unless `allow_changes` says otherwise.
-
-    Returns:
-        what has changed, "KEY: BEFORE -> NOW" each.
-
-    Raises:
-        UserError: names all of that, without `allow_changes`.
-    """
-    now = to_dict(config)
-    before = {"objective": "pcmepp", **state["config"]}  # the only one of runs that do not name it
-    changed = changes(before, now, ignore=(*FREE_TO_CHANGE, "engine", "data"))
-    known = {key for key, _, _ in changed}
-    for key, old, new in changes(state["data"], data_identity):
-        if key == "corpus":  # two sums say little: name the paths too
-            paths = [" ".join(_listed(one["data"]["train"])) for one in (before, now)]
-            old, new = (f"{a} ({b})" for a, b in zip(paths, (old, new)))
-        if key not in known:
-            changed.append((f"data.{key}", old, new))
-    told = [f"{key}: {old} -> {new}" for key, old, new in changed]
-    if told and not config.allow_changes:
-        raise UserError(
-            f"The run is not the one that {earlier} belongs to: {'; '.join(told)}.",
-            "Resume with the settings in the run folder's config.yaml (--config) and the same data, "
-            "pass --allow-changes, or start a new run with another --out.",
-        )
-    return told
+DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
+TERMS = ("clip", "match", "vib", "pseudo_positive")  # that people read
 
 
-def _listed(paths: list | str) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(map(str, paths))
-
-
-class RunFolder:
-    """What a run writes; every rank holds one, as saving is collective, and rank 0 writes.
-
-    Checkpoints and the model are written in a thread, while training goes on. A step waits for the copy in rank 0's
-    memory, and for the write before if that is still going on.
+class RunFolder(RunOutput):
+    """What a pretraining run writes: see `RunOutput`; with each checkpoint, the weights alone in model/.
 
     Args:
         config: the resolved configuration.
         model: the model of the engine, for its configuration.
         data_identity: what the order of the samples depends on, kept for `refuse_another_run`.
         steps: length of the whole run.
-        step: the step that it goes on from.
+        step: the step that it resumes from.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: DualEncoder,
-        data_identity: dict,
-        rank: int,
-        world_size: int,
-        steps: int,
-        step: int,
-    ):
-        self.path, self.config, self.steps, self.is_main = Path(config.out), config, steps, rank == 0
-        self.model_config, self.data_identity = model.config, data_identity
-        self.writer = BackgroundWriter()
-        self.log = self.samples = None
-        if self.is_main:
+    def __init__(self, config: Config, model: DualEncoder, data_identity: dict, steps: int, step: int):
+        self.model_config, self.data_identity, self.samples = model.config, data_identity, None
+        if distributed.is_main():
             # The thread gets it ready-made: building a model draws random numbers, which training must not notice.
             self.model = _empty_model(model.config)
-            self.path.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.path)
-            replace_text(self.path / "config.yaml", to_yaml(config))
-            self.log = RunLog(self.path, step, config.wandb, to_dict(config))
+        super().__init__(config, step, steps)
         if config.log_samples:
-            distributed.barrier()  # a folder that holds samples/ has its config.yaml, and is known to be a run's
-            self.samples = SampleLog(self.path, step, rank, world_size)
+            self.samples = SampleLog(self.path, step, distributed.rank(), distributed.world_size())
 
-    @property
-    def failed(self) -> bool:
-        """Whether a checkpoint could not be written, on this rank."""
-        return self.writer.failed
-
-    def check(self) -> None:
-        """Raise on all ranks what has `failed` on any; collective."""
-        self.writer.check()
-
-    def report(self, step: int, values: dict[str, float]) -> None:
-        """One line for people and one for programs."""
-        if self.log:
-            self.log.write(step, values)
-            line = evaluation_line if "zeroshot_top1" in values else train_line
-            print(line(step, self.steps, values), flush=True)
+    def line(self, step: int, values: dict[str, float]) -> str:
+        """The line that people read; `values` as in metrics.jsonl."""
+        if "zeroshot_top1" not in values:
+            return train_line(step, self.steps, values, TERMS)
+        top1, top5 = 100 * values["zeroshot_top1"], 100 * values["zeroshot_top5"]
+        return f"{step_of(step, self.steps)} | zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
 
     def seen(self, step: int, keys: list[str]) -> None:
         """The samples that this rank has trained on in a step."""
@@ -141,7 +81,7 @@ class RunFolder:
                 first = culprits(reports)[0]
                 keys = ", ".join(first["keys"][:3])
                 print(
-                    f"step {step}/{self.steps} | skipped on all ranks: the {first['stage']} is NaN or Inf on rank "
+                    f"{step_of(step, self.steps)} | skipped on all ranks: the {first['stage']} is NaN or Inf on rank "
                     f"{first['rank']} ({keys}{', …' if len(first['keys']) > 3 else ''}); see {path}",
                     flush=True,
                 )
@@ -153,8 +93,6 @@ class RunFolder:
         Raises:
             UserError: the one before could not be written; on all ranks.
         """
-        began = time.perf_counter()
-        self.finish()
         state = {
             "samples": samples,
             "skipped": skipped,
@@ -162,41 +100,21 @@ class RunFolder:
             "data": self.data_identity,
             "model": self.model_config,
         }
-        snapshot = take_snapshot(engine, step, state)
-        if snapshot:
-            stopped = time.perf_counter() - began
-            self.writer.start(lambda: self._write(snapshot, step, stopped))
+        self.write(lambda: take_snapshot(engine, step, state))
 
-    def _write(self, snapshot: Snapshot, step: int, stopped: float) -> None:
-        """In the thread."""
-        began = time.perf_counter()
-        where = snapshot.write(self.path)
-        prune(self.path, self.config.keep_checkpoints, self.config.keep_every)
+    def write_more(self, snapshot: Snapshot) -> str:
+        """The weights alone, in model/."""
         prefix = "model."
         weights = {n.removeprefix(prefix): t for n, t in snapshot.whole.items() if n.startswith(prefix)}
         self.model.load_state_dict(weights, assign=True)
         save_model(self.model, self.path / "model", overwrite=True)
-        print(
-            f"step {step}/{self.steps} | saved {where} and {self.path / 'model'} "
-            f"(training stood {stopped:.1f} s, written in {time.perf_counter() - began:.1f} s)",
-            flush=True,
-        )
-
-    def finish(self) -> None:
-        """Wait until everything is written; collective.
-
-        Raises:
-            UserError: it could not be; on all ranks.
-        """
-        self.writer.wait()
-        self.writer.check()
+        return f" and {self.path / 'model'}"
 
     def close(self) -> None:
         """Flush everything; not collective."""
-        self.writer.wait()
-        for log in (self.log, self.samples):
-            if log:
-                log.close()
+        super().close()
+        if self.samples:
+            self.samples.close()
 
 
 def _empty_model(model_config: dict) -> DualEncoder:

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 8 -m pretrain.run --config pretrain/configs/vit_b16_cc3m_cc12m_redcaps.yaml
     python -m pretrain.run --config pretrain/configs/scenes.yaml --out runs/scenes  # one process, no GPU needed
 
-Add `--resume` to go on from the newest checkpoint in --out. The run folder holds config.yaml (resolved),
+Add `--resume` to resume from the newest checkpoint in --out. The run folder holds config.yaml (resolved),
 metrics.jsonl, tensorboard/, checkpoints/step-N/ and model/, which `probemb.load_model` reads.
-SIGTERM and SIGUSR1 end a run after the step, or while it waits for data, with a checkpoint and exit code 85: start it
-again with `--resume`.
+SIGTERM and SIGUSR1 end a run after the step, or while it waits for data, with a checkpoint and exit code 85: restart
+it with `--resume`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ def train(config: Config, preemption: Preemption) -> int:
 
     import torch
 
-    from pretrain.engine.checkpoint import load_checkpoint, read_state
-    from pretrain.folder import RunFolder, refuse_another_run
+    from pretrain.engine.checkpoint import load_checkpoint
+    from pretrain.folder import DIGEST, FREE_TO_CHANGE, RunFolder
     from pretrain.trainer import Trainer
+    from probemb.cli.device import training_precision
     from probemb.data.failures import describe_failures
-    from probemb.distributed import agree, all_of, same_everywhere, settle
+    from probemb.distributed import all_of, same_everywhere, settle
     from probemb.models import create_tokenizer, create_transforms, fill_word_vectors
-    from probemb.runs.folder import newest_checkpoint, refuse_full_disk
+    from probemb.runs.checkpoints import read_state
+    from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_full_disk
+    from probemb.runs.output import take_lock
 
     def say(line: str) -> None:
         if rank == 0:
@@ -59,28 +62,21 @@ def train(config: Config, preemption: Preemption) -> int:
 
     # Everything that can be wrong with the command is found before the ranks meet and before anything is written.
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
-    device = pick_device(config)
-    precision = config.engine.precision
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
+    device, precision = pick_device(config), training_precision(config.engine.precision)
     seed_everything(config.seed)
     model = make_model(config)
     if config.model.word_vectors and not earlier:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
-    # Samples seen are the position; with another batch than before, the last batch that is begun is begun again.
+    # Samples seen are the position; with another batch size than before, a batch that was begun is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
-    whole = config.samples // config.batch_size if config.samples else int(config.epochs * stream.order.steps)
-    if whole < 1:
-        raise UserError(
-            f"The run would have no step: an epoch has {stream.order.steps}, each of {config.batch_size} samples.",
-            "Lower batch_size, or raise epochs or samples.",
-        )
-    steps = step + max(0, whole - samples // config.batch_size)
+    steps = step + max(0, whole_steps(config, stream) - samples // config.batch_size)
     identity = {**stream.identity, **words_identity(model)}
-    if earlier and (changed := refuse_another_run(config, state, identity, earlier)):
+    if earlier:
+        state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
+    if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)):
         say(
             f"resume  changed {'; '.join(changed)}; the data goes on after {samples:,} samples seen, "
             "in the order that it has now"
@@ -97,28 +93,17 @@ def train(config: Config, preemption: Preemption) -> int:
 
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     start_deepspeed(config.engine.timeout, device)
-    same_everywhere("The checkpoint to go on from", str(earlier), "Choose an --out that all machines share.")
-    lock = None
-    if rank == 0:
-        lock, failure = take_lock(config)
-    agree(failure if rank == 0 else None)
+    same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
+    lock = take_lock(config.out)
     engine = make_engine(model.to(device), config, precision, device)
     if earlier:
         load_checkpoint(engine, earlier, verified=True)
-    folder = RunFolder(config, model, identity, rank, world_size, steps, step)
-    say(headline(config, engine, stream, device, precision, steps, step, earlier))
+    folder = RunFolder(config, model, identity, steps, step)
+    say(describe(config, engine, stream, device, precision, steps, step, earlier))
     fit = Trainer(
-        engine,
-        stream,
-        config,
-        device,
-        steps,
-        step,
-        samples,
-        skipped=state.get("skipped", 0),
-        recorder=folder,
+        engine, stream, config, device, steps, step, samples, skipped=state.get("skipped", 0), recorder=folder,
         stop=preemption.asked,
-    )
+    )  # fmt: skip
     try:
         stopped = fit.fit((lambda: evaluator(engine)) if evaluator else None)
         folder.finish()
@@ -128,9 +113,7 @@ def train(config: Config, preemption: Preemption) -> int:
     for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
         say(line)
     if stopped:
-        say(
-            f"step {fit.step}/{steps} | stopped by {preemption.name or 'a signal to another rank'}; go on with --resume"
-        )
+        say(f"step {fit.step}/{steps} | stopped by {preemption.description}; go on with --resume")
     settle()
     torch.distributed.destroy_process_group()
     if lock:
@@ -138,16 +121,15 @@ def train(config: Config, preemption: Preemption) -> int:
     return REQUEUE if stopped else 0
 
 
-def take_lock(config: Config):
-    """(RunLock, None), or (None, UserError)."""
-    from probemb.runs.lock import RunLock
-
-    try:
-        return RunLock(Path(config.out)), None
-    except UserError as error:
-        return None, error
-    except OSError as error:
-        return None, UserError(f"{config.out} cannot be written ({error.strerror}).", "Choose another --out.")
+def whole_steps(config: Config, stream) -> int:
+    """Steps of the whole run. Raises UserError: there is none."""
+    whole = config.samples // config.batch_size if config.samples else int(config.epochs * stream.order.steps)
+    if whole < 1:
+        raise UserError(
+            f"The run would have no step: an epoch has {stream.order.steps}, each of {config.batch_size} samples.",
+            "Lower batch_size, or raise epochs or samples.",
+        )
+    return whole
 
 
 def make_model(config: Config):
@@ -207,14 +189,14 @@ def pick_device(config: Config):
     """This rank's device; also shares the machine's cores among its ranks."""
     import torch
 
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.engine.threads or max(1, cores // local_world))
+    from probemb.cli.device import share_cores
+
+    here = share_cores(config.engine.threads)
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_world > torch.cuda.device_count():
+    if here > torch.cuda.device_count():
         raise UserError(
-            f"The launcher starts {local_world} processes on a machine with {torch.cuda.device_count()} GPUs.",
+            f"The launcher starts {here} processes on a machine with {torch.cuda.device_count()} GPUs.",
             "Start at most one process per GPU (--nproc-per-node), or hide the GPUs with CUDA_VISIBLE_DEVICES= .",
         )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -230,21 +212,25 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def headline(config: Config, engine, stream, device, precision: str, steps: int, step: int, earlier) -> str:
-    """What a person wants to see before the first step."""
+def describe(config: Config, engine, stream, device, precision: str, steps: int, step: int, earlier) -> str:
+    """The lines that people see before the first step."""
+    from probemb.runs.log import headline
+
     order = stream.order
     world = order.batch_size // stream.rows
     n_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     parts = config.engine.accumulation
-    lines = [
-        f"model   {config.model.name}, {n_parameters / 1e6:.1f} M parameters, head {config.model.head}",
-        f"data    {sum(s.samples for s in stream.shards):,} samples in {len(stream.shards)} shards, "
+    return headline(
+        config.out,
+        f"{steps} steps",
+        step,
+        earlier,
+        model=f"{config.model.name}, {n_parameters / 1e6:.1f} M parameters, head {config.model.head}",
+        data=f"{sum(s.samples for s in stream.shards):,} samples in {len(stream.shards)} shards, "
         f"{order.lanes} lanes, {order.steps} steps an epoch",
-        f"engine  {world} x {device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {precision}, "
+        engine=f"{world} x {device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {precision}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
-        f"run     {config.out}, {steps} steps" + (f", resumed at step {step} from {earlier}" if earlier else ""),
-    ]
-    return "\n".join(lines)
+    )
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine.nonfinite import Evidence, as_error
 from pretrain.engine.state import discard_step, gradient_norm, random_state, set_random_state
 from pretrain.objectives import OBJECTIVES, Pairs
-from pretrain.progress import Window
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
 from probemb.distributed import all_of
 from probemb.errors import UserError
+from probemb.runs.window import Window
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
 MAX_SKIPPED = 100  # steps in a row; then the weights, not the samples, are at fault
@@ -137,7 +137,8 @@ class Trainer:
         """
         config, recorder = self.config, self.recorder
         last = min(self.steps, config.stop_at_step or self.steps)
-        window, saved = Window(self.stream), self.step
+        window = Window("images", lambda: self.stream.wait_seconds, self.device)
+        saved = self.step
         while self.step < last:
             batch = self._load()  # --------------------------------------------------------------- load, agree
             if batch is None:
@@ -152,7 +153,7 @@ class Trainer:
             self.samples += config.batch_size
             recorder.seen(self.step, batch.keys)
             if self.step % config.log_every == 0 or self.step == last:  # -------------------------------------- log
-                values = window.close(self.device, config.batch_size, last - self.step)
+                values = window.close(config.batch_size, last - self.step)
                 recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
             due = config.save_every and self.step % config.save_every == 0
             if self.step == last or due:  # ------------------------------------------------------------------ save

@@ -1,13 +1,13 @@
-"""Ranks: gather with gradient, and small helpers that work in a single process too."""
+"""Collectives over ranks, with gradient where it is needed; all of them work in a single process too."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from probemb.gaussian import Gaussian
 
 if TYPE_CHECKING:
     from probemb.models.encoder import Encoded
+
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -179,6 +181,24 @@ def agree(failure: Exception | None) -> None:
     for error in all_of(failure):
         if error is not None:
             raise error
+
+
+def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
+    """What `call` returns on rank 0, None on the others; collective.
+
+    Raises:
+        UserError: on all ranks, what `call` raised, or that `path` cannot be written for an OSError, with the remedy.
+    """
+    result = failure = None
+    if is_main():
+        try:
+            result = call()
+        except UserError as error:
+            failure = error
+        except OSError as error:
+            failure = UserError(f"{path} cannot be written ({error.strerror or error}).", remedy)
+    agree(failure)
+    return result
 
 
 def same_everywhere(what: str, mine: str, remedy: str) -> None:

@@ -27,21 +27,11 @@
 #SBATCH --signal=B:USR1@60
 
 set -uo pipefail
-
-# --------------------------------------------------------------------------------------------- edit: the environment
-# export https_proxy=http://proxy:3128
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
-PYTHON=${PROBEMB_PYTHON:-.venv/bin/python}  # must be on a file system that all nodes see
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-
-# ------------------------------------------------------------------------------------------ nothing to edit from here
-refuse() { printf 'error: %s\n       %s\n' "$1" "$2" >&2; exit 2; }
-
-[ -n "${SLURM_JOB_ID:-}" ] || refuse "This is a batch script for Slurm." "Start it with: sbatch slurm/download.sh ARGUMENTS"
-[ -f tools/download/command.py ] || refuse "The job was submitted from $PWD, which is not the project's folder." \
-  "Submit it from the folder that holds tools/ and slurm/."
-[ -x "$PYTHON" ] || PYTHON=$(command -v "$PYTHON") || refuse "There is no Python at ${PROBEMB_PYTHON:-.venv/bin/python}." \
-  "Run make install in $PWD, or set PROBEMB_PYTHON to another interpreter."
+. slurm/common.sh || {
+  printf "error: %s is not the project's folder.\n       Submit from the folder that holds slurm/.\n" "$PWD" >&2; exit 2
+}
+require_job download.sh
 
 arguments=("$@" "--processes=${SLURM_CPUS_PER_TASK:-1}")
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
@@ -51,25 +41,8 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   arguments+=("--part=$SLURM_ARRAY_TASK_ID/$count")
 fi
 
-# USR1: the time limit is near. TERM (scancel, a failed node) reaches the task by itself, and nothing is to come back.
-step='' told=''
-tell() { told=1; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null; }
-trap tell USR1
-trap : TERM
-
-echo "== $(date '+%F %T') job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST: ${arguments[*]}"
-srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -m tools.download "${arguments[@]}" &
-step=$!
-[ -z "$told" ] || tell
-code=1
-while kill -0 "$step" 2>/dev/null; do
-  wait "$step"
-  code=$?
-done
-if [ -n "$told" ] && [ "$code" != 0 ]; then
-  echo "== $(date '+%F %T') told to stop: back into the queue"
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
-  echo "error: Slurm does not requeue the job." >&2
-  echo "       Submit it again: it goes on with the shards that are missing." >&2
-fi
+stop_once() { kill -TERM "$1" 2>/dev/null; }
+say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST: ${arguments[*]}"
+follow stop_once srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -m tools.download "${arguments[@]}"
+[ -z "$told" ] || [ "$code" = 0 ] || requeue "with the shards that are missing"
 exit "$code"

@@ -9,8 +9,8 @@
 A checkpoint appears under its name only when it is complete and on disk. The folder must be one that all ranks see.
 Continuing at the same stage and number of ranks is exact to the bit on a CPU; otherwise only the order of sums differs.
 
-`take_snapshot` is the part that needs all ranks and a standing engine: a copy in rank 0's memory. `Snapshot.write` is
-the part that needs time, and can be done in a thread while training goes on.
+`take_snapshot` needs all ranks and a standing engine: a copy in rank 0's memory. `Snapshot.write` needs time, and can
+run in a thread while training goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 from pretrain.engine.state import (
     MOMENTS,
@@ -38,59 +37,17 @@ from probemb import distributed
 from probemb.distributed import agree, all_of
 from probemb.errors import UserError
 from probemb.runs.checkpoints import (
-    FORMAT,
     OPTIMIZER,
     RANDOM,
     STATE,
-    VERSION,
     WEIGHTS,
     Damaged,
+    Snapshot,
     read_content,
     verify_files,
-    write_checkpoint,
 )
 
-__all__ = [
-    "Snapshot",
-    "full_state_dict",
-    "load_checkpoint",
-    "read_state",
-    "save_checkpoint",
-    "take_snapshot",
-]
-
 COUNTERS = "global_steps", "global_samples"  # of the engine
-
-
-class Snapshot(NamedTuple):
-    """A training state in the memory of rank 0.
-
-    whole       {name: CPU tensor} of the engine's module, shared parameters under each of their names
-    tensors     by file: what is written
-    content     of state.json
-    """
-
-    whole: dict[str, Tensor]
-    tensors: dict[str, dict[str, Tensor]]
-    content: dict[str, Any]
-
-    def write(self, run_dir: Path | str) -> Path:
-        """Write `run_dir`/checkpoints/step-N; not collective.
-
-        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
-
-        Raises:
-            UserError: it could not be written; nothing of it is left behind.
-        """
-        target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
-        try:
-            write_checkpoint(target, self.tensors, self.content)
-        except OSError as error:
-            raise UserError(
-                f"The checkpoint {target} could not be written: {error}.",
-                "Make room, or make the folder writable, and go on with --resume; checkpoints before are whole.",
-            ) from error
-        return target
 
 
 def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
@@ -109,8 +66,6 @@ def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
     if not distributed.is_main():
         return None
     content = {
-        "format": FORMAT,
-        "version": VERSION,
         "step": step,
         "world_size": distributed.world_size(),
         "zero_stage": held.stage,
@@ -125,37 +80,11 @@ def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
     rng = {f"{r}.{name}": t for r, one in enumerate(generators) for name, t in one.items()}
     # Each parameter is stored once, under its first name.
     weights = {name: whole[name] for name in shapes(engine)}
-    return Snapshot(whole, {WEIGHTS: weights, OPTIMIZER: moments, RANDOM: rng}, content)
-
-
-def save_checkpoint(engine, run_dir: Path | str, step: int, state: dict[str, Any]) -> Path:
-    """`take_snapshot` and `Snapshot.write` at once; collective.
-
-    Raises:
-        UserError: it could not be written (on all ranks).
-    """
-    snapshot, failure = take_snapshot(engine, step, state), None
-    if snapshot:
-        try:
-            snapshot.write(run_dir)
-        except UserError as error:
-            failure = error
-    agree(failure)
-    return Path(run_dir) / "checkpoints" / f"step-{step}"
-
-
-def read_state(path: Path | str) -> dict[str, Any]:
-    """The `state` that a checkpoint was saved with, and its "step"; not collective, reads no tensors.
-
-    Raises:
-        UserError: damaged, or of another version.
-    """
-    content = read_content(Path(path))
-    return {**content["state"], "step": content["step"]}
+    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: rng}, content, whole)
 
 
 def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[str, Any]:
-    """Put an engine back to where `save_checkpoint` found it; collective, before the first or between two steps.
+    """Put an engine back to where `take_snapshot` found it; collective, before the first or between two steps.
 
     Restores weights, buffers, Adam's moments and counts, learning rates, the engine's counters, and random states.
     Betas, eps and weight decay stay the engine's: they are configuration. A rank that the checkpoint does not have gets
@@ -236,5 +165,5 @@ def _another_model(path: Path, differences: list[str]) -> UserError:
     more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
     return UserError(
         f"The checkpoint {path} is a checkpoint of another model: {', '.join(differences[:3])}{more}.",
-        "Resume with the model that the run was begun with (config.yaml in its folder), or begin a new run.",
+        "Resume with the model that the run was started with (config.yaml in its folder), or start a new run.",
     )

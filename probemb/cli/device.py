@@ -1,4 +1,4 @@
-"""Device and precision of a command, and the number of processes that decode its images."""
+"""Device and precision of a command, threads of a rank, processes that decode."""
 
 from __future__ import annotations
 
@@ -81,6 +81,30 @@ def choose_device(device: str, precision: str) -> Device:
     return Device(device, precision)
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_cores(threads: int, world_size: int = 1) -> int:
+    """Give this rank `threads` CPU threads, or for 0 its share of the machine's cores; returns the machine's ranks.
+
+    `world_size`: ranks of the run, which are all here where the launcher does not say.
+    """
+    import torch
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    torch.set_num_threads(threads or max(1, cores() // here))
+    return here
+
+
+def training_precision(asked: str) -> str:
+    """ "bf16" or "fp32": for "auto", bf16 on a GPU."""
+    import torch
+
+    return asked if asked != "auto" else "bf16" if torch.cuda.is_available() else "fp32"
+
+
 def loader_workers(wanted: int | None, n_images: int, device: str) -> int:
     """Number of processes that decode images.
 
@@ -88,7 +112,6 @@ def loader_workers(wanted: int | None, n_images: int, device: str) -> int:
     """
     if wanted is not None:
         return wanted
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if n_images < 512:
         return 0
-    return min(8, cores if device.startswith("cuda") else cores // 2)
+    return min(8, cores() if device.startswith("cuda") else cores() // 2)

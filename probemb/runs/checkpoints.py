@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -75,6 +75,47 @@ def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], conten
         raise
     flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+class Snapshot(NamedTuple):
+    """A training state in the memory of rank 0.
+
+    tensors     by file: what is written
+    content     of state.json, "step" among it
+    whole       {name: CPU tensor} of the trained module, shared parameters under each of their names; may be left out
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+    content: dict[str, Any]
+    whole: dict[str, Tensor] | None = None
+
+    def write(self, run_dir: Path | str) -> Path:
+        """Write `run_dir`/checkpoints/step-N; not collective.
+
+        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
+
+        Raises:
+            UserError: it could not be written; nothing of it is left behind.
+        """
+        target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
+        try:
+            write_checkpoint(target, self.tensors, {"format": FORMAT, "version": VERSION, **self.content})
+        except OSError as error:
+            raise UserError(
+                f"The checkpoint {target} could not be written: {error}.",
+                "Make room, or make the folder writable, and go on with --resume; checkpoints before are whole.",
+            ) from error
+        return target
+
+
+def read_state(path: Path | str) -> dict[str, Any]:
+    """The `state` that a checkpoint was saved with, and its "step"; not collective, reads no tensors.
+
+    Raises:
+        UserError: damaged, or of another version.
+    """
+    content = read_content(Path(path))
+    return {**content["state"], "step": content["step"]}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | str]:

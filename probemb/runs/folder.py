@@ -1,4 +1,4 @@
-"""A run folder before a run begins: what to go on from, what must not be overwritten, whether there is room."""
+"""A run folder before a run begins: what to resume from, what must not be overwritten, whether there is room."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 from torch import nn
 
+from probemb.cli.configuration import to_dict
 from probemb.errors import UserError
 from probemb.runs.checkpoints import find_checkpoint, free_bytes
 from probemb.runs.lock import NAME as LOCK
@@ -20,7 +21,7 @@ BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and
 def newest_checkpoint(
     out: str | Path, resume: bool, config_class: type, tell: Callable[[str], object] | None = None
 ) -> Path | None:
-    """The checkpoint to go on from, or None for a new run; writes nothing.
+    """The checkpoint to resume from, or None for a new run; writes nothing.
 
     With `resume`, every file of it has been compared with its sum, and `tell` hears which newer ones are not whole.
 
@@ -104,6 +105,45 @@ def changes(
         elif a != b:
             out.append((key, a, b))
     return out
+
+
+def refuse_another_run(
+    config, state: dict, identity: dict, earlier: Path, free: tuple[str, ...], digest: tuple[str, str, str]
+) -> list[str]:
+    """Refuse to resume with other data, another model or another recipe, unless `config.allow_changes` is set.
+
+    Args:
+        state: of the checkpoint `earlier`: its "config", and "data", the identity of its data.
+        identity: what the batches depend on.
+        free: keys of the configuration, and groups of them, that may change.
+        digest: the key in `identity` of the data's sum, what it is called, and the key in `config.data` of their paths.
+
+    Returns:
+        what has changed, "KEY: BEFORE -> NOW" each.
+
+    Raises:
+        UserError: names all of that.
+    """
+    before, now = state["config"], to_dict(config)
+    changed = changes(before, now, ignore=free)
+    known = {key for key, _, _ in changed}
+    sum_key, called, path_key = digest
+    for key, old, new in changes(state["data"], identity):
+        if key == sum_key:  # two sums say little: name the paths too
+            paths = [one["data"][path_key] for one in (before, now)]
+            paths = [path if isinstance(path, str) else " ".join(path) for path in paths]
+            old, new = (f"{value} ({path})" for value, path in zip((old, new), paths))
+        if key not in known:
+            changed.append((called if key == sum_key else f"data.{key}", old, new))
+    found = [f"{key}: {old} -> {new}" for key, old, new in changed]
+    may_allow = hasattr(config, "allow_changes")
+    if found and not (may_allow and config.allow_changes):
+        raise UserError(
+            f"The run is not the one that {earlier} belongs to: {'; '.join(found)}.",
+            "Resume with the settings in the run folder's config.yaml (--config) and the same data, "
+            f"{'pass --allow-changes, ' if may_allow else ''}or start a new run with another --out.",
+        )
+    return found
 
 
 def remove_leftovers(run: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from probemb.errors import UserError
 from probemb.files import replace_text
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -17,7 +21,7 @@ class RunLog:
 
     Args:
         run: the run folder.
-        step: the step that the run goes on from; what an interrupted attempt logged after it is dropped.
+        step: the step that the run resumes from; what an interrupted attempt logged after it is dropped.
         wandb_project: a Weights & Biases project, or None.
         config: the resolved configuration, for wandb.
     """
@@ -33,8 +37,11 @@ class RunLog:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, and a point of every curve."""
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+            self.file.flush()
+        except OSError as error:  # no reason to stop training
+            logger.warning("%s cannot be written (%s).", self.path, error.strerror)
         for name, value in values.items():
             self.board.add_scalar(name, value, step)
         if self.wandb:
@@ -42,8 +49,11 @@ class RunLog:
 
     def close(self) -> None:
         """Flush everything."""
-        self.file.close()
-        self.board.close()
+        try:
+            self.file.close()
+            self.board.close()
+        except OSError as error:
+            logger.warning("%s cannot be written (%s).", self.path, error.strerror)
         if self.wandb:
             self.wandb.finish()
 
@@ -93,3 +103,56 @@ def _wandb_id(run: Path) -> str:
 def duration(seconds: float) -> str:
     """h:mm:ss, with days where there are any."""
     return str(timedelta(seconds=round(seconds)))
+
+
+NOT_TERMS = (
+    "samples", "epoch", "network", "loss", "lr", "skipped", "data_wait", "eta", "gradient_norm", "scale", "shift",
+    "temperature", "logit_scale", "n_pseudo", "u_image", "u_text",
+)  # fmt: skip
+SHORT = {"pseudo_positive": "pp"}
+
+
+def step_of(step: int, steps: int) -> str:
+    """The head of every line that people read."""
+    return f"step {step:>{len(str(steps))}}/{steps}"
+
+
+def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] | None = None) -> str:
+    """The line that people read.
+
+    Args:
+        v: as in metrics.jsonl.
+        terms: names of the parts of the loss to show; None for all.
+    """
+    unit = next(name for name in v if name.endswith("_per_second")).removesuffix("_per_second")
+    if terms is None:
+        terms = [name for name in v if name not in NOT_TERMS and not name.endswith("_per_second")]
+    parts = [f"{SHORT.get(name, name)} {v[name]:.3f}" for name in terms if name in v]
+    skipped = f"{v['skipped']} steps skipped (NaN or Inf)" if v.get("skipped") else ""
+    fields = [
+        step_of(step, steps),
+        f"network {v['network']}" if "network" in v else "",
+        f"epoch {v['epoch']:.2f}" if "epoch" in v else "",
+        f"loss {v['loss']:.3f}" + (f" ({', '.join(parts)})" if parts else "")
+        if "loss" in v
+        else "every step since the last line was skipped",
+        f"a {v['scale']:.2f} b {v['shift']:.2f}" if "scale" in v else "",
+        f"temperature {v['temperature']:.2f}" if "temperature" in v else "",
+        f"u image {v['u_image']:.3f} text {v['u_text']:.3f}" if "u_image" in v else "",
+        skipped,
+        f"{v[f'{unit}_per_second']:.0f} {unit}/s, data {100 * v['data_wait']:.0f} %",
+        f"lr {v['lr']:.1e}",
+        f"ETA {duration(v['eta'])}",
+    ]
+    return " | ".join(field for field in fields if field)
+
+
+def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:
+    """What people see before the first step: the given lines, and the run's folder, length and start."""
+    lines["run"] = f"{out}, {length}" + (f", resumed at step {step} from {earlier}" if earlier else "")
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+
+def count(n: int, what: str) -> str:
+    """ "1 epoch", "2 epochs"."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

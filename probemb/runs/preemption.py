@@ -34,6 +34,11 @@ class Preemption:
     def _remember(self, number: int, _frame) -> None:
         self.name = self.name or signal.Signals(number).name
 
+    @property
+    def description(self) -> str:
+        """Of the signal that stopped the run, for people."""
+        return self.name or "a signal to another rank"
+
     def asked(self) -> bool:
         """Whether this process was asked to stop."""
         return self.name is not None

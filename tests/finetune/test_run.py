@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -209,11 +210,15 @@ def test_what_the_launcher_says_of_accumulation_changes_no_step(scenes, tmp_path
 
 
 def _die_at(step: int):
+    """Killed when the checkpoint before is written."""
+
     def prepare(rank: int) -> None:
         augment = Trainer._augment
 
         def dying(trainer, pairs):
             if trainer.step + 1 == step:
+                while any(thread.name == "checkpoint-writer" for thread in threading.enumerate()):
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return augment(trainer, pairs)
 
@@ -719,12 +724,10 @@ def test_images_that_do_not_decode_stop_the_run_and_are_named(scenes, tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_a_sentence(scenes, tmp_path, monkeypatch):
-    import finetune.folder
-
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(finetune.folder, "write_checkpoint", full)
+    monkeypatch.setattr("probemb.runs.checkpoints.write_checkpoint", full)
     with pytest.raises(UserError, match=r"step-3 could not be written.*No space left") as caught:
         run_here({"method": "vse", "data.path": scenes, "out": tmp_path / "run"})
     assert "--resume" in caught.value.remedy

@@ -1,8 +1,8 @@
 """The loop itself: ranks against one process, labels of mixed images, averaging, freezing, NaN."""
 
 import gc
+from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from finetune.loading.augment import Mix, draw_mix
 from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import METHODS
-from finetune.recipe import Schedule, WeightAverage, create_optimizer, parameter_groups
-from finetune.trainer import Joint, Trainer, Window
+from finetune.recipe import WeightAverage, create_optimizer, make_schedule, parameter_groups
+from finetune.trainer import Joint, Trainer
 from probemb import labels
 from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captions
@@ -79,8 +79,7 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
             getattr(network, name).requires_grad_(name in joint.objective.trains)
     joint = joint.double() if double else joint
     loader = PairLoader(data, create_transforms(model).train, tokenizer(), config.batch_size, config.seed, rank, world)
-    o = config.optimizer
-    schedule = Schedule(config.epochs, config.epochs - o.decay_epochs, 0.1, o.freeze_epochs, o.warmup_epochs)
+    schedule = make_schedule(config, len(networks), loader.steps)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     groups = [one for n in networks for one in parameter_groups(n, joint.method if n is model else None, lr=0.01)]
     optimizer = create_optimizer(groups)
@@ -105,7 +104,7 @@ def trained(rank, world, few, methods, words):
         data = find_captions(few, "train")
         told = []
         config = configured(*name.split(), *words)
-        trainer = make_trainer(config, data, rank, world, tell=lambda step, values, told=told: told.append(values))
+        trainer = make_trainer(config, data, rank, world, report=lambda step, values, told=told: told.append(values))
         assert trainer.accelerator.num_processes == world
         assert not trainer.fit()
         if world > 1:  # DDP's buffers are as large as the gradients: those of the frozen epoch are gone
@@ -208,7 +207,7 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
     first, again = trainer._augment(pairs), trainer._augment(pairs)
     for a, b in zip((*first[:3], *first[3]), (*again[:3], *again[3])):
         assert torch.equal(a, b)
-    trainer.epoch = 1
+    trainer.samples = BATCH
     later = trainer._augment(pairs)
     assert not torch.equal(first[2], later[2])
     assert not torch.equal(first[3].lam, later[3].lam)
@@ -272,7 +271,7 @@ def test_the_average_is_that_of_both_towers_the_loss_and_all_networks(method, fe
     data = find_captions(few, "train")
     config = configured(method, "--epochs=3")
     trainer = make_trainer(config, data)
-    trainer.schedule = Schedule(epochs=3, lr_drop_epoch=3, freeze_epochs=1, average_epochs=2)
+    trainer.schedule = replace(trainer.schedule, lr_drop_epoch=3, freeze_epochs=1, average_epochs=2)
     trainer.average = WeightAverage(trainer.joint.model, trainer.joint.method, trainer.joint.second)
     ends = []
     trainer.end_epoch = lambda epoch: ends.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
@@ -348,17 +347,3 @@ def test_daa_sees_the_captions_as_they_are_trained_on(few):
         own = [c for c in range(len(texts)) if owner[c] == image]
         expected = rows(own, captions).mean(0)
         torch.testing.assert_close(values[i], expected, rtol=0, atol=1e-6)
-
-
-def test_means_over_the_steps_between_two_log_lines():
-    loader = SimpleNamespace(waited=0.0)
-    window = Window(loader)
-    window.add({"loss": torch.tensor(1.0), "clean": 0.5})
-    window.add({"loss": torch.tensor(4.0)})
-    again = Window(loader, window.state())
-    for one in (window, again):
-        one.add({"loss": torch.tensor(4.0)})
-        values = one.close(batch_size=8, steps_left=3)
-        assert (values["loss"], values["clean"]) == (3.0, 0.5)
-        assert one.state() == {"sums": {}, "counts": {}}
-        assert values["pairs_per_second"] > 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from finetune.config import Config, Mix, Optimizer
 from finetune.methods import METHODS
-from finetune.recipe import Schedule, create_optimizer, parameter_groups
+from finetune.recipe import make_optimizer, make_schedule
 from finetune.trainer import Joint, Trainer
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import fill_from_model
@@ -189,23 +189,8 @@ def fit(
 
     model = create(world, settings, config, start)
     method = METHODS[config.method](config, model, part.dataset)
-    for name in ("scale", "shift", "logit_scale"):
-        getattr(model, name).requires_grad_(name in method.trains)
     joint, best, values = Joint(model, method), {}, []
-    options = config.optimizer
-    optimizer = create_optimizer(
-        parameter_groups(
-            model, method.module, lr=options.lr, weight_decay=options.weight_decay,
-            image_backbone=options.image_backbone, text_backbone=options.text_backbone, layer_decay=options.layer_decay,
-        )
-    )  # fmt: skip
-    schedule = Schedule(
-        epochs=config.epochs,
-        lr_drop_epoch=config.epochs - options.decay_epochs,
-        freeze_epochs=options.freeze_epochs,
-        warmup_epochs=options.warmup_epochs,
-        average_epochs=0,
-    )
+    optimizer = make_optimizer(config, [model], method)
 
     def end_epoch(epoch: int) -> None:
         if not select:
@@ -215,6 +200,7 @@ def fit(
             best.update(copy.deepcopy(model.state_dict()))
 
     loader = MemoryLoader(part, config.batch_size, config.seed, step_done)
+    schedule = make_schedule(config, 1, loader.steps)
     Trainer(Accelerator(cpu=True), joint, optimizer, loader, schedule, config, end_epoch=end_epoch).fit()
     if best:
         model.load_state_dict(best)

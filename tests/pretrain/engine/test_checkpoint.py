@@ -16,10 +16,11 @@ from torch import nn
 
 from pretrain.engine import checkpoint
 from pretrain.engine.engine import start_deepspeed
-from pretrain.engine.state import EngineState
+from pretrain.engine.state import EngineState, full_state_dict
 from probemb.errors import UserError
 from probemb.runs import checkpoints
-from probemb.runs.checkpoints import find_checkpoint, prune
+from probemb.runs.checkpoints import find_checkpoint, prune, read_state
+from tests.pretrain.engine.saving import save_checkpoint
 from tests.ranks import run_ranks
 
 BATCH = 12  # for 1, 2 and 3 ranks
@@ -95,7 +96,7 @@ def train(engine, rank, world, steps):
 def snapshot(engine):
     """Weights, buffers, moments and counts: arrays on rank 0."""
     held = EngineState(engine)
-    tensors = {**checkpoint.full_state_dict(engine), **held.moments()}
+    tensors = {**full_state_dict(engine), **held.moments()}
     return {n: t.numpy() for n, t in tensors.items()} | {f"step.{n}": s for n, s in held.steps().items()}
 
 
@@ -112,7 +113,7 @@ def save_and_resume(rank, world, stage, persistent, folder):
     engine = make_engine(stage, world, dropout=0.2, persistent=persistent)  # dropout: the random state matters too
     torch.manual_seed(100 + rank)
     train(engine, rank, world, range(3))
-    path = checkpoint.save_checkpoint(engine, folder, 3, STATE)
+    path = save_checkpoint(engine, folder, 3, STATE)
     saved = snapshot(engine)
     train(engine, rank, world, range(3, 6))
     straight = snapshot(engine)
@@ -152,7 +153,7 @@ def test_resuming_at_the_same_stage_and_ranks_is_exact(stage, persistent, world,
 def run_six(rank, world, stage, folder):
     engine = make_engine(stage, world)
     train(engine, rank, world, range(3))
-    checkpoint.save_checkpoint(engine, folder / f"{stage}-{world}", 3, STATE)
+    save_checkpoint(engine, folder / f"{stage}-{world}", 3, STATE)
     train(engine, rank, world, range(3, 6))
     return snapshot(engine)
 
@@ -188,7 +189,7 @@ def test_a_checkpoint_goes_on_at_any_stage_and_number_of_ranks(tmp_path):
 def export(rank, world, stage):
     engine = make_engine(stage, world)
     train(engine, rank, world, range(1))
-    weights = checkpoint.full_state_dict(engine, prefix="model.")
+    weights = full_state_dict(engine, prefix="model.")
     if rank:
         return weights
     model = Inner(5, 0.0)
@@ -207,9 +208,9 @@ def test_the_full_state_dict_loads_into_the_bare_model_and_is_rank_0s_alone():
 
 def names_of_a_compiled_module(rank, world):
     engine = make_engine(0, 1)
-    plain = set(checkpoint.full_state_dict(engine))
+    plain = set(full_state_dict(engine))
     engine.module.model = torch.compile(engine.module.model)
-    return plain, set(checkpoint.full_state_dict(engine))
+    return plain, set(full_state_dict(engine))
 
 
 def test_a_compiled_module_has_the_same_names():
@@ -228,7 +229,7 @@ def draw_after_saving(rank, world, folder):
     engine = make_engine(1, world)
     torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
     draw()  # leaves a second normal number behind in numpy's and python's generators
-    checkpoint.save_checkpoint(engine, folder, 0, {})
+    save_checkpoint(engine, folder, 0, {})
     return draw()
 
 
@@ -255,7 +256,7 @@ def test_every_rank_gets_its_random_states_back(tmp_path):
 def kill_during_writes(rank, world, folder):
     """Save step 3, then try step 6 in children that are killed at each of the points where a write reaches the disk."""
     engine = make_engine(0, 1)
-    checkpoint.save_checkpoint(engine, folder, 3, {})
+    save_checkpoint(engine, folder, 3, {})
     flush, newest, leftovers = checkpoints.flush, [], []
     for fatal in range(1, 7):
         child = os.fork()
@@ -269,16 +270,16 @@ def kill_during_writes(rank, world, folder):
                     os.kill(os.getpid(), signal.SIGKILL)
 
             checkpoints.flush = dying_flush
-            checkpoint.save_checkpoint(engine, folder, 6, {})
+            save_checkpoint(engine, folder, 6, {})
             os._exit(0)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         newest.append(find_checkpoint(folder).name)
         leftovers.append(sorted(p.name for p in (folder / "checkpoints").glob(".*")))
     train(engine, rank, world, range(1))
-    checkpoint.save_checkpoint(engine, folder, 6, {"again": True})
+    save_checkpoint(engine, folder, 6, {"again": True})
     path = find_checkpoint(folder)
     checkpoint.load_checkpoint(engine, path)
-    return newest, leftovers, checkpoint.read_state(path), sorted(p.name for p in path.parent.iterdir())
+    return newest, leftovers, read_state(path), sorted(p.name for p in path.parent.iterdir())
 
 
 def test_a_killed_write_leaves_the_checkpoint_before(tmp_path):
@@ -291,11 +292,11 @@ def test_a_killed_write_leaves_the_checkpoint_before(tmp_path):
 
 def fill_the_disk(rank, world, folder):
     engine = make_engine(1, world)
-    checkpoint.save_checkpoint(engine, folder, 3, {})
+    save_checkpoint(engine, folder, 3, {})
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
     with pytest.raises(UserError, match="could not be written"):
-        checkpoint.save_checkpoint(engine, folder, 6, {})
+        save_checkpoint(engine, folder, 6, {})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
@@ -308,8 +309,8 @@ def refuse(rank, world, folder):
     """All the ways in which a checkpoint can be wrong: the message of each, and whether anything changed."""
     engine = make_engine(1, world)
     train(engine, rank, world, range(2))
-    good = checkpoint.save_checkpoint(engine, folder, 3, {})
-    other = checkpoint.save_checkpoint(make_engine(3, world, hidden=6), folder / "other", 3, {})
+    good = save_checkpoint(engine, folder, 3, {})
+    other = save_checkpoint(make_engine(3, world, hidden=6), folder / "other", 3, {})
     if rank == 0:
         spoil(good, folder)
     torch.distributed.barrier()
@@ -371,7 +372,7 @@ def test_damaged_files_and_other_models_are_refused_and_nothing_changes(tmp_path
 def save_many(rank, world, folder):
     engine = make_engine(0, world)
     for step in (8, 9, 10, 100):
-        checkpoint.save_checkpoint(engine, folder, step, {"at": step})
+        save_checkpoint(engine, folder, step, {"at": step})
 
 
 def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path, caplog):
@@ -391,7 +392,7 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path,
 
     prune(tmp_path, keep=2)  # the damaged one does not count
     assert {p.name for p in folder.glob("step-*")} == {"step-9", "step-10", "step-100", "step-x"}
-    assert checkpoint.read_state(folder / "step-9") == {"at": 9, "step": 9}
+    assert read_state(folder / "step-9") == {"at": 9, "step": 9}
 
     for name in ("step-9", "step-10"):
         (folder / name / "state.json").unlink()
@@ -404,10 +405,10 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path,
 def refuse_what_is_not_covered(rank, world, folder):
     engine = make_engine(0, 1)
     with pytest.raises(ValueError, match="JSON"):
-        checkpoint.save_checkpoint(engine, folder, 1, {"loss": float("nan")})
+        save_checkpoint(engine, folder, 1, {"loss": float("nan")})
     engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
     with pytest.raises(ValueError, match="learning rate schedulers"):
-        checkpoint.save_checkpoint(engine, folder, 1, {})
+        save_checkpoint(engine, folder, 1, {})
     return list(folder.iterdir())
 
 

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import trainer
 from pretrain.config import BUCKET, Config, Engine, Model
-from pretrain.engine.checkpoint import save_checkpoint
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.plan import command as plan
 from pretrain.plan import cost as plan_cost
@@ -26,6 +25,7 @@ from pretrain.plan.memory import FP32, Setting
 from probemb import UserError, create_model
 from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import Shard, write_index
+from tests.pretrain.engine.saving import save_checkpoint
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,4 +1,4 @@
-"""Writing beside training: one job at a time, in a thread of rank 0."""
+"""Write while training goes on: one job at a time, in a thread of rank 0."""
 
 from __future__ import annotations
 

@@ -1,0 +1,37 @@
+"""The samples that a rank has trained on, kept where log_samples asks for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from probemb.runs.log import drop_lines_after
+
+
+class SampleLog:
+    """The keys of the samples that a rank has trained on, a line a step: samples/rank-R.jsonl.
+
+    Args:
+        run: the run folder.
+        step: as for `RunLog`; rank 0 also cuts what ranks wrote that are not there any more.
+    """
+
+    def __init__(self, run: Path, step: int, rank: int, world_size: int):
+        folder = run / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f".rank-{rank}.jsonl.*"):  # a killed attempt was writing it aside
+            left.unlink(missing_ok=True)
+        for path in folder.glob("rank-*.jsonl"):
+            number = path.stem.removeprefix("rank-")
+            if number.isdigit() and (int(number) == rank or (rank == 0 and int(number) >= world_size)):
+                drop_lines_after(path, step)
+        self.file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
+
+    def write(self, step: int, keys: list[str]) -> None:
+        """The samples of one step."""
+        self.file.write(json.dumps({"step": step, "keys": keys}) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """Flush everything."""
+        self.file.close()

@@ -1,0 +1,115 @@
+"""What a run writes to its folder: config.yaml, metrics.jsonl, tensorboard/ and checkpoints/."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from probemb import distributed
+from probemb.cli.configuration import to_dict, to_yaml
+from probemb.distributed import on_main
+from probemb.files import replace_text
+from probemb.runs.background_writer import BackgroundWriter
+from probemb.runs.checkpoints import Snapshot, prune
+from probemb.runs.folder import remove_leftovers
+from probemb.runs.lock import RunLock
+from probemb.runs.log import RunLog, train_line
+
+
+def take_lock(run: Path | str) -> RunLock | None:
+    """The lock of a run folder, on rank 0, and None on the others; collective.
+
+    Raises:
+        UserError: another job holds it, or the folder cannot be written; on all ranks.
+    """
+    return on_main(lambda: RunLock(Path(run)), run, "Choose another --out.")
+
+
+class RunOutput:
+    """The files of a run. Every rank holds one, as saving is collective, and rank 0 writes.
+
+    Checkpoints are written in a thread, while training goes on. A step waits for the copy in rank 0's memory, and for
+    the write before if that is still going on.
+
+    Args:
+        config: resolved; has out, wandb, keep_checkpoints and perhaps keep_every.
+        step: the step that the run resumes from.
+        steps: length of the whole run.
+
+    Raises:
+        UserError: the folder cannot be written; on all ranks.
+    """
+
+    def __init__(self, config, step: int, steps: int):
+        self.path, self.config, self.steps = Path(config.out), config, steps
+        self.is_main, self.writer = distributed.is_main(), BackgroundWriter()
+        self.log: RunLog | None = on_main(lambda: self._begin(step), self.path, "Choose another --out.")
+
+    def _begin(self, step: int) -> RunLog:
+        self.path.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.path)
+        replace_text(self.path / "config.yaml", to_yaml(self.config))
+        return RunLog(self.path, step, self.config.wandb, to_dict(self.config))
+
+    def line(self, step: int, values: dict[str, float]) -> str:
+        """The line that people read; `values` as in metrics.jsonl."""
+        return train_line(step, self.steps, values)
+
+    def report(self, step: int, values: dict[str, float]) -> None:
+        """One line for people and one for programs."""
+        if self.log:
+            self.log.write(step, values)
+            print(self.line(step, values), flush=True)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written, on this rank."""
+        return self.writer.failed
+
+    def check(self) -> None:
+        """Raise on all ranks what has `failed` on any; collective."""
+        self.writer.check()
+
+    def write(self, take: Callable[[], Snapshot | None]) -> None:
+        """Begin to write the snapshot that `take` copies on rank 0; collective.
+
+        Raises:
+            UserError: the one before could not be written; on all ranks.
+        """
+        began = time.perf_counter()
+        self.finish()
+        if snapshot := take():
+            stood = time.perf_counter() - began
+            self.writer.start(lambda: self._write(snapshot, stood))
+
+    def _write(self, snapshot: Snapshot, stood: float) -> None:
+        """In the thread."""
+        began = time.perf_counter()
+        where = snapshot.write(self.path)
+        prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0))
+        more = self.write_more(snapshot)
+        print(
+            f"step {snapshot.content['step']}/{self.steps} | saved {where}{more} "
+            f"(training stood {stood:.1f} s, written in {time.perf_counter() - began:.1f} s)",
+            flush=True,
+        )
+
+    def write_more(self, snapshot: Snapshot) -> str:
+        """What a stage writes beside its checkpoint, in the thread; returns a few words on it."""
+        return ""
+
+    def finish(self) -> None:
+        """Wait until everything is written; collective.
+
+        Raises:
+            UserError: it could not be; on all ranks.
+        """
+        self.writer.wait()
+        self.writer.check()
+
+    def close(self) -> None:
+        """Flush everything; not collective."""
+        self.writer.wait()
+        if self.log:
+            self.log.close()

@@ -1,0 +1,69 @@
+"""Means and speed over the steps between two log lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from probemb import distributed
+
+
+class Window:
+    """Means over the steps between two log lines; scalars stay on the device until then.
+
+    Args:
+        unit: what a batch consists of, for the name of the speed: "images" gives images_per_second.
+        waited: seconds spent waiting for data so far.
+        device: of the scalars.
+        state: of the run that this one resumes, see `state`.
+    """
+
+    def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu", state=None):
+        self.unit, self.waited, self.device = unit, waited, torch.device(device)
+        self.restart()
+        if state:
+            self.sums = {name: value.to(device) for name, value in state["sums"].items()}
+            self.counts = dict(state["counts"])
+
+    def restart(self) -> None:
+        """Drop what was added, and measure time from now on."""
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Measure time from now on."""
+        self.n, self.began, self.waited_before = 0, time.perf_counter(), self.waited()
+        self.last = self.began
+
+    def skip_time(self) -> None:
+        """Leave out the time since the last step."""
+        self.began += time.perf_counter() - self.last
+
+    def add(self, terms: dict[str, Tensor | float] | None) -> None:
+        """One step's detached scalars, not every step has all of them; None for a step that was skipped."""
+        self.n, self.last = self.n + 1, time.perf_counter()
+        for name, value in (terms or {}).items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else torch.as_tensor(value)
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def state(self) -> dict:
+        """{"sums": CPU tensors by name, "counts": numbers of steps}, for a checkpoint between two log lines."""
+        return {"sums": {name: value.detach().cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
+
+    def close(self, batch_size: int, steps_left: int) -> dict[str, float]:
+        """Means over steps and ranks, and speed: samples/s over all ranks, share of time waiting for data, ETA in s.
+
+        Without the means if every step was skipped. Collective.
+        """
+        sums = [self.sums[name].to(self.device).double().reshape(()) / n for name, n in self.counts.items()]
+        means = dict(zip(self.counts, torch.stack(sums).tolist() if sums else []))
+        seconds = time.perf_counter() - self.began
+        waited = (self.waited() - self.waited_before) / seconds
+        values = distributed.mean_over_ranks(means | {"data_wait": waited}, self.device)
+        values |= {f"{self.unit}_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
+        self.restart()
+        return values
