@@ -81,7 +81,7 @@ def evaluate_and_write(
     from zeroshot.filters import FilterOptions
     from zeroshot.outcome import evaluate
     from zeroshot.prompts import single_index
-    from zeroshot.report import write_report
+    from zeroshot.reports.imagenet import write_report
 
     device = choose_device(config.device, config.precision)
     model, tokenizer, transforms = load(config.model, device.name)

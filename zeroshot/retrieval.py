@@ -81,7 +81,7 @@ def evaluate(
     from probemb.evaluation.rankings import RankingOptions
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
-    from zeroshot.retrieval_report import write_report
+    from zeroshot.reports.retrieval import write_report
 
     device = choose_device(config.device, config.precision)
     names = [config.model, *second_model(config)]

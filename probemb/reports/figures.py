@@ -111,7 +111,8 @@ class Chart:
             spread: half the length of an error bar at each point.
             notes: what each point says under the pointer; by default its coordinates.
         """
-        self._axes.plot(xs, ys, "--" if dashed else "-", color=colour, marker="o" if points else None, markersize=5)
+        style, marker = "--" if dashed else "-", "o" if points else None
+        self._axes.plot(xs, ys, style, color=colour, marker=marker, markersize=5, clip_on=False, zorder=2.5)
         if spread is not None:
             self._axes.errorbar(xs, ys, spread, fmt="none", ecolor=colour, capsize=2.5, elinewidth=1)
         if name:
@@ -120,6 +121,15 @@ class Chart:
         notes = notes or [f"{of}{self._x_label} {number(x)}: {number(y)}" for x, y in zip(xs, ys)]
         self._notes += [(x, y, 4, note) for x, y, note in zip(xs, ys, notes)]
         return self
+
+    def bins(self, bins: dict, things: str) -> Chart:
+        """A point for every bin of `probemb.metrics.Bins` (as a dict): accuracy in percent against uncertainty."""
+        ys = [100 * y for y in bins["accuracy"]]
+        notes = [
+            f"{count} {things}, mean uncertainty {number(x)}: {y:.2f} %"
+            for count, x, y in zip(bins["counts"], bins["uncertainty"], ys)
+        ]
+        return self.line(bins["uncertainty"], ys, points=True, notes=notes)
 
     @_styled
     def level(self, y: float, name: str, colour: str = GREY) -> Chart:

@@ -38,7 +38,7 @@ def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
 
 
 class Page(HTMLParser):
-    """Collects what a page would load from elsewhere, and whether its elements are closed in order."""
+    """Collects what a page loads from or links to elsewhere, and whether its elements are closed in order."""
 
     VOID = ("meta", "img")
 
@@ -52,7 +52,7 @@ class Page(HTMLParser):
         assert tag != "script"
         for name, value in attributes:
             assert not name.startswith("on")
-            if name in ("src", "href") and not value.startswith("data:image/jpeg;base64,"):
+            if name in ("src", "href") and not value.startswith(("data:image/jpeg;base64,", "#")):
                 self.elsewhere.append(value)
         if tag not in self.VOID:
             self.open.append(tag)
@@ -66,7 +66,8 @@ def test_the_page_is_whole_and_loads_nothing(every):
     page.feed((every / "report.html").read_text())
     page.close()
     assert page.open == []
-    assert page.elsewhere == []
+    assert len(page.elsewhere) == 2 * 5  # links to the figures as files
+    assert {str(file.relative_to(every)) for file in (every / "figures").iterdir()} == set(page.elsewhere)
     assert page.charts == 5  # two curves, the histogram, classes and images by uncertainty
     assert page.images == N_CLASSES * PER_CLASS  # eight classes, shown with all their four images
 

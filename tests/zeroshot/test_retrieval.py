@@ -134,7 +134,9 @@ def test_the_report_stands_alone(measured):
     ):
         assert heading in html
     assert html.count("<svg") == 7
-    assert not re.search(r"(src|href)=\"(?!data:)", html)
+    links = re.findall(r"(?:src|href)=\"(?!data:|#)([^\"]*)", html)
+    assert {str(file.relative_to(out)) for file in (out / "figures").iterdir()} == set(links)
+    assert len(links) == 2 * 7
     assert "<script" not in html
     found = results["uncertainty"]
     assert set(found["quality"]["images"]) == set(found["quality"]["captions"])
@@ -364,7 +366,11 @@ def test_results_go_into_the_run_folder_and_to_no_other_command(captioned, shard
     options = ["--model", str(tmp_path / "run"), "--data", str(captioned), "--rankings", "mean", "--erased", "0"]
     for _ in range(2):
         assert main(options) == 0
-    assert {file.name for file in (tmp_path / "run" / "retrieval").iterdir()} == {"results.json", "report.html"}
+    assert {file.name for file in (tmp_path / "run" / "retrieval").iterdir()} == {
+        "results.json",
+        "report.html",
+        "figures",
+    }
     from zeroshot.imagenet import main as imagenet
 
     with pytest.raises(UserError, match="was not written by this command"):

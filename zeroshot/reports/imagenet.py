@@ -1,0 +1,160 @@
+"""The page of `zeroshot.imagenet`: accuracy, curves over K, uncertainty, and prompts of some classes with images."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.data.failures import BadSample
+from probemb.reports.figures import GREEN, Chart
+from probemb.reports.pages import thumbnail, write_page
+from probemb.reports.text import percent
+from zeroshot.config import GENERATOR
+from zeroshot.evaluation import SIGNIFICANT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from probemb.data.labelled.classes import Classes
+    from probemb.data.labelled.images import LabelledImages
+    from zeroshot.evaluation import Evaluation
+    from zeroshot.outcome import Outcome
+
+IMAGES_A_CLASS = 6
+CLASSES_A_GROUP = 3
+TILES = {  # (filter, what K was chosen on) -> title; the first four that were evaluated
+    ("single", ""): "single prompt",
+    ("all", ""): "all prompts",
+    ("best-topk", "honest"): "best-topk, honest",
+    ("topk", "honest"): "topk, honest",
+    ("best-topk", "oracle"): "best-topk, oracle",
+    ("topk", "oracle"): "topk, oracle",
+}
+
+
+def write_report(
+    file: Path,
+    results: dict,
+    outcome: Outcome,
+    images: LabelledImages,
+    classes: Classes,
+    templates: Sequence[str],
+) -> None:
+    """Write the page; `results` is what results.json holds."""
+    e = outcome.evaluation
+    groups = [
+        (title, [_card(c, outcome, images, classes, templates) for c in group]) for title, group in pick_classes(e)
+    ]
+    write_page(
+        file, Path(__file__).with_name("imagenet.html"), GENERATOR, results=results, config=results["config"],
+        n_classes=len(classes), n_prompts=len(templates), n_bad=len(outcome.bad), rows=e.rows, kind=_kind,
+        significant=SIGNIFICANT, tiles=_tiles(e, len(classes)), curves=_curves(e), chosen=_chosen(e),
+        bins=_bins(results["uncertainty"]), groups=groups,
+    )  # fmt: skip
+
+
+def _kind(note: str) -> str:
+    return next((kind for kind in ("oracle", "honest") if note.startswith(kind)), "")
+
+
+def _tiles(e: Evaluation, n_classes: int) -> list[tuple[str, str, str]]:
+    rows = {(row.filter, _kind(row.note)): row for row in reversed(e.rows) if "bound" not in row.note}
+    tiles = [(percent(rows[key].top1), title, "top-1 %") for key, title in TILES.items() if key in rows][:4]
+    return [*tiles, (percent(1 / n_classes), "chance", "top-1 %")]
+
+
+def _curves(e: Evaluation) -> list[Chart]:
+    """Accuracy against a common K, with the best K marked: an oracle."""
+    if e.curve1 is None:
+        return []
+    single = next((row for row in e.rows if row.filter == "single"), None)
+    charts = []
+    for metric, curve, attribute in (("top-1", e.curve1, "top1"), ("top-5", e.curve5, "top5")):
+        ys = [100 * float(y) for y in curve]
+        best = max(i for i, y in enumerate(ys) if y >= max(ys) - 1e-9)
+        chart = Chart(f"{metric}-over-k", x_label="K, prompts kept in each class", y_label=f"{metric} accuracy, %")
+        chart.line(range(1, len(ys) + 1), ys).level(ys[-1], f"all {ys[-1]:.2f}", GREEN)
+        if single is not None:
+            chart.level(100 * getattr(single, attribute), f"single {percent(getattr(single, attribute))}")
+        charts.append(chart.mark(best + 1, ys[best], f"K = {best + 1}: {ys[best]:.2f}, oracle"))
+    return charts
+
+
+def _chosen(e: Evaluation) -> dict | None:
+    """How many classes are classified best at each K: an oracle."""
+    if e.class_k is None:
+        return None
+    hopeless = (e.class_max == 0) | (e.counts == 0)
+    chosen, n_prompts = e.class_k[~hopeless], e.uncertainty.shape[1]
+    counts = [int((chosen == k).sum()) for k in range(1, n_prompts + 1)]
+    return {
+        "chart": Chart("k-of-classes", x_label="K, prompts kept", y_label="classes").bars(counts, "classes"),
+        "classes": len(chosen),
+        "hopeless": int(hopeless.sum()),
+        "all": counts[-1],
+        "half": sum(counts[: n_prompts // 2]),
+    }
+
+
+def _bins(uncertainty: dict) -> list[tuple[str, Chart, dict]]:
+    found = []
+    for things, title, x_label in (
+        ("classes", "Classes, by the mean uncertainty of their prompts", "mean uncertainty of the prompts"),
+        ("images", "Images, by their own uncertainty", "uncertainty of the image"),
+    ):
+        if bins := uncertainty[things]:
+            chart = Chart(f"accuracy-of-{things}", x_label=x_label, y_label="top-1 accuracy, %")
+            found.append((title, chart.bins(bins, things), bins))
+    return found
+
+
+def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:
+    """Groups of classes to show, none twice: by gain where K was chosen per class, else by uncertainty; and some at
+    random, always the same."""
+    with_images = [c for c in range(len(e.counts)) if e.counts[c] > 0]
+    if e.class_best is not None:
+        score = (e.class_best - e.class_all).tolist()
+        titles = ("Gained most from their own K", "Gained least, or lost", "At random")
+    else:
+        score = e.uncertainty.mean(dim=1).tolist()
+        titles = ("Most uncertain", "Most certain", "At random")
+    down = sorted(with_images, key=lambda c: (-score[c], c))
+    most = down[:size]
+    least = [c for c in reversed(down) if c not in most][:size]
+    rest = [c for c in with_images if c not in most and c not in least]
+    some = sorted(random.Random(0).sample(rest, min(size, len(rest))))
+    return [(title, group) for title, group in zip(titles, (most, least, some)) if group]
+
+
+def _card(c: int, outcome: Outcome, images: LabelledImages, classes: Classes, templates: Sequence[str]) -> dict:
+    """A class with its images and its prompts, from certain to uncertain."""
+    e, name = outcome.evaluation, classes.names[c]
+    u, kept = e.uncertainty[c], int(e.kept[c])
+    low, high = float(u.min()), float(u.max())
+    prompts = [
+        {"text": templates[p].replace("{}", name), "u": u_p, "share": 8 + 92 * (u_p - low) / ((high - low) or 1)}
+        for p, u_p in zip(e.order[c].tolist(), u[e.order[c]].tolist())
+    ]
+    return {
+        "name": name,
+        "images": int(e.counts[c]),
+        "all": float(e.class_all[c]),
+        "best": None if e.class_best is None else float(e.class_best[c]),
+        "pictures": _pictures((outcome.labels == c).nonzero().flatten(), outcome, images),
+        "kept": prompts[:kept],
+        "dropped": prompts[kept:],
+    }
+
+
+def _pictures(mine: Tensor, outcome: Outcome, images: LabelledImages) -> list[dict]:
+    shown = []
+    for i in mine.tolist()[:: max(1, len(mine) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
+        try:
+            source = thumbnail(images.open(outcome.places[i]))
+        except BadSample:  # it was readable before: the file has changed since
+            continue
+        verdict = "right" if bool(outcome.evaluation.correct[i]) else "wrong"
+        shown.append({"src": source, "note": f"{images.places[outcome.places[i]].name}: {verdict}", "kind": verdict})
+    return shown

@@ -1,0 +1,138 @@
+"""The page of `zeroshot.retrieval`: rankings, what uncertainty says about recall, the embeddings, extreme items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.data.failures import BadSample
+from probemb.evaluation.rankings import TITLES
+from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
+from probemb.reports.pages import thumbnail, write_page
+from probemb.reports.text import number, percent
+from zeroshot.config import RETRIEVAL_GENERATOR
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from probemb.data.captions.find import CaptionDataset
+    from probemb.evaluation.embed_pairs import EmbeddedPairs
+
+METRICS = {"r@1": "R@1", "r@5": "R@5", "r@10": "R@10", "r_precision": "R-P", "map_at_r": "mAP@R"}
+SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; the table has all
+SIDES = {"images": "Images as queries", "captions": "Captions as queries"}
+ERASED = {"pixels": "Images, a grey square over them", "words": "Captions, words left out"}
+
+
+def write_report(
+    file: Path, results: dict, pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]
+) -> None:
+    """Write the page; `results` is what results.json holds."""
+    found, rows = results["uncertainty"], results["rows"]
+    values = {
+        "tables": {kind: [row for row in rows if row["positives"] == kind] for kind in _distinct(rows, "positives")},
+        "how": {TITLES[row["ranking"]]: row["how"] for row in rows},
+        "projection": _projection(results["projection"], captions, pairs, sized=bool(found)),
+    }
+    if found:
+        shown = {side: metrics[SHOWN] for side, metrics in found["quality"].items()}
+        values |= {
+            "bins": _sides(shown, "bins", _bins),
+            "rejection": _sides(shown, "rejection", _rejection),
+            "erased": _erased(found.get("erased") or {}),
+            "images": {which: _images(rows, pairs, captions, per_query) for which, rows in
+                       found["extremes"]["images"].items()},
+            "texts": {which: _texts(rows, pairs, captions, per_query) for which, rows in
+                      found["extremes"]["captions"].items()},
+        }  # fmt: skip
+    write_page(
+        file, Path(__file__).with_name("retrieval.html"), RETRIEVAL_GENERATOR, results=results,
+        config=results["config"], found=found, metrics=METRICS, titles=TITLES, tiles=_tiles(rows), **values,
+    )  # fmt: skip
+
+
+def _distinct(rows: Sequence[dict], key: str) -> list:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _tiles(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
+    first = rows[0]
+    tiles = [
+        (percent(first["i2t"]["r@1"]), "image → text", "R@1, %"),
+        (percent(first["t2i"]["r@1"]), "text → image", "R@1, %"),
+        (f"{first['rsum']:.1f}", "both directions", "RSUM, of 600"),
+    ]
+    for row in (row for row in rows if row["ranking"] == first["ranking"]):
+        if row["positives"] == "COCO 1K":
+            tiles.append((f"{row['rsum']:.1f}", "COCO 1K", "RSUM, of 600"))
+        elif row["positives"] in ("ECCV Caption", "all true captions"):
+            value = (row["i2t"]["map_at_r"] + row["t2i"]["map_at_r"]) / 2
+            tiles.append((percent(value), row["positives"], "mAP@R, mean of both, %"))
+    return tiles
+
+
+def _sides(shown: dict, key: str, draw: Callable[[str, dict], Chart]) -> list[tuple[str, Chart, dict]]:
+    """For images and captions as queries, where it could be computed: title, chart, numbers."""
+    return [(SIDES[side], draw(side, both[key]), both[key]) for side, both in shown.items() if both[key]]
+
+
+def _bins(side: str, bins: dict) -> Chart:
+    return Chart(f"recall-of-{side}", x_label=f"uncertainty of the {side}", y_label="R@1, %").bins(bins, side)
+
+
+def _rejection(side: str, curve: dict) -> Chart:
+    xs, ys = [100 * x for x in curve["refused"]], [100 * y for y in curve["score"]]
+    chart = Chart(f"rejection-{side}", x_label="most uncertain queries refused, %", y_label="R@1 of the others, %")
+    chart.line(xs, [100 * curve["random"]] * len(xs), "random", GREY, dashed=True)
+    return chart.line(xs, ys, "uncertainty", BLUE)
+
+
+def _erased(erased: dict) -> list[tuple[str, Chart, dict]]:
+    charts = []
+    for what, values in erased.items():
+        chart = Chart(f"erased-{what}", x_label=f"erased {what}, %", y_label="mean uncertainty")
+        chart.line([100 * share for share in values["shares"]], values["uncertainty"], points=True)
+        charts.append((ERASED[what], chart, values))
+    return charts
+
+
+def _projection(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, sized: bool) -> Chart:
+    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    every = [float(u) for side in SIDES for u in found[side]["uncertainty"]]
+    low, high = min(every), max(every)
+    chart = Chart("means", x_label="first direction", y_label="second direction")
+    for side, colour, marker in (("captions", ORANGE, "^"), ("images", BLUE, "o")):
+        points = []
+        for row, x, y, u in zip(*(found[side][key].tolist() for key in ("rows", "x", "y", "uncertainty"))):
+            told = texts[row] if side == "captions" else captions.images.places[pairs.kept[row]].name
+            size, about = (2 + 4 * (u - low) / ((high - low) or 1), f": u = {number(u)}") if sized else (3, "")
+            points.append((x, y, size, f"{told[:120]}{about}"))
+        chart.cloud(points, side, colour, marker)
+    return chart
+
+
+def _images(
+    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]
+) -> list[dict]:
+    u, right, shown = pairs.images.uncertainty(), per_query["images"][SHOWN], []
+    for row in rows:
+        i = pairs.kept[row]
+        try:
+            source = thumbnail(captions.images.open(i))
+        except BadSample:  # it was readable before: the file has changed since
+            continue
+        verdict = "right" if bool(right[row]) else "wrong"
+        note = f"{captions.images.places[i].name}: {verdict}"
+        shown.append(
+            {"src": source, "note": note, "kind": verdict, "u": float(u[row]), "caption": captions.captions[i][0]}
+        )
+    return shown
+
+
+def _texts(
+    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]
+) -> list[dict]:
+    u, right = pairs.texts.uncertainty(), per_query["captions"][SHOWN]
+    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    return [{"text": texts[row], "u": float(u[row]), "kind": "right" if bool(right[row]) else "wrong"} for row in rows]
