@@ -18,12 +18,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: install    ## the whole path on embedded data in minutes; run again to go on with it
+demo: install    ## the whole path on embedded data in six minutes; run again to resume it
 	$(BIN)/python -m tools.make_scenes demo/scenes
 	OMP_NUM_THREADS=1 $(if $(filter 0 1,$(GPUS)),CUDA_VISIBLE_DEVICES=) $(BIN)/torchrun --standalone \
 		--nproc-per-node 2 -m pretrain.run --config pretrain/configs/scenes.yaml --out demo/run --resume \
 		--data.train demo/scenes/train --evaluate.classes demo/scenes/classes
 	$(BIN)/python -m zeroshot.imagenet --model demo/run --data demo/scenes/classes --filter every --select-on folds:5
+	$(BIN)/python -m zeroshot.retrieval --model demo/run --data demo/scenes/val --rankings csd,mean
 
 claims: install  ## the paper's main claims in miniature, half an hour; run again to go on with it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims
