@@ -35,8 +35,10 @@ STAGES = {
     "pretrain": "pretrain.run",
     "finetune": "finetune.run",
     "zeroshot": "zeroshot.imagenet",
+    "retrieval": "zeroshot.retrieval",
     "embed": "tools.embed",
 }
+ONE_PROCESS = ("zeroshot", "retrieval")
 RESUMABLE = ("pretrain", "finetune", "embed")
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TIMEOUTS = 1000  # submitit gives up after so many; a run of weeks needs more than its default of three
@@ -162,8 +164,8 @@ def check(stage: str, given: Submission) -> None:
             f"--time {given.time} is not longer than the {given.margin} s kept for the last checkpoint.",
             "Give a longer --time, or a shorter --margin if a step and a checkpoint fit into it.",
         )
-    if stage == "zeroshot" and given.nodes * given.ranks_per_node != 1:
-        raise UserError("The zero-shot evaluation runs in one process.", "Ask for --nodes 1 and one GPU.")
+    if stage in ONE_PROCESS and given.nodes * given.ranks_per_node != 1:
+        raise UserError(f"The stage {stage} runs in one process.", "Ask for --nodes 1 and one GPU.")
     if given.local and given.nodes != 1:
         raise UserError(f"--local has one machine, not {given.nodes}.", "Leave --nodes out.")
     if not (given.local or given.dry_run) and not shutil.which("sbatch"):

@@ -47,7 +47,8 @@ REFUSALS = {
     "tasks share GPUs": (["pretrain", *GPUS, "--tasks-per-node", "4"], "4 tasks are to share 8 GPUs", "Leave"),
     "no time": (["pretrain", *GPUS, "--time", "soon"], "--time soon is not a time.", "24:00:00"),
     "no time to save": (["pretrain", *GPUS, "--time", "5"], "--time 5 is not longer than the 300 s", "--margin"),
-    "zero-shot on many": (["zeroshot", *GPUS], "runs in one process", "--nodes 1"),
+    "zero-shot on many": (["zeroshot", *GPUS], "The stage zeroshot runs in one process", "--nodes 1"),
+    "retrieval on many": (["retrieval", *GPUS], "The stage retrieval runs in one process", "--nodes 1"),
     "methods of another stage": (
         ["pretrain", *GPUS, "--methods", "vse"],
         "The stage pretrain has no methods.",
