@@ -1,4 +1,4 @@
-"""What a finetuning run leaves: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, model/ (the best), model-swa/.
+"""Files of a finetuning run: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, model/ (the best), model-swa/.
 
 A method that trains two networks leaves model-second/ and model-swa-second/ besides, of the same epochs.
 A checkpoint holds what a process needs to resume as if it had never stopped; what is random is drawn from the seed and
@@ -45,7 +45,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RunFolder(RunOutput):
-    """What a finetuning run writes: see `RunOutput`.
+    """Files of a finetuning run: those of `RunOutput`, and the models.
 
     Args:
         config: resolved.

@@ -279,7 +279,7 @@ class WeightAverage:
 
     @property
     def n_averaged(self) -> int:
-        """How many updates there were. Before the first one the average is what the weights were at the start."""
+        """Number of updates. Before the first one the average is the weights at the start."""
         return int(self._average.n_averaged)
 
     @property

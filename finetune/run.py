@@ -44,13 +44,11 @@ def train(config: Config, preemption: Preemption) -> int:
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-    from accelerate.utils import GradientAccumulationPlugin
 
     from finetune.folder import DIGEST, FREE_TO_CHANGE, RunFolder, load_checkpoint
     from finetune.loading.noise import noisy_captions
     from finetune.loading.pair_loader import PairLoader, refuse_unusable
-    from finetune.recipe import WeightAverage, check_engine, make_optimizer, make_schedule
+    from finetune.recipe import WeightAverage, make_optimizer, make_schedule
     from finetune.trainer import Joint, Trainer
     from probemb.cli.device import share_cores, training_precision
     from probemb.data.captions.find import find_captions
@@ -62,16 +60,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from probemb.runs.output import take_lock
 
     precision = training_precision(config.engine.precision)
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision="bf16" if precision == "bf16" else "no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # whatever accelerate's launcher says
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timedelta(minutes=config.engine.timeout)),
-        ],
-    )
-    check_engine(accelerator)
+    accelerator = start_accelerator(config, precision)
     rank, world, main_process = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     check(config, world)
     share_cores(config.engine.threads, world)
@@ -180,6 +169,27 @@ def train(config: Config, preemption: Preemption) -> int:
     settle()
     accelerator.end_training()
     return REQUEUE if stopped else 0
+
+
+def start_accelerator(config: Config, precision: str):
+    """accelerate's process group, on the GPUs or the CPU. Raises UserError where it would train something else."""
+    import torch
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from finetune.recipe import check_engine
+
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # whatever accelerate's launcher says
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=config.engine.timeout)),
+        ],
+    )
+    check_engine(accelerator)
+    return accelerator
 
 
 def make_model(config: Config):

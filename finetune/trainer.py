@@ -136,7 +136,7 @@ class Trainer:
                     self.network = network
                     self.wrapped = self._wrap()  # DDP looks at requires_grad once, when it wraps
                 self._train_epoch()
-                if self.stopping:  # also behind the last step: what comes after an epoch may take long
+                if self.stopping:  # also behind the last step: the end of an epoch may take long
                     return True
             if self.average and self.schedule.averages(self.samples):
                 self.average.update(self.joint.model, self.joint.method, self.joint.second)
@@ -153,7 +153,7 @@ class Trainer:
             return self.accelerator.prepare_model(Network(self.model, self.joint.objective))
 
     def _train_epoch(self) -> None:
-        """What is left of one network's epoch; each network's has an order of its own."""
+        """Train the rest of one network's epoch; each network's has an order of its own."""
         config, steps, window = self.config, self.loader.steps, self.window
         before, order = self.network * steps, self.epoch * len(self.networks) + self.network
         window.restart_clock()

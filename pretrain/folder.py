@@ -38,7 +38,7 @@ TERMS = ("clip", "match", "vib", "pseudo_positive")  # that people read
 
 
 class RunFolder(RunOutput):
-    """What a pretraining run writes: see `RunOutput`; with each checkpoint, the weights alone in model/.
+    """Files of a pretraining run: those of `RunOutput`, and with each checkpoint the weights alone in model/.
 
     Args:
         config: the resolved configuration.

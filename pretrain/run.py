@@ -76,11 +76,9 @@ def train(config: Config, preemption: Preemption) -> int:
     identity = {**stream.identity, **words_identity(model)}
     if earlier:
         state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
-    if earlier and (changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)):
-        say(
-            f"resume  changed {'; '.join(changed)}; the data goes on after {samples:,} samples seen, "
-            "in the order that it has now"
-        )
+        if changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST):
+            then = f"the data goes on after {samples:,} samples seen, in the order that it has now"
+            say(f"resume  changed {'; '.join(changed)}; {then}")
     if step >= steps:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
@@ -203,7 +201,7 @@ def pick_device(config: Config):
 
 
 def seed_everything(seed: int) -> None:
-    """The same weights on every rank; what differs between ranks is the data."""
+    """The same weights on every rank; ranks differ in their data."""
     import numpy as np
     import torch
 

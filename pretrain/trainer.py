@@ -75,7 +75,7 @@ def learning_rate(config: OptimizerConfig, samples: int, total: int) -> float:
 
 
 class Recorder(Protocol):
-    """What becomes of a step's results: see `folder.RunFolder`."""
+    """Keeps a step's results: see `folder.RunFolder`."""
 
     failed: bool  # whether something could not be written, on this rank
 

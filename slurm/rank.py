@@ -1,4 +1,4 @@
-"""What submitit runs in every task of a job: one rank of a stage, as a process of its own.
+"""The task that submitit runs on every rank of a job: one rank of a stage, as a process of its own.
 
 The stage is a child process, so that a signal finds the trainer's own handlers, and submitit's stay in this one:
 submitit hears USR2, has rank 0 call `checkpoint`, and requeues the job when that returns.
@@ -57,7 +57,7 @@ class Stage:
         )
         code = self._wait()
         if code == REQUEUE and environment["RANK"] != "0":
-            sys.exit(0)  # no result: the job goes on after the requeue
+            sys.exit(0)  # no result: the job resumes after the requeue
         if code:
             raise RuntimeError(
                 f"{self.module} was ended by Slurm, after it had saved."
@@ -82,7 +82,7 @@ class Stage:
 
 @dataclass
 class ResumableStage(Stage):
-    """A stage that saves on USR1, exits with 85, and goes on with --resume."""
+    """A stage that saves on USR1, exits with 85, and resumes with --resume."""
 
     def checkpoint(self):
         """Have the run saved; submitit calls this on rank 0, and requeues the job with what it returns.
@@ -117,7 +117,7 @@ def rank_environment(job) -> dict[str, str]:
 
 
 def require_gpus(wanted: int) -> None:
-    """Stop where torch sees fewer GPUs than the job was given: the run would go on on CPUs.
+    """Stop where torch sees fewer GPUs than the job was given: the run would continue on CPUs.
 
     Raises:
         RuntimeError: names the node.

@@ -8,7 +8,7 @@
     python -m slurm.submit embed --gpus-per-node 1 --parts 16 -- --model runs/x --data data/cc12m --out embeddings/x
 
 What stands after `--` goes to the stage. Several methods, the lines of a sweep, or parts become a job array. A run
-saves `margin` seconds before the time limit, is requeued and goes on.
+saves `margin` seconds before the time limit, is requeued and resumes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_TIMEOUTS = 1000  # submitit gives up after so many; a run of weeks needs mor
 
 @dataclass(frozen=True)
 class Submission:
-    """What a job asks for.
+    """Resources and options of a job.
 
     Args:
         nodes: machines.
@@ -145,7 +145,7 @@ def seconds(text: str) -> int:
 
 
 def check(stage: str, given: Submission) -> None:
-    """Refuse what cannot run.
+    """Refuse a submission that cannot run.
 
     Raises:
         UserError: names the option.
@@ -173,11 +173,11 @@ def check(stage: str, given: Submission) -> None:
 
 
 def make_stage(stage: str, given: Submission, arguments: list[str]):
-    """What every task of the job runs."""
+    """The task of every rank of the job."""
     from slurm.rank import ResumableStage, Stage
 
     gpus = 0 if given.cpu else given.gpus_per_node
-    if stage == "embed":  # goes on by itself where a job stopped
+    if stage == "embed":  # resumes by itself where a job stopped
         return ResumableStage(STAGES[stage], arguments, gpus)
     if stage in RESUMABLE:
         return ResumableStage(STAGES[stage], ["--resume", f"--engine.threads={given.cpus_per_task}", *arguments], gpus)

@@ -18,7 +18,7 @@ def argument_lists(
     sweep: str | None = None,
     parts: int | None = None,
 ) -> list[list[str]]:
-    """What every run of a submission gets: `arguments` alone, or with more behind them, which win.
+    """Arguments of every run of a submission: `arguments` alone, or with more behind them, which win.
 
     Args:
         stage: name of the stage.

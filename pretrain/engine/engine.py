@@ -17,7 +17,7 @@ from probemb.models import DualEncoder, no_weight_decay
 
 
 class Towers(nn.Module):
-    """What the engine wraps: the model with flat tensors in and out, which every ZeRO stage can hook."""
+    """The module that the engine wraps: the model with flat tensors in and out, which every ZeRO stage can hook."""
 
     def __init__(self, model: DualEncoder, precision: str):
         super().__init__()
@@ -25,7 +25,7 @@ class Towers(nn.Module):
         self.half = precision == "bf16"
 
     def forward(self, images: Tensor | None = None, tokens: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Means and log-variances of what is given, (B, D) each, and with both also logit_scale, a and b as (3,)."""
+        """Means and log-variances of the given inputs, (B, D) each; with both also logit_scale, a and b as (3,)."""
         given = images if images is not None else tokens
         with torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.half):
             if images is None or tokens is None:

@@ -1,4 +1,4 @@
-"""NaN and Inf: noticed before the optimizer steps, traced to the samples, told to all ranks.
+"""NaN and Inf: detected before the optimizer steps, traced to the samples, reported to all ranks.
 
 Whether anything is wrong is one flag on the device. Only when it is set on some rank do the ranks look closer: a value
 spreads from one sample to the loss of every rank through the gathered embeddings, so that the first place where it
@@ -20,7 +20,7 @@ STAGES = ("embedding", "loss", "gradient of the embedding", "gradient")
 
 @dataclass
 class Evidence:
-    """What a step has computed before the optimizer steps.
+    """Results of a step before the optimizer steps.
 
     loss            (), this rank's
     terms           its parts, for the report
@@ -40,7 +40,7 @@ class Evidence:
         return ~(self.loss.detach().isfinite() & self.gradient_norm.isfinite())
 
     def report(self, rank: int, keys: list[str]) -> dict:
-        """What is wrong on this rank: the first stage that is, the keys of the samples that show it, the terms.
+        """Report this rank's NaN and Inf: the first stage that has them, the keys of the samples, the terms.
 
         Args:
             keys: of the B samples.

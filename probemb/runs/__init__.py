@@ -1,1 +1,1 @@
-"""What every training stage does with its run folder: log, lock, checkpoints on disk, signals, agreement of ranks."""
+"""Run folders of the training stages: log, lock, checkpoints on disk, signals."""

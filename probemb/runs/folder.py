@@ -46,7 +46,7 @@ def newest_checkpoint(
 
 
 def _names(run: Path) -> set[str]:
-    """What is in a folder, without what an attempt leaves that was killed before it began."""
+    """The names in a folder, without those that an attempt leaves which was killed before it began."""
     return {p.name for p in run.iterdir() if p.name != LOCK and not p.name.startswith(".config.yaml.")}
 
 

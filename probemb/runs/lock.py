@@ -21,7 +21,7 @@ class RunLock:
     """The lock of a run folder; the file in it names the host and process that hold it.
 
     It is flock's: it also holds between machines where the file system carries it over (NFS does, Lustre with
-    `-o flock`); where there are no locks, that is said and the run goes on.
+    `-o flock`); where there are no locks, a warning says so and the run continues.
 
     Args:
         run: the run folder; made if it is missing.

@@ -93,7 +93,7 @@ def _start_wandb(project: str | None, run: Path, config: dict):
 
 
 def _wandb_id(run: Path) -> str:
-    """The same for a run that goes on, another for a run of the same name elsewhere."""
+    """The same for a run that resumes, another for a run of the same name elsewhere."""
     path = run / "wandb" / "id"
     if not path.exists():
         replace_text(path, f"{secrets.token_hex(8)}\n")
@@ -148,7 +148,7 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
 
 
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:
-    """What people see before the first step: the given lines, and the run's folder, length and start."""
+    """The lines that people see before the first step: the given ones, and the run's folder, length and start."""
     lines["run"] = f"{out}, {length}" + (f", resumed at step {step} from {earlier}" if earlier else "")
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 

@@ -1,4 +1,4 @@
-"""What a run writes to its folder: config.yaml, metrics.jsonl, tensorboard/ and checkpoints/."""
+"""Files that a run writes to its folder: config.yaml, metrics.jsonl, tensorboard/ and checkpoints/."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RunOutput:
         return self.writer.failed
 
     def check(self) -> None:
-        """Raise on all ranks what has `failed` on any; collective."""
+        """Raise the error of any rank's writer on all of them; collective."""
         self.writer.check()
 
     def write(self, take: Callable[[], Snapshot | None]) -> None:
@@ -96,7 +96,7 @@ class RunOutput:
         )
 
     def write_more(self, snapshot: Snapshot) -> str:
-        """What a stage writes beside its checkpoint, in the thread; returns a few words on it."""
+        """Write a stage's own files beside a checkpoint, in the thread; returns a few words on them."""
         return ""
 
     def finish(self) -> None:
