@@ -2,23 +2,15 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from finetune.config import Config, with_method_file
-from finetune.methods import METHODS, Batch
-from probemb import Gaussian, load_model
-from probemb.cli.configuration import parse_config
-from probemb.cli.ranges import Distance
+from finetune.methods import METHODS
+from probemb import load_model
 from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import Images
 from probemb.errors import UserError
-from probemb.losses import NCRLoss, clean_probability
-from probemb.models import Encoded, create_model
 from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 
 TERMS = {
@@ -110,16 +102,6 @@ def test_methods_on_clips_own_head(method, scenes, tmp_path):
     assert run_here({"method": method, "data.path": scenes, "out": tmp_path / "run", **options}) == 0
 
 
-@pytest.mark.parametrize("distance", get_args(Distance))
-def test_every_distance_trains_a_step(distance, scenes, tmp_path, capsys):
-    options = {"distance": distance, "batch-size": 40, "out": tmp_path / "run", "data.path": scenes, **ONE_EPOCH}
-    assert run_here(options, "--no-data.validation") == 0
-    (line,) = metrics(tmp_path / "run")
-    assert math.isfinite(line["loss"])
-    assert line["gradient_norm"] > 0
-    assert f"pcmepp ({distance})" in capsys.readouterr().out
-
-
 def test_zero_shot_measures_and_saves_the_model_as_it_comes(scenes, tmp_path, capsys):
     out = tmp_path / "run"
     options = {"method": "clip-zs", "data.path": scenes, "out": out, "epochs": 0, "swa-epochs": 0}
@@ -132,88 +114,6 @@ def test_zero_shot_measures_and_saves_the_model_as_it_comes(scenes, tmp_path, ca
     again = load_model(tmp_path / "again").model.state_dict()
     assert all(torch.equal(a, b) for a, b in zip(first.values(), again.values()))
     assert "as pretrained" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("method", ["pcmepp", "pcmepp-mu"])
-def test_the_clip_loss_beside_pcmepp(method):
-    """Its weight, the model's own temperature, and labels with two captions of one image."""
-    r = torch.Generator().manual_seed(0)
-    image, text = (Gaussian(F.normalize(torch.randn(4, 8, generator=r), dim=1), torch.zeros(4, 8)) for _ in range(2))
-    match = torch.eye(4)
-    match[0, 1] = match[1, 0] = 1
-    batch = Batch(Encoded(image), Encoded(text), match, torch.tensor([0, 0, 1, 2]), torch.arange(4), 0, 0, r)
-    model = create_model("ViT-Micro-32", probabilistic=method == "pcmepp", init_scale=5, init_shift=5)
-
-    def terms(weight: float):
-        config = with_method_file(["--method", method, f"--loss.clip={weight}"])
-        return METHODS[method](parse_config(Config, "test", "", config), model, None).loss(batch, model)
-
-    logits = model.logit_scale.exp() * image.mean @ text.mean.T
-    target = match / match.sum(1, keepdim=True)
-    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    with_clip, without = terms(0.5), terms(0)
-    torch.testing.assert_close(with_clip.loss, without.loss + 0.5 * expected)
-    torch.testing.assert_close(with_clip.terms["clip"], expected)
-    assert "clip" not in without.terms
-
-
-class TwoNetworks:
-    """NCR for four epochs on one batch of twelve pairs; each network embeds two captions far from their images."""
-
-    def __init__(self):
-        config = parse_config(Config, "test", "", with_method_file(["--method=ncr", "--epochs=4"]))
-        self.method, self.match = METHODS["ncr"](config, None, SimpleNamespace(n_captions=12)), torch.eye(12)
-        self.embedded = [self.pairs(wrong=[0, 1], seed=0), self.pairs(wrong=[2, 3], seed=1)]
-
-    @staticmethod
-    def pairs(wrong: list[int], seed: int) -> tuple[Gaussian, Gaussian]:
-        r = torch.Generator().manual_seed(seed)
-        image = F.normalize(torch.randn(12, 32, generator=r), dim=1)
-        text = F.normalize(image + 0.1 * torch.randn(12, 32, generator=r), dim=1)
-        text[wrong] *= -1
-        return Gaussian(image, torch.zeros(12, 32)), Gaussian(text, torch.zeros(12, 32))
-
-    def step(self, epoch: int, network: int):
-        rows, other = torch.arange(12), lambda: tuple(map(Encoded, self.embedded[1 - network]))
-        batch = Batch(*map(Encoded, self.embedded[network]), self.match, rows, rows, epoch, 0, None, network, other)
-        return self.method.loss(batch, None)
-
-    def begin(self, epoch: int) -> None:
-        for network in (0, 1):
-            self.step(epoch - 1, network)
-        self.method.begin_epoch(epoch)
-
-    def say(self, network: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a network's losses and predictions are: w and p of every pair."""
-        image, text = self.embedded[network]
-        losses = self.method.module.loss.pair_losses(image, text, self.match)
-        return clean_probability(losses).float(), self.method.module.loss.predict(image, text, self.match)
-
-
-@pytest.mark.parametrize(("network", "noisy"), [(0, [2, 3]), (1, [0, 1])])
-def test_each_network_of_ncr_trains_the_pairs_that_the_others_losses_call_clean(network, noisy):
-    two = TwoNetworks()
-    two.begin(1)
-    out = two.step(1, network)
-    kept = [i for i in range(12) if i not in noisy]  # among them those that it would itself classify as noisy
-    (w, _), (_, p) = two.say(1 - network), two.say(network)
-    label = (w + (1 - w) * p)[kept]
-    image, text = (g[kept] for g in two.embedded[network])
-    torch.testing.assert_close(out.loss, NCRLoss()(image, text, torch.eye(10), label=label).loss)
-    assert out.terms["clean"] == pytest.approx(10 / 12)
-
-
-@pytest.mark.parametrize(("network", "noisy"), [(0, [2, 3]), (1, [0, 1])])
-def test_pairs_that_ncr_classifies_as_noisy_get_the_mean_of_both_predictions(network, noisy):
-    """In the second half of the epochs."""
-    two = TwoNetworks()
-    two.begin(2)
-    out = two.step(2, network)
-    (w, q), (_, p) = two.say(1 - network), two.say(network)
-    label = w + (1 - w) * p
-    label[noisy] = ((p + q) / 2)[noisy]
-    assert (label - (w + (1 - w) * p)).abs().max() > 0.1
-    torch.testing.assert_close(out.loss, NCRLoss()(*two.embedded[network], two.match, label=label).loss)
 
 
 REFUSED = {
