@@ -108,7 +108,7 @@ def create_optimizer(groups: list[dict]) -> AdamP:
     return AdamP(groups)
 
 
-def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Method) -> AdamP:
+def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Method) -> torch.optim.Optimizer:
     """AdamP over all networks and the method; also decides which of the models' scalars are trained."""
     o, groups = config.optimizer, []
     for i, network in enumerate(networks):
@@ -123,7 +123,7 @@ def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Meth
             text_backbone=o.text_backbone,
             layer_decay=o.layer_decay,
         )
-    return create_optimizer(groups)
+    return method.optimizer(groups)
 
 
 def check_engine(accelerator: Accelerator) -> None:

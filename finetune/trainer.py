@@ -22,7 +22,7 @@ from finetune.config import Config
 from finetune.loading.augment import Mix, TextIds, draw_mix, mix_images, size_augment_text
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import Batch, Method
-from finetune.recipe import Schedule, WeightAverage, freeze_image_backbone, set_learning_rates
+from finetune.recipe import Schedule, WeightAverage, set_learning_rates
 from probemb import distributed, labels
 from probemb.errors import UserError
 from probemb.losses.output import LossOutput
@@ -131,7 +131,8 @@ class Trainer:
             if self.step_in_epoch == 0:
                 self.joint.objective.begin_epoch(self.epoch)
             for network in range(self.step_in_epoch // self.loader.steps, len(self.networks)):
-                changed = freeze_image_backbone(self.networks[network], self.schedule.frozen(self.samples))
+                first_phase = self.schedule.frozen(self.samples)
+                changed = self.joint.objective.freeze(self.networks[network], self.epoch, first_phase)
                 if changed or self.wrapped is None or network != self.network:
                     self.network = network
                     self.wrapped = self._wrap()  # DDP looks at requires_grad once, when it wraps

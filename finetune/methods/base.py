@@ -99,6 +99,26 @@ class Method:
     def begin_epoch(self, epoch: int) -> None:
         """Called on all ranks before an epoch."""
 
+    def freeze(self, model: DualEncoder, epoch: int, first_phase: bool) -> bool:
+        """Freeze or thaw parts of a network before its turn in an epoch, also when a run resumes.
+
+        Args:
+            epoch: from 0.
+            first_phase: whether the recipe has the image trunk frozen in this epoch.
+
+        Returns:
+            whether anything has changed.
+        """
+        from finetune.recipe import freeze_image_backbone
+
+        return freeze_image_backbone(model, first_phase)
+
+    def optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
+        """The optimizer of the recipe's parameter groups (`recipe.parameter_groups`), with Adam's moments."""
+        from finetune.recipe import create_optimizer
+
+        return create_optimizer(groups)
+
     def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
         """Trained scalars that are logged, by name."""
         return {name: getattr(model, name) for name in self.trains}
