@@ -1,41 +1,27 @@
-"""What one step of a pretraining run computes and sends, counted from the model's shapes.
-
-Letters: n rows of a rank, W ranks, D dimensions of the embedding, T tokens.
-"""
+"""What one step of a pretraining run computes and sends."""
 
 from __future__ import annotations
 
-from pretrain.plan.memory import FP32, Setting, Tower, towers
+from pretrain.plan.memory import FP32, Setting
+from pretrain.plan.trace import Trace
 
 MAX_REUSE = 1_000_000_000  # elements: ZeRO 3 keeps gathered parameters that it needs again within so many
 
 
-def forward_flops(t: Tower) -> tuple[int, int]:
-    """FLOPs of one item's way through a tower, two for a multiplication with its addition: of its blocks, and of the
-    rest. Matrix products only: norms, activations and softmax are about a hundredth."""
-    blocks = t.blocks * (2 * t.matrices * t.tokens + 4 * t.tokens**2 * t.width)
-    rest = 2 * t.patches * (t.tokens - 1)  # every token but the class token is a patch
-    rest += 2 * 2 * t.width * t.embed_dim * (t.tokens if t.gpo else 1)
-    return blocks, rest
+def flops(s: Setting, towers: Trace, plain: Trace, loss: Trace) -> dict[str, float]:
+    """FLOPs of one step over all ranks, two for a multiplication with its addition; matrix products only.
 
+    `model_per_step`: forward and backward. `executed_per_step`: with what is computed again, for accumulation and for
+    gradient checkpointing.
 
-def flops(model, s: Setting, text_tokens: int | None = None) -> dict[str, int]:
-    """Of one step over all ranks.
-
-    `model_per_step`: forward and backward, the latter twice the former. `executed_per_step`: with what is computed
-    again: all of the forward pass for accumulation, the blocks for gradient checkpointing.
+    Args:
+        towers, plain: traces of one part, the second one without gradient checkpointing.
+        loss: trace of all of the rank's rows.
     """
-    blocks = rest = 0
-    for t in towers(model, s.half, s.gpu, text_tokens):
-        one, other = forward_flops(t)
-        blocks, rest = blocks + one, rest + other
-    everyone = s.rows * s.world
-    products = 2 + (2 if s.world > 1 else 1)  # CLIP's two matrices, the distances of each direction
-    loss = 3 * products * 2 * everyone * everyone * model.embed_dim
-    again = (blocks + rest if s.parts > 1 else 0) + (blocks if s.checkpointing else 0)
+    again = towers.forward_flops if s.parts > 1 else 0
     return {
-        "model_per_step": everyone * 3 * (blocks + rest) + loss,
-        "executed_per_step": everyone * (3 * (blocks + rest) + again) + loss,
+        "model_per_step": s.world * (s.parts * plain.flops + loss.flops),
+        "executed_per_step": s.world * (s.parts * (towers.flops + again) + loss.flops),
     }
 
 
