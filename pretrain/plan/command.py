@@ -10,12 +10,13 @@ weights, and writes nothing. What is counted, and how far it is from measurement
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config, check
+from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
 from probemb.errors import UserError
@@ -77,52 +78,41 @@ def make_plan(o: Plan) -> dict[str, Any]:
         UserError: a value that no run could have, or data that is not here and `samples_per_epoch` not given.
     """
     warnings = check_options(o)
-    from pretrain.plan import memory as plan_memory
     from pretrain.plan.cost import flops, network
+    from pretrain.plan.memory import Setting, count_parameters, memory
+    from pretrain.plan.trace import build
 
-    model = plan_memory.build(o)
-    e, world = o.engine, o.world_size
-    half = e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda")
-    setting = plan_memory.Setting(
-        world=world,
-        rows=-(-o.batch_size // (world * e.accumulation)) * e.accumulation,
+    model, data, e = build(o), count_data(o), o.engine
+    setting = Setting(
+        objective=OBJECTIVES[o.objective](o.loss),
+        world=o.world_size,
+        rows=-(-o.batch_size // (o.world_size * e.accumulation)) * e.accumulation,
+        text_tokens=min(o.text_tokens or model.context_length, model.context_length),
         parts=e.accumulation,
         zero_stage=e.zero_stage,
-        half=half,
+        half=e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda"),
         gpu=o.device == "cuda",
         checkpointing=e.grad_checkpointing,
-        pseudo_positive=getattr(o.loss, "pseudo_positive", 0) > 0,
     )
-    text_tokens = o.text_tokens or None
-    data = count_data(o)
-    stages = {stage: replace(setting, zero_stage=stage) for stage in range(4)}
-    by_stage = {stage: plan_memory.memory(model, s, text_tokens) for stage, s in stages.items()}
-    variants = [
-        replace(setting, checkpointing=checkpointing, parts=parts)
+    stages = [replace(setting, zero_stage=stage) for stage in range(4)]
+    by_stage = [memory(model, s) for s in stages]
+    variants = {
+        s: memory(model, s, exact=False)
         for checkpointing in (False, True)
         for parts in sorted({1, 2, 4, 8, e.accumulation})
-        if setting.rows % parts == 0
-    ]
-    peak = by_stage[e.zero_stage].peak
-    if o.gpu_memory_gib and peak > o.gpu_memory_gib * GIB:
-        fits = [f"ZeRO {stage}" for stage, m in by_stage.items() if m.peak <= o.gpu_memory_gib * GIB]
-        fits += [
-            f"accumulation {s.parts}{' with grad_checkpointing' * s.checkpointing}"
-            for s in variants
-            if plan_memory.memory(model, s, text_tokens).peak <= o.gpu_memory_gib * GIB
-        ]
-        remedy = f"It would fit with {' or '.join(fits[:3])}." if fits else "Use more GPUs or a smaller batch."
-        warnings.append(f"A rank needs {peak / GIB:.1f} GiB, more than the {o.gpu_memory_gib:g} GiB of a GPU. {remedy}")
-    work = flops(model, setting, text_tokens)
+        if (s := replace(setting, checkpointing=checkpointing, parts=parts)).rows % parts == 0
+    }
+    warnings += memory_warnings(o, by_stage, variants)
+    work = flops(model, setting)
     return {
         "model": {"name": o.model.name, "head": o.model.head, "embed_dim": model.embed_dim},
-        "parameters": {"total": sum(p.numel() for p in model.parameters()), **plan_memory.count_parameters(model)},
+        "parameters": {"total": sum(p.numel() for p in model.parameters()), **count_parameters(model)},
         "run": {
             "nodes": o.nodes,
             "gpus_per_node": o.gpus_per_node,
-            "world_size": world,
+            "world_size": o.world_size,
             "device": o.device,
-            "precision": "bf16" if half else "fp32",
+            "precision": "bf16" if setting.half else "fp32",
             "zero_stage": e.zero_stage,
             "accumulation": e.accumulation,
             "grad_checkpointing": e.grad_checkpointing,
@@ -132,23 +122,34 @@ def make_plan(o: Plan) -> dict[str, Any]:
             **data,
         },
         "memory": {
-            "by_zero_stage": {str(stage): _memory(m) for stage, m in by_stage.items()},
+            "by_zero_stage": {str(stage): asdict(m) for stage, m in enumerate(by_stage)},
             "variants": [
-                {
-                    "grad_checkpointing": s.checkpointing,
-                    "accumulation": s.parts,
-                    **_memory(plan_memory.memory(model, s, text_tokens)),
-                }
-                for s in variants
+                {"grad_checkpointing": s.checkpointing, "accumulation": s.parts, **asdict(m)}
+                for s, m in variants.items()
             ],
             "gpu_memory": int(o.gpu_memory_gib * GIB),
         },
-        "network": {str(stage): network(model, s) for stage, s in stages.items()},
+        "network": {str(s.zero_stage): network(model, s) for s in stages},
         "compute": time_needed(o, work, data["steps"]),
         "loader": loader(o, work, data),
         "disk": disk(o, model),
         "warnings": warnings,
     }
+
+
+def memory_warnings(o: Plan, by_stage: list, variants: dict) -> list[str]:
+    """A rank that needs more than its GPU has, and up to three settings that would fit."""
+    limit, peak = o.gpu_memory_gib * GIB, by_stage[o.engine.zero_stage].peak
+    if not limit or peak <= limit:
+        return []
+    fits = [f"ZeRO {stage}" for stage, m in enumerate(by_stage) if m.peak <= limit]
+    fits += [
+        f"accumulation {s.parts}{' with grad_checkpointing' * s.checkpointing}"
+        for s, m in variants.items()
+        if m.peak <= limit
+    ]
+    remedy = f"It would fit with {' or '.join(fits[:3])}." if fits else "Use more GPUs or a smaller batch."
+    return [f"A rank needs {peak / GIB:.1f} GiB, more than the {o.gpu_memory_gib:g} GiB of a GPU. {remedy}"]
 
 
 def check_options(o: Plan) -> list[str]:
@@ -271,9 +272,3 @@ def disk(o: Plan, model) -> dict[str, int]:
         # One more than are kept while the next is written, and model/ beside the one that it replaces.
         "run_folder": (o.keep_checkpoints + 1) * checkpoint + 2 * weights,
     }
-
-
-def _memory(m) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(m)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from pretrain.plan.memory import FP32, Setting
-from pretrain.plan.trace import Trace
+from dataclasses import replace
+
+from pretrain.plan.memory import FP32
+from pretrain.plan.trace import Setting, trace_loss, trace_part
+from probemb.models import DualEncoder
 
 MAX_REUSE = 1_000_000_000  # elements: ZeRO 3 keeps gathered parameters that it needs again within so many
 
 
-def flops(s: Setting, towers: Trace, plain: Trace, loss: Trace) -> dict[str, float]:
+def flops(model: DualEncoder, s: Setting) -> dict[str, float]:
     """FLOPs of one step over all ranks, two for a multiplication with its addition; matrix products only.
 
     `model_per_step`: forward and backward. `executed_per_step`: with what is computed again, for accumulation and for
     gradient checkpointing.
-
-    Args:
-        towers, plain: traces of one part, the second one without gradient checkpointing.
-        loss: trace of all of the rank's rows.
     """
-    again = towers.forward_flops if s.parts > 1 else 0
+    part, plain = trace_part(model, s), trace_part(model, replace(s, checkpointing=False))
+    again, loss = part.forward_flops if s.parts > 1 else 0, trace_loss(model, s).flops
     return {
-        "model_per_step": s.world * (s.parts * plain.flops + loss.flops),
-        "executed_per_step": s.world * (s.parts * (towers.flops + again) + loss.flops),
+        "model_per_step": s.world * (s.parts * plain.flops + loss),
+        "executed_per_step": s.world * (s.parts * (part.flops + again) + loss),
     }
 
 
-def network(model, s: Setting) -> dict[str, int]:
+def network(model: DualEncoder, s: Setting) -> dict[str, int]:
     """Bytes that each rank sends in a step, and receives as many, if collectives run as rings.
 
     Gaussians are float32, packed as (n, 4, D). Gradients and weights are float32 too (communication_data_type).

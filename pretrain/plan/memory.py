@@ -11,53 +11,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config import BUCKET
-from pretrain.plan.trace import Trace
+from pretrain.plan.trace import Setting, trace_loss, trace_part
+from probemb.models import DualEncoder
 
 FP32 = 4  # bytes of an element
 PLAIN_BUCKET = 500_000_000  # elements that DeepSpeed reduces at a time without ZeRO
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a run is spread over ranks.
-
-    Attributes:
-        world: W.
-        rows: n.
-        parts: into which a rank cuts its rows (accumulation).
-        gpu: on a GPU communication overlaps the backward pass, with a second bucket.
-        text_tokens: length of the longest text of a batch.
-    """
-
-    world: int
-    rows: int
-    parts: int = 1
-    zero_stage: int = 1
-    gpu: bool = True
-    text_tokens: int = 77
-
-
-def count_parameters(model) -> dict[str, int]:
+def count_parameters(model: DualEncoder) -> dict[str, int]:
     """Parameters by part; the parts are disjoint and their sum is the whole."""
-    embeddings = ("conv1", "class_embedding", "positional_embedding", "token_embedding", "cls_emb")
-    heads = ("proj", "text_projection", "mean_head", "log_var_head")
-    counts = dict.fromkeys(
-        ("image trunk", "text trunk", "image uncertainty branch", "text uncertainty branch", "heads", "embeddings"), 0
-    ) | {"scalars": 0}
-    for name, parameter in model.named_parameters():
-        tower, _, rest = name.partition(".")
-        part = rest.partition(".")[0]
-        modality = "image" if tower == "visual" else "text"
-        if not rest:
-            key = "scalars"
-        elif part in embeddings:
-            key = "embeddings"
-        elif part in heads:
-            key = "heads"
-        else:
-            key = f"{modality} {'uncertainty branch' if part == 'uncertainty_transformer' else 'trunk'}"
-        counts[key] += parameter.numel()
-    return counts
+    parts = ("image trunk", "text trunk", "image uncertainty branch", "text uncertainty branch", "heads")
+    counts = dict.fromkeys(parts, 0)
+    for modality, tower in (("image", model.visual), ("text", model.text)):
+        names = {"trunk": f"{modality} trunk", "branch": f"{modality} uncertainty branch", "head": "heads"}
+        for name, parameter in tower.named_parameters():
+            counts[names[tower.place(name).part]] += parameter.numel()
+    total = sum(p.numel() for p in model.parameters())
+    return counts | {"scalars": total - sum(counts.values())}
 
 
 @dataclass(frozen=True)
@@ -86,13 +56,9 @@ class Memory:
         return self.weights + self.master + self.moments
 
 
-def memory(model, s: Setting, towers: Trace, loss: Trace) -> Memory:
-    """The most that a rank holds in a step of the trainer and DeepSpeed.
-
-    Args:
-        towers: trace of one part, `trace_towers`.
-        loss: trace of all of the rank's rows, `trace_loss`.
-    """
+def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
+    """What a rank holds in a step of the trainer and DeepSpeed; `exact` as in `trace_part`."""
+    towers, loss = trace_part(model, s, exact), trace_loss(model, s)
     p = FP32 * sum(q.numel() for q in model.parameters())
     stage, several = s.zero_stage, s.parts > 1
     share = p // s.world  # of one rank
@@ -113,9 +79,8 @@ def memory(model, s: Setting, towers: Trace, loss: Trace) -> Memory:
         accumulated = (share if several else 0) if straight else p
     gathered = p if stage == 3 and s.world > 1 else 0  # DeepSpeed keeps what it needs again within 1e9 elements
 
-    # Gradients grow while activations are freed, or earlier parts' are there already, or they leave for the bucket.
-    growing = (stage == 0 or accumulated == p) and not several
-    backward = towers.with_gradients if growing else towers.peak + (accumulated if several else 0)
+    # Gradients grow while activations are freed, or those of earlier parts are there already, or a bucket takes them.
+    backward = towers.with_gradients if stage == 0 and not several else towers.peak + several * accumulated
     embeddings = 3 * 4 * s.rows * model.embed_dim * FP32 if several else 0  # of every part, of all, and gradients
     persistent = weights + master + moments + batch
     persistent += buckets + share if stage == 3 else 0  # stage 3 holds bucket and gradients all the time

@@ -7,29 +7,47 @@ They stand on the CPU, so that no GPU is needed. `Likeness` adds what a GPU does
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
+from functools import cache
 from weakref import finalize
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd.variable import Variable
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from pretrain.config import Config, Loss
+from pretrain.config import Config
 from pretrain.engine.engine import Towers
-from pretrain.trainer import Forward, objective
+from pretrain.objectives import Objective, Pairs
 from probemb import Gaussian
-from probemb.models import create_model
+from probemb.errors import UserError
+from probemb.models import DualEncoder, create_model
 
 # Autocast on a GPU runs these in float32, autocast on a CPU in the type of their input.
-FLOAT32_ON_A_GPU = {"layer_norm", "group_norm", "norm", "softmax", "log_softmax", "softplus", "exp", "log", "pow", "sum"}
+FLOAT32_ON_A_GPU = {
+    "layer_norm",
+    "group_norm",
+    "norm",
+    "softmax",
+    "log_softmax",
+    "softplus",
+    "exp",
+    "log",
+    "pow",
+    "sum",
+}
 
 
-def build(config: Config) -> nn.Module:
+def build(config: Config) -> DualEncoder:
     """The model of a pretraining configuration with fake weights, in a fraction of a second; draws no random number.
 
     Pretrained weights do not change shapes and are not looked at.
@@ -38,10 +56,40 @@ def build(config: Config) -> nn.Module:
         UserError: the configuration names no model that can be built.
     """
     m = config.model
+    return fake(lambda: create_model(m.name, embed_dim=m.embed_dim, n_unc_layers=m.n_unc_layers, head=m.head))
+
+
+def fake(make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` returns, with fake weights, and with their `fake_mode` as an attribute."""
     with torch.random.fork_rng(devices=[]), init_empty_weights():
-        model = create_model(m.name, embed_dim=m.embed_dim, n_unc_layers=m.n_unc_layers, head=m.head)
+        model = make()
     with FakeTensorMode(allow_non_fake_inputs=True) as model.fake_mode:
         return model.to_empty(device="cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training step, as the ranks share it.
+
+    Attributes:
+        world: ranks, W.
+        rows: of the batch on each rank.
+        text_tokens: length of the longest text of a batch.
+        parts: accumulation parts into which a rank cuts its rows.
+        half: bfloat16 autocast.
+        gpu: on a GPU more operators run in float32, and communication overlaps the backward pass.
+        checkpointing: recompute blocks in the backward pass.
+    """
+
+    objective: Objective
+    world: int
+    rows: int
+    text_tokens: int
+    parts: int = 1
+    zero_stage: int = 1
+    half: bool = True
+    gpu: bool = True
+    checkpointing: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,11 +112,6 @@ class Trace:
     def flops(self) -> float:
         """Forward and backward."""
         return self.forward_flops + self.backward_flops
-
-    def towards(self, other: Trace, share: float) -> Trace:
-        """The trace at that share of the way to another one."""
-        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return Trace(*(a + share * (b - a) for a, b in pairs))
 
 
 class Tracker(TorchDispatchMode):
@@ -118,7 +161,7 @@ class Tracker(TorchDispatchMode):
 
 
 class Likeness(TorchFunctionMode):
-    """Makes a pass on fake CPU tensors like one on real tensors: packed sequences are all of full length, and with
+    """Makes a pass on fake CPU tensors like one on real tensors: packed sequences have full or known lengths, and with
     `gpu`, autocast knows the operators that a GPU runs in float32."""
 
     def __init__(self, gpu: bool):
@@ -129,17 +172,23 @@ class Likeness(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if self.gpu and name in FLOAT32_ON_A_GPU and torch.is_autocast_enabled("cpu"):
             args = [a.float() if isinstance(a, Tensor) and a.dtype == torch.bfloat16 else a for a in args]
+        elif name == "tensor" and isinstance(args[0], list):
+            out = func(*args, **kwargs)
+            out.values_given = args[0]
+            return out
         elif name == "_pack_padded_sequence":
-            inputs, _, batch_first = args
+            inputs, lengths, batch_first = args
             inputs = inputs.transpose(0, 1) if batch_first else inputs
+            known = getattr(lengths, "values_given", None)  # else all are as long as the longest
             sizes = torch.empty(len(inputs), dtype=torch.int64)
-            sizes.batch = inputs.shape[1]
-            return inputs.flatten(0, 1), sizes
+            sizes.whole = inputs.shape[1]
+            sizes.batch = -(-sum(known) // len(inputs)) if known else sizes.whole
+            return inputs[:, : sizes.batch].flatten(0, 1), sizes
         elif name == "__getitem__" and hasattr(args[0], "batch"):  # nn.GRU reads the first of the sizes
             return args[0].batch
         elif name == "_pad_packed_sequence":
             data, sizes, batch_first, *_ = args
-            padded = data.unflatten(0, (len(sizes), -1))
+            padded = pad(data.unflatten(0, (len(sizes), -1)), (0, 0, 0, sizes.whole - sizes.batch))
             lengths = torch.full((padded.shape[1],), len(sizes))
             return (padded.transpose(0, 1) if batch_first else padded), lengths
         elif name in ("gru", "lstm", "rnn_tanh", "rnn_relu") and isinstance(args[3], list):  # of a packed sequence
@@ -149,41 +198,64 @@ class Likeness(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def trace_towers(
-    model: nn.Module, rows: int, half: bool, gpu: bool, checkpointing: bool = False, text_tokens: int | None = None
-) -> Trace:
-    """Both towers of a model of `build` over so many rows; `text_tokens` is the longest text's, by default the context."""
+def trace_part(model: DualEncoder, s: Setting, exact: bool = True) -> Trace:
+    """Both towers over one accumulation part of a rank's rows.
+
+    Bytes and FLOPs grow linearly with the rows; the peak may also change its place. If not `exact`, traces of all rows
+    and of an eighth give those between, which saves time: the peak is then too large by less than the weights.
+    """
+
+    def of(rows: int) -> Trace:
+        return _trace_towers(model, rows, s.text_tokens, s.half, s.gpu, s.checkpointing)
+
+    rows, few = s.rows // s.parts, s.rows // 8
+    if exact or rows in (s.rows, few) or not few:
+        return of(rows)
+    share = (rows - few) / (s.rows - few)
+    return Trace(*(a + share * (b - a) for a, b in zip(astuple(of(few)), astuple(of(s.rows)))))
+
+
+@cache
+def _trace_towers(model: DualEncoder, rows: int, text_tokens: int, half: bool, gpu: bool, checkpointing: bool) -> Trace:
+    model.set_grad_checkpointing(checkpointing)
+    towers = Towers(model, "bf16" if half else "fp32")
     with model.fake_mode, Likeness(gpu):
         images = torch.empty(rows, 3, model.image_size, model.image_size)
-        tokens = torch.empty(rows, text_tokens or model.context_length, dtype=torch.int64)
-        model.set_grad_checkpointing(checkpointing)
-        towers = Towers(model, "bf16" if half else "fp32")
-        return trace(lambda: towers(images, tokens), [images, tokens, *model.buffers()], list(model.parameters()))
+        tokens = torch.empty(rows, text_tokens, dtype=torch.int64)
+        return trace(lambda: towers(images, tokens), [images, tokens, *model.buffers()], [*model.parameters()])
 
 
-def trace_loss(config: Loss, rows: int, world: int, embed_dim: int) -> Trace:
+def trace_loss(model: DualEncoder, s: Setting) -> Trace:
     """The loss of one rank's rows against all ranks' columns, from the Gaussians on."""
     with FakeTensorMode():
-        leaves = [torch.empty(rows, embed_dim, requires_grad=True) for _ in range(4)]
+        leaves = [torch.empty(s.rows, model.embed_dim, requires_grad=True) for _ in range(4)]
         leaves.append(torch.empty(3, requires_grad=True))
 
         def forward() -> list[Tensor]:
-            packed = torch.stack(leaves[:4], 1)
-            everyone = packed.repeat(world, 1, 1) if world > 1 else packed
-            mean_i, log_var_i, mean_t, log_var_t = everyone.unbind(1)
-            gathered = Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t)
-            return [objective(config, Forward.of(tuple(leaves)), *gathered, offset=0)[0]]
+            all_ranks = leaves[:4]
+            if s.world > 1:  # packed as in `gather_pairs`
+                all_ranks = torch.cat(all_ranks, 1).repeat(s.world, 1).chunk(4, 1)
+            pairs = [Gaussian(*leaves[:2]), Gaussian(*leaves[2:4]), Gaussian(*all_ranks[:2]), Gaussian(*all_ranks[2:])]
+            return [s.objective(Pairs(*pairs, 0, *leaves[4].unbind())).loss]
 
         return trace(forward, leaves)
 
 
-def trace(forward: Callable[[], Sequence[Tensor]], known: list[Tensor], parameters: Sequence[nn.Parameter] = ()) -> Trace:
+def trace(
+    forward: Callable[[], Sequence[Tensor]], known: list[Tensor], parameters: Sequence[nn.Parameter] = ()
+) -> Trace:
     """A forward pass, and the backward pass from all of its outputs; inside a fake mode."""
     with Tracker([*known, *parameters], parameters) as tracker:
-        outputs = tuple(out for out in forward() if out.requires_grad)
+        try:
+            outputs = tuple(out for out in forward() if out.requires_grad)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"The plan cannot follow this model: what {error.func} gives depends on the values of a batch.",
+                "Measure a short run instead, with pretrain.run --stop-at-step 50.",
+            ) from error
         kept, forward_flops = tracker.alive, tracker.flops
         gradients = tuple(torch.empty_like(out) for out in outputs)
-        # torch.autograd.backward is a function that `Likeness` would handle, and recomputed blocks would run without it.
+        # Not torch.autograd.backward: `Likeness` would handle it as a function, and miss what blocks recompute inside.
         Variable._execution_engine.run_backward(outputs, gradients, False, False, (), True, True)
     for tensor in (*known, *parameters):
         tensor.grad = None

@@ -12,17 +12,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import trainer
 from pretrain.config import BUCKET, Config, Engine, Model
 from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.objectives import OBJECTIVES
 from pretrain.plan import command as plan
 from pretrain.plan import cost as plan_cost
 from pretrain.plan import memory as plan_memory
-from pretrain.plan.memory import FP32, Setting
-from probemb import UserError, create_model
+from pretrain.plan import trace as plan_trace
+from pretrain.plan.memory import FP32
+from pretrain.plan.trace import Setting
+from probemb import Gaussian, UserError, create_model
 from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import Shard, write_index
 from tests.pretrain.engine.saving import save_checkpoint
@@ -50,11 +54,13 @@ def config_of(name: str, batch: int, head: str = "clip", own: int = 2, **engine)
     return Config(batch_size=batch, model=Model(name=name, head=head, n_unc_layers=own), engine=Engine(**engine))
 
 
-def setting_of(config: Config, world: int = 1, half: bool = False) -> Setting:
+def setting_of(config: Config, world: int = 1, half: bool = False, text_tokens: int = 77) -> Setting:
     e = config.engine
     return Setting(
+        objective=OBJECTIVES[config.objective](config.loss),
         world=world,
         rows=config.batch_size // world,
+        text_tokens=text_tokens,
         parts=e.accumulation,
         zero_stage=e.zero_stage,
         half=half,
@@ -70,9 +76,9 @@ def setting_of(config: Config, world: int = 1, half: bool = False) -> Setting:
 def test_the_shapes_are_those_of_the_real_model_and_no_random_number_is_drawn(name, head, own):
     config = config_of(name, 8, head, own)
     before = torch.get_rng_state()
-    shapes = plan_memory.build(config)
+    shapes = plan_trace.build(config)
     assert torch.equal(before, torch.get_rng_state())
-    assert all(p.is_meta for p in shapes.parameters())
+    assert all(isinstance(p, FakeTensor) for p in shapes.parameters())
     real = make(config)
     assert {n: p.shape for n, p in shapes.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
     counts = plan_memory.count_parameters(shapes)
@@ -117,19 +123,74 @@ def test_activations_are_what_autograd_keeps(name, head, own, rows, checkpointin
     config = config_of(name, rows, head, own, grad_checkpointing=checkpointing)
     real = make(config)
     images, tokens = inputs(real, rows)
-    shapes = plan_memory.towers(plan_memory.build(config), half, gpu=False)
-    for tower, encode, given in zip(shapes, (real.encode_image, real.encode_text), (images, tokens)):
-        counted = sum(piece.saved for piece in plan_memory.pieces(tower, rows, half, checkpointing))
-        assert counted == pytest.approx(kept_for_backward(real, half, encode, given), rel=0.05)
+    fake = plan_trace.build(config)
+    fake.set_grad_checkpointing(checkpointing)
+    for real_tower, fake_tower, given in zip(both(real), both(fake), (images, tokens)):
+        traced = trace_of(fake, fake_tower, given, half).kept
+        assert traced == pytest.approx(kept_for_backward(real, half, real_tower, given), rel=0.05)
+
+
+def both(model):
+    return model.encode_image, model.encode_text
+
+
+def trace_of(fake, encode, given, half: bool):
+    """The trace of one tower, for an input of the shape of `given`."""
+    with fake.fake_mode, plan_trace.Likeness(gpu=False):
+        given = torch.empty_like(given)
+
+        def forward():
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                g = encode(given)
+            return g.mean, g.log_var
+
+        return plan_trace.trace(forward, [given, *fake.buffers()], list(fake.parameters()))
 
 
 def test_texts_cut_to_their_longest_need_less():
     config = config_of("ViT-Tiny-64", 8)
-    real = make(config)
+    real, fake = make(config), plan_trace.build(config)
     tokens = inputs(real, 8)[1][:, -11:].contiguous()
-    tower = plan_memory.towers(plan_memory.build(config), False, gpu=False, text_tokens=11)[1]
-    counted = sum(piece.saved for piece in plan_memory.pieces(tower, 8, False, False))
-    assert counted == pytest.approx(kept_for_backward(real, False, real.encode_text, tokens), rel=0.05)
+    traced = trace_of(fake, fake.encode_text, tokens, False).kept
+    assert traced == pytest.approx(kept_for_backward(real, False, real.encode_text, tokens), rel=0.05)
+
+
+class Small(torch.nn.Module):
+    """Two towers that are no transformers: a CNN, and a GRU over packed words."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [
+            torch.nn.Conv2d(3, 32, 3, 2),
+            torch.nn.BatchNorm2d(32),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(32, 64, 3, 2),
+        ]
+        self.cnn = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+        self.words = torch.nn.Embedding(100, 48)
+        self.gru = torch.nn.GRU(48, 32, batch_first=True, bidirectional=True)
+
+    def encode_image(self, pixels):
+        return Gaussian(*self.cnn(pixels).chunk(2, -1))
+
+    def encode_text(self, tokens):
+        lengths = (tokens != 0).sum(1).cpu()
+        packed = pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
+        states, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=tokens.shape[1])
+        return Gaussian(*states.amax(1).chunk(2, -1))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_any_tower_can_be_traced(half):
+    """Kept bytes and FLOPs of a CNN and of a GRU, whose packed sequences are of full length."""
+    real, fake = Small(), plan_trace.fake(Small)
+    images, tokens = torch.randn(16, 3, 48, 48), torch.randint(1, 100, (16, 12))
+    for real_tower, fake_tower, given in zip(both(real), both(fake), (images, tokens)):
+        traced = trace_of(fake, fake_tower, given, half)
+        assert traced.kept == pytest.approx(kept_for_backward(real, half, real_tower, given), rel=0.05)
+        with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16, enabled=half):
+            real_tower(given)
+        assert traced.forward_flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 # -------------------------------------------------------------------------------------------- a real step on an engine
@@ -210,7 +271,8 @@ def test_a_real_step_needs_what_the_plan_says(name, batch, world, engine):
     DeepSpeed's bucket is a constant of 200 MB that would hide much of the rest, so the peak is compared without it.
     """
     config = config_of(name, batch, **engine)
-    said = plan_memory.memory(plan_memory.build(config), setting_of(config, world))
+    model = plan_trace.build(config)
+    said = plan_memory.memory(model, setting_of(config, world, text_tokens=model.context_length))
     bucket = FP32 * BUCKET if config.engine.zero_stage else 0
     for found in run_ranks(world, measure_step, config, timeout=400, fresh=True):
         for part in ("weights", "master", "moments"):
@@ -223,18 +285,35 @@ def test_a_real_step_needs_what_the_plan_says(name, batch, world, engine):
 # ------------------------------------------------------------------------------------------------ arithmetic, network
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("name", "head"), [("ViT-Tiny-64", "clip"), ("ViT-Tiny-64", "gpo"), ("ViT-Small-112", "clip")])
-def test_flops_are_those_that_torch_counts(name, head):
-    """Of four more items: GPO's weights are computed once for every length, whatever the batch."""
-    config = config_of(name, 8, head)
-    real = make(config)
-    found = []
+def test_flops_are_those_that_torch_counts(name, head, checkpointing):
+    """Forward and backward, of four more items: GPO computes its weights once for every length, whatever the batch."""
+    config = config_of(name, 8, head, grad_checkpointing=checkpointing)
+    real, fake = make(config), plan_trace.build(config)
+    found, said = [], []
     for rows in (4, 8):
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            real(*inputs(real, rows))
+        with FlopCounterMode(display=False) as counter:
+            out = real(*inputs(real, rows))
+            sum(t.sum() for g in (out.image, out.text) for t in (g.mean, g.log_var)).backward()
         found.append(counter.get_total_flops())
-    both = plan_memory.towers(plan_memory.build(config), False, False)
-    assert 4 * sum(sum(plan_cost.forward_flops(t)) for t in both) == pytest.approx(found[1] - found[0], rel=0.01)
+        setting = setting_of(config, text_tokens=real.context_length)
+        said.append(plan_trace.trace_part(fake, replace(setting, rows=rows)).flops)
+    assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_parts_lie_on_a_line_and_their_peak_below_it(checkpointing):
+    config = config_of("ViT-Tiny-64", 64, grad_checkpointing=checkpointing)
+    fake, setting = plan_trace.build(config), setting_of(config, text_tokens=32)
+    for parts in (2, 4):
+        s = replace(setting, parts=parts)
+        said, true = plan_trace.trace_part(fake, s, exact=False), plan_trace.trace_part(fake, s)
+        assert said.kept == pytest.approx(true.kept, rel=0.01)
+        assert said.flops == pytest.approx(true.flops, rel=0.01)
+        weights = total(fake.parameters())
+        assert true.peak <= said.peak * 1.001 < true.peak + weights
+        assert true.with_gradients <= said.with_gradients * 1.001 < true.with_gradients + weights
 
 
 class Traffic(TorchDispatchMode):
@@ -277,7 +356,7 @@ def measure_traffic(rank: int, world: int, config: Config) -> dict[str, int]:
 @pytest.mark.parametrize(("stage", "parts"), [(0, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_ranks_send_what_the_plan_says(stage, parts):
     config = config_of("ViT-Micro-32", 8, own=1, zero_stage=stage, accumulation=parts)
-    said = plan_cost.network(plan_memory.build(config), setting_of(config, world=2))
+    said = plan_cost.network(plan_trace.build(config), setting_of(config, world=2))
     found = run_ranks(2, measure_traffic, config, timeout=300)[0]
     assert said["total"] == pytest.approx(sum(found.values()), rel=0.05), (said, found)
 
@@ -296,7 +375,7 @@ def write_checkpoint(rank: int, world: int, config: Config, folder: Path) -> int
 def test_a_checkpoint_has_the_size_that_the_plan_says(tmp_path):
     config = config_of("ViT-Micro-32", 4, own=1)
     written = run_ranks(1, write_checkpoint, config, tmp_path, timeout=300)[0]
-    said = plan.disk(plan.Plan(model=config.model, keep_checkpoints=2), plan_memory.build(config))
+    said = plan.disk(plan.Plan(model=config.model, keep_checkpoints=2), plan_trace.build(config))
     assert said["checkpoint"] == pytest.approx(written, rel=0.02)
     assert said["run_folder"] == 3 * said["checkpoint"] + 2 * said["model_folder"]
 
