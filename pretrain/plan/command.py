@@ -79,8 +79,8 @@ def make_plan(o: Plan) -> dict[str, Any]:
     """
     warnings = check_options(o)
     from pretrain.plan.cost import flops, network
-    from pretrain.plan.memory import Setting, count_parameters, memory
-    from pretrain.plan.trace import build
+    from pretrain.plan.memory import count_parameters, memory
+    from pretrain.plan.trace import Setting, build
 
     model, data, e = build(o), count_data(o), o.engine
     setting = Setting(
