@@ -44,7 +44,7 @@ def _methods(found: Found) -> list[Chart]:
 
 
 def _noise(found: Found) -> list[Chart]:
-    chart = Chart("noise", x_label="captions at wrong images, %", y_label="mAP@R, mean of both directions, %")
+    chart = Chart("noise", x_label="captions at wrong images, %", y_label="mAP@R, %")
     for i, (name, title) in enumerate(NAMES.items()):
         values = [found.of(form.format(name), MAP) for form in ("{}", "{} noise 20%", "{} noise 50%")]
         spread = None if values[0].spread is None else [100 * one.spread for one in values]
