@@ -7,6 +7,9 @@ a "tower" key in its part, the name of a kind below; all other keys of that part
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +24,14 @@ OWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").gl
 # Modules of `towers/` by the kind of tower, see `tower_kind`.
 IMAGE_TOWERS = {
     "open_clip_transformer": "open_clip_transformer",
+    "open_clip_timm": "open_clip_timm",
+    "open_clip_resnet": "open_clip_resnet",
+    "timm": "timm_image",
     "small_cnn": "small_cnn",
 }
 TEXT_TOWERS = {
     "open_clip_transformer": "open_clip_transformer",
+    "open_clip_hf": "open_clip_hf",
     "word_gru": "word_gru",
 }
 WORD_TOWERS = {"word_gru"}  # read words of a vocabulary: text_cfg["vocabulary"]
@@ -125,8 +132,11 @@ def build_stock(config: dict) -> CustomTextCLIP | Stock:
     """The deterministic model of an architecture: open_clip's own if it can build it."""
     if not is_open_clip(config):
         return Stock(config)
+    # Of a captioning model (CoCa) only the two towers: its decoder, "multimodal_cfg", has no part in embeddings.
     options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
-    return CustomTextCLIP(**options, nonscalar_logit_scale=True)
+    options["text_cfg"] = _random_text(config["text_cfg"])
+    with _hub_errors(config):
+        return CustomTextCLIP(**options, nonscalar_logit_scale=True)
 
 
 def stock_parameter_names(config: dict) -> list[str]:
@@ -142,17 +152,37 @@ def stock_image_tower(config: dict) -> nn.Module:
 
 def stock_text_tower(config: dict) -> nn.Module:
     """open_clip's text tower of a configuration, with random weights."""
-    return _build_text_tower(config["embed_dim"], config["text_cfg"], config.get("quick_gelu", False))
+    with _hub_errors(config):
+        return _build_text_tower(config["embed_dim"], _random_text(config["text_cfg"]), config.get("quick_gelu", False))
+
+
+def _random_text(text: dict) -> dict:
+    """A text configuration whose Hugging Face model, if it has one, is built without downloading its weights."""
+    return {**text, "hf_model_pretrained": False} if text.get("hf_model_name") else text
+
+
+@contextmanager
+def _hub_errors(config: dict) -> Iterator[None]:
+    """UserError for a Hugging Face configuration that cannot be read."""
+    try:
+        yield
+    except OSError as error:  # what transformers raises without network, and for a name that does not exist
+        raise UserError(
+            f"The configuration of the text tower '{config['text_cfg'].get('hf_model_name')}' could not be read.",
+            "Check the network, or give hf_model_name a folder that holds the model's config.json.",
+        ) from error
 
 
 def _obstacle(config: dict) -> str | None:
     """Why an architecture cannot be made probabilistic; None if it can."""
-    if "multimodal_cfg" in config:
-        return "it is a captioning model with a third tower (CoCa)"
     image, text = tower_kind(config, "vision_cfg"), tower_kind(config, "text_cfg")
     if image not in IMAGE_TOWERS:
         return f"there is no image tower of the kind {image}"
-    return None if text in TEXT_TOWERS else f"there is no text tower of the kind {text}"
+    if text not in TEXT_TOWERS:
+        return f"there is no text tower of the kind {text}"
+    if text == "open_clip_hf" and find_spec("transformers") is None:
+        return "its text tower needs the package transformers (pip install 'probemb[hf]')"
+    return None
 
 
 for _path in OWN.values():

@@ -123,6 +123,17 @@ class Encoder(nn.Module):
         """The tower's own projection to (B, D), where `mean_head` is None."""
         return pooled_BP
 
+    def train(self, mode: bool = True) -> Encoder:
+        """Training or evaluation mode, except for batch norms, which always use their stored statistics.
+
+        A batch's own statistics would differ between one process and several; their weights and biases do train.
+        """
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return self
+
     def trim(self, inputs: Tensor) -> Tensor:
         """A batch without what no output depends on, such as common padding at the end of texts."""
         return inputs

@@ -26,6 +26,7 @@ from probemb.errors import UserError, nearest
 from probemb.models.dual_encoder import DualEncoder, per_tower
 
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
+CAPTIONING = "text_decoder."  # CoCa's third part, which embeds nothing
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PREFIX = "hf-hub:"  # open_clip's: looks nowhere else
 # First parts of paths that people keep models under: runs/x that is missing is a wrong path, not a hub's repository.
@@ -81,8 +82,10 @@ def fill_stock(stock: CustomTextCLIP, path: Path) -> None:
     state = read_state_dict(path)
     if "positional_embedding" in state:  # the layout without a text tower of its own
         state = convert_to_custom_text_state_dict(state)
-    if "logit_scale" in state:
-        state["logit_scale"] = state["logit_scale"].reshape(stock.logit_scale.shape)
+    for scalar in ("logit_scale", "logit_bias"):
+        if scalar in state and getattr(stock, scalar) is not None:
+            state[scalar] = state[scalar].reshape(1)
+    state = {key: value for key, value in state.items() if not key.startswith(CAPTIONING)}
     _resize_positions(state, stock)
     load_strictly(stock, state, path)
 
@@ -254,8 +257,21 @@ def _resize_positions(state: dict[str, Tensor], stock: CustomTextCLIP) -> None:
     image, text = (state.get(f"{tower}.positional_embedding") for tower in ("visual", "text"))
     if image is not None and image.ndim == 2 and math.isqrt(max(len(image) - 1, 0)) ** 2 == len(image) - 1 > 0:
         resize_pos_embed(state, stock)
+    pool = "visual.attnpool.positional_embedding"  # a ResNet's
+    if pool in state and state[pool].ndim == 2:
+        state[pool] = _resize_grid(state[pool], len(stock.visual.attnpool.positional_embedding))
     if text is not None and text.ndim == 2 and text.shape[1] == stock.text.width:
         resize_text_pos_embed(state, stock)
+
+
+def _resize_grid(positions_TW: Tensor, n: int) -> Tensor:
+    """Positions of a square grid behind a class token, interpolated to n; left alone where that is no grid."""
+    old, new = math.isqrt(len(positions_TW) - 1), math.isqrt(n - 1)
+    if old == new or old**2 != len(positions_TW) - 1:
+        return positions_TW
+    grid = positions_TW[1:].T.reshape(1, -1, old, old)
+    grid = torch.nn.functional.interpolate(grid, (new, new), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([positions_TW[:1], grid.flatten(2)[0].T])
 
 
 def _first_line(error: Exception) -> str:

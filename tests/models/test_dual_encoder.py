@@ -298,10 +298,6 @@ def test_decay_is_for_matrices():
     [
         ({"name": "ViT-B16"}, "Did you mean 'ViT-B-16'"),
         ({"name": "nonsense"}, "no model 'nonsense'"),
-        ({"name": "RN50"}, "open_clip_resnet"),
-        ({"name": "ViT-B-16-SigLIP"}, "timm"),
-        ({"name": "roberta-ViT-B-32"}, "open_clip_hf"),
-        ({"name": "coca_ViT-B-32"}, "CoCa"),
         ({"name": "hf-hub:some/where"}, "no model"),
         ({"head": "cilp"}, "Did you mean 'clip'"),
         ({"n_unc_layers": 3}, "n_unc_layers is 3"),

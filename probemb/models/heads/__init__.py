@@ -39,7 +39,12 @@ class HeadConfig:
 
 
 def add_heads(
-    tower: nn.Module, config: HeadConfig, width: int, pooled_width: int, own_projection: bool = False
+    tower: nn.Module,
+    config: HeadConfig,
+    width: int,
+    pooled_width: int,
+    own_projection: bool = False,
+    unc_width: int | None = None,
 ) -> None:
     """Set `mean_head` and `log_var_head` of a tower with tokens (B, T, width) and pooled features (B, pooled_width).
 
@@ -48,11 +53,13 @@ def add_heads(
 
     Args:
         own_projection: the tower has a projection of its own, which kind "clip" keeps instead of a mean head.
+        unc_width: width of the branch's tokens and pooled features, if not those of the mean.
     """
     head = HEADS[config.kind]
     keep = own_projection and config.kind == "clip"
     tower.mean_head = None if keep else head.for_mean(config, width, pooled_width)
-    tower.log_var_head = head.for_log_var(config, width, pooled_width) if config.probabilistic else None
+    unc_widths = (width, pooled_width) if unc_width is None else (unc_width, unc_width)
+    tower.log_var_head = head.for_log_var(config, *unc_widths) if config.probabilistic else None
 
 
 def check_head(kind: str) -> None:

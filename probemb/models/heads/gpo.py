@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from probemb.gaussian import at_least_float32
 from probemb.models.encoder import Features
-from probemb.models.heads.linear import FullPrecisionLinear, start_log_var, start_mean
+from probemb.models.heads.linear import FullPrecisionLinear, full_precision, start_log_var, start_mean
 
 if TYPE_CHECKING:
     from probemb.models.heads import HeadConfig
@@ -49,7 +49,7 @@ class GPO(nn.Module):
             mask_BT: (B, T) bool, True for tokens that take part; None for all of them. Sorting makes their places
                 irrelevant: only their number counts. An item without any token pools to zero.
         """
-        with torch.autocast(features_BTD.device.type, enabled=False):
+        with full_precision(features_BTD):
             features_BTD = at_least_float32(features_BTD)
             n_tokens = features_BTD.shape[1]
             if mask_BT is None:

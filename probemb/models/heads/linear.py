@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,15 @@ class FullPrecisionLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             weight = at_least_float32(self.weight)
             bias = None if self.bias is None else at_least_float32(self.bias)
             return nn.functional.linear(x.to(weight.dtype), weight, bias)
+
+
+def full_precision(x: Tensor) -> AbstractContextManager:
+    """A context without autocast, for x's device; autocast does not know the meta device."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 @torch.no_grad()

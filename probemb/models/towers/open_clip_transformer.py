@@ -25,6 +25,7 @@ from probemb.models.architectures import check_n_unc_layers, stock_image_tower, 
 from probemb.models.encoder import Encoder, Features, Place
 from probemb.models.heads import HeadConfig, add_heads
 from probemb.models.heads.gpo import length_mask
+from probemb.models.heads.linear import full_precision
 
 BLOCK = re.compile(r"(uncertainty_)?transformer\.resblocks\.(\d+)\.")
 
@@ -210,7 +211,7 @@ def _take_over(tower: nn.Module, stock: nn.Module) -> None:
 
 def _project(pooled_BW: Tensor, projection_WD: Tensor, bias_D: Tensor | None = None) -> Tensor:
     """pooled @ projection + bias in at least float32, also under autocast."""
-    with torch.autocast(pooled_BW.device.type, enabled=False):
+    with full_precision(pooled_BW):
         projection_WD = at_least_float32(projection_WD)
         out = pooled_BW.to(projection_WD.dtype) @ projection_WD
         return out if bias_D is None else out + bias_D

@@ -1,0 +1,223 @@
+"""timm's image backbones, CNNs and transformers: feature maps as tokens, and an uncertainty branch behind any of them.
+
+Kind "timm" of the project's own architectures:
+
+    "vision_cfg": {"tower": "timm", "timm_model_name": "resnet50", "timm_model_kwargs": {…}, "image_size": 224}
+
+`TimmTower` is also the tower behind open_clip's configurations with a timm backbone (`open_clip_timm.py`).
+Shapes: B items, T tokens, W width of the trunk, H × W' a feature map.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import MethodType
+
+import timm
+import torch
+from timm.models._manipulate import group_with_matcher
+from torch import Tensor, nn
+
+from probemb.errors import UserError
+from probemb.gaussian import at_least_float32
+from probemb.models.architectures import check_n_unc_layers
+from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.heads import HeadConfig, add_heads
+from probemb.models.towers.branch import Branch, drop_unused, meta_twin
+
+STAGES = (("layer1", "layer2", "layer3", "layer4"), ("s1", "s2", "s3", "s4"))  # ResNets, RegNets
+CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
+
+logger = logging.getLogger(__name__)
+
+
+class TimmTower(Encoder):
+    """A timm model with heads of ours.
+
+    Tokens are the feature map's places, or a transformer's tokens behind its last norm. Head "clip" reads the model's
+    own pooling; for others the pooled features are the class token or the average, whichever the model pools by, and
+    what the model has behind its feature map is dropped. The branch's pooled features are the same of its own tokens.
+
+    Args:
+        trunk: made by timm, already of the right image size.
+        own_blocks: the uncertainty branch's blocks (possibly none); None for a point model.
+        head: of the mean and the log-variance.
+        image_size: pixels.
+        projection: open_clip's, from the model's pooling to D; None for none.
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        own_blocks: list[nn.Module] | None,
+        head: HeadConfig,
+        image_size: int,
+        projection: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.image_size = (image_size, image_size)
+        own_pooling = head.kind == "clip"
+        if not own_pooling:
+            drop_unused(trunk, lambda twin: twin.forward_features(_blank(image_size)))
+        trunk.forward = MethodType(_pooled_features if own_pooling else _features, trunk)
+        self.trunk = trunk
+        self.head = projection if own_pooling and projection is not None else nn.Identity()
+        self.uncertainty_blocks = None if own_blocks is None else Branch(own_blocks, trunk_blocks(trunk) or [trunk])
+        self._n_prefix = getattr(trunk, "num_prefix_tokens", 0)
+        self._class_token = getattr(trunk, "global_pool", "") == "token"
+        with torch.no_grad():
+            mean, unc = meta_twin(self).eval().features(_blank(image_size))
+        self.n_tokens = mean.tokens.shape[1]
+        pooled_width = mean.pooled.shape[1]
+        add_heads(
+            self,
+            head,
+            mean.tokens.shape[2],
+            pooled_width,
+            own_projection=projection is not None and pooled_width == head.embed_dim,
+            unc_width=None if unc is None else unc.tokens.shape[2],
+        )
+        self.train(self.training)
+
+    def features(self, pixels: Tensor) -> tuple[Features, Features | None]:
+        """(B, 3, H, W) -> features with T tokens."""
+        branch = self.uncertainty_blocks
+        if branch is not None:
+            branch.listen()
+        x, pooled = self.trunk(pixels.to(next(self.trunk.parameters()).dtype))
+        tokens = self._tokens(x)
+        mean = Features(tokens, self._pool(tokens) if pooled is None else self.head(pooled))
+        if branch is None:
+            return mean, None
+        unc_tokens = self._tokens(branch(*branch.heard()))
+        return mean, Features(unc_tokens, self._pool(unc_tokens))
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """The pooled features, which open_clip's projection has brought to D already."""
+        return at_least_float32(pooled)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks, where timm can do so for this model."""
+        if self.uncertainty_blocks is not None:
+            self.uncertainty_blocks.grad_checkpointing = enable
+        try:
+            self.trunk.set_grad_checkpointing(enable)
+        except (AttributeError, AssertionError):
+            if enable:
+                logger.warning(f"timm's {type(self.trunk).__name__} cannot recompute its blocks; it keeps activations.")
+
+    def place(self, name: str) -> Place:
+        """Blocks by timm's groups; the stem is the deepest of them."""
+        part, _, rest = name.partition(".")
+        if part in ("mean_head", "log_var_head"):
+            return Place("head")
+        if part == "uncertainty_blocks":
+            return Place("branch", len(self.uncertainty_blocks) - int(rest.partition(".")[0]))
+        if part != "trunk" or not hasattr(self.trunk, "group_matcher"):
+            return Place("trunk")
+        names = [(key, None) for key, _ in self.trunk.named_parameters()]
+        in_no_block = ("", None)
+        groups = group_with_matcher([*names, in_no_block], self.trunk.group_matcher(), reverse=True)
+        return Place("trunk", groups[""] - groups[rest])
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """A feature map in the trunk's layout -> (B, T, W)."""
+        if x.ndim == 3:
+            return x
+        if getattr(self.trunk, "output_fmt", "NCHW") == "NHWC":
+            return x.flatten(1, 2)
+        return x.flatten(2).transpose(1, 2)
+
+    def _pool(self, tokens: Tensor) -> Tensor:
+        return tokens[:, 0] if self._class_token else tokens[:, self._n_prefix :].mean(1)
+
+
+def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: None = None) -> TimmTower:
+    """A TimmTower of the project's own configuration, with random weights."""
+    vision = architecture["vision_cfg"]
+    name, size = vision["timm_model_name"], vision.get("image_size", 224)
+
+    def build() -> nn.Module:
+        try:
+            return timm.create_model(name, num_classes=0, **vision.get("timm_model_kwargs", {}))
+        except RuntimeError as error:  # timm's answer to an unknown name
+            raise UserError(
+                f"timm has no model '{name}' ({error}).", "timm.list_models() prints the names that it has."
+            ) from error
+
+    return timm_tower(build, build(), name, size, n_unc_layers, head)
+
+
+def timm_tower(build, trunk, name: str, image_size: int, n_unc_layers: int, head: HeadConfig, projection=None):
+    """A TimmTower of `trunk`, whose uncertainty branch is of another trunk that `build()` gives.
+
+    Raises:
+        UserError: for an image size that the model cannot take, or more branch layers than it has.
+    """
+    check_n_unc_layers(n_unc_layers, len(trunk_blocks(trunk)), "image")
+    resized = fit_image_size(trunk, name, image_size)
+    own = [] if head.probabilistic else None
+    if n_unc_layers and head.probabilistic:
+        fresh = build()
+        if resized:
+            fresh.set_input_size((image_size, image_size))
+        own = trunk_blocks(fresh)[-n_unc_layers:]
+    return TimmTower(trunk, own, head, image_size, projection)
+
+
+def trunk_blocks(trunk: nn.Module) -> list[nn.Module]:
+    """The blocks of a transformer, the stages of a CNN; none where timm's model has neither in a known place."""
+    for names in STAGES:
+        if all(hasattr(trunk, name) for name in names):
+            return [getattr(trunk, name) for name in names]
+    for name in CONTAINERS:
+        if isinstance(getattr(trunk, name, None), nn.Sequential | nn.ModuleList):
+            return list(getattr(trunk, name))
+    return []
+
+
+def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> bool:
+    """Make a trunk take images of a size; True if it had to be resized."""
+    if _runs(trunk, image_size) is None:
+        return False
+    if hasattr(trunk, "set_input_size"):
+        try:
+            trunk.set_input_size((image_size, image_size))
+            error = _runs(trunk, image_size)
+        except (AssertionError, RuntimeError, ValueError, TypeError) as failure:
+            error = failure
+        if error is None:
+            return True
+    else:
+        error = _runs(trunk, image_size)
+    own = getattr(trunk, "default_cfg", {}).get("input_size", (3, 224, 224))[-1]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise UserError(
+        f"timm's {name} does not take images of {image_size} pixels ({reason}).",
+        f"Set image_size to {own}, or to a multiple of its patches.",
+    )
+
+
+def _runs(trunk: nn.Module, image_size: int) -> Exception | None:
+    """Why a trunk does not run on images of a size; None if it does."""
+    try:
+        with torch.no_grad():
+            meta_twin(trunk).eval()(_blank(image_size))
+    except Exception as error:  # whatever a model's layers raise about shapes
+        return error
+    return None
+
+
+def _blank(image_size: int) -> Tensor:
+    return torch.empty(2, 3, image_size, image_size, device="meta")
+
+
+def _features(trunk: nn.Module, pixels: Tensor) -> tuple[Tensor, None]:
+    """The forward pass of a trunk: all inside it, where engines that shard parameters have gathered them."""
+    return trunk.forward_features(pixels), None
+
+
+def _pooled_features(trunk: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the trunk's own pooling."""
+    x = trunk.forward_features(pixels)
+    return x, trunk.forward_head(x)

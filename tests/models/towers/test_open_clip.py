@@ -1,0 +1,190 @@
+"""open_clip's timm and ResNet towers, small: against open_clip's own, and their uncertainty branches."""
+
+import json
+
+import open_clip
+import pytest
+import torch
+from torch.testing import assert_close
+
+from probemb.errors import UserError
+from probemb.models import create_model, create_tokenizer, load_model, save_model
+
+TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
+TIMM = {"timm_model_pretrained": False, "image_size": 160}
+VISION = {
+    "class token": {**TIMM, "timm_model_name": "test_vit", "timm_pool": "token", "timm_proj": None},
+    "attention pool": {**TIMM, "timm_model_name": "test_vit3", "timm_pool": "map", "timm_proj": "none"},
+    "rotary": {**TIMM, "timm_model_name": "eva02_tiny_patch14_224", "timm_pool": "token", "image_size": 224},
+    "convnext": {**TIMM, "timm_model_name": "test_convnext", "timm_pool": "", "timm_proj": "mlp"},
+    "batch norm": {**TIMM, "timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": None},
+    "resnet": {"layers": [1, 1, 1, 1], "width": 8, "head_width": 16, "image_size": 64},
+}
+KINDS = pytest.mark.parametrize("kind", list(VISION))
+
+
+@pytest.fixture(autouse=True)
+def names(tmp_path):
+    for kind, vision in VISION.items():
+        path = tmp_path / f"small {kind}.json"
+        embed_dim = 96 if kind == "attention pool" else 16  # that one has no projection
+        path.write_text(json.dumps({"embed_dim": embed_dim, "vision_cfg": vision, "text_cfg": TEXT}))
+        open_clip.add_model_config(path)
+
+
+def make(kind, **options):
+    torch.manual_seed(0)
+    return create_model(f"small {kind}", **options)
+
+
+def batch(model):
+    images = torch.randn(2, 3, model.image_size, model.image_size, generator=torch.Generator().manual_seed(1))
+    return images, create_tokenizer(model)(["a photo of a cat", "two dogs"])
+
+
+def total(out):
+    weight = torch.linspace(-1, 1, out.image.mean.shape[-1])
+    return sum(((g.mean + g.log_var) * weight).sum() for g in (out.image, out.text)) + out.logit_scale.sum()
+
+
+@KINDS
+def test_mean_equals_open_clip_bit_by_bit(kind, tmp_path):
+    torch.manual_seed(0)
+    stock = open_clip.create_model(f"small {kind}", force_custom_text=True).eval()
+    with torch.no_grad():
+        for module in stock.modules():  # statistics that are not those of a fresh batch norm
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.running_mean.normal_(std=0.1)
+                module.running_var.uniform_(0.5, 2)
+    torch.save(stock.state_dict(), tmp_path / "stock.pt")
+    for options in ({}, {"n_unc_layers": 0}, {"probabilistic": False}, {"n_unc_layers": (2, 1)}):
+        model = make(kind, pretrained=str(tmp_path / "stock.pt"), **options).eval()
+        images, tokens = batch(model)
+        with torch.no_grad():
+            assert torch.equal(model.encode_image(images).mean, stock.encode_image(images, normalize=True))
+            assert torch.equal(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))
+
+
+@KINDS
+@pytest.mark.parametrize("head", ["clip", "gpo"])
+def test_gradient_reaches_every_parameter(kind, head):
+    for options in ({"n_unc_layers": (2, 1)}, {"probabilistic": False}):
+        model = make(kind, head=head, **options)
+        parameters = list(model.visual.named_parameters())
+        out = model(*batch(model))
+        (total(out) if model.probabilistic else out.image.mean[:, 0].sum()).backward()
+        assert [name for name, parameter in parameters if parameter.grad is None] == []
+        encoded = model.visual.encode(batch(model)[0])
+        assert encoded.gaussian.mean.dtype == encoded.gaussian.log_var.dtype == torch.float32
+        tokens = model.visual.features(batch(model)[0])[0].tokens
+        assert tokens.shape[1] == model.visual.n_tokens
+
+
+def last_trunk_output(tower, images):
+    """The mean features' source, in the branch's layout: the last block's output, before any norm."""
+    seen = []
+    blocks = tower.layer4 if hasattr(tower, "layer4") else None
+    if blocks is None:
+        trunk = tower.trunk
+        blocks = (trunk.blocks if hasattr(trunk, "blocks") else trunk.stages)[-1]
+    handle = blocks.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    unc = tower.features(images)[1]
+    handle.remove()
+    x = seen[0]
+    return x if x.ndim == 3 else x.flatten(2).transpose(1, 2), unc
+
+
+@KINDS
+@pytest.mark.parametrize("n_unc_layers", [0, 1, 2])
+def test_the_branch_is_the_last_blocks_again(kind, n_unc_layers):
+    model = make(kind, n_unc_layers=(n_unc_layers, 1)).eval()
+    tower = model.visual
+    images = batch(model)[0]
+    trunk_output, unc = last_trunk_output(tower, images)
+    if n_unc_layers:
+        assert not torch.allclose(unc.tokens, trunk_output)  # its weights are its own
+        if hasattr(tower, "layer4"):
+            own, blocks = tower.uncertainty_stages, [tower.layer3, tower.layer4]
+        else:
+            own = tower.uncertainty_blocks
+            blocks = list(tower.trunk.blocks if hasattr(tower.trunk, "blocks") else tower.trunk.stages)
+        for mine, block in zip(own, blocks[-n_unc_layers:], strict=True):
+            mine.load_state_dict(block.state_dict())
+    unc = tower.features(images)[1]
+    assert torch.equal(unc.tokens, trunk_output)
+    n_prefix = tower.trunk.num_prefix_tokens if kind == "attention pool" else 0  # registers, which no average has
+    class_token = kind in ("class token", "rotary")
+    assert_close(unc.pooled, unc.tokens[:, 0] if class_token else unc.tokens[:, n_prefix:].mean(1))
+
+
+@KINDS
+def test_recomputed_blocks_change_nothing(kind):
+    plain, recomputed = make(kind), make(kind, grad_checkpointing=True)
+    for model in (plain, recomputed):
+        total(model(*batch(model))).backward()
+    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("kind", ["rotary", "batch norm", "resnet"])
+def test_compiles(kind):
+    model = make(kind)
+    expected = model(*batch(model))
+    out = torch.compile(model, backend="eager")(*batch(model))
+    assert_close(out.image.mean, expected.image.mean)
+    assert_close(out.image.log_var, expected.image.log_var)
+
+
+@KINDS
+def test_saved_and_loaded(kind, tmp_path):
+    model = make(kind, n_unc_layers=(2, 1)).eval()
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model").model
+    images = batch(model)[0]
+    assert torch.equal(again.encode_image(images).log_var, model.encode_image(images).log_var)
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "resnet"])
+def test_batch_norms_use_their_stored_statistics(kind):
+    model = make(kind).train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    images = batch(model)[0]
+    both = model.encode_image(images)
+    assert_close(model.encode_image(images[:1]).log_var, both.log_var[:1])
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+@KINDS
+def test_depths(kind):
+    tower = make(kind, n_unc_layers=(2, 1)).visual
+    places = {name: tower.place(name) for name, _ in tower.named_parameters()}
+    assert {place.depth for place in places.values() if place.part == "branch"} == {1, 2}
+    assert {place.depth for place in places.values() if place.part == "head"} == {0}
+    depths = sorted({place.depth for place in places.values() if place.part == "trunk"})
+    assert depths[-1] > 2
+    stem = next(iter(places.values()))
+    assert stem.depth == (0 if kind == "resnet" else depths[-1])
+
+
+@pytest.mark.parametrize(("kind", "size"), [("class token", 96), ("rotary", 112), ("batch norm", 96), ("resnet", 96)])
+def test_other_image_sizes(kind, size, tmp_path):
+    stock = open_clip.create_model(f"small {kind}", force_custom_text=True)
+    torch.save(stock.state_dict(), tmp_path / "stock.pt")
+    model = make(kind, image_size=size, pretrained=str(tmp_path / "stock.pt"))
+    images, _ = batch(model)
+    assert images.shape[-1] == size == model.config["preprocess"]["size"]
+    assert torch.isfinite(model.encode_image(images).mean).all()
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model").model
+    assert_close(again.encode_image(images).log_var, model.eval().encode_image(images).log_var)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("class token", 100), ("resnet", 70)])
+def test_image_sizes_that_do_not_fit(kind, size):
+    with pytest.raises(UserError, match=f"{size} pixels"):
+        make(kind, image_size=size)
+
+
+def test_more_branch_layers_than_blocks():
+    with pytest.raises(UserError, match="n_unc_layers is 5, but the image tower has 4"):
+        make("convnext", n_unc_layers=5)
