@@ -30,7 +30,7 @@ from pretrain.engine.engine import Towers
 from pretrain.objectives import Objective, Pairs
 from probemb import Gaussian
 from probemb.errors import UserError
-from probemb.models import DualEncoder, create_model
+from probemb.models import DualEncoder, create_model, vocabulary_for
 
 # Autocast on a GPU runs these in float32, autocast on a CPU in the type of their input.
 FLOAT32_ON_A_GPU = {
@@ -56,7 +56,9 @@ def build(config: Config) -> DualEncoder:
         UserError: the configuration names no model that can be built.
     """
     m = config.model
-    return fake(lambda: create_model(m.name, embed_dim=m.embed_dim, n_unc_layers=m.n_unc_layers, head=m.head))
+    words = vocabulary_for(m.name, m.vocabulary, None, config.train_paths)
+    shape = {"embed_dim": m.embed_dim, "n_unc_layers": m.n_unc_layers, "head": m.head, "vocabulary": words}
+    return fake(lambda: create_model(m.name, **shape))
 
 
 def fake(make: Callable[[], nn.Module]) -> nn.Module:
