@@ -36,6 +36,12 @@ ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def a_real_backward_pass_first():
+    """If a process' first backward pass is on fake tensors, torch starts threads with which ranks cannot be forked."""
+    torch.zeros(1, requires_grad=True).sum().backward()
+
+
 def make(config: Config):
     torch.manual_seed(0)
     m = config.model
