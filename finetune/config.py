@@ -36,6 +36,7 @@ class Model:
         embed_dim: D; empty for 1024 (head gpo) or the configuration's own (head clip).
         n_unc_layers: blocks of every tower's uncertainty branch; empty for 1, and 0 where a method has none.
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt beside the data.
+        lock_image: keep the image tower's trunk as it is; its heads train.
         word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
     """
 
@@ -46,6 +47,7 @@ class Model:
     n_unc_layers: NonNegativeInt | None = None
     vocabulary: str | None = None
     word_vectors: str | None = None
+    lock_image: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Data:
         validation: split that selects the model; empty for none.
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
+        cache_features: folder that keeps a locked image tower's features, so that each image is read once; empty to
+            read and crop pixels every time.
     """
 
     path: str | None = None
@@ -69,6 +73,7 @@ class Data:
     validation: str | None = "val"
     workers: Workers = 2
     failure_share: ClosedUnitInterval = 0.05
+    cache_features: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Optimizer:
         image_backbone: multiplier of the image tower's lr.
         text_backbone: multiplier of the text tower's lr.
         layer_decay: further multiplier, per block from the last one down.
+        decay_uncertainty: whether these multipliers hold for the uncertainty branch's blocks too.
         freeze_epochs: epochs in which the image tower stands still.
         warmup_epochs: epochs of linear warm-up after that.
         decay_epochs: last epochs, in which every lr is a tenth.
@@ -111,6 +117,7 @@ class Optimizer:
     image_backbone: PositiveFloat = 0.01
     text_backbone: PositiveFloat = 0.1
     layer_decay: PositiveFloat = 0.7
+    decay_uncertainty: bool = True
     freeze_epochs: NonNegativeInt = 2
     warmup_epochs: NonNegativeFloat = 1.0
     decay_epochs: NonNegativeInt = 10
@@ -224,6 +231,15 @@ def check(config: Config, world_size: int = 1) -> None:
                 f"optimizer.{name} is {getattr(optimizer, name)} of {config.epochs} epochs: {what}.",
                 f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
             )
+    if config.data.cache_features is not None and not config.model.lock_image:
+        raise UserError(
+            "data.cache_features keeps what the image tower computes, and the tower is trained.",
+            "Add --model.lock-image true, or leave data.cache_features out.",
+        )
+    if config.data.cache_features is not None and config.mix.ratio:
+        raise UserError(
+            "data.cache_features has no pixels that mix.ratio could mix.", "Set mix.ratio to 0, or leave it out."
+        )
     if config.wandb and not _is_installed("wandb"):
         raise UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")
     METHODS[config.method].check(config)

@@ -48,6 +48,7 @@ def parameter_groups(
     image_backbone: float = 0.01,
     text_backbone: float = 0.1,
     layer_decay: float = 0.7,
+    decay_uncertainty: bool = True,
 ) -> list[dict]:
     """Parameters with their learning rates, for an optimizer. Source: PCME++ §B.2.
 
@@ -69,6 +70,7 @@ def parameter_groups(
         model: the plain model, not a wrapper of it.
         loss_module: whose parameters are trained too; None for a loss without any.
         image_backbone, text_backbone: f of the two towers.
+        decay_uncertainty: False trains the uncertainty branches' blocks at lr, as the heads.
 
     Returns:
         groups with "params", "lr", "initial_lr" (the same, for `set_learning_rates`), "weight_decay", "name", and
@@ -81,17 +83,16 @@ def parameter_groups(
         group = {"name": name, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
         groups.setdefault(name, {**group, "image_backbone": frozen_first})["params"].append(parameter)
 
-    for full_name, parameter in model.named_parameters():
-        tower_name, _, name = full_name.partition(".")
-        if tower_name not in ("visual", "text"):
+    for name, parameter in model.named_parameters():
+        tower, part, depth = model.place(name)
+        if tower == "neither":
             if parameter.requires_grad:
                 add("scalars", parameter, 1.0, 0.0)
             continue
-        part, depth = getattr(model, tower_name).place(name)
-        factor = image_backbone if tower_name == "visual" else text_backbone
-        multiplier = 1.0 if part == "head" else factor * layer_decay**depth
-        frozen_first = tower_name == "visual" and part == "trunk"
-        add(f"{tower_name}.{part}.{depth}", parameter, multiplier, weight_decay, frozen_first)
+        factor = image_backbone if tower == "image" else text_backbone
+        full_rate = part == "head" or (part == "branch" and not decay_uncertainty)
+        multiplier = 1.0 if full_rate else factor * layer_decay**depth
+        add(f"{tower}.{part}.{depth}", parameter, multiplier, weight_decay, (tower, part) == ("image", "trunk"))
     for parameter in loss_module.parameters() if loss_module is not None else ():
         add("scalars", parameter, 1.0, 0.0)
     return list(groups.values())
@@ -122,6 +123,7 @@ def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Meth
             image_backbone=o.image_backbone,
             text_backbone=o.text_backbone,
             layer_decay=o.layer_decay,
+            decay_uncertainty=o.decay_uncertainty,
         )
     return method.optimizer(groups)
 
@@ -165,6 +167,7 @@ class Schedule:
         lr_drop_epoch: from this epoch on all learning rates are multiplied by lr_drop (the last 10 of 25).
         lr_drop: see there.
         freeze_epochs: the image backbone is frozen in that many first epochs.
+        locked: … and in all others.
         warmup_epochs: behind them all learning rates rise linearly from 0 for that long. The public code multiplies the
             loss instead, which Adam and AdamP largely undo; this is the paper's warm-up.
         average_epochs: the weights at the ends of that many last epochs are averaged (the public code, with its
@@ -177,6 +180,7 @@ class Schedule:
     lr_drop_epoch: int = 15
     lr_drop: float = 0.1
     freeze_epochs: int = 2
+    locked: bool = False
     warmup_epochs: float = 1
     average_epochs: int = 10
 
@@ -201,7 +205,7 @@ class Schedule:
 
     def frozen(self, samples: int) -> bool:
         """Whether the image backbone is frozen behind `samples` samples seen."""
-        return self.epoch(samples) < self.freeze_epochs
+        return self.locked or self.epoch(samples) < self.freeze_epochs
 
     def averages(self, samples: int) -> bool:
         """Whether the weights go into the average at the end of an epoch, behind `samples` samples seen."""
@@ -216,6 +220,7 @@ def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
         networks=networks,
         lr_drop_epoch=max(0, config.epochs - config.optimizer.decay_epochs),
         freeze_epochs=config.optimizer.freeze_epochs,
+        locked=config.model.lock_image,
         warmup_epochs=config.optimizer.warmup_epochs,
         average_epochs=config.swa_epochs,
     )
@@ -240,8 +245,8 @@ def freeze_image_backbone(model: DualEncoder, frozen: bool) -> bool:
         whether anything has changed.
     """
     changed = False
-    for name, parameter in model.visual.named_parameters():
-        if model.visual.place(name).part == "trunk" and parameter.requires_grad == frozen:
+    for name, parameter in model.named_parameters():
+        if model.place(name)[:2] == ("image", "trunk") and parameter.requires_grad == frozen:
             parameter.requires_grad_(not frozen)
             parameter.grad = None
             changed = True

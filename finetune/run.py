@@ -86,6 +86,8 @@ def train(config: Config, preemption: Preemption) -> int:
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
     if clean is None:
         return measure_only(config, model, tokenizer, transforms, validation, accelerator, say)
+    if data.cache_features is not None:
+        clean, validation, transforms = read_features(config, networks, transforms, clean, validation, accelerator)
     out = Path(config.out)
     train_data = noisy_captions(clean, config.noise_ratio, config.seed, out, write=False)
     loader = PairLoader(
@@ -212,6 +214,23 @@ def make_model(config: Config):
         vocabulary=vocabulary_for(model.name, model.vocabulary, model.pretrained, [config.data.path]),
         **unc,
     )
+
+
+def read_features(config: Config, networks, transforms, train, validation, accelerator):
+    """Both data sets and the transforms, with features of the locked image towers in place of pixels."""
+    from finetune.loading.feature_cache import cache_features, unchanged
+    from probemb.models import Transforms
+
+    found = [
+        captions
+        and cache_features(
+            networks, transforms.evaluate, captions, config.data.cache_features, device=accelerator.device,
+            batch_size=config.engine.eval_batch_size, workers=config.data.workers,
+            failure_share=config.data.failure_share,
+        )
+        for captions in (train, validation)
+    ]  # fmt: skip
+    return *found, Transforms(unchanged, unchanged)
 
 
 def validate(model, tokenizer, transforms, captioned, config: Config, accelerator) -> dict[str, float]:

@@ -216,7 +216,7 @@ class Trainer:
             generator = self._generator(_TEXT)
             tokens = size_augment_text(everyone, config.size_augment, generator=generator, ids=ids)[rows]
             mask = size_augment_mask(
-                config.batch_size, self.model.visual.n_tokens, config.size_augment, self._generator(_IMAGE)
+                config.batch_size, self.model.image_tower.n_tokens, config.size_augment, self._generator(_IMAGE)
             )[rows].to(self.device, non_blocking=True)
         tokens = self.model.cut_padding(tokens)
         return images, tokens.to(self.device, non_blocking=True), mask, mix
@@ -274,7 +274,7 @@ def _embed(
     model: DualEncoder, images: Tensor, tokens: Tensor, image_mask: Tensor | None, want_tokens: bool
 ) -> tuple[Tensor, ...]:
     """The tensors of both towers' `Encoded`, as many of the image as of the text."""
-    return *model.visual(images, image_mask, want_tokens), *model.text(tokens, want_tokens=want_tokens)
+    return *model.image_tower(images, image_mask, want_tokens), *model.text_tower(tokens, want_tokens=want_tokens)
 
 
 def _of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def unchanged(row: torch.Tensor) -> torch.Tensor:
 
 
 def cache_features(
-    model: DualEncoder,
+    networks: Sequence[DualEncoder],
     transform: Callable,
     dataset: CaptionDataset,
     folder: str | Path,
@@ -62,24 +62,32 @@ def cache_features(
     workers: int = 0,
     failure_share: float = 0.05,
 ) -> CaptionDataset:
-    """The same images and captions with features in place of pixels; `model` then reads those.
+    """The same images and captions with features in place of pixels; the networks then read those.
 
     The first process computes what is not there yet, with progress; the others wait. Collective.
 
     Args:
-        model: its image trunk must stay as it is; `model.visual` reads features from now on.
+        networks: models with equal image trunks, which must stay as they are; their image towers read features from
+            now on.
         transform: PIL image -> (3, H, W), the evaluation's: random crops cannot be kept.
-        device: for computing them; the model's image tower is moved there.
+        device: for computing them; the first one's image tower is moved there.
 
     Raises:
         UserError: an uncertainty branch with blocks of its own, too many unreadable images, a folder that cannot be
-            written, features beyond float16. On all processes.
+            written, features beyond float16, networks with different trunks. On all processes.
     """
-    tower = model.visual.to(device)
+    tower = networks[0].image_tower.to(device)
     height, width = tower.image_size
-    tower.feature_layout = None
+    for network in networks:
+        network.image_tower.feature_layout = None
     layout = feature_layout(tower, torch.linspace(-1, 1, 6 * height * width, device=device).view(2, 3, height, width))
-    place = Path(folder) / cache_key(model, layout, dataset.images)
+    key, *others = (cache_key(network, layout, dataset.images) for network in networks)
+    if any(other != key for other in others):
+        raise UserError(
+            "The method's networks have different image towers, so their features cannot be shared.",
+            "Start them from pretrained weights (model.pretrained), or leave data.cache_features out.",
+        )
+    place = Path(folder) / key
     failure = None
     if distributed.is_main() and not (place / ABOUT).is_file():
         batches = ImageBatches(dataset.images, transform, batch_size, workers, failure_share, "data.failure_share")
@@ -94,19 +102,19 @@ def cache_features(
                 "data.cache_features.",
             )
     distributed.agree(failure)
-    tower.feature_layout = layout
-    images = dataset.images
-    return replace(dataset, located=_open(place, layout, images))
+    for network in networks:
+        network.image_tower.feature_layout = layout
+    return replace(dataset, located=_open(place, layout, dataset.images))
 
 
 def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images) -> str:
     """A digest of everything that the features depend on."""
     digest = hashlib.sha256()
     config = model.config
-    about = [config["architecture"]["vision_cfg"], config["preprocess"], layout.parts, images.source]
+    about = [config["architecture"], config["preprocess"], layout.parts, images.source]
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.visual.state_dict().items()):
-        if model.visual.place(name).part == "trunk":
+    for name, tensor in sorted(model.image_tower.state_dict().items()):
+        if model.image_tower.place(name).part == "trunk":
             digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     for place in images.places:

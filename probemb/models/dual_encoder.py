@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import build_stock
+from probemb.models.encoder import Encoder
 from probemb.models.heads import HeadConfig, check_head
 from probemb.models.towers import make_image_tower, make_text_tower
 
@@ -108,6 +109,23 @@ class DualEncoder(nn.Module):
     def cut_padding(self, tokens: Tensor) -> Tensor:
         """(B, L) tokens without the columns behind the longest text: the same embeddings in less time."""
         return self.text.trim(tokens)
+
+    @property
+    def image_tower(self) -> Encoder:
+        """The tower that `encode_image` runs."""
+        return self.visual
+
+    @property
+    def text_tower(self) -> Encoder:
+        """The tower that `encode_text` runs."""
+        return self.text
+
+    def place(self, name: str) -> tuple[str, str, int]:
+        """("image" or "text", part, depth) of a named parameter, see `Place`; ("neither", "scalar", 0) outside."""
+        tower, _, rest = name.partition(".")
+        if tower not in ("visual", "text"):
+            return "neither", "scalar", 0
+        return "image" if tower == "visual" else "text", *getattr(self, tower).place(rest)
 
     @property
     def config(self) -> dict:

@@ -60,7 +60,7 @@ def our_name(theirs):
     return f"{tower}.{head[part]}.{name}".replace(".fc.", ".linear.").replace(".gpool.", ".pool.")
 
 
-@pytest.mark.parametrize("case", ["published", "no_layerwise"])
+@pytest.mark.parametrize("case", ["published", "no_layerwise", "no_unc_decay", "no_unc_decay_no_layerwise"])
 def test_authors_parameter_groups(parity, case):
     v = parity("12_pcmepp_param_groups")
     options = json.loads(str(v[f"{case}__config_json"]))
@@ -76,6 +76,7 @@ def test_authors_parameter_groups(parity, case):
         image_backbone=options["img_backbone_lr_decay"],
         text_backbone=options["txt_backbone_lr_decay"],
         layer_decay=options["layerwise_lr_decay"],
+        decay_uncertainty=not options.get("no_img_unc_decay", False),
     )
     ours = rates(groups, model, loss)
     names = [our_name(str(name)) for name in v[f"{case}__names"]]
@@ -243,8 +244,8 @@ def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still
     step_once(model, loss, optimizer)
     assert not torch.equal(model.visual.conv1.weight, before["visual.conv1.weight"])
     by_name = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert by_name["visual.head.0"] == pytest.approx(0.005)
-    assert by_name["visual.trunk.1"] == pytest.approx(0.005 * 0.01 * 0.7)
+    assert by_name["image.head.0"] == pytest.approx(0.005)
+    assert by_name["image.trunk.1"] == pytest.approx(0.005 * 0.01 * 0.7)
     state = optimizer.state_dict()  # and a checkpoint of it fits a new one
     create_optimizer(parameter_groups(model, loss, lr=0.01)).load_state_dict(state)
 
