@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jsonargparse.typing import (
     ClosedUnitInterval,
@@ -165,6 +165,11 @@ class Config:
         wandb: a Weights & Biases project.
         loss: options of the method, see finetune/methods.
     """
+
+    PATHS: ClassVar = (
+        *("out", "data.path", "data.images", "data.cache_features"),
+        *("model.pretrained", "model.vocabulary", "model.word_vectors"),
+    )
 
     method: str = "pcmepp"
     out: str = "runs/finetune"

@@ -17,7 +17,7 @@ from torch import Tensor
 from finetune.config import Config
 from finetune.recipe import WeightAverage
 from finetune.trainer import Joint
-from probemb.cli.configuration import to_dict
+from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
@@ -90,7 +90,7 @@ class RunFolder(RunOutput):
         Raises:
             UserError: the one before could not be written; on all ranks.
         """
-        state = {**position, "config": to_dict(self.config), "data": self.identity}
+        state = {**position, "config": with_absolute_paths(to_dict(self.config), self.config), "data": self.identity}
         self.write(lambda: take_snapshot(joint, optimizer, average, step, state, window) if self.is_main else None)
 
 

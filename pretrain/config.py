@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -153,6 +153,8 @@ class Config:
         objective: a name in pretrain.objectives; pcmepp is the CLIP loss plus the PCME++ loss.
         loss: options of the objective.
     """
+
+    PATHS: ClassVar = ("out", "data.train", "data.cache", "evaluate.classes", "model.pretrained", "model.vocabulary")
 
     out: str = "runs/pretrain"
     resume: bool = False

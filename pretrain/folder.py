@@ -9,7 +9,7 @@ from pretrain.engine.checkpoint import take_snapshot
 from pretrain.engine.nonfinite import culprits
 from pretrain.sample_log import SampleLog
 from probemb import distributed
-from probemb.cli.configuration import to_dict
+from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import Snapshot
 from probemb.runs.log import step_of, train_line
@@ -96,7 +96,7 @@ class RunFolder(RunOutput):
         state = {
             "samples": samples,
             "skipped": skipped,
-            "config": to_dict(self.config),
+            "config": with_absolute_paths(to_dict(self.config), self.config),
             "data": self.data_identity,
             "model": self.model_config,
         }

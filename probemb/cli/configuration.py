@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -267,5 +269,29 @@ def to_dict(config: Any) -> dict:
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML, in the order of the dataclass; `--config` reads it back from any folder."""
+    return yaml.safe_dump(with_absolute_paths(to_dict(config), config), sort_keys=False, allow_unicode=True)
+
+
+def with_absolute_paths(values: dict, config: Any) -> dict:
+    """A configuration as a dict, with the paths under the keys in `config.PATHS`, if it has any, absolute.
+
+    Addresses stay, and so do tags and hub names: a model's key is a path where one of that name is here.
+    """
+    values = copy.deepcopy(values)
+    for key in getattr(config, "PATHS", ()):
+        *groups, name = key.split(".")
+        group = values
+        for one in groups:
+            group = group.get(one) or {}
+        value = group.get(name)
+        if isinstance(value, list):
+            group[name] = [_absolute(key, one) for one in value]
+        elif value:
+            group[name] = _absolute(key, value)
+    return values
+
+
+def _absolute(key: str, value: str) -> str:
+    may_be_a_name = key.startswith("model.") and not os.path.exists(value)
+    return value if may_be_a_name or re.match(r"[A-Za-z][\w+.-]+:", value) else os.path.abspath(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from torch import nn
 
-from probemb.cli.configuration import to_dict
+from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.errors import UserError
 from probemb.runs.checkpoints import find_checkpoint, free_bytes
 from probemb.runs.lock import NAME as LOCK
@@ -124,7 +124,7 @@ def refuse_another_run(
     Raises:
         UserError: names all of that.
     """
-    before, now = state["config"], to_dict(config)
+    before, now = (with_absolute_paths(one, config) for one in (state["config"], to_dict(config)))
     changed = changes(before, now, ignore=free)
     known = {key for key, _, _ in changed}
     sum_key, called, path_key = digest

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
-from probemb.cli.configuration import chosen_options, parse_config, to_yaml
+from probemb.cli.configuration import chosen_options, parse_config, to_dict, to_yaml, with_absolute_paths
 from probemb.cli.ranges import BelowOne, Distance, Seed
 from probemb.distances import DISTANCES
 from probemb.errors import UserError
@@ -180,3 +180,20 @@ def test_numbers_are_plain():
 
 def test_distances_of_the_command_line_are_those_of_the_library():
     assert set(get_args(Distance)) == set(DISTANCES)
+
+
+def test_a_written_configuration_holds_in_every_folder(tmp_path, monkeypatch):
+    """Paths become absolute; addresses, tags and hub names stay."""
+    from pretrain.config import Config, Data, Model
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vocabulary.txt").write_text("")
+    data = Data(train=["data/{000..003}.tar", "https://host/data", "pipe:cat x.tar"])
+    config = Config(out="runs/x", data=data, model=Model(pretrained="openai", vocabulary="vocabulary.txt"))
+    found = with_absolute_paths(to_dict(config), config)
+    assert found["out"] == str(tmp_path / "runs" / "x")
+    assert found["data"]["train"] == [str(tmp_path / "data" / "{000..003}.tar"), "https://host/data", "pipe:cat x.tar"]
+    assert found["model"]["pretrained"] == "openai"
+    assert found["model"]["vocabulary"] == str(tmp_path / "vocabulary.txt")
+    assert found["evaluate"]["classes"] is None
+    assert yaml.safe_load(to_yaml(config)) == found
