@@ -104,7 +104,8 @@ def test_a_configuration_of_an_earlier_version_reads(tmp_path):
     """It named the options of all methods, empty where the method had none."""
     old = {"scale": 5.0, "shift": 5.0, "pseudo_positive": 0.2, "vib": 1e-5, "clip": 0.0, "margin": None, "tau": None}
     for method, loss in {"pcmepp": old, "clip-zs": dict.fromkeys(old)}.items():
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"method": method, "loss": loss}))
+        content = {"method": method, "out": str(tmp_path / "run"), "loss": loss}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
         config = resolved("--config", str(tmp_path / "config.yaml"))
         assert config.method == method
         assert getattr(config.loss, "vib", None) == loss["vib"]
