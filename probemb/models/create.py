@@ -16,7 +16,14 @@ from open_clip.transform import PreprocessCfg
 
 from probemb.data.words import find_vocabulary, read_vectors, read_vocabulary
 from probemb.errors import UserError
-from probemb.models.architectures import architecture, build_stock, is_open_clip, read_architecture, reads_words
+from probemb.models.architectures import (
+    architecture,
+    build_stock,
+    is_open_clip,
+    read_architecture,
+    reads_words,
+    tower_kind,
+)
 from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
 from probemb.models.heads import check_head
 from probemb.models.hub import load_model
@@ -39,16 +46,18 @@ def create_model(
     probabilistic: bool = True,
     n_embeddings: int = 1,
     vocabulary: str | Path | Sequence[str] | None = None,
+    image_weights: str | None = None,
 ) -> DualEncoder:
     """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
 
     Args:
         name: one of open_clip's models, or one of the project's own (`probemb/models/configs`).
-        embed_dim: D; None for the configuration's own (head "clip") or 1024 (head "gpo").
+        embed_dim: D; None for the configuration's own (head "clip") or 1024 (heads "gpo" and "pie").
         n_unc_layers: blocks (of a transformer) or stages (of a CNN) of the uncertainty branch, 0 to the tower's number;
             two numbers for image and text. With 0 only the head is its own. None for 1, or for 0 in a point model,
             which has no such branch.
-        head: a kind of `probemb.models.heads`: "clip" (the tower's own pooling), "gpo" (all tokens), …
+        head: a kind of `probemb.models.heads`: "clip" (the tower's own pooling), "gpo" (all tokens), "pie" (pooling
+            and attention; several embeddings)
         pretrained: a weight tag of open_clip, or a file with open_clip weights (.safetensors, .pt). They fill the trunk
             and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
             `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
@@ -62,11 +71,13 @@ def create_model(
         n_embeddings: K embeddings of every item, for heads that give several.
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
+        image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
+            file (.safetensors, .pth) with a state dict of timm's; the preprocessing is then the weights' own.
 
     Raises:
         UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
     """
-    check_head(head)
+    check_head(head, n_embeddings)
     if n_unc_layers is None:
         n_unc_layers = 1 if probabilistic else 0
     if not probabilistic and any(per_tower(n_unc_layers)):
@@ -104,6 +115,16 @@ def create_model(
     stock = build_stock(config)
     if weights:
         fill_stock(stock, weights)
+    if image_weights:
+        if tower_kind(config, "vision_cfg") != "timm" or source is not None:
+            raise UserError(
+                "image_weights are for a new model with an image tower from timm.",
+                "Leave image_weights out, or name an architecture such as resnet-gru without pretrained.",
+            )
+        from probemb.models.towers.timm_image import pretrained_trunk
+
+        stock.visual, wanted = pretrained_trunk(config["vision_cfg"], image_weights)
+        preprocess.update(plain(wanted))
     model = DualEncoder(
         {
             "name": name,
@@ -113,7 +134,7 @@ def create_model(
             "probabilistic": probabilistic,
             "n_embeddings": n_embeddings,
             "uncertainty_bias": uncertainty_bias,
-            "pooling": dict(POOLING),
+            "pooling": {} if head == "pie" else dict(POOLING),
             "architecture": plain(config),
             "preprocess": preprocess,
         },

@@ -60,7 +60,7 @@ class DualEncoder(nn.Module):
     def __init__(self, config: dict, stock: nn.Module | None = None):
         super().__init__()
         self._config = {**DEFAULTS, **deepcopy(config)}
-        check_head(config["head"])
+        check_head(config["head"], self._config["n_embeddings"])
         shape = config["architecture"]
         stock = stock or build_stock(shape)
         head = HeadConfig(

@@ -135,10 +135,10 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
         and per_tower(ours["n_unc_layers"]) == per_tower(theirs["n_unc_layers"])
     )
     _check_architecture(ours, theirs, where)
-    if not same_head and theirs["head"] == "gpo":
+    if ours["head"] == "clip" != theirs["head"]:
         raise UserError(
-            f"{where} has a 'gpo' head and no projection for the 'clip' head of this model.",
-            "Choose head 'gpo', or start from a model with head 'clip'.",
+            f"{where} has a '{theirs['head']}' head and no projection for the 'clip' head of this model.",
+            f"Choose head '{theirs['head']}', or start from a model with head 'clip'.",
         )
     if same_head:
         keys = ["embed_dim"]

@@ -13,8 +13,9 @@ from torch import nn
 from probemb.errors import UserError, nearest
 from probemb.models.heads.clip import ClipHead
 from probemb.models.heads.gpo import GPOHead
+from probemb.models.heads.pie import PIEHead
 
-HEADS = {"clip": ClipHead, "gpo": GPOHead}
+HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead}
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,16 @@ def add_heads(
     tower.log_var_head = head.for_log_var(config, *unc_widths) if config.probabilistic else None
 
 
-def check_head(kind: str) -> None:
-    """Raise UserError for an unknown kind of head."""
+def check_head(kind: str, n_embeddings: int = 1) -> None:
+    """Raise UserError for an unknown kind of head, or one that does not give several embeddings."""
     if kind not in HEADS:
         names = [f"'{name}'" for name in HEADS]
         raise UserError(
             f"There is no head '{kind}'.{nearest(kind, tuple(HEADS))}",
             f"Choose {', '.join(names[:-1])} or {names[-1]}.",
+        )
+    if n_embeddings < 1 or (n_embeddings > 1 and not getattr(HEADS[kind], "several", False)):
+        raise UserError(
+            f"n_embeddings is {n_embeddings}, which head '{kind}' does not give.",
+            "Set it to 1, or choose head 'pie' for several embeddings of every item.",
         )

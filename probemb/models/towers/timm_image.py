@@ -11,6 +11,7 @@ Shapes: B items, T tokens, W width of the trunk, H × W' a feature map.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import MethodType
 
 import timm
@@ -18,11 +19,12 @@ import torch
 from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
 
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 from probemb.gaussian import at_least_float32
 from probemb.models.architectures import check_n_unc_layers
 from probemb.models.encoder import Encoder, Features, Place
 from probemb.models.heads import HeadConfig, add_heads
+from probemb.models.pretrained import load_strictly, read_state_dict
 from probemb.models.towers.branch import Branch, drop_unused, meta_twin
 
 STAGES = (("layer1", "layer2", "layer3", "layer4"), ("s1", "s2", "s3", "s4"))  # ResNets, RegNets
@@ -132,20 +134,60 @@ class TimmTower(Encoder):
         return tokens[:, 0] if self._class_token else tokens[:, self._n_prefix :].mean(1)
 
 
-def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: None = None) -> TimmTower:
-    """A TimmTower of the project's own configuration, with random weights."""
+def make_image_tower(
+    architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None = None
+) -> TimmTower:
+    """A TimmTower of the project's own configuration; `stock` is a trunk to take over, None for random weights."""
     vision = architecture["vision_cfg"]
-    name, size = vision["timm_model_name"], vision.get("image_size", 224)
+    size = vision.get("image_size", 224)
+    trunk = stock or _build(vision)
+    return timm_tower(lambda: _build(vision), trunk, vision["timm_model_name"], size, n_unc_layers, head)
 
-    def build() -> nn.Module:
-        try:
-            return timm.create_model(name, num_classes=0, **vision.get("timm_model_kwargs", {}))
-        except RuntimeError as error:  # timm's answer to an unknown name
+
+def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
+    """A trunk with pretrained weights, and the preprocessing that they ask for (a part of open_clip's PreprocessCfg).
+
+    Args:
+        vision: the "vision_cfg" of an architecture.
+        source: "timm" for the model's default weights, another of its tags, or a file with a state dict. A classifier
+            in it is dropped; all else must fit.
+
+    Raises:
+        UserError: for an unknown tag, no network, a file that cannot be read, or the weights of another model.
+    """
+    name = vision["timm_model_name"]
+    if Path(source).is_file():
+        trunk = _build(vision)
+        state = read_state_dict(source)
+        classifier = trunk.default_cfg.get("classifier") or ()
+        prefixes = tuple(f"{part}." for part in ([classifier] if isinstance(classifier, str) else classifier))
+        load_strictly(trunk, {key: value for key, value in state.items() if not key.startswith(prefixes)}, source)
+    else:
+        tags = [tag.partition(".")[2] for tag in timm.list_pretrained(f"{name}.*")]
+        if source != "timm" and source not in tags:
             raise UserError(
-                f"timm has no model '{name}' ({error}).", "timm.list_models() prints the names that it has."
+                f"'{source}' is neither a file nor a weight tag of timm's {name}.{nearest(source, tags)}",
+                f"Give a file, or one of: timm, {', '.join(tags) or 'no tags for this model'}.",
+            )
+        tagged = name if source == "timm" else f"{name}.{source}"
+        try:
+            trunk = _build({**vision, "timm_model_name": tagged}, pretrained=True)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the network, the server or the disk raise
+            raise UserError(
+                f"The weights of timm's {tagged} could not be downloaded ({type(error).__name__}).",
+                "Check the network, or download them elsewhere and give the path of the file.",
             ) from error
+    data = timm.data.resolve_model_data_config(trunk)
+    return trunk, {key: data[key] for key in ("mean", "std", "interpolation")}
 
-    return timm_tower(build, build(), name, size, n_unc_layers, head)
+
+def _build(vision: dict, pretrained: bool = False) -> nn.Module:
+    name = vision["timm_model_name"]
+    if not timm.is_model(name):
+        raise UserError(f"timm has no model '{name}'.", "timm.list_models() prints the names that it has.")
+    return timm.create_model(name, pretrained, num_classes=0, **vision.get("timm_model_kwargs", {}))
 
 
 def timm_tower(build, trunk, name: str, image_size: int, n_unc_layers: int, head: HeadConfig, projection=None):
