@@ -34,20 +34,23 @@ class Model:
         pretrained: an open_clip tag, a file of open_clip weights, or a run of `pretrain`; empty for random weights.
         head: gpo (pooling over all tokens, then a projection of its own) or clip (class and end-of-text token).
         embed_dim: D; empty for 1024 (head gpo) or the configuration's own (head clip).
-        n_unc_layers: blocks of every tower's uncertainty branch; empty for 1, and 0 where a method has none.
+        n_unc_layers: blocks of every tower's uncertainty branch, or two numbers for image and text; empty for 1, and 0
+            where a method has none.
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt beside the data.
-        lock_image: keep the image tower's trunk as it is; its heads train.
         word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
+        lock_image: keep the image tower's trunk as it is; its heads train.
+        image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
     """
 
     name: str = "ViT-B-32-quickgelu"
     pretrained: str | None = "openai"
     head: str = "gpo"
     embed_dim: Dimensions | None = None
-    n_unc_layers: NonNegativeInt | None = None
+    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
     vocabulary: str | None = None
     word_vectors: str | None = None
     lock_image: bool = False
+    image_weights: str | None = None
 
 
 @dataclass(frozen=True)

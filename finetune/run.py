@@ -207,6 +207,7 @@ def make_model(config: Config):
         embed_dim=model.embed_dim,
         head=model.head,
         pretrained=model.pretrained,
+        image_weights=model.image_weights,
         grad_checkpointing=config.engine.grad_checkpointing,
         init_scale=getattr(config.loss, "scale", 1.0),
         init_shift=getattr(config.loss, "shift", 1.0),

@@ -22,20 +22,23 @@ class Model:
     Args:
         name: one of open_clip's models, or one of the project's own (probemb/models/configs).
         embed_dim: D; empty for the configuration's own (head clip) or 1024 (head gpo).
-        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch.
+        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
+            tower and 1 of the text tower.
         head: clip (class token, end-of-text token) or gpo (pooling over all tokens).
         pretrained: an open_clip tag or a file of open_clip weights to start from; empty for random weights.
         vocabulary: of a model that reads words; empty for vocabulary.txt in the folder of the training data or above.
         word_vectors: a file in GloVe's text format that such a model's words start from; empty for random ones.
+        image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
     """
 
     name: str = "ViT-B-16"
     embed_dim: int | None = None
-    n_unc_layers: int = 2
+    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] = 2
     head: str = "clip"
     pretrained: str | None = None
     vocabulary: str | None = None
     word_vectors: str | None = None
+    image_weights: str | None = None
 
 
 @dataclass(frozen=True)

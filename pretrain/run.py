@@ -140,6 +140,7 @@ def make_model(config: Config):
         n_unc_layers=config.model.n_unc_layers,
         head=config.model.head,
         pretrained=config.model.pretrained,
+        image_weights=config.model.image_weights,
         grad_checkpointing=config.engine.grad_checkpointing,
         init_scale=getattr(config.loss, "scale", 1.0),
         init_shift=getattr(config.loss, "shift", 1.0),

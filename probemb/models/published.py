@@ -70,8 +70,11 @@ def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Pat
     return model
 
 
-def _architecture(state: dict[str, Tensor], config: dict) -> tuple[dict, int]:
-    """open_clip's configuration and the number of uncertainty blocks, from the shapes, then from the configuration."""
+def _architecture(state: dict[str, Tensor], config: dict) -> tuple[dict, int | list[int]]:
+    """open_clip's configuration and the number of uncertainty blocks (two where the towers differ).
+
+    From the shapes, then from the configuration.
+    """
     conv, embedding = state["visual.conv1.weight"], state["token_embedding.weight"]
     patch, width = conv.shape[-1], conv.shape[0]
     grid = round((len(state["visual.positional_embedding"]) - 1) ** 0.5)
@@ -89,7 +92,8 @@ def _architecture(state: dict[str, Tensor], config: dict) -> tuple[dict, int]:
         "text_cfg": text,
         "quick_gelu": bool(config.get("quick_gelu", False)),
     }
-    return architecture, _depth(state, "visual.uncertainty_transformer")
+    image, text = _depth(state, "visual.uncertainty_transformer"), _depth(state, "uncertainty_transformer")
+    return architecture, image if image == text else [image, text]
 
 
 def _depth(state: dict[str, Tensor], transformer: str) -> int:

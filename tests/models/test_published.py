@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from open_clip.transform import PreprocessCfg
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from probemb.models import DualEncoder, import_pcmepp
-from probemb.models.dual_encoder import plain
+from probemb.models import DualEncoder, create_model, import_pcmepp, save_model
+from probemb.models.dual_encoder import per_tower, plain
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -29,7 +30,10 @@ def test_hub_layout(parity, tag, dtype):
     arrays = parity(f"06a_hf_pcmepp_{tag}")
     config = json.loads(str(arrays["config_json"]))
     model = import_pcmepp(tensors(arrays, "sd__"), config).to(dtype).eval()
-    assert model.config["n_unc_layers"] == config["vision_cfg"]["unc_layers"]
+    assert per_tower(model.config["n_unc_layers"]) == (
+        config["vision_cfg"]["unc_layers"],
+        config["text_cfg"]["unc_layers"],
+    )
     out = model(torch.as_tensor(arrays["images"]).to(dtype), torch.as_tensor(arrays["tokens"]))
     name = "f64__" if dtype == torch.float64 else "f32__"
     check(out.image.mean, arrays[f"{name}image_features"], dtype)
@@ -39,6 +43,51 @@ def test_hub_layout(parity, tag, dtype):
     check(out.logit_scale, arrays[f"{name}logit_scale"].reshape(1), dtype)
     check(out.shift, arrays[f"{name}shift"], dtype)
     check(out.scale, arrays[f"{name}negative_scale"], dtype)
+
+
+@pytest.mark.parametrize("layers", [(2, 1), (0, 2)])
+def test_hub_layout_with_other_numbers_of_uncertainty_blocks_per_tower(parity, tmp_path, layers):
+    """No published model has them: the last blocks of 06a's branches are taken away, or its trunk's are put there."""
+    arrays = parity("06a_hf_pcmepp_unc1")
+    state, config = tensors(arrays, "sd__"), json.loads(str(arrays["config_json"]))
+    for prefix, n in zip(("visual.", ""), layers, strict=True):
+        branch, trunk = f"{prefix}uncertainty_transformer.resblocks.", f"{prefix}transformer.resblocks."
+        depth = 1 + max(int(key.removeprefix(trunk).split(".")[0]) for key in state if key.startswith(trunk))
+        state = {key: value for key, value in state.items() if not key.startswith(branch)}
+        for i in range(n):
+            source = f"{trunk}{depth - n + i}."
+            state |= {key.replace(source, f"{branch}{i}."): state[key] for key in list(state) if key.startswith(source)}
+    model = import_pcmepp(state, config).eval()
+    assert model.config["n_unc_layers"] == list(layers)
+    images, tokens = torch.as_tensor(arrays["images"]).float(), torch.as_tensor(arrays["tokens"])
+    with torch.no_grad():
+        out = model(images, tokens)
+    check(out.image.mean, arrays["f32__image_features"], torch.float32)  # the mean does not depend on the branch
+    check(out.text.mean, arrays["f32__text_features"], torch.float32)
+    save_model(model, tmp_path)
+    again = DualEncoder(model.config).eval()
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    with torch.no_grad():
+        again = again(images, tokens)
+    assert torch.equal(again.image.log_var, out.image.log_var)
+    assert torch.equal(again.text.log_var, out.text.log_var)
+
+
+def test_two_image_blocks_and_one_text_block_train_and_start_another_model(tmp_path):
+    torch.manual_seed(0)
+    model = create_model("ViT-Micro-32", n_unc_layers=(2, 1))
+    images, tokens = torch.randn(2, 3, 32, 32), torch.tensor([[49406, 320, 49407], [49406, 49407, 0]])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out = model(images, tokens)
+    sum((g.mean[:, :4].sum() + g.log_var.sum()) for g in (out.image, out.text)).backward()
+    branch = [name for name, _ in model.named_parameters() if "uncertainty" in name]
+    assert len({name.split("resblocks.")[0] + name.split("resblocks.")[1][0] for name in branch}) == 3
+    assert all(model.get_parameter(name).grad.any() for name in branch)
+    optimizer.step()
+    save_model(model, tmp_path)
+    again = create_model("ViT-Micro-32", n_unc_layers=(2, 1), pretrained=str(tmp_path))
+    for name in branch:
+        assert torch.equal(again.get_parameter(name), model.get_parameter(name))
 
 
 def test_hub_layout_at_full_size(parity):
@@ -91,15 +140,16 @@ def coco_model(arrays):
             else:
                 name = f"{heads[part]}.{rest}".replace(".fc.", ".linear.").replace(".gpool.", ".pool.")
             state[name] = value
+    pooling = state["visual.mean_head.pool.gru.weight_ih_l0"]
     vision = {"width": size["w"], "head_width": size["w"] // size["h"], "layers": size["L"], "patch_size": size["p"]}
     text = {"width": size["tw"], "heads": size["th"], "layers": size["tL"], "context_length": size["ctx"]}
     config = {
         "name": "coco",
         "head": "gpo",
         "embed_dim": size["E"],
-        "n_unc_layers": size["u"],
+        "n_unc_layers": [size["u"], size["tu"]],
         "uncertainty_bias": True,
-        "pooling": {"code_dim": 8, "hidden_dim": 8},
+        "pooling": {"code_dim": pooling.shape[1], "hidden_dim": pooling.shape[0] // 3},
         "architecture": {
             "embed_dim": size["E"],
             "quick_gelu": True,
@@ -108,7 +158,6 @@ def coco_model(arrays):
         },
         "preprocess": plain(vars(PreprocessCfg(size=size["r"]))),
     }
-    assert size["u"] == size["tu"]
     model = DualEncoder(config)
     model.load_state_dict(state)
     return model

@@ -172,7 +172,7 @@ def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, st
     check_n_unc_layers(n_unc_layers, vision.get("layers", 12), "image")
     stock = stock or stock_image_tower(architecture)
     patch = vision.get("patch_size", 16)
-    small = {**vision, "layers": max(n_unc_layers, 1), "image_size": patch}
+    small = {**vision, "layers": max(n_unc_layers, 1), "image_size": patch, "attentional_pool": False}
     branch = None
     if head.probabilistic:
         branch = _blocks(stock_image_tower({**architecture, "embed_dim": 1, "vision_cfg": small}), n_unc_layers)

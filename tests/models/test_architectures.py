@@ -1,0 +1,54 @@
+"""Every architecture of open_clip and of the project: supported and built, or refused with a reason."""
+
+from importlib.util import find_spec
+
+import open_clip
+import pytest
+import torch
+
+from probemb.errors import UserError
+from probemb.models import create_model
+from probemb.models.architectures import OWN, architecture, read_architecture, supported_names, tower_kind
+
+HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip_hf"]
+WITHOUT_HF = [name for name in open_clip.list_models() if name not in HF]
+DISTINCT = {
+    str(read_architecture(name)["vision_cfg"]): name for name in WITHOUT_HF
+}  # the last name of each image tower
+
+
+def test_at_least_120_of_open_clips_architectures_are_supported():
+    names = set(supported_names())
+    assert len(names - set(OWN)) >= 120
+    assert set(WITHOUT_HF) <= names
+    assert set(OWN) <= names
+
+
+@pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed")
+def test_the_others_need_transformers():
+    assert set(open_clip.list_models()) - set(supported_names()) == set(HF)
+    for name in HF:
+        with pytest.raises(UserError, match="needs the package transformers"):
+            architecture(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTINCT.values())
+def test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name):
+    with torch.device("meta"):  # shapes without numbers
+        model = create_model(name)
+    size, length = model.image_size, model.context_length
+    image = model.encode_image(torch.empty(2, 3, size, size, device="meta"))
+    text = model.encode_text(torch.ones(2, length, dtype=torch.long, device="meta"))
+    assert image.mean.shape == text.mean.shape == image.log_var.shape == text.log_var.shape == (2, model.embed_dim)
+    sum(x.sum() for x in (image.mean, image.log_var, text.mean, text.log_var)).backward()
+    unused = {"logit_scale", "scale", "shift"}
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None and key not in unused] == []
+    assert all(
+        tower.place(key).depth >= 0 for tower in (model.visual, model.text) for key, _ in tower.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("name", ["RN50", "ViT-B-16-SigLIP2", "coca_ViT-B-32", "convnext_tiny"])
+def test_one_architecture_of_each_kind(name):
+    test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name)
