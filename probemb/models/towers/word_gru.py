@@ -108,7 +108,7 @@ class WordGRU(Encoder):
             pooled = (x * mask[..., None]).sum(1) / length[:, None]
         else:
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-            hidden = self.layers[-1].ahead.hidden_size
+            hidden = self.layers[-1].forwards.hidden_size
             pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
         return Features(x, pooled, mask)
 
@@ -152,18 +152,18 @@ class WordGRU(Encoder):
 
 
 class _Layer(nn.Module):
-    """One GRU, or one in each direction: (B, T, in) and lengths (B,) -> (B, T, H or 2 H). Padding gives noise."""
+    """One GRU, or one in each direction: (B, T, in) and lengths (B,) -> (B, T, H or 2 H). States at padding mean nothing."""
 
     def __init__(self, width: int, hidden: int, bidirectional: bool):
         super().__init__()
-        self.ahead = nn.GRU(width, hidden, batch_first=True)
-        self.back = nn.GRU(width, hidden, batch_first=True) if bidirectional else None
+        self.forwards = nn.GRU(width, hidden, batch_first=True)
+        self.backwards = nn.GRU(width, hidden, batch_first=True) if bidirectional else None
 
     def forward(self, x: Tensor, length: Tensor) -> Tensor:
-        ahead = self.ahead(x)[0]
-        if self.back is None:
-            return ahead
+        first = self.forwards(x)[0]
+        if self.backwards is None:
+            return first
         position = torch.arange(x.shape[1], device=x.device)
         mirror = torch.where(position < length[:, None], length[:, None] - 1 - position, position)[..., None]
-        back = self.back(x.gather(1, mirror.expand(-1, -1, x.shape[2])))[0]
-        return torch.cat([ahead, back.gather(1, mirror.expand(-1, -1, back.shape[2]))], -1)
+        second = self.backwards(x.gather(1, mirror.expand(-1, -1, x.shape[2])))[0]
+        return torch.cat([first, second.gather(1, mirror.expand(-1, -1, second.shape[2]))], -1)

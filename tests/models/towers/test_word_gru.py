@@ -25,7 +25,7 @@ def test_equals_packed_sequences_of_torch():
     packed = torch.nn.GRU(5, 4, num_layers=2, bidirectional=True, batch_first=True)
     state = {}
     for depth, layer in enumerate(ours.layers):
-        for suffix, gru in (("", layer.ahead), ("_reverse", layer.back)):
+        for suffix, gru in (("", layer.forwards), ("_reverse", layer.backwards)):
             state |= {f"{key[:-1]}{depth}{suffix}": value for key, value in gru.state_dict().items()}
     packed.load_state_dict(state)
     length = (TOKENS != 0).sum(1)
@@ -95,9 +95,9 @@ def test_every_parameter_has_a_place_and_a_gradient():
     places = {name: model.place(name) for name, _ in model.named_parameters()}
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert places["embedding.weight"] == ("trunk", 0)
-    assert places["layers.0.ahead.weight_ih_l0"] == ("trunk", 2)
-    assert places["layers.1.back.bias_hh_l0"] == ("trunk", 1)
-    assert places["branch.0.ahead.weight_ih_l0"] == ("branch", 1)
+    assert places["layers.0.forwards.weight_ih_l0"] == ("trunk", 2)
+    assert places["layers.1.backwards.bias_hh_l0"] == ("trunk", 1)
+    assert places["branch.0.forwards.weight_ih_l0"] == ("branch", 1)
     assert places["log_var_head.weight"] == ("head", 0)
 
 
