@@ -152,7 +152,7 @@ class WordGRU(Encoder):
 
 
 class _Layer(nn.Module):
-    """One GRU, or one in each direction: (B, T, in) and lengths (B,) -> (B, T, H or 2 H). States at padding mean nothing."""
+    """One GRU, or one each way: (B, T, in) and lengths (B,) -> (B, T, H or 2 H). States at padding mean nothing."""
 
     def __init__(self, width: int, hidden: int, bidirectional: bool):
         super().__init__()
