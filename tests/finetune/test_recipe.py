@@ -139,7 +139,8 @@ def test_authors_adamp(parity, case):
     options = json.loads(str(v[f"{case}__hparams_json"]))
     params = {k.removeprefix("init__"): nn.Parameter(torch.tensor(a)) for k, a in v.items() if k.startswith("init__")}
     optimizer = create_optimizer([{"params": list(params.values()), **options}])
-    for step in range(5):
+    steps = len(v[f"{case}__grads__{next(iter(params))}"])
+    for step in range(steps):
         for name, parameter in params.items():
             parameter.grad = torch.tensor(v[f"{case}__grads__{name}"][step])
         optimizer.step()

@@ -95,8 +95,9 @@ def test_hub_layout_at_full_size(parity):
     seed = int(arrays["seed"])
     state = seeded_weights(arrays, seed)
     model = import_pcmepp(state, json.loads(str(arrays["config_json"]))).eval()
-    assert sum(parameter.numel() for parameter in model.parameters()) == 170_756_611
-    image = np.random.RandomState(seed + 1).standard_normal((1, 3, 224, 224)).astype(np.float32)
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(x.numel() for x in state.values())
+    size = (1, 3, model.image_size, model.image_size)
+    image = np.random.RandomState(seed + 1).standard_normal(size).astype(np.float32)
     with torch.no_grad():
         out = model(torch.as_tensor(image), torch.as_tensor(arrays["tokens"]))
     check(out.image.mean, arrays["f32__image_features"], torch.float32)
