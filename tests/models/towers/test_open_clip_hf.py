@@ -1,0 +1,109 @@
+"""Text towers from Hugging Face, tiny and from local folders; skipped without the package transformers."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from probemb.models import DualEncoder, create_model
+from probemb.models.architectures import build_stock
+
+pytest.importorskip("transformers")
+
+CONFIGS = {
+    "roberta": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 40,
+        "vocab_size": 50,
+        "pad_token_id": 1,
+    },
+    "mt5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "vocab_size": 50, "pad_token_id": 0},
+    "m2m_100": {
+        "d_model": 16,
+        "encoder_layers": 3,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "vocab_size": 50,
+        "pad_token_id": 1,
+    },
+}
+POOLERS = {"roberta": "mean_pooler", "mt5": "mean_pooler", "m2m_100": "cls_pooler"}
+KINDS = pytest.mark.parametrize("kind", list(CONFIGS))
+
+
+def make(kind, folder, head="clip", n_unc_layers=1, stock=None):
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "dropout": 0.0, **CONFIGS[kind]}))
+    torch.manual_seed(0)
+    config = create_model("ViT-Micro-32", head=head, embed_dim=16, n_unc_layers=1).config
+    config["architecture"]["text_cfg"] = {
+        "hf_model_name": str(folder),
+        "hf_proj_type": "mlp",
+        "hf_pooler_type": POOLERS[kind],
+        "context_length": 12,
+    }
+    stock = build_stock(config["architecture"])
+    return DualEncoder({**config, "n_unc_layers": [1, n_unc_layers]}, stock), stock
+
+
+def texts(kind):
+    tokens = torch.full((2, 12), CONFIGS[kind]["pad_token_id"])
+    tokens[0, :7] = torch.arange(5, 12)
+    tokens[1, :4] = torch.arange(9, 13)
+    return tokens
+
+
+@KINDS
+def test_mean_equals_open_clip(kind, tmp_path):
+    model, stock = make(kind, tmp_path)
+    tokens = texts(kind)
+    with torch.no_grad():
+        assert torch.equal(model.eval().encode_text(tokens).mean, stock.eval().encode_text(tokens, normalize=True))
+
+
+@KINDS
+@pytest.mark.parametrize("head", ["clip", "gpo"])
+def test_gradient_reaches_every_parameter(kind, head, tmp_path):
+    model, _ = make(kind, tmp_path, head, 2)
+    gaussian = model.train().encode_text(texts(kind))
+    ((gaussian.mean + gaussian.log_var) * torch.linspace(-1, 1, 16)).sum().backward()
+    assert [name for name, parameter in model.text.named_parameters() if parameter.grad is None] == []
+    places = {model.text.place(name) for name, _ in model.text.named_parameters()}
+    assert {place.depth for place in places if place.part == "branch"} == {1, 2}
+    assert {place.depth for place in places if place.part == "trunk"} == {0, 1, 2, 3}
+
+
+@KINDS
+def test_the_branch_is_the_last_layers_again(kind, tmp_path):
+    from probemb.models.towers.open_clip_hf import text_layers
+
+    model, _ = make(kind, tmp_path, n_unc_layers=2)
+    tower = model.eval().text
+    layers = text_layers(tower)
+    for mine, layer in zip(tower.uncertainty_layers, layers[-2:], strict=True):
+        mine.load_state_dict(layer.state_dict())
+    seen = []
+    layers[-1].register_forward_hook(lambda _module, _args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    unc = tower.features(texts(kind))[1]
+    assert_close(unc.tokens, seen[0])
+
+
+@KINDS
+def test_padding_is_cut_and_layers_are_recomputed(kind, tmp_path):
+    model, _ = make(kind, tmp_path)
+    tokens = texts(kind)
+    cut = model.eval().cut_padding(tokens)
+    assert cut.shape[1] == 7
+    whole = model.encode_text(tokens)
+    assert_close(model.encode_text(cut).mean, whole.mean)
+    assert_close(model.encode_text(cut).log_var, whole.log_var)
+    model.set_grad_checkpointing()
+    again = model.train().encode_text(tokens)
+    again.log_var.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.text.uncertainty_layers.parameters())
