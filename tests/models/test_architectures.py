@@ -1,13 +1,15 @@
 """Every architecture of open_clip and of the project: supported and built, or refused with a reason."""
 
+import json
 from importlib.util import find_spec
 
 import open_clip
 import pytest
 import torch
+from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import create_model
+from probemb.models import create_model, create_tokenizer
 from probemb.models.architectures import OWN, architecture, read_architecture, supported_names, tower_kind
 
 HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip_hf"]
@@ -52,3 +54,21 @@ def test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name):
 @pytest.mark.parametrize("name", ["RN50", "ViT-B-16-SigLIP2", "coca_ViT-B-32", "convnext_tiny"])
 def test_one_architecture_of_each_kind(name):
     test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name)
+
+
+def test_the_towers_of_coca_equal_open_clips(tmp_path):
+    config = read_architecture("coca_ViT-B-32")
+    config["vision_cfg"] |= {"image_size": 32, "patch_size": 8, "width": 64, "layers": 2, "attn_pooler_heads": 2}
+    config["text_cfg"] |= {"width": 64, "heads": 2, "layers": 2}
+    config["multimodal_cfg"] |= {"width": 64, "heads": 2, "layers": 1, "attn_pooler_heads": 2}
+    config["embed_dim"] = 64
+    (tmp_path / "coca-micro.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path / "coca-micro.json")
+    torch.manual_seed(0)
+    stock = open_clip.create_model("coca-micro").eval()
+    torch.save(stock.state_dict(), tmp_path / "stock.pt")
+    model = create_model("coca-micro", pretrained=str(tmp_path / "stock.pt")).eval()
+    images, tokens = torch.randn(2, 3, 32, 32), create_tokenizer(model)(["a photo of a cat", "two dogs"])
+    with torch.no_grad():
+        assert_close(model.encode_image(images).mean, stock.encode_image(images, normalize=True))
+        assert_close(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))

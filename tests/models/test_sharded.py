@@ -3,15 +3,25 @@
 import pytest
 import torch
 
-from probemb.models import create_model
+from probemb.models import DualEncoder, create_model
 from tests.ranks import run_ranks
 
 STEPS = 3
 
 
-def make(head):
+def make(head, timm_model_name=None):
     torch.manual_seed(0)
     model = create_model("ViT-Micro-32", head=head, embed_dim=16, grad_checkpointing=True)
+    if timm_model_name:
+        config = model.config
+        config["architecture"]["vision_cfg"] = {
+            "tower": "timm",
+            "timm_model_name": timm_model_name,
+            "timm_model_kwargs": {"img_size": 32} if "vit" in timm_model_name else {},
+            "image_size": 32,
+        }
+        model = DualEncoder(config)
+        model.set_grad_checkpointing()
     return model, torch.optim.SGD(model.parameters(), lr=0.02)
 
 
@@ -26,13 +36,13 @@ def batch():
     return torch.randn(2, 3, 32, 32, generator=generator), torch.randint(1, 49408, (2, 16), generator=generator)
 
 
-def train_sharded(rank, world, head):
+def train_sharded(rank, world, *tower):
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an optional kernel that would be compiled now
     deepspeed.init_distributed()
-    model, optimizer = make(head)
+    model, optimizer = make(*tower)
     config = {
         "train_batch_size": 2 * world,
         # No parameter stays whole, not even the scalars; step 0 equals plain torch without the memory-saving linear.
@@ -50,9 +60,9 @@ def train_sharded(rank, world, head):
     return losses
 
 
-@pytest.mark.parametrize("head", ["clip", "gpo"])
-def test_zero_3_equals_one_process(head):
-    model, optimizer = make(head)
+@pytest.mark.parametrize("tower", [("clip",), ("gpo",), ("pie", "test_vit"), ("clip", "test_efficientnet")])
+def test_zero_3_equals_one_process(tower):
+    model, optimizer = make(*tower)
     expected = []
     for _ in range(STEPS):
         loss = loss_of(model(*batch()))
@@ -60,5 +70,5 @@ def test_zero_3_equals_one_process(head):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    for losses in run_ranks(2, train_sharded, head):
+    for losses in run_ranks(2, train_sharded, *tower):
         assert losses == pytest.approx(expected, rel=1e-4)
