@@ -1,6 +1,7 @@
 """Text towers from Hugging Face, tiny and from local folders; skipped without the package transformers."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.testing import assert_close
 from probemb.models import DualEncoder, create_model
 from probemb.models.architectures import build_stock
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs the package transformers")
 
 CONFIGS = {
     "roberta": {
