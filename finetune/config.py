@@ -1,4 +1,4 @@
-"""What a finetuning run is: one frozen dataclass, read from the method's YAML, `--config` files and dotted options."""
+"""Configuration of a finetuning run: one dataclass, read from the method's YAML, `--config` files and options."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Pairs = restricted_number_type("Pairs", int, [(">=", 2), ("<=", 1_000_000)])
 
 @dataclass(frozen=True)
 class Model:
-    """Which towers (see probemb.models.create_model).
+    """The towers (see probemb.models.create_model).
 
     Args:
         name: one of open_clip's models, or one of the project's own (probemb/models/configs).
         pretrained: an open_clip tag, a file of open_clip weights, or a run of `pretrain`; empty for random weights.
-        head: gpo (pooling over all tokens, then a projection of its own) or clip (class and end-of-text token).
+        head: gpo (pooling over all tokens, then a new projection) or clip (class and end-of-text token).
         embed_dim: D; empty for 1024 (head gpo) or the configuration's own (head clip).
         n_unc_layers: blocks of every tower's uncertainty branch, or two numbers for image and text; empty for 1, and 0
             where a method has none.
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt beside the data.
         word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
-        lock_image: keep the image tower's trunk as it is; its heads train.
+        lock_image: freeze the image tower's trunk; its heads train.
         image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
     """
 
@@ -65,8 +65,7 @@ class Data:
         validation: split that selects the model; empty for none.
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
-        cache_features: folder that keeps a locked image tower's features, so that each image is read once; empty to
-            read and crop pixels every time.
+        cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
     """
 
     path: str | None = None
@@ -108,8 +107,8 @@ class Optimizer:
         image_backbone: multiplier of the image tower's lr.
         text_backbone: multiplier of the text tower's lr.
         layer_decay: further multiplier, per block from the last one down.
-        decay_uncertainty: whether these multipliers hold for the uncertainty branch's blocks too.
-        freeze_epochs: epochs in which the image tower stands still.
+        decay_uncertainty: apply these multipliers to the uncertainty branch's blocks too.
+        freeze_epochs: first epochs, in which the image tower is frozen.
         warmup_epochs: epochs of linear warm-up after that.
         decay_epochs: last epochs, in which every lr is a tenth.
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
@@ -129,14 +128,14 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Engine:
-    """How the step is computed.
+    """Computation of a step.
 
     Args:
         precision: fp32, bf16, or auto: bf16 on a GPU.
         grad_checkpointing: trade time for memory in all blocks.
         threads: CPU threads of each process; 0 shares the machine's cores.
         eval_batch_size: images in a batch while validating.
-        timeout: minutes that a process waits for the others; they wait while the first one validates.
+        timeout: minutes that a process waits for the others, also while the first one validates.
     """
 
     precision: Precision = "auto"
@@ -210,7 +209,7 @@ def check(config: Config, world_size: int = 1) -> None:
     """Refuse settings that cannot work, before anything is loaded or written.
 
     Raises:
-        UserError: says which and what instead.
+        UserError: names the setting and a remedy.
     """
     if config.data.path is None:
         raise UserError(
@@ -258,5 +257,5 @@ def _is_installed(package: str) -> bool:
 
     try:
         return find_spec(package) is not None
-    except ValueError:  # it is, or is kept from being imported
+    except ValueError:  # its import is blocked
         return False

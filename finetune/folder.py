@@ -1,13 +1,13 @@
 """Files of a finetuning run: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, model/ (the best), model-swa/.
 
-A method that trains two networks leaves model-second/ and model-swa-second/ besides, of the same epochs.
-A checkpoint holds what a process needs to resume as if it had never stopped; what is random is drawn from the seed and
-the step, so that the position, the samples seen, is all there is to remember.
+A method with two networks also leaves model-second/ and model-swa-second/, of the same epochs.
+Random numbers are drawn from the seed and the step, so a checkpoint needs only the training state and its position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetune.config import Config
-from finetune.recipe import WeightAverage
-from finetune.trainer import Joint
+from finetune.trainer import Joint, State
 from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
@@ -48,10 +47,7 @@ class RunFolder(RunOutput):
     """Files of a finetuning run: those of `RunOutput`, and the models.
 
     Args:
-        config: resolved.
-        identity: what the batches depend on.
-        step: the step that the run resumes from.
-        steps: of the whole run.
+        identity: of the training pairs, to compare when resuming.
     """
 
     def __init__(self, config: Config, identity: dict, step: int, steps: int):
@@ -59,7 +55,7 @@ class RunFolder(RunOutput):
         super().__init__(config, step, steps)
 
     def line(self, step: int, values: dict[str, float]) -> str:
-        """The line that people read; `values` as in metrics.jsonl."""
+        """The printed line of `values`, which are as in metrics.jsonl."""
         if "rsum" not in values:
             return super().line(step, values)
         recalls = " ".join(f"{values[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 5, 10))
@@ -72,40 +68,33 @@ class RunFolder(RunOutput):
         for network, folder in zip(networks, (name, f"{name}-second")):
             save_model(network, self.path / folder, overwrite=True)
 
-    def save(
-        self,
-        joint: Joint,
-        optimizer: torch.optim.Optimizer,
-        average: WeightAverage | None,
-        step: int,
-        position: dict,
-        window: dict,
-    ) -> None:
-        """Begin to write a checkpoint of this moment; collective.
+    def save(self, state: State, window: dict) -> None:
+        """Start writing a checkpoint of this moment; collective.
 
         Args:
-            position: {"samples", "epoch", "best", "best_epoch"}; of an epoch that has ended, `epoch` is the next one.
-            window: what was measured since the last log line, see `Window.state`.
+            window: values since the last log line, see `Window.state`.
 
         Raises:
             UserError: the one before could not be written; on all ranks.
         """
-        state = {**position, "config": with_absolute_paths(to_dict(self.config), self.config), "data": self.identity}
-        self.write(lambda: take_snapshot(joint, optimizer, average, step, state, window) if self.is_main else None)
+        config = with_absolute_paths(to_dict(self.config), self.config)
+        content = {**asdict(state.position), "config": config, "data": self.identity}
+        step = state.position.samples // self.config.batch_size
+        self.write(lambda: take_snapshot(state, step, content, window) if self.is_main else None)
 
 
-def take_snapshot(joint, optimizer, average, step: int, state: dict, window: dict) -> Snapshot:
-    """Copy the training state to the CPU's memory: training may go on while it is written."""
-    weights = {name: _copy(tensor) for name, tensor in joint.state_dict().items()}
-    if average:
-        weights |= {f"average.{name}": _copy(tensor) for name, tensor in average.state_dict().items()}
+def take_snapshot(state: State, step: int, content: dict, window: dict) -> Snapshot:
+    """Copy the training state to the CPU's memory: training may continue while it is written."""
+    weights = {name: _copy(tensor) for name, tensor in state.joint.state_dict().items()}
+    if state.average:
+        weights |= {f"average.{name}": _copy(tensor) for name, tensor in state.average.state_dict().items()}
     moments, counts = {}, {}
-    for name, held in _states(joint, optimizer):
+    for name, held in _states(state.joint, state.optimizer):
         moments |= {f"{moment}.{name}": _copy(held[moment]) for moment in MOMENTS}
         counts[name] = int(held["step"])
     extra = {"cpu": torch.get_rng_state()} | {f"window.{name}": value for name, value in window["sums"].items()}
-    content = {"step": step, "adam_steps": counts, "state": state, "window": window["counts"]}
-    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: extra}, content)
+    header = {"step": step, "adam_steps": counts, "state": content, "window": window["counts"]}
+    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: extra}, header)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -121,11 +110,11 @@ def _states(joint: Joint, optimizer: torch.optim.Optimizer):
                 yield names[parameter], optimizer.state[parameter]
 
 
-def load_checkpoint(path: Path, joint: Joint, optimizer: torch.optim.Optimizer, average: WeightAverage | None) -> dict:
-    """Put everything back to where `take_snapshot` found it; every process reads it.
+def load_checkpoint(path: Path, training: State) -> dict:
+    """Restore all of the state but its position, on every process.
 
     Returns:
-        the window that was saved with it.
+        the window's state, see `Window.state`.
 
     Raises:
         UserError: it belongs to another model or method.
@@ -135,18 +124,18 @@ def load_checkpoint(path: Path, joint: Joint, optimizer: torch.optim.Optimizer, 
     prefix = "average."
     averaged = {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
     try:
-        joint.load_state_dict({name: t for name, t in weights.items() if not name.startswith(prefix)})
-        if average:
-            average.load_state_dict(averaged)
+        training.joint.load_state_dict({name: t for name, t in weights.items() if not name.startswith(prefix)})
+        if training.average:
+            training.average.load_state_dict(averaged)
     except RuntimeError as error:
         raise UserError(
             f"{path} is a checkpoint of another model: {' '.join(str(error).split())[:300].rstrip('.')}.",
             "Resume with the settings in config.yaml of its folder, or start a new run.",
         ) from error
-    parameters, counts = dict(joint.named_parameters()), content["adam_steps"]
+    parameters, counts = dict(training.joint.named_parameters()), content["adam_steps"]
     for name, count in counts.items():
         parameter = parameters[name]
         state: dict[str, Tensor | int] = {m: moments[f"{m}.{name}"].to(parameter.device) for m in MOMENTS}
-        optimizer.state[parameter] = {"step": count, **state}
+        training.optimizer.state[parameter] = {"step": count, **state}
     extra = load_file(path / RANDOM)
     return {"sums": {name: extra[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}

@@ -1,18 +1,7 @@
-"""How a model is finetuned: AdamP's parameter groups, the learning rate's schedule, freezing, and weight averaging.
+"""Finetuning recipe: AdamP's parameter groups, learning rate schedule, freezing, and weight averaging.
 
 Source: PCME++ §B.2, §B.3, Table B.1, and its public code where the paper leaves a number open. The defaults are those
 of COCO. Epochs count from 0.
-
-    optimizer = make_optimizer(config, [model], method)          # the plain model, before DDP wraps it
-    schedule = make_schedule(config, 1, len(batches))
-    for epoch in range(schedule.epochs):
-        if freeze_image_backbone(model, schedule.frozen(samples)): ...  # wrap the model with DDP again
-        for batch in batches:
-            samples += len(batch)
-            set_learning_rates(optimizer, schedule, samples)
-            ...                                     # loss, backward, clip, step
-        if schedule.averages(samples):
-            average.update(model, method)
 """
 
 from __future__ import annotations
@@ -63,18 +52,18 @@ def parameter_groups(
     Everything in a tower decays, biases and norms too, as in the public code. There L is 12 for every model, which
     raises the rates of a tower with 24 blocks above lr · f; here it is the tower's own number.
 
-    The projections of head "clip" are pretrained, so they count as backbone. The model's scalars (logit_scale, scale,
-    shift) are left out where they do not require a gradient. A frozen backbone is not: it is to be trained later.
+    The projections of head "clip" are pretrained, so they count as backbone. Scalars (logit_scale, scale, shift) that
+    do not require a gradient are left out; a frozen backbone is not, as it is trained later.
 
     Args:
-        model: the plain model, not a wrapper of it.
-        loss_module: whose parameters are trained too; None for a loss without any.
+        model: without DDP's wrapper.
+        loss_module: the method's own parameters; None for none.
         image_backbone, text_backbone: f of the two towers.
         decay_uncertainty: False trains the uncertainty branches' blocks at lr, as the heads.
 
     Returns:
-        groups with "params", "lr", "initial_lr" (the same, for `set_learning_rates`), "weight_decay", "name", and
-        "image_backbone" (whether the group is frozen in the first epochs).
+        groups with "params", "lr", "initial_lr" (for `set_learning_rates`), "weight_decay", "name", and
+        "image_backbone" (frozen in the first epochs).
     """
     groups: dict[str, dict] = {}
 
@@ -101,16 +90,16 @@ def parameter_groups(
 def create_optimizer(groups: list[dict]) -> AdamP:
     """AdamP with its paper's settings (betas 0.9, 0.999, eps 1e-8, delta 0.1, wd_ratio 0.1).
 
-    AdamP takes out of a step the part along the weights, so that norms of scale-invariant weights do not grow. It looks
-    at whole weight tensors: under an engine that cuts them into pieces it would silently be something else, see
-    `check_engine`. Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
+    AdamP removes the part of a step along the weights, so that norms of scale-invariant weights do not grow. It needs
+    whole weight tensors, see `check_engine`.
+    Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
     Weights"; timm's implementation.
     """
     return AdamP(groups)
 
 
 def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Method) -> torch.optim.Optimizer:
-    """AdamP over all networks and the method; also decides which of the models' scalars are trained."""
+    """The method's optimizer over all networks; also sets which of the models' scalars are trained."""
     o, groups = config.optimizer, []
     for i, network in enumerate(networks):
         for name in ("scale", "shift", "logit_scale"):
@@ -129,11 +118,11 @@ def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Meth
 
 
 def check_engine(accelerator: Accelerator) -> None:
-    """Refuse to train where the result would silently be another.
+    """Refuse an engine that would silently train something else.
 
     Raises:
-        UserError: for an engine that shards the optimizer or the weights (AdamP would lose its projection), or if
-            there are other processes than the launcher was asked for (two runs of one process instead of one of two).
+        UserError: the engine shards the optimizer or the weights (AdamP would lose its projection), or the number of
+            processes is not the requested one (two runs of one process instead of one of two).
     """
     kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
     if kind in SHARDING:
@@ -145,8 +134,8 @@ def check_engine(accelerator: Accelerator) -> None:
     if asked is not None and int(asked) != found:
         raise UserError(
             f"The launcher started {asked} processes, but each of them takes part in a run of {found}.",
-            "Start with torchrun or `accelerate launch --multi_gpu`; a program of your own needs Accelerator(cpu=True) "
-            "where there is no GPU.",
+            "Start with torchrun or `accelerate launch --multi_gpu`; without a GPU, your own program needs "
+            "Accelerator(cpu=True).",
         )
     # `accelerate launch --cpu --num_processes 2` prepares an address for several processes and starts one.
     if asked is None and "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
@@ -162,14 +151,13 @@ class Schedule:
 
     Attributes:
         epochs: of the training.
-        epoch_samples: samples of an epoch; those of each network, one after the other, where there are several.
-        networks: how many are trained in turn; each has the same learning rates in its part of an epoch.
+        epoch_samples: samples of an epoch, over all networks.
+        networks: trained one after the other within an epoch, with the same learning rates.
         lr_drop_epoch: from this epoch on all learning rates are multiplied by lr_drop (the last 10 of 25).
-        lr_drop: see there.
-        freeze_epochs: the image backbone is frozen in that many first epochs.
-        locked: … and in all others.
-        warmup_epochs: behind them all learning rates rise linearly from 0 for that long. The public code multiplies the
-            loss instead, which Adam and AdamP largely undo; this is the paper's warm-up.
+        freeze_epochs: the image backbone is frozen in these first epochs.
+        locked: it is frozen in all epochs.
+        warmup_epochs: after freeze_epochs, learning rates rise linearly from 0 for that long. The public code scales
+            the loss instead, which Adam and AdamP largely undo; this is the paper's warm-up.
         average_epochs: the weights at the ends of that many last epochs are averaged (the public code, with its
             swa_start_epoch of 16, averages nine of 25; the paper says ten).
     """
@@ -185,11 +173,7 @@ class Schedule:
     average_epochs: int = 10
 
     def factor(self, samples: int, image_backbone: bool = False) -> float:
-        """Multiplier of a group's initial learning rate in the step that ends at `samples` samples seen, from 1 on.
-
-        Args:
-            image_backbone: whether the group is frozen in the first epochs.
-        """
+        """Multiplier of a group's initial learning rate in the step that ends at `samples` samples seen, from 1 on."""
         epoch, turn = self.epoch(samples - 1), self.epoch_samples // self.networks
         factor = self.lr_drop if epoch >= self.lr_drop_epoch else 1.0
         if epoch < self.freeze_epochs:
@@ -204,11 +188,11 @@ class Schedule:
         return samples // self.epoch_samples
 
     def frozen(self, samples: int) -> bool:
-        """Whether the image backbone is frozen behind `samples` samples seen."""
+        """Whether the image backbone is frozen after `samples` samples."""
         return self.locked or self.epoch(samples) < self.freeze_epochs
 
     def averages(self, samples: int) -> bool:
-        """Whether the weights go into the average at the end of an epoch, behind `samples` samples seen."""
+        """Whether the weights go into the average at the end of an epoch, after `samples` samples."""
         return self.epoch(samples - 1) >= self.epochs - self.average_epochs
 
 
@@ -233,16 +217,10 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, sam
 
 
 def freeze_image_backbone(model: DualEncoder, frozen: bool) -> bool:
-    """Freeze or thaw the image tower but for its heads and its uncertainty branch, which start from random weights.
-
-    A frozen parameter gets no gradient, so that AdamP neither moves it nor gathers moments of it, and the backward pass
-    ends at the heads. DDP looks at `requires_grad` once, when it wraps a model: wrap it again when this returns True.
-
-    Args:
-        model: the plain model, not a wrapper of it.
+    """Freeze or thaw the image tower without its heads and uncertainty branch, which start from random weights.
 
     Returns:
-        whether anything has changed.
+        whether anything has changed; then DDP must wrap the model again, as it reads `requires_grad` once.
     """
     changed = False
     for name, parameter in model.named_parameters():
@@ -254,15 +232,9 @@ def freeze_image_backbone(model: DualEncoder, frozen: bool) -> bool:
 
 
 class WeightAverage:
-    """The mean of a model's weights over the updates, and of its loss' (SWA). Source: PCME++ §B.3.
+    """The mean of the weights of all networks and the loss over the updates (SWA). Source: PCME++ §B.3.
 
-    The whole model is averaged: both encoders and the scalars. It is a copy in evaluation mode, in memory from the
-    start; the towers have no batch statistics that would need another pass over the data.
-
-    Args:
-        model: the plain model, not a wrapper of it.
-        loss_module: whose parameters are averaged too; None for a loss without any.
-        second: a second model that is trained beside it; None without one.
+    A copy in evaluation mode; the towers have no batch statistics to recompute.
     """
 
     def __init__(
@@ -279,12 +251,12 @@ class WeightAverage:
         loss_module: nn.Module | None = None,
         second: DualEncoder | None = None,
     ) -> None:
-        """Take the present weights in; the same modules as at the start, or others of the same shapes."""
+        """Add the present weights."""
         self._average.update_parameters(_together(model, loss_module, second))
 
     @property
     def n_averaged(self) -> int:
-        """Number of updates. Before the first one the average is the weights at the start."""
+        """Number of updates; with 0 the average is the initial weights."""
         return int(self._average.n_averaged)
 
     @property
@@ -294,20 +266,20 @@ class WeightAverage:
 
     @property
     def networks(self) -> list[DualEncoder]:
-        """The averaged model, and the second one where there is one."""
+        """The averaged models, one or two."""
         return [self._average.module[name] for name in ("model", "second") if name in self._average.module]
 
     @property
     def loss_module(self) -> nn.Module | None:
-        """The averaged loss, or None where there was none."""
+        """The averaged loss, if it has parameters."""
         return dict(self._average.module.items()).get("loss")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages and their number: named tensors, to be saved with a checkpoint."""
+        """The averages and their number, as named tensors."""
         return self._average.state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Resume from a `state_dict` of an average of the same modules."""
+        """Resume from a `state_dict` of the same modules."""
         self._average.load_state_dict(state)
 
 

@@ -1,22 +1,22 @@
-"""Finetune on images with captions: PCME++, and every method that it is compared with, under one recipe.
+"""Finetune PCME++, and every method it is compared with, on images with captions under one recipe.
 
     accelerate launch finetune/run.py --method pcmepp --data.path dataset_coco.json --data.images coco --out runs/coco
     python -m finetune.run --method vse --data.path data/scenes --out runs/vse \\
         --model.name scenes-cnn-gru --model.pretrained runs/scenes   # one process, no GPU needed, embedded data
 
 The run folder holds config.yaml (resolved), metrics.jsonl, tensorboard/, checkpoints/, model/ (of the epoch with the
-best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights). A method with two
-networks leaves its second one in model-second/ and model-swa-second/.
+best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights); methods with two
+networks also leave model-second/ and model-swa-second/.
 Add `--resume` to resume. SIGTERM and SIGUSR1 end a run after the step, with a checkpoint and exit code 85.
-Losses are those of the batch of all processes; mixed images get their partner within a process (docs/finetune.md).
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
+from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
@@ -26,13 +26,13 @@ from finetune.config import Config, check, with_method_file
 from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
-from probemb.runs.preemption import REQUEUE, SIGNALS, Preemption
+from probemb.runs.preemption import REQUEUE, Preemption
 
 PROG = "finetune/run.py"
 
 
 def main() -> int:
-    """Read the configuration, put the parts together, train; returns the exit code."""
+    """Read the configuration and train; returns the exit code."""
     argv = with_method_file(sys.argv[1:])
     config = parse_config(Config, PROG, "Finetune PCME++ or one of its rivals on images with captions.", argv)
     with Preemption() as preemption:
@@ -40,119 +40,72 @@ def main() -> int:
 
 
 def train(config: Config, preemption: Preemption) -> int:
-    """The run that the configuration describes; 0 when it is done, REQUEUE when it was asked to stop."""
+    """Run the configured training; returns 0 when it is done, REQUEUE when it was asked to stop."""
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     import torch
 
-    from finetune.folder import DIGEST, FREE_TO_CHANGE, RunFolder, load_checkpoint
+    from finetune.folder import RunFolder, load_checkpoint
     from finetune.loading.noise import noisy_captions
-    from finetune.loading.pair_loader import PairLoader, refuse_unusable
-    from finetune.recipe import WeightAverage, make_optimizer, make_schedule
-    from finetune.trainer import Joint, Trainer
-    from probemb.cli.device import share_cores, training_precision
-    from probemb.data.captions.find import find_captions
-    from probemb.data.failures import describe_failures
-    from probemb.distributed import all_of, on_main, same_everywhere, settle
+    from finetune.recipe import make_schedule
+    from finetune.selection import Selection, Validator
+    from finetune.trainer import Hooks, Trainer
+    from probemb.distributed import on_main, same_everywhere
     from probemb.models import as_one, create_tokenizer, create_transforms, fill_word_vectors
-    from probemb.runs.checkpoints import read_state
-    from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_full_disk
+    from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
 
-    precision = training_precision(config.engine.precision)
-    accelerator = start_accelerator(config, precision)
-    rank, world, main_process = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
-    check(config, world)
-    share_cores(config.engine.threads, world)
+    accelerator = start_accelerator(config)
 
     def say(line: str) -> None:
-        if main_process:
+        if accelerator.is_main_process:
             print(line, flush=True)
 
     # Everything that can be wrong with the command is found before anything is written.
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
-    data = config.data
-    where = {"images": data.images, "format": data.format}
-    validation = find_captions(data.path, data.validation, **where) if data.validation else None
-    if validation is not None:
-        refuse_unusable(validation, data.failure_share)
-    clean = None if not METHODS[config.method].trained else find_captions(data.path, data.train, **where)
+    clean, validation = find_data(config)
     torch.manual_seed(config.seed)
     networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
-    model, evaluated = networks[0], as_one(networks)
     for network in networks if config.model.word_vectors and not earlier else ():
         say(f"words   {fill_word_vectors(network, config.model.word_vectors)}")
-    transforms, tokenizer = create_transforms(model), create_tokenizer(model)
-    if clean is None:
-        return measure_only(config, model, tokenizer, transforms, validation, accelerator, say)
-    if data.cache_features is not None:
+    transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
+    if clean is not None and config.data.cache_features is not None:
         clean, validation, transforms = read_features(config, networks, transforms, clean, validation, accelerator)
-    out = Path(config.out)
-    train_data = noisy_captions(clean, config.noise_ratio, config.seed, out, write=False)
-    loader = PairLoader(
-        train_data, transforms.train, tokenizer, config.batch_size, config.seed, rank, world, data.workers,
-        pin_memory=accelerator.device.type == "cuda", failure_share=data.failure_share,
-    )  # fmt: skip
+    validator = Validator(validation, tokenizer, transforms, config, accelerator) if validation is not None else None
+    if clean is None:
+        return measure_only(config, networks[0], validator, accelerator, say)
+    train_data = noisy_captions(clean, config.noise_ratio, config.seed, Path(config.out), write=False)
+    loader = make_loader(config, train_data, transforms.train, tokenizer, accelerator)
     identity = {"pairs": loader.identity["pairs"]}
-    position = {"samples": 0, "epoch": 0, "best": None, "best_epoch": None}
-    if earlier:
-        state = read_state(earlier)
-        refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
-        position = {name: state[name] for name in position}
-    step, epoch_steps = position["samples"] // config.batch_size, len(networks) * loader.steps
-    steps = config.epochs * epoch_steps
-    if position["epoch"] >= config.epochs:
+    position = resume_from(config, earlier, identity)
+    step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
+    if position.epoch >= config.epochs:
         loader.close()
-        settle()
-        accelerator.end_training()
+        end(accelerator)
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
-    refuse_full_disk(config.out, evaluated, models=3 if config.swa_epochs else 1)  # the average: in the checkpoint too
+    # The average is in the checkpoint too.
+    refuse_full_disk(config.out, as_one(networks), models=3 if config.swa_epochs else 1)
+    state = make_state(config, networks, train_data, position, accelerator.device)
+    window = load_checkpoint(earlier, state) if earlier else None
 
-    method = METHODS[config.method](config, model, train_data)
-    optimizer = make_optimizer(config, networks, method)
-    joint = Joint(model, method, *networks[1:]).to(accelerator.device)
-    average = WeightAverage(model, method.module, joint.second) if config.swa_epochs else None
-    window = load_checkpoint(earlier, joint, optimizer, average) if earlier else None
-
-    lock = take_lock(out)
+    lock = take_lock(config.out)
     folder = RunFolder(config, identity, step, steps)
-    on_main(lambda: noisy_captions(clean, config.noise_ratio, config.seed, out), out, "Choose another --out.")
-    say(describe(config, joint, loader, accelerator, precision, steps, step, earlier))
-
-    def save() -> None:
-        position.update(samples=trainer.samples, epoch=trainer.epoch)
-        folder.save(joint, optimizer, average, trainer.step, position, trainer.window.state())
-
-    def end_epoch(epoch: int) -> None:
-        folder.finish()  # validation forks workers, which no thread should be writing beside
-        remedy = "Make room, or make the folder writable, and go on with --resume."
-        on_main(lambda: select(epoch), out, remedy)  # on the first process; the others wait
-        save()  # last, so that a run that is killed before does all of this again
-
-    def select(epoch: int) -> None:
-        best = True
-        if validation is not None:
-            values = validate(evaluated, tokenizer, transforms, validation, config, accelerator)
-            best = position["best"] is None or values["rsum"] > position["best"]
-            folder.report(trainer.step, {"samples": trainer.samples, **values, "is_best": best})
-            if best:
-                position.update(best=values["rsum"], best_epoch=epoch)
-        if best:
-            folder.save_models(networks)
-        if average and epoch == config.epochs:
-            finish_average(folder, average, tokenizer, transforms, validation, config, accelerator)
-
-    trainer = Trainer(
-        accelerator, joint, optimizer, loader, make_schedule(config, len(networks), loader.steps), config,
-        samples=position["samples"], epoch=position["epoch"], average=average, report=folder.report,
-        end_epoch=end_epoch, save=save, stop=lambda: preemption.asked() or folder.failed, window=window,
-    )  # fmt: skip
+    on_main(
+        lambda: noisy_captions(clean, config.noise_ratio, config.seed, folder.path),
+        folder.path,
+        "Choose another --out.",
+    )
+    say(describe(config, state.joint, loader, accelerator, steps, step, earlier))
+    selection = Selection(config, state, folder, validator)
+    hooks = Hooks(
+        folder.report, selection.end_epoch, partial(folder.save, state), lambda: preemption.asked() or folder.failed
+    )
+    schedule = make_schedule(config, len(networks), loader.steps)
+    trainer = Trainer(accelerator, state, loader, schedule, config, hooks, window)
     try:
         stopped = trainer.fit()
-        if stopped:
-            save()
         folder.finish()
     finally:
         loader.close()
@@ -160,37 +113,108 @@ def train(config: Config, preemption: Preemption) -> int:
         if lock:
             lock.release()
     if stopped:
-        say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; go on with --resume")
-    for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
-        say(line)
+        say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; continue with --resume")
+    report_failures(loader, say)
     if not stopped:
-        of = f"epoch {trainer.epoch}"
-        if position["best"] is not None:
-            of = f"epoch {position['best_epoch']}, validation RSUM {position['best']:.1f}"
-        say(f"model   {out / 'model'} is of {of}" + (", and so is model-second" if joint.second else ""))
-    settle()
-    accelerator.end_training()
+        say(selection.summary())
+    end(accelerator)
     return REQUEUE if stopped else 0
 
 
-def start_accelerator(config: Config, precision: str):
-    """accelerate's process group, on the GPUs or the CPU. Raises UserError where it would train something else."""
+def find_data(config: Config):
+    """Captions of the training split (None for a method that trains nothing) and the validation split (None without).
+
+    Raises:
+        UserError: a split is missing, or too much of the validation split is unusable.
+    """
+    from finetune.loading.pair_loader import refuse_unusable
+    from probemb.data.captions.find import find_captions
+
+    data = config.data
+    where = {"images": data.images, "format": data.format}
+    validation = find_captions(data.path, data.validation, **where) if data.validation else None
+    if validation is not None:
+        refuse_unusable(validation, data.failure_share)
+    train = find_captions(data.path, data.train, **where) if METHODS[config.method].trained else None
+    return train, validation
+
+
+def make_loader(config: Config, captions, transform, tokenizer, accelerator):
+    """This rank's training pairs."""
+    from finetune.loading.pair_loader import PairLoader
+
+    return PairLoader(
+        captions, transform, tokenizer, config.batch_size, config.seed, accelerator.process_index,
+        accelerator.num_processes, config.data.workers, pin_memory=accelerator.device.type == "cuda",
+        failure_share=config.data.failure_share,
+    )  # fmt: skip
+
+
+def resume_from(config: Config, earlier: Path | None, identity: dict):
+    """The position of the checkpoint `earlier`, or of a new run. Raises UserError: it is of another run."""
+    from finetune.folder import DIGEST, FREE_TO_CHANGE
+    from finetune.trainer import Position
+    from probemb.runs.checkpoints import read_state
+    from probemb.runs.folder import refuse_another_run
+
+    if not earlier:
+        return Position()
+    state = read_state(earlier)
+    refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
+    return Position(**{field.name: state[field.name] for field in fields(Position)})
+
+
+def make_state(config: Config, networks, captions, position, device):
+    """All that is trained, on the device, with its optimizer and average."""
+    from finetune.recipe import WeightAverage, make_optimizer
+    from finetune.trainer import Joint, State
+
+    method = METHODS[config.method](config, networks[0], captions)
+    optimizer = make_optimizer(config, networks, method)
+    joint = Joint(networks[0], method, *networks[1:]).to(device)
+    average = WeightAverage(joint.model, method.module, joint.second) if config.swa_epochs else None
+    return State(joint, optimizer, average, position)
+
+
+def report_failures(loader, say) -> None:
+    """Print the images of all ranks that could not be used; collective."""
+    from probemb.data.failures import describe_failures
+    from probemb.distributed import all_of
+
+    for line in describe_failures(all_of(loader.failures), "unreadable images, their pairs", "images"):
+        say(line)
+
+
+def end(accelerator) -> None:
+    """Wait for all ranks and end the process group."""
+    from probemb.distributed import settle
+
+    settle()
+    accelerator.end_training()
+
+
+def start_accelerator(config: Config):
+    """accelerate's process group, on the GPUs or the CPU. Raises UserError, see `check_engine` and `check`."""
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.utils import GradientAccumulationPlugin
 
     from finetune.recipe import check_engine
+    from probemb.cli.device import share_cores, training_precision
 
+    precision = training_precision(config.engine.precision)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # whatever accelerate's launcher says
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not accelerate's launcher
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False),
             InitProcessGroupKwargs(timeout=timedelta(minutes=config.engine.timeout)),
         ],
     )
     check_engine(accelerator)
+    check(config, accelerator.num_processes)
+    share_cores(config.engine.threads, accelerator.num_processes)
     return accelerator
 
 
@@ -199,9 +223,9 @@ def make_model(config: Config):
     from probemb.models import create_model, vocabulary_for
 
     probabilistic, model = METHODS[config.method].probabilistic, config.model
-    unc = {"n_unc_layers": model.n_unc_layers or 0} if not probabilistic else {}
-    if probabilistic and model.n_unc_layers is not None:
-        unc = {"n_unc_layers": model.n_unc_layers}
+    unc = {"n_unc_layers": model.n_unc_layers}
+    if model.n_unc_layers is None:  # create_model's own default, or no branch
+        unc = {} if probabilistic else {"n_unc_layers": 0}
     return create_model(
         model.name,
         embed_dim=model.embed_dim,
@@ -218,7 +242,7 @@ def make_model(config: Config):
 
 
 def read_features(config: Config, networks, transforms, train, validation, accelerator):
-    """Both data sets and the transforms, with features of the locked image towers in place of pixels."""
+    """Both splits and the transforms, with features of the locked image towers instead of pixels."""
     from finetune.loading.feature_cache import cache_features, unchanged
     from probemb.models import Transforms
 
@@ -234,46 +258,8 @@ def read_features(config: Config, networks, transforms, train, validation, accel
     return *found, Transforms(unchanged, unchanged)
 
 
-def validate(model, tokenizer, transforms, captioned, config: Config, accelerator) -> dict[str, float]:
-    """RSUM and recalls in percent on the validation split, ranked by CSD (a point model by the cosine)."""
-    from probemb.cli.device import Device
-    from probemb.evaluation.embedding import Embedder
-    from probemb.evaluation.rankings import KS, evaluate_retrieval
-
-    device = Device(str(accelerator.device), "bf16" if accelerator.mixed_precision == "bf16" else "fp32")
-    embedder = Embedder(
-        model, tokenizer, transforms.evaluate, device, config.engine.eval_batch_size, workers=config.data.workers,
-        max_bad=config.data.failure_share,
-    )  # fmt: skip
-    training = model.training
-    model.eval()
-    # A scheduler's warning goes to the workers too, and would end them: they inherit that it waits.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        found = evaluate_retrieval(embedder, captioned)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        model.train(training)
-    return {"rsum": found["rsum"]} | {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
-
-
-def finish_average(folder, average, tokenizer, transforms, validation, config: Config, accelerator) -> None:
-    """Validate and save the mean of the last epochs' weights, of both towers and all networks."""
-    from probemb.models import as_one
-    from probemb.runs.log import count
-
-    if validation is not None:
-        values = validate(as_one(average.networks), tokenizer, transforms, validation, config, accelerator)
-        print(
-            f"model-swa: mean of {count(average.n_averaged, 'epoch')}, validation RSUM {values['rsum']:.1f}",
-            flush=True,
-        )
-        folder.log.write(folder.steps, {f"swa_{name}": value for name, value in values.items()})
-    folder.save_models(average.networks, "model-swa")
-
-
-def measure_only(config: Config, model, tokenizer, transforms, validation, accelerator, say) -> int:
-    """clip-zs: the model as it comes, saved so that every evaluation can read it."""
+def measure_only(config: Config, model, validator, accelerator, say) -> int:
+    """Validate and save the model as pretrained (clip-zs)."""
     from finetune.folder import RunFolder
     from probemb.distributed import on_main
     from probemb.runs.folder import refuse_full_disk
@@ -281,9 +267,7 @@ def measure_only(config: Config, model, tokenizer, transforms, validation, accel
 
     refuse_full_disk(config.out, model)
     model.to(accelerator.device)
-    values = None
-    if validation is not None and accelerator.is_main_process:
-        values = validate(model, tokenizer, transforms, validation, config, accelerator)
+    values = validator.measure(model) if validator and accelerator.is_main_process else None
     lock = take_lock(config.out)
     folder = RunFolder(config, {}, 0, 0)
     if values:
@@ -296,10 +280,12 @@ def measure_only(config: Config, model, tokenizer, transforms, validation, accel
     return 0
 
 
-def describe(config: Config, joint, loader, accelerator, precision: str, steps: int, step: int, earlier) -> str:
-    """The lines that people see before the first step."""
+def describe(config: Config, joint, loader, accelerator, steps: int, step: int, earlier) -> str:
+    """The summary printed before the first step."""
+    from probemb.cli.device import training_precision
     from probemb.runs.log import count, headline
 
+    precision = training_precision(config.engine.precision)
     world = accelerator.num_processes
     n = sum(p.numel() for p in joint.parameters())
     two = joint.second is not None

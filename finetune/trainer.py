@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,11 +32,14 @@ from probemb.models import DualEncoder, Encoded
 from probemb.models.heads.gpo import size_augment_mask
 from probemb.runs.window import Window
 
-_TEXT, _IMAGE, _MIX, _LOSS = range(4)  # what a random number is for
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_TEXT, _IMAGE, _MIX, _LOSS = range(4)  # uses of random numbers
 
 
 class Joint(nn.Module):
-    """Everything that is trained: model, the method's own module, and the second model where there is one."""
+    """Everything that is trained: the model, the method's own module, and the second model, if any."""
 
     def __init__(self, model: DualEncoder, method: Method, second: DualEncoder | None = None):
         super().__init__()
@@ -59,48 +64,71 @@ class Network(nn.Module):
         return _embed(self.model, images, tokens, image_mask, self.wants_tokens)
 
 
+@dataclass
+class Position:
+    """The position of a run, kept in its checkpoints.
+
+    samples     seen; an epoch has those of the first network, then those of the second
+    epoch       epochs that have ended, `Hooks.end_epoch` included
+    best        best validation RSUM, of the epoch `best_epoch`
+    """
+
+    samples: int = 0
+    epoch: int = 0
+    best: float | None = None
+    best_epoch: int | None = None
+
+
+@dataclass
+class State:
+    """The training state, as checkpoints hold it; `average` is SWA's."""
+
+    joint: Joint
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage | None = None
+    position: Position = field(default_factory=Position)
+
+
+@dataclass
+class Hooks:
+    """Callbacks of a `Trainer`.
+
+    report      gets (step, values) at every log step
+    end_epoch   called after every epoch with the number of epochs that are done
+    save        gets the window's state, after `end_epoch`, every `config.save_every` steps, and when stopped
+    stop        whether this process was asked to stop
+    """
+
+    report: Callable[[int, dict], object] = lambda step, values: None
+    end_epoch: Callable[[int], object] = lambda epoch: None
+    save: Callable[[dict], object] = lambda window: None
+    stop: Callable[[], bool] = lambda: False
+
+
 class Trainer:
-    """Runs epochs.
+    """Trains a `State`, on the accelerator's device, epoch by epoch.
 
     Args:
-        accelerator: accelerate's; it has the device and the precision.
-        joint: on the device.
-        optimizer: of `recipe.create_optimizer`.
-        samples: seen before, where to resume; an epoch has those of the first network, then those of the second.
-        epoch: epochs that have ended before, `end_epoch` included.
-        average: SWA's, or None.
-        report: gets (step, values) at every log step.
-        end_epoch: called after every epoch with the number of epochs that are done.
-        save: called every `config.save_every` steps within an epoch.
-        stop: whether this process was asked to stop.
         window: of a checkpoint, see `Window.state`.
     """
 
     def __init__(
         self,
-        accelerator,
-        joint: Joint,
-        optimizer: torch.optim.Optimizer,
+        accelerator: Accelerator,
+        state: State,
         loader: PairLoader,
         schedule: Schedule,
         config: Config,
-        *,
-        samples: int = 0,
-        epoch: int = 0,
-        average: WeightAverage | None = None,
-        report: Callable[[int, dict], object] = lambda step, values: None,
-        end_epoch: Callable[[int], object] = lambda epoch: None,
-        save: Callable[[], object] = lambda: None,
-        stop: Callable[[], bool] = lambda: False,
+        hooks: Hooks | None = None,
         window: dict | None = None,
     ):
-        self.accelerator, self.joint, self.optimizer, self.loader = accelerator, joint, optimizer, loader
-        self.schedule, self.config, self.average = schedule, config, average
-        self.samples, self.epoch = samples, epoch  # the position of the run
-        self.report, self.end_epoch, self.save, self.stop = report, end_epoch, save, stop
-        self.device = accelerator.device
+        self.accelerator, self.device = accelerator, accelerator.device
+        self.joint, self.optimizer, self.average, self.position = (
+            state.joint, state.optimizer, state.average, state.position,
+        )  # fmt: skip
+        self.loader, self.schedule, self.config, self.hooks = loader, schedule, config, hooks or Hooks()
         self.window = Window("pairs", lambda: loader.waited, self.device, window)
-        self.networks, self.network = joint.networks, 0  # the one that is being trained
+        self.networks, self.network = self.joint.networks, 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
         self.stopping = False  # agreed by all ranks
@@ -108,12 +136,12 @@ class Trainer:
     @property
     def step(self) -> int:
         """Steps done since the start of the run."""
-        return self.samples // self.config.batch_size
+        return self.position.samples // self.config.batch_size
 
     @property
     def step_in_epoch(self) -> int:
         """Steps done of this epoch: all of them until `end_epoch` is called."""
-        return self.step - self.epoch * self.epoch_steps
+        return self.step - self.position.epoch * self.epoch_steps
 
     @property
     def model(self) -> DualEncoder:
@@ -121,42 +149,45 @@ class Trainer:
         return self.networks[self.network]
 
     def fit(self) -> bool:
-        """Train to the end; returns whether it was asked to stop before, having finished its step.
+        """Train to the end; returns whether it was asked to stop before, having finished its step and saved.
 
         Raises:
             UserError: the loss or its gradient is NaN or Inf, or data cannot be read; nothing is stepped.
         """
         last = min(self.config.epochs, self.config.stop_after_epochs or self.config.epochs)
-        while self.epoch < last:
+        position = self.position
+        while position.epoch < last:
             if self.step_in_epoch == 0:
-                self.joint.objective.begin_epoch(self.epoch)
+                self.joint.objective.begin_epoch(position.epoch)
             for network in range(self.step_in_epoch // self.loader.steps, len(self.networks)):
-                first_phase = self.schedule.frozen(self.samples)
-                changed = self.joint.objective.freeze(self.networks[network], self.epoch, first_phase)
+                first_phase = self.schedule.frozen(position.samples)
+                changed = self.joint.objective.freeze(self.networks[network], position.epoch, first_phase)
                 if changed or self.wrapped is None or network != self.network:
                     self.network = network
                     self.wrapped = self._wrap()  # DDP looks at requires_grad once, when it wraps
                 self._train_epoch()
-                if self.stopping:  # also behind the last step: the end of an epoch may take long
+                if self.stopping:  # also after the last step: the end of an epoch may take long
+                    self.hooks.save(self.window.state())
                     return True
-            if self.average and self.schedule.averages(self.samples):
+            if self.average and self.schedule.averages(position.samples):
                 self.average.update(self.joint.model, self.joint.method, self.joint.second)
-            self.epoch += 1
-            self.end_epoch(self.epoch)
+            position.epoch += 1
+            self.hooks.end_epoch(position.epoch)
+            self.hooks.save(self.window.state())  # last: a run killed before repeats the end of the epoch
         return False
 
     def _wrap(self) -> nn.Module:
         if self.wrapped is not None and distributed.world_size() > 1:
             self.wrapped = None
-            self.accelerator.free_memory()  # it holds on to what it wrapped before, with buffers for all gradients
-        with warnings.catch_warnings():  # accelerate says it the old way, which every version of PyTorch understands
+            self.accelerator.free_memory()  # it keeps the earlier wrapper, with buffers for all gradients
+        with warnings.catch_warnings():  # accelerate passes a deprecated argument
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             return self.accelerator.prepare_model(Network(self.model, self.joint.objective))
 
     def _train_epoch(self) -> None:
-        """Train the rest of one network's epoch; each network's has an order of its own."""
+        """Train the rest of one network's epoch; each network has its own order."""
         config, steps, window = self.config, self.loader.steps, self.window
-        before, order = self.network * steps, self.epoch * len(self.networks) + self.network
+        before, order = self.network * steps, self.position.epoch * len(self.networks) + self.network
         window.restart_clock()
         for pairs in self.loader.epoch(order, self.step_in_epoch - before):
             # ------------------------------------------------------------------------------------------- load, augment
@@ -174,26 +205,26 @@ class Trainer:
             longest = config.optimizer.clip_grad_norm or math.inf
             norm = self.accelerator.clip_grad_norm_(self.joint.parameters(), longest).detach()
             finite = out.loss.isfinite().all() & norm.isfinite()
-            nonfinite, self.stopping = distributed.any_rank([~finite, self.stop()], self.device)
+            nonfinite, self.stopping = distributed.any_rank([~finite, self.hooks.stop()], self.device)
             if nonfinite:
                 raise self._nonfinite(out, norm)
             # -------------------------------------------------------------------------------------------------- step
-            set_learning_rates(self.optimizer, self.schedule, self.samples + config.batch_size)
-            self.optimizer.step()  # of what has a gradient: this network
+            set_learning_rates(self.optimizer, self.schedule, self.position.samples + config.batch_size)
+            self.optimizer.step()  # only this network has gradients
             scalars = self._scalars(batch)
-            self.samples += config.batch_size
+            self.position.samples += config.batch_size
             # --------------------------------------------------------------------------------------------- log, save
             window.add({"loss": out.loss.detach(), **out.terms, "gradient_norm": norm, **scalars})
             if self.step % config.log_every == 0 or self.step % steps == 0:
                 left = config.epochs * self.epoch_steps - self.step
                 values = window.close(config.batch_size, left)
                 which = {"network": self.network + 1} if len(self.networks) > 1 else {}
-                at = {"samples": self.samples, "epoch": self.step / self.epoch_steps}
-                self.report(self.step, {**which, **at, **values, "lr": self._head_lr()})
+                at = {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
+                self.hooks.report(self.step, {**which, **at, **values, "lr": self._head_lr()})
             if self.stopping:
                 return
             if config.save_every and self.step % config.save_every == 0 and self.step_in_epoch < self.epoch_steps:
-                self.save()
+                self.hooks.save(window.state())
                 window.skip_time()
 
     def _augment(self, pairs) -> tuple[Tensor, Tensor, Tensor | None, Mix | None]:
@@ -227,7 +258,7 @@ class Trainer:
         return torch.Generator(device).manual_seed(int(seed[0]) << 31 | int(seed[1]) >> 1)
 
     def _gather(self, embedded: tuple[Tensor, ...], pairs, mix: Mix | None) -> Batch:
-        """The pairs of all ranks, with gradient; labels from the images' numbers and what was mixed with what."""
+        """The pairs of all ranks, with gradient; labels from image numbers and mixing partners."""
         n = len(pairs.image_index)
         images, texts = _of_all_ranks(embedded)
         numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
@@ -240,11 +271,13 @@ class Trainer:
         match = labels.smooth(match, self.config.mix.smoothing)
         numbers = numbers.cpu()
         generator = self._generator(_LOSS, device=self.device)
-        return Batch(images, texts, match, numbers[:, 0], numbers[:, 1], self.epoch, self.step, generator, self.network)
+        return Batch(
+            images, texts, match, numbers[:, 0], numbers[:, 1], self.position.epoch, self.step, generator, self.network
+        )
 
     @torch.no_grad()
     def _embed_by_other(self, images: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Encoded, Encoded]:
-        """The pairs of all ranks as the network embeds them that is not being trained."""
+        """The pairs of all ranks, embedded by the network that is not being trained."""
         with self.accelerator.autocast():
             return _of_all_ranks(
                 _embed(self.networks[1 - self.network], images, tokens, mask, self.joint.objective.wants_tokens)
@@ -252,10 +285,10 @@ class Trainer:
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}
-        told = ", ".join(f"{name} {float(torch.as_tensor(value).detach()):.4g}" for name, value in terms.items())
+        listed = ", ".join(f"{name} {float(torch.as_tensor(value).detach()):.4g}" for name, value in terms.items())
         return UserError(
-            f"At step {self.step + 1} the loss or its gradient is NaN or Inf ({told}); nothing was stepped.",
-            "Start a new run with a lower optimizer.lr: --resume would come to the same step again.",
+            f"At step {self.step + 1} the loss or its gradient is NaN or Inf ({listed}); nothing was stepped.",
+            "Start a new run with a lower optimizer.lr: --resume would repeat this step.",
         )
 
     @torch.no_grad()
@@ -278,6 +311,6 @@ def _embed(
 
 
 def _of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
-    """What `_embed` gives on every rank -> images and texts of all of them, in at least float32."""
+    """Every rank's `_embed` -> images and texts of all ranks, in at least float32."""
     half = len(embedded) // 2
     return distributed.gather_encoded(Encoded.of(embedded[:half]).float(), Encoded.of(embedded[half:]).float())

@@ -1,4 +1,4 @@
-"""What a pretraining run is: one frozen dataclass, read from YAML and dotted options."""
+"""Configuration of a pretraining run: one dataclass, read from YAML and dotted options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpee
 
 @dataclass(frozen=True)
 class Model:
-    """Which towers (see probemb.models.create_model).
+    """The towers (see probemb.models.create_model).
 
     Args:
         name: one of open_clip's models, or one of the project's own (probemb/models/configs).
@@ -43,18 +43,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """What is read, and in which order.
+    """Training data and its order.
 
     Args:
         train: folders (or patterns) of webdataset shards with an index.json; several are mixed.
-        weights: how often each of several folders is passed over in an epoch; empty for once each.
+        weights: passes over each folder in an epoch; empty for once each.
         workers: processes that read and decode, for each rank.
-        lanes: places of the corpus that feed a batch side by side; a divisor of the batch, at most 64 if empty.
+        lanes: places of the corpus that a batch is drawn from; a divisor of the batch, at most 64 if empty.
         window: samples of a lane that are shuffled together.
-        captions: which caption of an image is used: random (drawn anew every epoch) or first.
+        captions: which caption of an image is used: random (drawn in every epoch) or first.
         failure_share: share of unreadable samples at which the run stops.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
-        cache_gib: largest size of it; all lanes of the machine have a shard or two in it.
+        cache_gib: its largest size; it holds one or two shards for each lane of the machine.
     """
 
     train: list[str] | str = field(default_factory=list)
@@ -91,16 +91,16 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Engine:
-    """How the step is computed; none of it changes what is learned beyond rounding.
+    """Computation of a step; changes results by rounding only.
 
     Args:
         zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
         precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 on a GPU.
-        accumulation: parts into which a rank cuts its share of the batch; all of the batch stays the negatives.
+        accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
         compile: torch.compile the towers.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
-        timeout: minutes that a rank waits for the others before it takes the job down.
+        timeout: minutes that a rank waits for the others before it ends the job.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -120,7 +120,7 @@ class Evaluate:
         classes: labelled images (class folders, or shards with KEY.cls and classes.txt); empty switches it off.
         every_samples: samples between two evaluations; 0 evaluates at the end only.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
-        max_images: use so many images, spread evenly over the data; 0 for all.
+        max_images: number of images, spread evenly over the data; 0 for all.
         batch_size: images or texts encoded at a time.
         max_bad: largest share of images that may be unreadable.
     """
@@ -149,7 +149,7 @@ class Config:
         log_every: steps between two log lines.
         save_every: steps between two checkpoints; 0 saves at the end only.
         keep_checkpoints: how many of the newest checkpoints stay.
-        keep_every: checkpoints of every so many steps stay too; 0 keeps none of them.
+        keep_every: also keep the checkpoints at multiples of this step; 0 for none.
         on_nonfinite: when the loss or gradient is NaN or Inf on any rank: stop, or skip the step on all ranks.
         log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
         wandb: a Weights & Biases project to log to; empty for none.
@@ -184,7 +184,7 @@ class Config:
 
     @property
     def train_paths(self) -> list[str]:
-        """data.train as a list, also where one path was given alone."""
+        """data.train as a list."""
         return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
 
 
@@ -192,7 +192,7 @@ def check(config: Config, world_size: int) -> None:
     """Refuse what cannot run, before anything is read or written.
 
     Raises:
-        UserError: names the key, and a value that would do.
+        UserError: names the key and a valid value.
     """
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         raise UserError(

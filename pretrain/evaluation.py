@@ -45,7 +45,7 @@ class Evaluator:
         templates = [SINGLE_TEMPLATE] if config.templates == "single" else imagenet_templates()
         self.shape = (len(classes.names), len(templates))
         self.tokens = tokenizer(prompt_texts(classes.names, templates))  # (C P, L)
-        # Spread evenly over the data: the images of a folder or shard often stand in the order of their classes.
+        # Spread evenly over the data, as images are often sorted by class.
         n = min(len(images), config.max_images or len(images))
         if n < world_size:
             raise UserError(
@@ -64,7 +64,7 @@ class Evaluator:
     def __call__(self, engine) -> dict[str, float]:
         """{"zeroshot_top1", "zeroshot_top5"} in [0, 1], the same on every rank; collective."""
         engine.eval()
-        # All ranks call the engine equally often, as ZeRO-3 needs: every call gathers its parameters from all of them.
+        # All ranks call the engine equally often: ZeRO-3 gathers its parameters in every call.
         tokens = engine.module.model.cut_padding(self.tokens)
         prompts = Gaussian(*self._encode_share(tokens, lambda part: engine(None, part)))
         image = self._encode(lambda batch: engine(batch, None), iter(self.batches), self.n_batches)
@@ -81,12 +81,12 @@ class Evaluator:
         for batch in batches:
             last = batch.to(self.device, non_blocking=True)
             means.append(call(last)[0].cpu())
-        for _ in range(n_calls - len(means)):  # batches that this rank has fewer than the others
+        for _ in range(n_calls - len(means)):  # other ranks have more batches
             call(last)
         return torch.cat(means)
 
     def _encode_share(self, tokens: Tensor, call: Callable) -> tuple[Tensor, Tensor]:
-        """Means and log-variances of all texts, each rank having encoded an equally long share."""
+        """Means and log-variances of all texts; each rank encodes an equal share."""
         share = -(-len(tokens) // self.world_size)
         index = torch.arange(self.rank * share, (self.rank + 1) * share).clamp(max=len(tokens) - 1)
         parts = [call(tokens[i].to(self.device)) for i in index.split(self.batch_size)]

@@ -17,7 +17,7 @@ from probemb.runs.output import RunOutput
 
 FREE_TO_CHANGE = (
     "engine",
-    "data",  # the order that follows from it is compared
+    "data",  # the resulting order is compared
     "out",
     "resume",
     "allow_changes",
@@ -34,43 +34,40 @@ FREE_TO_CHANGE = (
 
 
 DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
-TERMS = ("clip", "match", "vib", "pseudo_positive")  # that people read
+TERMS = ("clip", "match", "vib", "pseudo_positive")  # printed
 
 
 class RunFolder(RunOutput):
     """Files of a pretraining run: those of `RunOutput`, and with each checkpoint the weights alone in model/.
 
     Args:
-        config: the resolved configuration.
-        model: the model of the engine, for its configuration.
-        data_identity: what the order of the samples depends on, kept for `refuse_another_run`.
-        steps: length of the whole run.
-        step: the step that it resumes from.
+        data_identity: all that the order of the samples depends on, to compare when resuming.
+        step: the step that the run resumes from, of `steps`.
     """
 
     def __init__(self, config: Config, model: DualEncoder, data_identity: dict, steps: int, step: int):
         self.model_config, self.data_identity, self.samples = model.config, data_identity, None
         if distributed.is_main():
-            # The thread gets it ready-made: building a model draws random numbers, which training must not notice.
+            # Not built in the writer's thread, as building draws random numbers.
             self.model = _empty_model(model.config)
         super().__init__(config, step, steps)
         if config.log_samples:
             self.samples = SampleLog(self.path, step, distributed.rank(), distributed.world_size())
 
     def line(self, step: int, values: dict[str, float]) -> str:
-        """The line that people read; `values` as in metrics.jsonl."""
+        """The printed line of `values`, which are as in metrics.jsonl."""
         if "zeroshot_top1" not in values:
             return train_line(step, self.steps, values, TERMS)
         top1, top5 = 100 * values["zeroshot_top1"], 100 * values["zeroshot_top5"]
         return f"{step_of(step, self.steps)} | zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
 
     def seen(self, step: int, keys: list[str]) -> None:
-        """The samples that this rank has trained on in a step."""
+        """Log the samples that this rank has trained on in a step."""
         if self.samples:
             self.samples.write(step, keys)
 
     def nonfinite(self, step: int, reports: list[dict]) -> str:
-        """Every rank's report of a step with NaN or Inf; returns the name of the file that holds them."""
+        """Write every rank's report of a step with NaN or Inf; returns the file's name."""
         path = self.path / "nonfinite.jsonl"
         if self.is_main:
             # As text: JSON has no NaN.
@@ -88,7 +85,7 @@ class RunFolder(RunOutput):
         return str(path)
 
     def save(self, engine, step: int, samples: int, skipped: int = 0) -> None:
-        """Begin to write a checkpoint to resume from, and the weights alone in model/; collective.
+        """Start writing a checkpoint, and the weights alone in model/; collective.
 
         Raises:
             UserError: the one before could not be written; on all ranks.

@@ -5,8 +5,7 @@
 
 Add `--resume` to resume from the newest checkpoint in --out. The run folder holds config.yaml (resolved),
 metrics.jsonl, tensorboard/, checkpoints/step-N/ and model/, which `probemb.load_model` reads.
-SIGTERM and SIGUSR1 end a run after the step, or while it waits for data, with a checkpoint and exit code 85: restart
-it with `--resume`.
+SIGTERM and SIGUSR1 end a run after the step, or while it waits for data, with a checkpoint and exit code 85.
 """
 
 from __future__ import annotations
@@ -28,32 +27,29 @@ from probemb.runs.preemption import REQUEUE, Preemption
 
 
 def main() -> int:
-    """Read the configuration, put the parts together, train; returns the exit code."""
+    """Read the configuration and train; returns the exit code."""
     config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++ on webdataset shards with DeepSpeed.")
     with Preemption() as preemption:
         return train(config, preemption)
 
 
 def train(config: Config, preemption: Preemption) -> int:
-    """The run that the configuration describes; 0 when it is done, REQUEUE when it was asked to stop."""
+    """Run the configured training; returns 0 when it is done, REQUEUE when it was asked to stop."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check(config, world_size)
 
     from pretrain.engine.engine import import_deepspeed, make_engine, start_deepspeed
 
-    import_deepspeed()  # first of all: whoever imports it without these precautions gets its chatter
-
-    import torch
+    import_deepspeed()  # first: another import of it would print its log lines
 
     from pretrain.engine.checkpoint import load_checkpoint
-    from pretrain.folder import DIGEST, FREE_TO_CHANGE, RunFolder
+    from pretrain.folder import RunFolder
     from pretrain.trainer import Trainer
     from probemb.cli.device import training_precision
-    from probemb.data.failures import describe_failures
-    from probemb.distributed import all_of, same_everywhere, settle
+    from probemb.distributed import same_everywhere
     from probemb.models import create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
-    from probemb.runs.folder import newest_checkpoint, refuse_another_run, refuse_full_disk
+    from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
 
     def say(line: str) -> None:
@@ -69,25 +65,19 @@ def train(config: Config, preemption: Preemption) -> int:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
-    # Samples seen are the position; with another batch size than before, a batch that was begun is repeated.
+    # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
     steps = step + max(0, whole_steps(config, stream) - samples // config.batch_size)
     identity = {**stream.identity, **words_identity(model)}
-    if earlier:
-        state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
-        if changed := refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST):
-            then = f"the data goes on after {samples:,} samples seen, in the order that it has now"
-            say(f"resume  changed {'; '.join(changed)}; {then}")
+    if earlier and (changed := changes_since(config, state, identity, earlier)):
+        then = f"the data resumes after {samples:,} samples seen, in its present order"
+        say(f"resume  changed {'; '.join(changed)}; {then}")
     if step >= steps:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     refuse_full_disk(config.out, model)
-    evaluator = None
-    if config.evaluate.classes:
-        from pretrain.evaluation import Evaluator
-
-        evaluator = Evaluator(config.evaluate, transforms.evaluate, tokenizer, device, rank, world_size)
+    evaluator = make_evaluator(config, transforms, tokenizer, device, rank, world_size)
 
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     start_deepspeed(config.engine.timeout, device)
@@ -98,29 +88,57 @@ def train(config: Config, preemption: Preemption) -> int:
         load_checkpoint(engine, earlier, verified=True)
     folder = RunFolder(config, model, identity, steps, step)
     say(describe(config, engine, stream, device, precision, steps, step, earlier))
-    fit = Trainer(
+    trainer = Trainer(
         engine, stream, config, device, steps, step, samples, skipped=state.get("skipped", 0), recorder=folder,
         stop=preemption.asked,
     )  # fmt: skip
     try:
-        stopped = fit.fit((lambda: evaluator(engine)) if evaluator else None)
+        stopped = trainer.fit((lambda: evaluator(engine)) if evaluator else None)
         folder.finish()
     finally:
         stream.close()
         folder.close()
+    finish(stream, lock, say, f"step {trainer.step}/{steps} | stopped by {preemption.description}" if stopped else None)
+    return REQUEUE if stopped else 0
+
+
+def finish(stream, lock, say, stopped: str | None) -> None:
+    """Report failed samples and the step at which the run stopped; end the process group and the lock."""
+    import torch
+
+    from probemb.data.failures import describe_failures
+    from probemb.distributed import all_of, settle
+
     for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
         say(line)
     if stopped:
-        say(f"step {fit.step}/{steps} | stopped by {preemption.description}; go on with --resume")
+        say(f"{stopped}; continue with --resume")
     settle()
     torch.distributed.destroy_process_group()
     if lock:
         lock.release()
-    return REQUEUE if stopped else 0
+
+
+def changes_since(config: Config, state: dict, identity: dict, earlier: Path) -> list[str]:
+    """Allowed changes since the checkpoint `earlier`. Raises UserError: another run, see `refuse_another_run`."""
+    from pretrain.folder import DIGEST, FREE_TO_CHANGE
+    from probemb.runs.folder import refuse_another_run
+
+    state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
+    return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
+
+
+def make_evaluator(config: Config, transforms, tokenizer, device, rank: int, world_size: int):
+    """The zero-shot evaluation while training, None without one."""
+    if not config.evaluate.classes:
+        return None
+    from pretrain.evaluation import Evaluator
+
+    return Evaluator(config.evaluate, transforms.evaluate, tokenizer, device, rank, world_size)
 
 
 def whole_steps(config: Config, stream) -> int:
-    """Steps of the whole run. Raises UserError: there is none."""
+    """Steps of the whole run. Raises UserError if there are none."""
     whole = config.samples // config.batch_size if config.samples else int(config.epochs * stream.order.steps)
     if whole < 1:
         raise UserError(
@@ -151,37 +169,33 @@ def make_model(config: Config):
 
 
 def words_identity(model) -> dict[str, str]:
-    """A digest of the words that the model reads: with another vocabulary its embeddings would mean other words."""
+    """A digest of the model's vocabulary, if it reads words: embeddings belong to a vocabulary."""
     words = model.config["architecture"]["text_cfg"].get("vocabulary")
     return {"vocabulary": hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]} if words else {}
 
 
 def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):
-    """This rank's batches after `samples` of all ranks."""
-    from pretrain.stream.stream import Corpus, Stream
+    """This rank's batches from position `samples` on."""
+    from pretrain.stream.stream import Corpus, Settings, Stream
     from probemb.data.shards.index import read_index
 
-    weights = config.data.weights or [1.0] * len(config.train_paths)
+    data = config.data
+    weights = data.weights or [1.0] * len(config.train_paths)
     corpora = [Corpus(read_index(path), weight) for path, weight in zip(config.train_paths, weights)]
-    return Stream(
-        corpora,
+    settings = Settings(
         batch_size=config.batch_size,
-        transform=transform,
-        tokenizer=tokenizer,
         seed=config.seed,
-        lanes=config.data.lanes,
-        window=config.data.window,
-        rank=rank,
-        world_size=world_size,
-        workers=config.data.workers,
-        start_samples=samples,
-        caption=config.data.captions,
-        failure_share=config.data.failure_share,
-        cache=config.data.cache,
-        cache_gib=config.data.cache_gib,
+        lanes=data.lanes,
+        window=data.window,
+        caption=data.captions,
+        workers=data.workers,
         pin_memory=pin_memory,
         draft=True,
+        failure_share=data.failure_share,
+        cache=data.cache,
+        cache_gib=data.cache_gib,
     )
+    return Stream(corpora, settings, transform, tokenizer, rank=rank, world_size=world_size, start_samples=samples)
 
 
 def pick_device(config: Config):
@@ -212,7 +226,7 @@ def seed_everything(seed: int) -> None:
 
 
 def describe(config: Config, engine, stream, device, precision: str, steps: int, step: int, earlier) -> str:
-    """The lines that people see before the first step."""
+    """The summary printed before the first step."""
     from probemb.runs.log import headline
 
     order = stream.order

@@ -1,4 +1,4 @@
-"""The samples that a rank has trained on, kept where log_samples asks for it."""
+"""Log of the samples that a rank has trained on, for log_samples."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from probemb.runs.log import drop_lines_after
 
 
 class SampleLog:
-    """The keys of the samples that a rank has trained on, a line a step: samples/rank-R.jsonl.
+    """The keys of the samples that a rank has trained on, one line per step: samples/rank-R.jsonl.
 
     Args:
         run: the run folder.
-        step: as for `RunLog`; rank 0 also cuts what ranks wrote that are not there any more.
+        step: as for `RunLog`; rank 0 also cuts the files of ranks that no longer exist.
     """
 
     def __init__(self, run: Path, step: int, rank: int, world_size: int):
         folder = run / "samples"
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f".rank-{rank}.jsonl.*"):  # a killed attempt was writing it aside
+        for left in folder.glob(f".rank-{rank}.jsonl.*"):  # of a killed attempt
             left.unlink(missing_ok=True)
         for path in folder.glob("rank-*.jsonl"):
             number = path.stem.removeprefix("rank-")
@@ -28,7 +28,7 @@ class SampleLog:
         self.file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, keys: list[str]) -> None:
-        """The samples of one step."""
+        """Log the samples of one step."""
         self.file.write(json.dumps({"step": step, "keys": keys}) + "\n")
         self.file.flush()
 

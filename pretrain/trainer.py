@@ -3,9 +3,9 @@
 Letters: B items of this rank's share of the batch, W ranks, N = W B items of the global batch, D dimensions.
 
 The towers run inside the engine; everything after them, from the Gaussians on, is float32 and outside it. With
-accumulation the batch of negatives stays whole: embeddings are computed part by part without a graph, the loss gives
-their gradients, and every part is then computed again, from the same random state, to carry its gradient on
-(Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021).
+accumulation the negatives stay the whole batch: embeddings are computed part by part without a graph, the loss gives
+their gradients, and every part is recomputed from the same random state to propagate them (Gao et al., "Scaling deep
+contrastive learning batch size under memory limited setup", 2021).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from probemb.errors import UserError
 from probemb.runs.window import Window
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
-MAX_SKIPPED = 100  # steps in a row; then the weights, not the samples, are at fault
+MAX_SKIPPED = 100  # steps in a row; more come from the weights, not the samples
 
 
 class Forward(NamedTuple):
@@ -43,17 +43,13 @@ class Forward(NamedTuple):
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...]) -> Forward:
-        """From the flat output of `Towers`."""
+        """Unpack the flat output of `Towers`."""
         mean_i, log_var_i, mean_t, log_var_t, scalars = tensors
         return cls(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), scalars)
 
-    def flat(self) -> tuple[Tensor, ...]:
-        """As `Towers` gives it."""
-        return self.image.mean, self.image.log_var, self.text.mean, self.text.log_var, self.scalars
-
 
 class _Ceiling(torch.autograd.Function):
-    """min(x, limit), whose gradient at the limit can still pull x down, though not push it up."""
+    """min(x, limit), whose gradient at the limit may lower x but not raise it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, limit: float) -> Tensor:
@@ -91,17 +87,14 @@ class _Stopped(Exception):
 
 
 class Trainer:
-    """Everything that a step needs.
+    """Trains an engine (`engine.engine.make_engine`) on the stream of this rank's batches.
 
     Args:
-        engine: of `engine.engine.make_engine`.
-        stream: of this rank's batches.
         steps: length of the whole run.
-        step: steps done before, when resumed.
+        step: steps done before, when resumed; `skipped` of them were skipped.
         samples: samples seen before; None if all steps had this batch size.
-        skipped: steps skipped before.
-        recorder: writes what is to be kept; None writes nothing.
-        stop: whether this process was asked to end; looked at around every step, and while data is waited for.
+        recorder: writes results; None writes nothing.
+        stop: whether this process was asked to stop; checked around every step and while waiting for data.
     """
 
     def __init__(
@@ -127,10 +120,10 @@ class Trainer:
         self._skipped_in_a_row = 0
 
     def fit(self, evaluate: Callable[[], dict[str, float]] | None = None) -> bool:
-        """Train to the last step, or to `stop_at_step`, or until `stop` says so; saves at the end.
+        """Train to the last step, to `stop_at_step`, or until `stop`; saves at the end.
 
         Returns:
-            whether `stop` ended it before the last step; the same on all ranks.
+            whether it was stopped before the last step; the same on all ranks.
 
         Raises:
             UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
@@ -170,15 +163,14 @@ class Trainer:
         return self.stopping and self.step < last
 
     def _load(self) -> Batch | None:
-        """This rank's next batch, or None if all ranks are to stop instead, as any of them was asked to; collective.
+        """This rank's next batch, or None if any rank was asked to stop; collective.
 
-        No rank may wait alone, for its data or for a rank that waits for its data: it would not learn of the request.
-        So the ranks meet in rounds, in which each says whether it still waits; who does comes again every half second,
-        who has its batch at once. All act on the same sums, so they leave in the same round: with a batch each, or with
-        none. Then the batches that did come are dropped, and the run's position is the one before them.
+        A rank that waited alone for data would not learn of a stop on another rank. So all ranks meet in rounds and
+        share whether they still wait, every half second while waiting and at once with a batch. All leave in the same
+        round, either with a batch each or with none; batches loaded by then are dropped, and the position stays.
 
         Raises:
-            UserError: this rank has had its batch for `engine.timeout` minutes, and another one has not.
+            UserError: another rank has waited for data for `engine.timeout` minutes.
         """
         try:
             batch = self.stream.load(while_waiting=partial(self._meet, waiting=True))
@@ -187,22 +179,22 @@ class Trainer:
                 if time.monotonic() - ready > 60 * minutes:
                     raise UserError(
                         f"Another rank has had no data for {minutes:g} minutes.",
-                        "See whether its shards can be read, or raise engine.timeout, and go on with --resume.",
+                        "Check whether its shards can be read, or raise engine.timeout, and continue with --resume.",
                     )
         except _Stopped:
             return None
         return batch
 
     def _meet(self, waiting: bool) -> bool:
-        """One round of `_load`; whether any rank waits. Raises _Stopped, on all ranks; collective."""
-        device = self.device if distributed.world_size() > 1 else None  # alone, a GPU need not be waited for
+        """One round of `_load`: whether any rank waits. Raises _Stopped, on all ranks; collective."""
+        device = self.device if distributed.world_size() > 1 else None  # one process need not synchronise its GPU
         waiting, self.stopping = distributed.any_rank([waiting, self.stop()], device)
         if self.stopping:
             raise _Stopped
         return waiting
 
     def _cut(self, tokens: Tensor) -> Tensor:
-        """Without padding that nothing reads; compiled towers keep one shape."""
+        """Cut unused padding, except for compiled towers, which need one shape."""
         return tokens if self.config.engine.compile else self.engine.module.model.cut_padding(tokens)
 
     def _crossed(self, every: int, last: int) -> bool:
@@ -241,14 +233,14 @@ class Trainer:
             set_random_state(state)
             *embeddings, scalars = self.engine(*chunk)
             carried = sum((e * g).sum() for e, g in zip(embeddings, slice_grads))
-            # The engine divides by the number of parts: right for the scalars, which every part carries whole.
+            # The engine divides by the number of parts; every part has the scalars' whole gradient.
             self.engine.backward(parts * carried + (scalars * grads[-1]).sum())
             if part < parts:
                 self.engine.step()  # only counts the part
         return self._finish_step(Evidence(loss, terms, leaves[:4], list(grads[:4]), gradient_norm(self.engine)), keys)
 
     def _finish_step(self, evidence: Evidence, keys: list[str] | None) -> dict[str, Tensor] | None:
-        """Step, if all ranks can: everything that ranks must agree on in a step is in this one collective."""
+        """Step, if all ranks can. Everything that they must agree on is in one collective."""
         failed = self.recorder.failed if self.recorder else False
         nonfinite, self.stopping, failed = distributed.any_rank(
             [evidence.nonfinite(), self.stop(), failed], self.device

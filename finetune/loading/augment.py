@@ -1,7 +1,7 @@
 """Augmentation of a batch: Mixup and CutMix of its images, SizeAugment of its texts.
 
-Drawing is apart from applying: the draws are a few numbers on the CPU from a generator that the caller gives, so that a
-step can be repeated and no rank depends on another; applying runs on any device without waiting for it.
+Drawing is separate from applying: the caller's generator draws a few numbers on the CPU, so that a step can be
+repeated; applying runs on any device without synchronising it.
 SizeAugment of images is `probemb.models.heads.gpo.size_augment_mask`.
 
 Shapes: B images, L text positions, V tokens of the vocabulary.
@@ -20,18 +20,17 @@ from probemb.models.architectures import reads_words
 from probemb.models.word_tokenizer import FIRST_WORD, UNKNOWN
 
 START_TOKEN, END_TOKEN = 49406, 49407  # of CLIP's vocabulary; all tokens below are words or parts of words
-# CLIP has no mask token. This one is a capital M, which its tokenizer, with everything in lower case, never gives out;
-# PCME++'s public code masks with it too.
+# CLIP has no mask token. This one is a capital M, which its lower-casing tokenizer never produces; as in PCME++'s code.
 MASK_TOKEN = 44
 
 
 class TextIds(NamedTuple):
-    """What the ids of a tokenizer mean; 0 is padding.
+    """Special ids of a tokenizer; 0 is padding.
 
     Attributes:
         stop: words, or parts of them, have ids below this one.
-        mask: stands in place of a masked word.
-        end: ends a text; None where padding alone follows the words.
+        mask: replaces a masked word.
+        end: ends a text; None if only padding follows the words.
     """
 
     stop: int = START_TOKEN
@@ -40,14 +39,14 @@ class TextIds(NamedTuple):
 
     @classmethod
     def of(cls, model_config: dict) -> TextIds:
-        """Those of a model's tokenizer."""
+        """The ids of a model's tokenizer."""
         if not reads_words(model_config["architecture"]):
             return cls()
         return cls(FIRST_WORD + len(model_config["architecture"]["text_cfg"]["vocabulary"]), UNKNOWN, None)
 
 
 class Mix(NamedTuple):
-    """How the images of a batch are mixed; image i becomes lam_i of itself and 1 − lam_i of image partner_i.
+    """Mixing of a batch of images: image i becomes lam_i of itself and 1 − lam_i of image partner_i.
 
     Attributes:
         lam: (B,) float32, the share of the image itself; 1 where it stays as it is. For CutMix the true share of area.
@@ -67,7 +66,7 @@ class Mix(NamedTuple):
 
     @staticmethod
     def cat(mixes: Sequence[Mix]) -> Mix:
-        """Those of several ranks as one of the gathered batch, in rank order: partners are counted on."""
+        """The ranks' mixes as one of the gathered batch, in rank order, with partners renumbered."""
         starts = np.cumsum([0, *(len(mix.lam) for mix in mixes)])
         partner = torch.cat([mix.partner + int(start) for mix, start in zip(mixes, starts)])
         return Mix(*(torch.cat([mix[i] for mix in mixes]) for i in range(3)), partner)
@@ -88,18 +87,17 @@ def draw_mix(
 ) -> Mix:
     """Mixup and CutMix for a batch of images, drawn image by image. Source: PCME++ §2.4, §B.2.
 
-    An image is mixed with probability ratio · prob, with image B−1−i (in an odd batch the middle one with itself, which
-    changes nothing). CutMix's box has sides √(1 − λ) of the image's, its centre is anywhere, and what lies outside is
-    cut off; λ is then the share of area that is left.
+    Image i is mixed with image B−1−i, with probability ratio · prob. CutMix's box has sides √(1 − λ) of the image's
+    around a random centre, cropped to the image; λ is then the share of area that is left.
 
-    The order of the draws is part of the interface, so that another program can repeat them: for all images CutMix or
-    Mixup, λ of CutMix, λ of Mixup, [mixed or not, if ratio < 1], mixed or not by prob; then, for each image with a box,
-    its centre's row and column. With one kind alone neither the choice nor the other λ is drawn. With a RandomState
-    these are the numbers of PCME++'s public code, which, however, ignores the ratio where one kind is alone.
+    The order of the draws is part of the interface: for all images CutMix or Mixup, λ of CutMix, λ of Mixup, [mixed or
+    not, if ratio < 1], mixed or not by prob; then, for each image with a box, its centre's row and column. With one
+    kind alone neither the choice nor the other λ is drawn. With a RandomState these are the numbers of PCME++'s public
+    code, except that it ignores the ratio if only one kind is on.
 
     Args:
         batch, height, width: B and the size of the images in pixels.
-        rng: numpy's; nothing else is drawn from.
+        rng: source of all draws.
         ratio: share of the images that is mixed (mode "element").
         mixup_alpha, cutmix_alpha: λ ~ Beta(α, α); 0 turns that kind off.
         switch: probability of CutMix rather than Mixup.
@@ -127,7 +125,7 @@ def draw_mix(
         lam[i] = 1 - (bottom - top) * (right - left) / (height * width)
     whole = (np.ones(batch, np.float32), np.zeros(batch, bool), np.zeros((batch, 4), np.int64))
     for all_B, drawn in zip(whole, (lam, use_cutmix, boxes)):
-        if mode == "pair":  # of an odd batch the middle stays as it is
+        if mode == "pair":  # an odd batch's middle image stays unmixed
             all_B[: len(drawn)], all_B[batch - len(drawn) :] = drawn, drawn[::-1]
         else:
             all_B[:] = drawn
@@ -135,9 +133,9 @@ def draw_mix(
 
 
 def mix_images(images: Tensor, mix: Mix) -> Tensor:
-    """(B, C, H, W) float on any device -> the mixed images, from originals only; `images` stays as it is.
+    """(B, C, H, W) float on any device -> the mixed images; `images` is not changed.
 
-    `mix` is as drawn, on the CPU: so that the images' device need not be waited for.
+    `mix` is on the CPU, so that the images' device is not synchronised.
     """
     rows = torch.nonzero(mix.lam != 1).flatten()
     if not len(rows):
@@ -168,35 +166,34 @@ def size_augment_text(
     """SizeAugment of texts: a share of the words is masked, replaced or left out, (B, L) int64 -> (B, L) int64.
 
     A word is chosen with probability `ratio`; a chosen one is masked with probability `masking`, replaced by random
-    tokens with probability `replacing`, and else left out, with the rest of the text moving up. Start and end token
-    stay, the end is filled with zeros. Source: VSE∞ and PCME++'s public code (0.2, 0.5, 0.1).
+    tokens with probability `replacing`, and otherwise removed. Start and end token stay.
+    Source: VSE∞ and PCME++'s public code (0.2, 0.5, 0.1).
 
     VSE∞ chooses whole words and has BERT's mask token. PCME++'s public code chooses single tokens, masks with
     MASK_TOKEN, and replaces with one of the first 30,522 tokens (as many as BERT has); here replacements are any of
-    CLIP's words and parts of words (but for token 0, which fills the end).
+    CLIP's words and parts of words except token 0, the padding.
 
     Args:
         tokens_BL: as CLIP's tokenizer gives them, on the CPU.
-        generator: torch's; nothing else is drawn from. The draws are those of the whole (B, L): rows augmented one by
-            one, each from a generator of its own, do not depend on their batch.
+        generator: source of all draws, which are made for the whole (B, L).
         word_end_V: (V,) bool, whether a token ends a word (`Tokenizer.word_ends`), to choose whole words; None to
             choose tokens.
         ids: of the tokenizer; by default CLIP's.
     """
     draw_BL = torch.rand(tokens_BL.shape, generator=generator)
     random_BL = torch.randint(1, ids.stop, tokens_BL.shape, generator=generator)
-    behind_BL = tokens_BL == 0 if ids.end is None else (tokens_BL == ids.end).cumsum(1) > 0
-    is_word_BL = (tokens_BL < ids.stop) & ~behind_BL
+    after_end_BL = tokens_BL == 0 if ids.end is None else (tokens_BL == ids.end).cumsum(1) > 0
+    is_word_BL = (tokens_BL < ids.stop) & ~after_end_BL
     if word_end_V is not None:  # a word's first token draws for all of it
-        begins_BL = torch.ones_like(is_word_BL)
-        begins_BL[:, 1:] = (word_end_V[tokens_BL] | ~is_word_BL)[:, :-1]
+        first_BL = torch.ones_like(is_word_BL)
+        first_BL[:, 1:] = (word_end_V[tokens_BL] | ~is_word_BL)[:, :-1]
         position_L = torch.arange(tokens_BL.shape[1])
-        draw_BL = draw_BL.gather(1, (position_L * begins_BL).cummax(1).values)
+        draw_BL = draw_BL.gather(1, (position_L * first_BL).cummax(1).values)
     share_BL = torch.where(is_word_BL, draw_BL / ratio if ratio else torch.inf, torch.inf)
     result = torch.where(share_BL < masking + replacing, random_BL, tokens_BL)
     result = torch.where(share_BL < masking, ids.mask, result)
     out_BL = (share_BL >= masking + replacing) & (share_BL < 1)
-    order_BL = out_BL.int().argsort(dim=1, stable=True)  # what is left out goes behind the padding
+    order_BL = out_BL.int().argsort(dim=1, stable=True)  # removed tokens become padding at the end
     return result.masked_fill(out_BL, 0).gather(1, order_BL)
 
 
@@ -220,7 +217,7 @@ def _draw_elements(
 def _draw_batch(
     rng, mixup_alpha: float, cutmix_alpha: float, switch: float, prob: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same for a whole batch, (1,) float64 and (1,)."""
+    """λ and CutMix or not for a whole batch, (1,) float64 and (1,)."""
     if rng.random() >= prob:
         return np.ones(1), np.zeros(1, dtype=bool)
     both = mixup_alpha > 0 and cutmix_alpha > 0

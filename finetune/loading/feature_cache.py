@@ -1,10 +1,10 @@
-"""Features of a frozen image tower, computed once and kept, so that heads and text towers train at their own speed.
+"""Cache of a frozen image tower's features, so that heads and text towers train without it.
 
-    FOLDER/KEY/features.f16   (N, width) float16, memory-mapped, a row an image
+    FOLDER/KEY/features.f16   (N, width) float16, memory-mapped, one row per image
     FOLDER/KEY/about.json     {"count", "width", "failures": {index: reason}}, written last
 
-KEY is a digest of the trunk's weights, its preprocessing, and the images. A row of an image that cannot be read stays
-zero and is reported as a failure of that image whenever it is asked for.
+KEY is a digest of the trunk's weights, its preprocessing, and the images. The row of an unreadable image stays zero;
+reading it raises BadSample.
 """
 
 from __future__ import annotations
@@ -62,18 +62,17 @@ def cache_features(
     workers: int = 0,
     failure_share: float = 0.05,
 ) -> CaptionDataset:
-    """The same images and captions with features in place of pixels; the networks then read those.
+    """The same images and captions with features instead of pixels; collective.
 
-    The first process computes what is not there yet, with progress; the others wait. Collective.
+    The first process computes missing features, with progress, while the others wait.
 
     Args:
-        networks: models with equal image trunks, which must stay as they are; their image towers read features from
-            now on.
-        transform: PIL image -> (3, H, W), the evaluation's: random crops cannot be kept.
-        device: for computing them; the first one's image tower is moved there.
+        networks: models with equal, frozen image trunks; their image towers read features from now on.
+        transform: PIL image -> (3, H, W), the evaluation's, without random crops.
+        device: computes the features; the first network's image tower is moved there.
 
     Raises:
-        UserError: an uncertainty branch with blocks of its own, too many unreadable images, a folder that cannot be
+        UserError: the uncertainty branch has its own blocks, too many unreadable images, a folder that cannot be
             written, features beyond float16, networks with different trunks. On all processes.
     """
     tower = networks[0].image_tower.to(device)

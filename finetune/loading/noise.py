@@ -1,7 +1,7 @@
-"""Noisy correspondence: captions that are moved to wrong images on purpose, and stay there for the whole run.
+"""Noisy correspondence: a share of the captions is moved to wrong images, once for the whole run.
 
-A share of the captions, drawn once, has its images permuted among itself, as in NCR. What is kept is one array: for
-each caption of the clean data the index of the image that it was given, `noise.npy` in the run folder.
+The images of these captions are permuted among themselves, as in NCR. `noise.npy` in the run folder keeps the index of
+the image of each caption of the clean data.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from probemb.errors import UserError
 from probemb.files import replace_file
 
 NOISE_FILE = "noise.npy"
-_LEAST_MOVED = 0.9  # of the ratio, in a file drawn elsewhere: a few captions come back to their own image by chance
+_LEAST_MOVED = 0.9  # of the ratio: a few captions return to their own image by chance
 
 
 def shuffle_captions(dataset: CaptionDataset, ratio: float, seed: int) -> tuple[CaptionDataset, np.ndarray]:
     """The data with a share of its captions at wrong images, and the image of each caption, (M,) int64.
 
-    Every image keeps its number of captions. Of the floor(ratio · M) captions drawn, the few whose permutation leads
-    back to their own image stay right. Source: NCR §4.1; PCME++ Table 2 (20 % and 50 %).
+    Every image keeps its number of captions. Of the floor(ratio · M) captions drawn, a few may return to their own
+    image. Source: NCR §4.1; PCME++ Table 2 (20 % and 50 %).
 
     Raises:
         UserError: the ratio is not in [0, 1].
@@ -57,8 +57,8 @@ def assign_captions(dataset: CaptionDataset, image_of: np.ndarray) -> CaptionDat
 
     scenes = dataset.scenes
     if scenes is not None:
-        told = move([captions for _, captions in scenes])
-        scenes = [(scene, captions) for (scene, _), captions in zip(scenes, told)]
+        moved = move([captions for _, captions in scenes])
+        scenes = [(scene, captions) for (scene, _), captions in zip(scenes, moved)]
     ids = dataset.caption_ids
     return replace(
         dataset, captions=move(dataset.captions), caption_ids=None if ids is None else move(ids), scenes=scenes
@@ -68,10 +68,10 @@ def assign_captions(dataset: CaptionDataset, image_of: np.ndarray) -> CaptionDat
 def noisy_captions(
     dataset: CaptionDataset, ratio: float, seed: int, folder: Path, write: bool = True
 ) -> CaptionDataset:
-    """`shuffle_captions`, kept as `noise.npy` in the run folder; a file that is there already decides.
+    """`shuffle_captions`, kept as `noise.npy` in the run folder; an existing file is used instead.
 
     Args:
-        write: False on all ranks but the first, which draw the same.
+        write: write the file; the other ranks draw the same.
 
     Raises:
         UserError: the file there does not fit the data or the ratio.
@@ -95,7 +95,7 @@ def save_noise(path: Path, image_of: np.ndarray) -> None:
 
 def load_noise(path: Path, dataset: CaptionDataset, ratio: float) -> np.ndarray:
     """The image of each caption, (M,) int64. Raises UserError if the file does not fit the clean data or the ratio."""
-    remedy = "Resume with the data and the noise ratio of that run, or begin a new one."
+    remedy = "Resume with the data and the noise ratio of that run, or start a new one."
     try:
         image_of = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:

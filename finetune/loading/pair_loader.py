@@ -5,8 +5,8 @@
         for batch in loader.epoch(epoch):
             ...
 
-The global batches, the random crops and what stands in for an unreadable image are functions of the seed, the epoch
-and the pair alone: they are the same for every number of processes that divides the batch, and of workers.
+The global batches, the random crops and the replacements of unreadable images are functions of the seed, the epoch
+and the pair alone: they are the same for every number of workers, and of processes that divides the batch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ class PairLoader:
     """Batches of training pairs for one rank.
 
     Args:
-        dataset: images and captions; each caption is one pair. What does not fill a whole global batch at the end
-            of an epoch's order is left out of that epoch.
+        dataset: images and captions; each caption is one pair. An incomplete last batch is left out of its epoch.
         transform: PIL image -> (3, H, W) float32. It may draw from the global random numbers of torch, numpy and
-            Python, which are seeded for every pair; their states in this process are left as they were.
+            Python, which are seeded for every pair and restored afterwards.
         tokenizer: list of n captions -> (n, L) int64.
         batch_size: the global batch, over all ranks.
         seed: any integer.
         rank, world: of this process; `world` divides `batch_size`. Rank r has rows [r·b, (r+1)·b) of a global batch.
-        workers: processes that prepare batches ahead and stay for the whole run; 0 prepares them in this one.
-        prefetch: batches that each worker prepares ahead.
+        workers: processes that prepare batches ahead; 0 prepares them in this one.
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
         failure_share: the run stops when more than this share of this rank's pairs cannot be used,
         failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
@@ -52,7 +50,6 @@ class PairLoader:
         n_pairs: number of captions, those left out of an epoch included.
         rows: rows of every global batch that this rank gets, b.
         waited: seconds spent waiting for data so far.
-        failures: by name of the image, what this rank could not use since the process started.
 
     Raises:
         UserError: on construction for settings that do not fit each other or the data, or images that are not here;
@@ -70,16 +67,12 @@ class PairLoader:
         world: int = 1,
         workers: int = 0,
         *,
-        prefetch: int = 2,
         pin_memory: bool = False,
         failure_share: float = 0.05,
         failure_minimum: int = 1000,
     ):
-        if workers < 0 or prefetch < 1:
-            raise UserError(
-                f"{workers} workers with a prefetch of {prefetch} batches cannot work.",
-                "Use 0 or more workers and a prefetch of at least 1.",
-            )
+        if workers < 0:
+            raise UserError(f"{workers} workers cannot work.", "Use 0 or more workers.")
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
         self.n_pairs = dataset.n_captions
@@ -106,7 +99,6 @@ class PairLoader:
             batch_sampler=self._sampler,
             collate_fn=whole,
             persistent_workers=workers > 0,
-            prefetch_factor=prefetch if workers else None,
             multiprocessing_context="fork" if workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # otherwise each epoch would draw from the global random numbers
@@ -126,7 +118,7 @@ class PairLoader:
     def _iterate(self, turn: int) -> Iterator[PairBatch]:
         while True:
             if turn != self._turn or self._loader is None:
-                raise ValueError("another epoch was begun, or the loader was closed")
+                raise ValueError("another epoch was started, or the loader was closed")
             began = time.perf_counter()
             try:
                 if self._sampler.fresh:
@@ -147,7 +139,7 @@ class PairLoader:
         first = self._batches is None
         with starting_workers():
             self._batches = iter(self._loader)
-        if first and self._loader.num_workers:  # later than PyTorch, and so run before what it does at the end
+        if first and self._loader.num_workers:  # registered after PyTorch's own, so run before it
             atexit.register(_close, weakref.ref(self))
 
     def order(self, n: int) -> np.ndarray:
@@ -156,7 +148,7 @@ class PairLoader:
 
     @property
     def identity(self) -> dict[str, int | str]:
-        """What the batches depend on; a run must be resumed with the same."""
+        """Everything that the batches depend on; a run must be resumed with the same."""
         digest = hashlib.sha256()
         for one, texts in zip(self._dataset.image_ids, self._dataset.captions):
             digest.update(f"{one}\0{len(texts)}\0".encode(errors="replace"))
@@ -165,9 +157,9 @@ class PairLoader:
         return {"pairs": digest.hexdigest()[:16], "batch_size": self.batch_size, "seed": self.seed}
 
     def close(self) -> None:
-        """End the workers; also happens by itself when the loader is dropped, and when the interpreter ends."""
+        """End the workers; dropping the loader or ending the interpreter does the same."""
         batches, self._batches, self._loader = self._batches, None, None
-        # PyTorch does this when the last reference goes, but the traceback of an error may hold one for ever.
+        # PyTorch does this when the last reference goes, but the traceback of an error may keep one.
         shut_down = getattr(batches, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
@@ -180,6 +172,7 @@ class PairLoader:
 
     @property
     def failures(self) -> dict[str, Failure]:
+        """By name of the image, what this rank could not use since the process started."""
         return self._tally.failures
 
     def _count(self, failures: list[tuple[str, str]]) -> None:
@@ -194,7 +187,7 @@ class PairLoader:
 
 
 def refuse_unusable(dataset: CaptionDataset, share: float) -> None:
-    """Raises UserError if images are not here, or listing has found more than this share of samples unusable."""
+    """Raise UserError if images are missing, or listing found more than this share of samples unusable."""
     bad, total = dataset.images.bad, len(dataset) + len(dataset.images.bad)
     of = f", split '{dataset.split}'," if dataset.split else ""
     if len(bad) > share * total:
@@ -205,7 +198,7 @@ def refuse_unusable(dataset: CaptionDataset, share: float) -> None:
 
 
 class _Rows:
-    """Batch sampler: for each step of the epoch that was begun, (epoch, step, row) of every row of one rank."""
+    """Batch sampler: (epoch, step, row) of every row of one rank, for each step of the current epoch."""
 
     def __init__(self, first: int, rows: int, steps: int):
         self.first, self.rows, self.steps = first, rows, steps

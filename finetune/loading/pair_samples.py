@@ -1,4 +1,4 @@
-"""From a place in an epoch to a training pair: read, decode, transform, tokenise; and what replaces a bad image."""
+"""Read, decode, transform and tokenise training pairs; replace unreadable images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from probemb.data.failures import BadSample
 from probemb.data.randomness import isolated_randomness, seed_all
 from probemb.errors import UserError
 
-_ORDER, _TRANSFORM = "order", "transform"  # what a random number is for
+_ORDER, _TRANSFORM = "order", "transform"  # uses of random numbers
 
 
 class PairBatch(NamedTuple):
@@ -66,7 +66,7 @@ class Pairs:
         try:
             with isolated_randomness():
                 return self._batch(rows, failures), failures
-        except UserError as error:  # PyTorch could not hand it over: its exceptions take one argument
+        except UserError as error:  # PyTorch rebuilds exceptions from one argument
             return error, failures
 
     def _batch(self, rows: list[tuple[int, int, int]], failures: list) -> PairBatch:
@@ -88,7 +88,7 @@ class Pairs:
         return PairBatch(images, torch.stack(tokens), owner, torch.tensor(pairs))
 
     def _row(self, epoch: int, step: int, row: int, failures: list) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """The pair of a row; if its image cannot be used, the next one of the global batch that can, as it is there."""
+        """The pair of a row; if its image cannot be used, the next usable pair of the global batch."""
         if epoch != self._epoch:
             self._epoch, self._order = epoch, epoch_order(len(self.texts), self.batch_size, self.seed, epoch)
         batch = self._order[step]
@@ -112,7 +112,7 @@ class Pairs:
             return self.transform(image), torch.as_tensor(self.tokenizer([self.texts[pair]]))[0]
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # an odd image must not stop a run; a wrong transform fails on all of them
+        except Exception as error:  # one bad image must not stop a run
             raise BadSample(f"the transform or tokenizer failed ({type(error).__name__}: {error})") from None
 
 

@@ -1,4 +1,4 @@
-"""What a method is, and what it sees of a step. N pairs of the whole batch of all ranks, D dimensions.
+"""The interface of methods. N pairs of the whole batch of all ranks, D dimensions.
 
 A family's file imports torch and the losses inside functions: `--help` reads the options of a method and nothing else.
 """
@@ -34,7 +34,7 @@ class Batch:
     step          since the start of the run
     generator     on the embeddings' device, seeded alike on every rank
     network       which of the method's networks embedded them, from 0
-    by_other      () -> images, texts: the same pairs embedded by the other network, without gradient; None if alone
+    by_other      () -> images, texts: the same pairs, embedded by the other network without gradient; None if alone
     """
 
     images: Encoded
@@ -67,7 +67,7 @@ class Method:
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
         wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`).
         soft_labels: whether mixed images and label smoothing make sense.
-        trained: False measures the model as it comes.
+        trained: False only evaluates the pretrained model.
         distances: whether the configuration's `distance` is the loss' distance.
         trains: the model's own scalars that the loss uses; the others stay constant.
         networks: number of models trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.

@@ -1,4 +1,4 @@
-"""Point embeddings compared by the cosine: InfoNCE, triplets and what was added to them, and CLIP as it comes."""
+"""Point embeddings compared by the cosine: InfoNCE, triplet losses, and pretrained CLIP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InfoNCE(Method):
-    """CLIP's loss with a multiplier of its own, its target shared among the captions of an image."""
+    """CLIP's loss with a separate multiplier; the target is shared among the captions of an image."""
 
     @dataclass(frozen=True)
     class Options:
@@ -124,7 +124,7 @@ class DAA(VSE):
 
 
 class ZeroShot(Method):
-    """CLIP as it comes: nothing is trained."""
+    """Pretrained CLIP: nothing is trained."""
 
     trained = False
 

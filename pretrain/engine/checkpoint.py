@@ -6,11 +6,11 @@
         random.safetensors      RANK.GENERATOR: random state of every rank
         state.json              everything else: the caller's state, step counts, sizes and SHA-256 of the files
 
-A checkpoint appears under its name only when it is complete and on disk. The folder must be one that all ranks see.
-Continuing at the same stage and number of ranks is exact to the bit on a CPU; otherwise only the order of sums differs.
+A checkpoint appears under its name only when it is complete and on disk, in a folder that all ranks share.
+Resuming at the same stage and number of ranks is exact to the bit on a CPU; otherwise only the order of sums differs.
 
-`take_snapshot` needs all ranks and a standing engine: a copy in rank 0's memory. `Snapshot.write` needs time, and can
-run in a thread while training goes on.
+`take_snapshot` copies the state to rank 0's memory, between steps; `Snapshot.write` can run in a thread while training
+continues.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
     """Copy the training state to rank 0's memory (12 bytes a parameter); collective, between two optimizer steps.
 
     Args:
-        state: what the caller wants back from `load_checkpoint`; anything JSON can hold, the same on all ranks.
+        state: the caller's own, returned by `load_checkpoint`; JSON, the same on all ranks.
 
     Returns:
         None on the other ranks.
     """
-    json.dumps(state, allow_nan=False)  # raises on every rank alike, before any of them waits for another
+    json.dumps(state, allow_nan=False)  # raises on every rank before the first collective
     held = EngineState(engine)
     whole, moments, steps = full_state_dict(engine), held.moments(), held.steps()
     generators = all_of(random_state())
@@ -84,14 +84,14 @@ def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
 
 
 def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[str, Any]:
-    """Put an engine back to where `take_snapshot` found it; collective, before the first or between two steps.
+    """Restore an engine from a snapshot; collective, between two steps.
 
     Restores weights, buffers, Adam's moments and counts, learning rates, the engine's counters, and random states.
-    Betas, eps and weight decay stay the engine's: they are configuration. A rank that the checkpoint does not have gets
-    random states drawn from rank 0's and its own number.
+    Betas, eps and weight decay are configuration. A rank that the checkpoint does not have gets random states drawn
+    from rank 0's and its own number.
 
     Args:
-        verified: the files have just been compared with their sums; not done again.
+        verified: the files' sums have already been checked.
 
     Returns:
         what `read_state` returns.

@@ -84,7 +84,7 @@ def make_engine(
 
 
 def import_deepspeed():
-    """DeepSpeed without its chatter: on import it asks the linker which libraries it could build against."""
+    """DeepSpeed without the output that its import prints."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     warnings.filterwarnings("ignore", module="deepspeed")
     with _quiet_stderr():
@@ -111,7 +111,7 @@ def start_deepspeed(timeout_minutes: float = 30, device: torch.device | None = N
 
 @contextlib.contextmanager
 def _quiet_stderr():
-    """Nothing reaches the terminal's stderr, not from child processes either; exceptions do."""
+    """Discard stderr, of child processes too; exceptions pass."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

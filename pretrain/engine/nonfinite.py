@@ -1,8 +1,7 @@
 """NaN and Inf: detected before the optimizer steps, traced to the samples, reported to all ranks.
 
-Whether anything is wrong is one flag on the device. Only when it is set on some rank do the ranks look closer: a value
-spreads from one sample to the loss of every rank through the gathered embeddings, so that the first place where it
-shows is looked for, in the order in which a step computes.
+Detection is one flag on the device. Only if a rank sets it do the ranks search for the origin: as one sample's value
+spreads to every rank's loss through the gathered embeddings, the report names the first affected stage of the step.
 """
 
 from __future__ import annotations
@@ -69,18 +68,14 @@ def _bad_rows(tensors: list[Tensor]) -> list[int]:
 
 
 def culprits(reports: list[dict]) -> list[dict]:
-    """The reports of the ranks where it shows first."""
+    """The reports of the ranks that are affected first."""
     stages = [report["stage"] for report in reports]
     first = next(stage for stage in STAGES if stage in stages)
     return [report for report in reports if report["stage"] == first]
 
 
 def as_error(step: int, reports: list[dict], where: str) -> UserError:
-    """One sentence for people, from every rank's report; the same on all ranks.
-
-    Args:
-        where: the file that has all of it.
-    """
+    """The error made of every rank's report, the same on all ranks; `where` names the file with all reports."""
     found = culprits(reports)
     keys = [key for report in found for key in report["keys"]]
     ranks = ", ".join(str(report["rank"]) for report in found)
@@ -89,6 +84,6 @@ def as_error(step: int, reports: list[dict], where: str) -> UserError:
     return UserError(
         f"At step {step} the {found[0]['stage']} is NaN or Inf on rank {ranks} ({terms}), "
         f"for the samples {', '.join(keys[:SHOWN]) or '(unknown)'}{more}; nothing was stepped.",
-        f"All of it is in {where}; look at these samples, or lower optimizer.lr, and go on with --resume, "
+        f"The full report is in {where}; look at these samples, or lower optimizer.lr, and continue with --resume, "
         "or pass --on-nonfinite skip.",
     )

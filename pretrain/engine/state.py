@@ -1,19 +1,18 @@
 """The training state inside a DeepSpeed engine, by parameter name: read whole on rank 0, written in place, any stage.
 
 ZeRO cuts float32 parameters and Adam's moments into one flat tensor per rank and parameter group (stage 3: subgroup).
-What this file knows of it is only where each parameter's piece lies in them:
+This file only uses where each parameter's piece lies in them:
 
     stage 0     nothing is cut: every rank has everything
     stage 1, 2  `optimizer.bit16_groups`, `optimizer.single_partition_of_fp32_groups`, `parameter._hp_mapping`
     stage 3     `optimizer.fp16_groups`, `optimizer.fp32_partitioned_groups_flat`, `parameter.ds_tensor`
     1, 2, 3     `optimizer.averaged_gradients`, between the last backward pass of a step and the step
 
-These names, and what they hold, are what DeepSpeed's own checkpoints are made of. The public `safe_get_*` and
-`safe_set_*` functions are built on them too, but they see Adam's state of the first group only before it is linked
-again, need that state to exist, leave the model's own weights as they were, and fail at stage 3 where the number of
-elements is not a multiple of the number of ranks; working around all of that needs more internals than this.
+DeepSpeed's own checkpoints use the same names. The public `safe_get_*` and `safe_set_*` functions see Adam's state of
+the first group only until it is linked again, need that state to exist, do not change the model's own weights, and
+fail at stage 3 if the number of elements is not a multiple of the number of ranks.
 
-At the end: the random state of this process, which goes with it.
+The random state of this process is at the end.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class EngineState:
     """Access by name to the weights and the Adam state of an engine.
 
     Raises:
-        ValueError: the engine trains in a way that this does not cover: not plain Adam(W), a learning rate scheduler
-            (schedules are functions of the samples seen), parameters that are not float32, state that is offloaded.
+        ValueError: the engine has another optimizer than Adam(W), a learning rate scheduler (schedules are functions
+            of the samples seen), parameters that are not float32, or offloaded state.
     """
 
     def __init__(self, engine):
@@ -64,7 +63,7 @@ class EngineState:
         self.parameters = named_parameters(engine)
         self._check()
         names = {id(p): name for name, p in self.parameters.items()}
-        # What the optimizer steps instead of a parameter, and this rank's piece of it (None: none of it is here).
+        # The tensor that the optimizer steps for a parameter, and this rank's piece of it, or None.
         self.stepped: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece | None] = {}
         for flat, members in self._flat_groups():
@@ -107,10 +106,7 @@ class EngineState:
                 yield flat, members
 
     def moments(self) -> dict[str, Tensor]:
-        """{"exp_avg.NAME", "exp_avg_sq.NAME"}: whole, float32, CPU, on rank 0; empty on the others. Collective.
-
-        Before the first step they are zero.
-        """
+        """{"exp_avg.NAME", "exp_avg_sq.NAME"}: whole, float32, CPU, on rank 0; empty on the others. Collective."""
         out = {}
         for name, stepped in self.stepped.items():
             held = self.optimizer.state.get(stepped, {})
@@ -133,12 +129,12 @@ class EngineState:
 
     @torch.no_grad()
     def load(self, weight: Callable[[str], Tensor], moment: Callable[[str], Tensor], steps: Mapping[str, int]) -> None:
-        """Write weights, buffers, moments and step counts into the engine, in place.
+        """Write weights, buffers, moments and step counts into the engine, in place; every rank reads.
 
-        Not collective: every rank reads. Args:
-            weight: the whole tensor of a parameter or buffer, by name.
-            moment: the whole tensor of "exp_avg.NAME" or "exp_avg_sq.NAME".
-            steps: as `steps()` gives it.
+        Args:
+            weight: name of a parameter or buffer -> the whole tensor.
+            moment: "exp_avg.NAME" or "exp_avg_sq.NAME" -> the whole tensor.
+            steps: as returned by `steps()`.
         """
         for name, buffer in named_buffers(self.engine).items():
             buffer.copy_(weight(name))
@@ -156,7 +152,7 @@ class EngineState:
     def _load_adam(self, moment: Callable[[str], Tensor], steps: Mapping[str, int]) -> None:
         counts: dict[Tensor, int] = {}
         for name, stepped in self.stepped.items():
-            # ZeRO has one count for a group. Counts differ only if stage 0 left out parameters that had no gradient.
+            # ZeRO has one count per group; counts differ only if stage 0 skipped parameters without gradient.
             counts[stepped] = max(counts.get(stepped, 0), steps[name])
             state = self._adam_state(stepped)
             for key in MOMENTS:
@@ -169,7 +165,7 @@ class EngineState:
             self.optimizer.state[stepped]["step"].fill_(count)
 
     def _adam_state(self, stepped: Tensor) -> dict[str, Tensor]:
-        """The state as torch's Adam would create it at its first step. In place if it is there: ZeRO holds views."""
+        """Adam's state, created as in its first step if missing; never replaced, as ZeRO holds views."""
         state = self.optimizer.state[stepped]
         if not state:
             options = self.optimizer.defaults
@@ -188,10 +184,9 @@ def gradient_norm(engine) -> Tensor:
 
 @torch.no_grad()
 def discard_step(engine) -> None:
-    """In place of `engine.step()`: drop the gradients; weights, moments and their counts stay. Collective.
+    """Drop the gradients instead of `engine.step()`; weights, moments and counts stay. Collective.
 
-    ZeRO itself refuses a step whose gradient norm is not finite, and clears up all that belongs to it: it gets one.
-    Stage 0 has no such way, but what it calls to step is torch's optimizer.
+    ZeRO skips a step with an infinite gradient norm and cleans up after it; at stage 0 torch's optimizer is disabled.
 
     Raises:
         RuntimeError: this version of DeepSpeed took the step nevertheless.
@@ -208,7 +203,7 @@ def discard_step(engine) -> None:
         gradient.fill_(float("inf"))
     engine.step()
     for gradient in gradients:
-        gradient.zero_()  # stage 3 keeps its buffers, and never writes the padding in them
+        gradient.zero_()  # stage 3 keeps its buffers and never writes their padding
     if not engine.optimizer.overflow:
         raise RuntimeError("this version of DeepSpeed steps with infinite gradients: steps cannot be skipped with it")
 
@@ -221,28 +216,28 @@ def _gradients(engine) -> list[Tensor]:
 
 
 def named_parameters(engine) -> dict[str, nn.Parameter]:
-    """The module's parameters; names are the same whether the module is compiled or not, shared ones come once."""
+    """The module's parameters under their uncompiled names, shared ones once."""
     return {_plain(name): p for name, p in engine.module.named_parameters()}
 
 
 def named_buffers(engine) -> dict[str, Tensor]:
-    """The module's buffers that belong to its state."""
+    """The module's persistent buffers."""
     entries = engine.module.state_dict(keep_vars=True).items()
     return {_plain(name): t for name, t in entries if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
 
 
 def shapes(engine) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of all parameters and buffers, also of parameters that are cut."""
+    """Shapes of all parameters and buffers before ZeRO cuts them."""
     tensors = {**named_parameters(engine), **named_buffers(engine)}
     return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in tensors.items()}
 
 
 def full_state_dict(engine, prefix: str = "") -> dict[str, Tensor]:
-    """The state dict of `engine.module`, or of the submodule whose names begin with `prefix`; collective.
+    """The state dict of `engine.module`, or of its entries under `prefix`; collective.
 
     Returns:
         {name without prefix: whole float32 tensor on the CPU} (buffers in their own type) on rank 0, a copy;
-        {} on the others. A shared parameter comes under each of its names.
+        {} on the others. A shared parameter has an entry for each of its names.
     """
     out: dict[str, Tensor] = {}
     done: dict[int, Tensor | None] = {}
@@ -269,7 +264,7 @@ def _plain(name: str) -> str:
 
 
 def _mapped_piece(p: nn.Parameter) -> Piece | None:
-    """Stages 1 and 2: the piece may begin and end anywhere in the parameter; None if this rank has no part of it."""
+    """Stages 1 and 2: any piece of the parameter; None if this rank has no part of it."""
     if p._hp_mapping is None:
         return None
     inside, here = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
@@ -277,14 +272,14 @@ def _mapped_piece(p: nn.Parameter) -> Piece | None:
 
 
 def _partition_piece(p: nn.Parameter, offset: int) -> Piece:
-    """Stage 3: each rank has an equal part of every parameter, and the last ones are padded."""
+    """Stage 3: an equal part of every parameter on each rank, the last ones padded."""
     size = p.partition_numel()
     start = min(p.ds_numel, size * dist.get_rank(p.ds_process_group))
     return Piece(start, min(size, p.ds_numel - start), offset)
 
 
 def _fill_partition(p: nn.Parameter, whole: Tensor) -> None:
-    """Stage 3: this rank's part, and the whole parameter where it is in memory now."""
+    """Stage 3: fill this rank's part, and the whole parameter if it is in memory."""
     piece = _partition_piece(p, 0)
     p.ds_tensor.zero_()  # the padding is uninitialised memory
     piece.of(p.ds_tensor).copy_(piece.cut(whole))
@@ -293,10 +288,9 @@ def _fill_partition(p: nn.Parameter, whole: Tensor) -> None:
 
 
 def _whole_on_main(p: nn.Parameter, piece: Piece | None, source: Tensor, device: torch.device) -> Tensor | None:
-    """A cut tensor, put together on rank 0's CPU: all ranks' pieces of `source` in their places; collective.
+    """A cut tensor, assembled on rank 0's CPU from all ranks' pieces in `source`; collective.
 
-    Every element is on exactly one rank, so summing puts them together; as integers every bit survives (the float sum
-    of -0 and 0 is 0).
+    Every element is on exactly one rank, so a sum assembles them; as integers, every bit survives (-0 + 0 is 0).
     """
     shape = getattr(p, "ds_shape", p.shape)
     whole = torch.zeros(shape.numel(), dtype=torch.int32, device=device)
@@ -324,10 +318,10 @@ def random_state() -> dict[str, Tensor]:
 
 
 def choose_random_state(stored: Mapping[str, Tensor], stored_ranks: int) -> dict[str, Tensor] | int:
-    """This rank's part of {"RANK.GENERATOR": tensor}, tried out; a seed, drawn from rank 0's, where it has none.
+    """This rank's part of {"RANK.GENERATOR": tensor}, or a seed drawn from rank 0's if it has none.
 
     Raises:
-        ValueError: something is missing, or is not the state of a generator.
+        ValueError: a state is missing or invalid.
     """
     rank = distributed.rank()
     try:
@@ -356,7 +350,7 @@ def _python_state(state: dict[str, Tensor]) -> tuple:
 
 
 def set_random_state(state: dict[str, Tensor] | int) -> None:
-    """Of `random_state` or `choose_random_state`; a GPU's only where there is one, and was one."""
+    """Restore a result of `random_state` or `choose_random_state`, without the GPU's part if there is no GPU."""
     if isinstance(state, int):
         torch.manual_seed(state)
         np.random.seed(state)

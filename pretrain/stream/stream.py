@@ -1,10 +1,10 @@
 """The stream of training batches: a pure function of the data, the seed and the position.
 
-    stream = Stream(read_index("data/cc3m"), batch_size=1024, transform=train, tokenizer=tokenizer, seed=0, workers=4)
+    stream = Stream(read_index("data/cc3m"), Settings(batch_size=1024, workers=4), transform, tokenizer)
     for batch in stream:  # endless: epochs roll on
         engine(batch.images, batch.tokens)
 
-`order.py` says which sample stands where. A rank owns a contiguous run of the lanes, which is a contiguous run of the
+`order.py` defines the order of the samples. A rank owns a contiguous run of the lanes, which is a contiguous run of the
 rows of every global batch, and its workers share out these rows. So the global batches are the same for every world
 size that divides the lanes and for any number of workers, and the position is one integer, the samples seen.
 """
@@ -62,39 +62,73 @@ class Batch:
     samples_seen: int
 
 
-class Stream:
-    """Endless batches for one rank; see the module for what they depend on. An iterator, and a context that closes it.
+@dataclass(frozen=True)
+class Settings:
+    """How a `Stream` orders and loads its samples.
 
     Args:
-        shards: shards of one corpus, or a `Corpus` each for those to be mixed.
         batch_size: the global batch, over all ranks.
-        transform: PIL image -> (3, H, W) float32. It may draw from the global random numbers of torch, numpy and
-            Python, which are seeded for every sample; their states in this process are left as they were.
-        tokenizer: list of n captions -> (n, L) int64.
         seed: any integer.
         lanes: see `Order`; None takes the largest divisor of the batch that is at most 64. A run keeps its lanes.
         window: number of samples of a shard that are shuffled together.
-        rank, world_size: of this process; `world_size` divides `lanes`.
+        caption: which of a sample's captions: "random" draws one per epoch, "first" takes the first.
         workers: processes that prepare batches ahead; 0 prepares them in this one.
-        start_samples: position to start from, a multiple of `batch_size`.
-        steps: number of batches after which to stop, None for no end.
-        caption: which of a sample's captions: "random" draws one anew in each epoch, "first" takes the first.
-        failure_share: the run stops when more than this share of this rank's samples cannot be used,
-        failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
         prefetch: batches that workers prepare ahead, each of rows · (3·H·W·4 + L·8) bytes of shared memory.
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
         draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
-            enough pixels even then (see `CropDraft`): faster, but not the same to the last bit where it applies.
+            enough pixels even then (see `CropDraft`): faster, but not bit-identical where it applies.
+        failure_share: the run stops when more than this share of this rank's samples cannot be used,
+        failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
         cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
             temporary one that ends with the stream.
-        cache_gib: the largest size of either; it holds a shard for each lane of this machine, and the next one.
-        fetch: how patiently remote shards are fetched.
+        cache_gib: its largest size; it holds a shard for each lane of this machine, and the next one.
+        fetch: retries and timeouts of remote shards.
+    """
+
+    batch_size: int
+    seed: int = 0
+    lanes: int | None = None
+    window: int = 4096
+    caption: str = "random"
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    draft: bool = False
+    failure_share: float = 0.05
+    failure_minimum: int = 1000
+    cache: str | None = None
+    cache_gib: float = 100.0
+    fetch: FetchPolicy = DEFAULT_POLICY
+
+    def __post_init__(self):
+        if self.caption not in CAPTIONS:
+            raise UserError(
+                f"'{self.caption}' is no way to choose a caption.{nearest(self.caption, CAPTIONS)}",
+                f"Use one of: {', '.join(CAPTIONS)}.",
+            )
+        if self.workers < 0 or self.prefetch < 1:
+            raise UserError(
+                f"{self.workers} workers with a prefetch of {self.prefetch} batches cannot work.",
+                "Use 0 or more workers and a prefetch of at least 1.",
+            )
+
+
+class Stream:
+    """Endless batches for one rank, as an iterator and a context manager; see the module for what they depend on.
+
+    Args:
+        shards: shards of one corpus, or a `Corpus` each for those to be mixed.
+        transform: PIL image -> (3, H, W) float32. It may draw from the global random numbers of torch, numpy and
+            Python, which are seeded for every sample and restored afterwards.
+        tokenizer: list of n captions -> (n, L) int64.
+        rank, world_size: of this process; `world_size` divides the lanes.
+        start_samples: position to start from, a multiple of the batch size.
+        steps: number of batches after which to stop, None for no end.
 
     Attributes:
         order: the `Order`: steps in an epoch, what is dropped.
         samples_seen: the position after the last batch handed out, over all ranks.
         rows: rows of every global batch that this rank gets, b.
-        failures: by label of the shard (see `labels_of`), what this rank could not use since the process started.
         wait_seconds: time spent inside `next` so far.
 
     Raises:
@@ -105,99 +139,49 @@ class Stream:
     def __init__(
         self,
         shards: Sequence[Shard] | Sequence[Corpus],
-        *,
-        batch_size: int,
+        settings: Settings,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
-        seed: int = 0,
-        lanes: int | None = None,
-        window: int = 4096,
+        *,
         rank: int = 0,
         world_size: int = 1,
-        workers: int = 0,
         start_samples: int = 0,
         steps: int | None = None,
-        caption: str = "random",
-        failure_share: float = 0.05,
-        failure_minimum: int = 1000,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-        draft: bool = False,
-        cache: str | None = None,
-        cache_gib: float = 100.0,
-        fetch: FetchPolicy = DEFAULT_POLICY,
     ):
-        if caption not in CAPTIONS:
-            raise UserError(
-                f"'{caption}' is no way to choose a caption.{nearest(caption, CAPTIONS)}", _one_of(CAPTIONS)
-            )
-        if workers < 0 or prefetch < 1:
-            raise UserError(
-                f"{workers} workers with a prefetch of {prefetch} batches cannot work.",
-                "Use 0 or more workers and a prefetch of at least 1.",
-            )
-        corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
-        self.shards = [shard for corpus in corpora for shard in corpus.shards]
-        for path, times in Counter(shard.path for shard in self.shards).items():
-            if times > 1:
-                raise UserError(
-                    f"The shard {path} is named {times} times.",
-                    "Name every shard once, and say with data.weights what is to be seen more often.",
-                )
-        self.order = Order(
-            [shard.samples for shard in self.shards],
-            batch_size=batch_size,
-            lanes=lanes,
-            window=window,
-            seed=seed,
-            corpus=[number for number, corpus in enumerate(corpora) for _ in corpus.shards],
-            weights=[corpus.weight for corpus in corpora],
-        )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
+        corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
+        self.shards = [shard for corpus in corpora for shard in corpus.shards]
+        self.settings = settings
+        self.order = _make_order(corpora, settings)
         if self.order.lanes % world_size:
             fits = [n for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0]
             raise UserError(
                 f"{world_size} processes cannot share the data's {self.order.lanes} lanes evenly.",
-                f"Start {_listed(fits)} processes, or begin a new run with lanes that {world_size} divides.",
+                f"Start {_listed(fits)} processes, or start a new run with lanes that {world_size} divides.",
             )
         self.order.locate(start_samples)  # refuses a position inside a batch
-        self.samples_seen = start_samples
-        self.rows = batch_size // world_size
-        self._labels = labels_of(self.shards)
-        self.wait_seconds = 0.0
-        self._tally = Tally(failure_share, min(failure_minimum, self.order.steps * self.rows))
+        batch_size = settings.batch_size
+        self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._start, self._end = start_samples, None if steps is None else start_samples + steps * batch_size
-        self._caption, self._draft, self._pin = caption, draft, pin_memory
-
-        self._temporary_cache, shard_cache = None, None
-        remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
-        if remote:
-            self._temporary_cache = None if cache else TemporaryCache()
-            folder = Path(cache) if cache else self._temporary_cache.folder
-            shard_cache = ShardCache(folder, int(cache_gib * GIB), fetch)
-            largest = max(remote, key=lambda shard: shard.bytes)
-            if largest.bytes > shard_cache.limit:
-                raise UserError(
-                    f"{largest.path} has {largest.bytes / GIB:.2f} GiB, more than the cache of {cache_gib:g} GiB.",
-                    "Raise data.cache_gib to several times that, as each lane reads a shard of its own.",
-                )
-
-        parts = max(1, min(workers, self.rows))
+        self._labels = labels_of(self.shards)
+        minimum = min(settings.failure_minimum, self.order.steps * self.rows)
+        self._tally = Tally(settings.failure_share, minimum)
+        shard_cache = self._make_cache()
+        parts = max(1, min(settings.workers, self.rows))
         cuts = [self.rows * i // parts for i in range(parts + 1)]
-        first_row = rank * self.rows
         self._parts = list(pairwise(cuts))
         self._makers = [
             SampleMaker(
                 self.order,
                 self.shards,
                 self._labels,
-                first_row + start,
-                first_row + stop,
+                rank * self.rows + start,
+                rank * self.rows + stop,
                 transform=transform,
                 tokenizer=tokenizer,
-                caption=caption,
-                draft=draft,
+                caption=settings.caption,
+                draft=settings.draft,
                 cache=shard_cache,
             )
             for start, stop in self._parts
@@ -209,10 +193,31 @@ class Stream:
             ((self.rows, 2), torch.int64),
             ((self.rows,), torch.bool),
         )
-        self._prefetch = prefetch if workers else 0
+        self._prefetch = settings.prefetch if settings.workers else 0
         self._ring: list[Rows] = []
         self._team: Team | None = None
         self._closed = False
+
+    def _make_cache(self) -> ShardCache | None:
+        """The cache of remote shards, None if all are local."""
+        self._temporary_cache: TemporaryCache | None = None
+        remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
+        if not remote:
+            return None
+        settings = self.settings
+        if settings.cache:
+            folder = Path(settings.cache)
+        else:
+            self._temporary_cache = TemporaryCache()
+            folder = self._temporary_cache.folder
+        cache = ShardCache(folder, int(settings.cache_gib * GIB), settings.fetch)
+        largest = max(remote, key=lambda shard: shard.bytes)
+        if largest.bytes > cache.limit:
+            raise UserError(
+                f"{largest.path} has {largest.bytes / GIB:.2f} GiB, more than the cache of {settings.cache_gib:g} GiB.",
+                "Raise data.cache_gib to several times that, as each lane reads a shard of its own.",
+            )
+        return cache
 
     @property
     def epoch(self) -> int:
@@ -221,7 +226,7 @@ class Stream:
 
     @property
     def identity(self) -> dict[str, int | str]:
-        """What the order of the samples depends on; a run must be resumed with the same."""
+        """Everything that the order of the samples depends on; a run must be resumed with the same."""
         digest = hashlib.sha256()
         for shard, corpus in zip(self.shards, self.order.corpus.tolist(), strict=True):
             weight = self.order.weights[corpus]
@@ -233,7 +238,7 @@ class Stream:
             "lanes": order.lanes,
             "window": order.window,
             "seed": order.seed,
-            "caption": self._caption,
+            "caption": self.settings.caption,
         }
 
     def start(self) -> None:
@@ -243,7 +248,7 @@ class Stream:
             self._team = Team([partial(self._job, part) for part in range(len(self._parts))], ahead=self._prefetch)
 
     def close(self) -> None:
-        """End the workers and close the shards; also happens by itself when the stream is dropped."""
+        """End the workers and close the shards; dropping the stream does the same."""
         self._closed = True
         if self._team is not None:
             self._team.close()
@@ -266,10 +271,10 @@ class Stream:
         return self.load()
 
     def load(self, while_waiting: Callable[[], None] | None = None) -> Batch:
-        """The next batch. `while_waiting` is called about every half second that it is not there.
+        """The next batch; `while_waiting` is called about every half second until it is ready.
 
-        Whatever is raised, by `while_waiting` too, closes the stream; `samples_seen` is then the position before the
-        batch that never came. Raises StopIteration after the last one, and what `Team.collect` and the reader raise.
+        An error, of `while_waiting` too, closes the stream; `samples_seen` then is the position before that batch.
+        Raises StopIteration after the last batch, and what `Team.collect` and the reader raise.
         """
         if self._closed or self.samples_seen == self._end:
             self.close()
@@ -277,7 +282,9 @@ class Stream:
         began = time.perf_counter()
         try:
             self.start()
-            rows = Rows(*(torch.empty(shape, dtype=dtype, pin_memory=self._pin) for shape, dtype in self._kinds))
+            rows = Rows(
+                *(torch.empty(shape, dtype=dtype, pin_memory=self.settings.pin_memory) for shape, dtype in self._kinds)
+            )
             if self._team is None:
                 with isolated_randomness():
                     reports = [self._makers[0].fill(self.samples_seen, rows, while_waiting)]
@@ -302,6 +309,7 @@ class Stream:
 
     @property
     def failures(self) -> dict[str, Failure]:
+        """By label of the shard (see `labels_of`), what this rank could not use since the process started."""
         return self._tally.failures
 
     def _count(self, reports: list[Report]) -> None:
@@ -317,13 +325,29 @@ class Stream:
 
 
 def labels_of(shards: Sequence[Shard]) -> list[str]:
-    """What people read of each shard: its name, or its whole path where several corpora have one of that name."""
+    """Readable names of the shards: the file name, or the whole path where several shards share it."""
     counts = Counter(shard.name for shard in shards)
     return [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in shards]
 
 
-def _one_of(names: Sequence[str]) -> str:
-    return f"Use one of: {', '.join(names)}."
+def _make_order(corpora: Sequence[Corpus], settings: Settings) -> Order:
+    """The order of all samples. Raises UserError if a shard is named twice."""
+    shards = [shard for corpus in corpora for shard in corpus.shards]
+    for path, times in Counter(shard.path for shard in shards).items():
+        if times > 1:
+            raise UserError(
+                f"The shard {path} is named {times} times.",
+                "Name every shard once, and say with data.weights what is to be seen more often.",
+            )
+    return Order(
+        [shard.samples for shard in shards],
+        batch_size=settings.batch_size,
+        lanes=settings.lanes,
+        window=settings.window,
+        seed=settings.seed,
+        corpus=[number for number, corpus in enumerate(corpora) for _ in corpus.shards],
+        weights=[corpus.weight for corpus in corpora],
+    )
 
 
 def _listed(numbers: list[int]) -> str:

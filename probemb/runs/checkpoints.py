@@ -103,7 +103,7 @@ class Snapshot(NamedTuple):
         except OSError as error:
             raise UserError(
                 f"The checkpoint {target} could not be written: {error}.",
-                "Make room, or make the folder writable, and go on with --resume; checkpoints before are whole.",
+                "Make room, or make the folder writable, and continue with --resume; checkpoints before are whole.",
             ) from error
         return target
 

@@ -39,7 +39,7 @@ def newest_checkpoint(
             raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
         return newest
     if find_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
-        raise UserError(f"{run} already holds a run.", "Add --resume to go on with it, or choose another --out.")
+        raise UserError(f"{run} already holds a run.", "Add --resume to continue it, or choose another --out.")
     if run.exists() and (not run.is_dir() or _names(run)):
         raise UserError(f"{run} already holds something else.", "Choose another --out.")
     return None

@@ -22,6 +22,7 @@ import finetune.run
 from finetune.config import Config, check, with_method_file
 from finetune.loading.noise import NOISE_FILE
 from finetune.methods import METHODS
+from finetune.selection import Validator
 from finetune.trainer import Trainer
 from probemb import load_model
 from probemb.cli.command import run_command
@@ -168,7 +169,7 @@ def test_stopped_and_resumed_equals_undisturbed(method, more, stops, scenes, tmp
             assert run_here({**options, "out": stopped}, "--resume") == REQUEUE == 85
             assert interruption.steps == list(range(before + 1, at + 1))
         told = capsys.readouterr().out
-        assert f"stopped by {signal.Signals(number).name}; go on with --resume" in told
+        assert f"stopped by {signal.Signals(number).name}; continue with --resume" in told
     assert run_here({**options, "out": stopped}, "--resume") == 0
     assert f"resumed at step {last}" in capsys.readouterr().out
 
@@ -234,7 +235,7 @@ def test_two_processes_stop_together_and_go_on(scenes, tmp_path):
     job = Job(options, ranks=2, output=tmp_path / "log", prepare=_signal_at(2, rank_of_signal=1))
     assert job.wait() == [REQUEUE, REQUEUE], job.text()
     assert "engine  2 x cpu, fp32, batch 16 = 2 ranks x 8" in job.text()
-    assert "stopped by a signal to another rank; go on with --resume" in job.text()
+    assert "stopped by a signal to another rank; continue with --resume" in job.text()
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
     shutil.copytree(tmp_path / "run", tmp_path / "one")
     on = Job(options, "--resume", ranks=2, output=tmp_path / "on")
@@ -294,7 +295,7 @@ def test_the_best_epochs_model_is_kept_also_after_resuming(scenes, tmp_path, mon
     """Whatever the validation says, in this order."""
     scores = iter([50.0, 90.0, 70.0, 80.0])
     ways = {f"{way}_r{k}": 0.0 for way in ("i2t", "t2i") for k in (1, 5, 10)}
-    monkeypatch.setattr(finetune.run, "validate", lambda *_: {"rsum": next(scores), **ways})
+    monkeypatch.setattr(Validator, "measure", lambda *_: {"rsum": next(scores), **ways})
     options = {"method": "vse", "data.path": scenes, "epochs": 4, "out": tmp_path / "run", "swa-epochs": 0}
     kept = []
     for last in (1, 2, 3, 4):
@@ -316,13 +317,13 @@ def load_safetensors(path: Path) -> dict:
 
 def test_averaged_weights_are_the_mean_of_the_last_epochs_checkpoints(scenes, tmp_path, monkeypatch):
     measured = []
-    validate = finetune.run.validate
+    measure = Validator.measure
 
-    def spy(model, *others):
+    def spy(validator, model):
         measured.append({key: value.clone() for key, value in model.state_dict().items()})
-        return validate(model, *others)
+        return measure(validator, model)
 
-    monkeypatch.setattr(finetune.run, "validate", spy)
+    monkeypatch.setattr(Validator, "measure", spy)
     options = {"data.path": scenes, "epochs": 3, "swa-epochs": 2, "out": tmp_path / "run"}
     assert run_here(options) == 0
     ends = [load_safetensors(tmp_path / f"run/checkpoints/step-{step}/weights.safetensors") for step in (6, 9)]
@@ -388,18 +389,18 @@ def test_room_on_the_disk_is_asked_for_both_networks(scenes, tmp_path, monkeypat
 def test_noisy_correspondence_is_kept_with_the_run(scenes, tmp_path, monkeypatch):
     """Training sees moved captions, validation clean ones; a run goes on with the file that it began with."""
     seen = {}
-    loader, validate = finetune.loading.pair_loader.PairLoader, finetune.run.validate
+    loader, measure = finetune.loading.pair_loader.PairLoader, Validator.measure
 
     def spy_loader(captioned, *others, **options):
         seen["train"] = captioned
         return loader(captioned, *others, **options)
 
-    def spy_validate(model, tokenizer, transforms, captioned, *others):
-        seen["val"] = captioned
-        return validate(model, tokenizer, transforms, captioned, *others)
+    def spy_measure(validator, model):
+        seen["val"] = validator.captions
+        return measure(validator, model)
 
     monkeypatch.setattr(finetune.loading.pair_loader, "PairLoader", spy_loader)
-    monkeypatch.setattr(finetune.run, "validate", spy_validate)
+    monkeypatch.setattr(Validator, "measure", spy_measure)
     options = {"method": "vse", "data.path": scenes, "noise-ratio": 0.5, "out": tmp_path / "run", "swa-epochs": 0}
     assert run_here({**options, "stop-after-epochs": 1}) == 0
     clean = {split: find_captions(scenes, split) for split in ("train", "val")}

@@ -16,7 +16,7 @@ from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import METHODS
 from finetune.recipe import WeightAverage, create_optimizer, make_schedule, parameter_groups
-from finetune.trainer import Joint, Trainer
+from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb import labels
 from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captions
@@ -60,7 +60,7 @@ def configured(method: str, *words: str) -> Config:
     return config
 
 
-def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bool = True, **callbacks) -> Trainer:
+def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bool = True, **hooks) -> Trainer:
     """As finetune/run.py puts it together, in float64."""
     torch.manual_seed(0)
     method = METHODS[config.method]
@@ -83,7 +83,7 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     groups = [one for n in networks for one in parameter_groups(n, joint.method if n is model else None, lr=0.01)]
     optimizer = create_optimizer(groups)
-    return Trainer(accelerator, joint, optimizer, loader, schedule, config, **callbacks)
+    return Trainer(accelerator, State(joint, optimizer), loader, schedule, config, Hooks(**hooks))
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +207,7 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
     first, again = trainer._augment(pairs), trainer._augment(pairs)
     for a, b in zip((*first[:3], *first[3]), (*again[:3], *again[3])):
         assert torch.equal(a, b)
-    trainer.samples = BATCH
+    trainer.position.samples = BATCH
     later = trainer._augment(pairs)
     assert not torch.equal(first[2], later[2])
     assert not torch.equal(first[3].lam, later[3].lam)
@@ -258,7 +258,7 @@ def test_the_backbone_is_frozen_first_and_trained_after(few):
     head = "model.visual.mean_head.linear.weight"
     seen = []
     trainer = make_trainer(configured("vse"), find_captions(few, "train"), double=False)
-    trainer.end_epoch = lambda epoch: seen.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
+    trainer.hooks.end_epoch = lambda epoch: seen.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
     start = {k: v.clone() for k, v in trainer.joint.state_dict().items()}
     trainer.fit()
     assert torch.equal(seen[0][images], start[images])
@@ -274,7 +274,7 @@ def test_the_average_is_that_of_both_towers_the_loss_and_all_networks(method, fe
     trainer.schedule = replace(trainer.schedule, lr_drop_epoch=3, freeze_epochs=1, average_epochs=2)
     trainer.average = WeightAverage(trainer.joint.model, trainer.joint.method, trainer.joint.second)
     ends = []
-    trainer.end_epoch = lambda epoch: ends.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
+    trainer.hooks.end_epoch = lambda epoch: ends.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})
     trainer.fit()
     assert trainer.average.n_averaged == 2
     averaged = {f"method.{k}": v for k, v in trainer.average.loss_module.named_parameters()}

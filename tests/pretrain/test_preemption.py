@@ -68,7 +68,7 @@ def test_a_signal_to_one_rank_ends_all_of_them_with_a_checkpoint(number, options
     for rank in (0, 1, 1):
         job.signal(number, rank)
     assert job.wait() == [REQUEUE, REQUEUE] == [85, 85], job.text()
-    assert "go on with --resume" in job.text()
+    assert "continue with --resume" in job.text()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
     last = {"stop-at-step": step + 2}
@@ -189,7 +189,7 @@ def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 1  # torchrun's own: it does not hand the ranks' on
-    assert "stopped by SIGTERM; go on with --resume" in log.read_text()
+    assert "stopped by SIGTERM; continue with --resume" in log.read_text()
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
@@ -346,7 +346,7 @@ def test_every_change_is_named_and_refused_unless_allowed(options, world, tmp_pa
     on = Job(changed, "--resume", "--allow-changes", ranks=1, output=tmp_path / "4")
     assert on.wait() == [0], on.text()
     assert "resume  changed " in on.text()
-    assert "the data goes on after 96 samples seen" in on.text()
+    assert "the data resumes after 96 samples seen" in on.text()
     for name in names:
         assert name in on.text()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -101,13 +101,12 @@ def parts():
 
 def stream_batches(folder: str, batch: int, workers: int, draft: bool) -> Iterator:
     """Endless batches of the stream."""
-    from pretrain.stream.stream import Stream
+    from pretrain.stream.stream import Settings, Stream
     from probemb.data.shards.index import read_index
 
     transform, tokenizer = parts()
-    with Stream(
-        read_index(folder), batch_size=batch, transform=transform, tokenizer=tokenizer, workers=workers, draft=draft
-    ) as stream:
+    settings = Settings(batch_size=batch, workers=workers, draft=draft)
+    with Stream(read_index(folder), settings, transform, tokenizer) as stream:
         for one in stream:
             yield one.images, one.tokens
 

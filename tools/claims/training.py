@@ -16,7 +16,7 @@ from torch import Tensor
 from finetune.config import Config, Mix, Optimizer
 from finetune.methods import METHODS
 from finetune.recipe import make_optimizer, make_schedule
-from finetune.trainer import Joint, Trainer
+from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import fill_from_model
 from tools.claims.measuring import both_ways, measure
@@ -201,7 +201,8 @@ def fit(
 
     loader = MemoryLoader(part, config.batch_size, config.seed, step_done)
     schedule = make_schedule(config, 1, loader.steps)
-    Trainer(Accelerator(cpu=True), joint, optimizer, loader, schedule, config, end_epoch=end_epoch).fit()
+    state, hooks = State(joint, optimizer), Hooks(end_epoch=end_epoch)
+    Trainer(Accelerator(cpu=True), state, loader, schedule, config, hooks).fit()
     if best:
         model.load_state_dict(best)
     return model.eval(), values

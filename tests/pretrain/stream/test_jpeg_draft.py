@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from pretrain.stream.jpeg_draft import CropDraft
-from pretrain.stream.stream import Stream
+from pretrain.stream.stream import Settings, Stream
 from probemb.data.images import decode_image
 from probemb.data.shards.index import Shard
 from probemb.models.inputs import Augmentation, create_transforms
@@ -80,8 +80,8 @@ def shard(folder, images) -> Shard:
 
 
 def batches(one, draft, **settings):
-    settings = {"batch_size": 8, "tokenizer": tokenize, "transform": transform(), "steps": 2, **settings}
-    with Stream([one], draft=draft, **settings) as stream:
+    crop = settings.pop("transform", None) or transform()
+    with Stream([one], Settings(batch_size=8, draft=draft, **settings), crop, tokenize, steps=2) as stream:
         return torch.cat([batch.images for batch in stream])
 
 

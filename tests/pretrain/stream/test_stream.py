@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.stream.stream import Corpus, Stream, labels_of
+from pretrain.stream.stream import Corpus, Settings, Stream, labels_of
 from pretrain.stream.workers import Team
 from probemb.data.shards.index import Shard
 from probemb.data.shards.samples import list_samples
@@ -94,8 +94,10 @@ def tokenize(texts: list[str]) -> torch.Tensor:
 
 
 def make(shards, **settings) -> Stream:
-    known = {"batch_size": BATCH, "lanes": LANES, "window": 4, "seed": 5, "transform": augment, "tokenizer": tokenize}
-    return Stream(shards, **{**known, **settings})
+    settings = {"batch_size": BATCH, "lanes": LANES, "window": 4, "seed": 5} | settings
+    inputs = [settings.pop(name, default) for name, default in (("transform", augment), ("tokenizer", tokenize))]
+    place = {name: settings.pop(name) for name in ("rank", "world_size", "start_samples", "steps") if name in settings}
+    return Stream(shards, Settings(**settings), *inputs, **place)
 
 
 def read(shards, **settings) -> list:

@@ -1,0 +1,89 @@
+"""Validation and model selection at the end of every epoch."""
+
+from __future__ import annotations
+
+import signal
+
+from finetune.config import Config
+from finetune.folder import RunFolder
+from finetune.trainer import State
+from probemb.cli.device import Device
+from probemb.data.captions.find import CaptionDataset
+from probemb.distributed import on_main
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.rankings import KS, evaluate_retrieval
+from probemb.models import DualEncoder, as_one
+from probemb.runs.log import count
+from probemb.runs.preemption import SIGNALS
+
+
+class Validator:
+    """Retrieval on the validation split, ranked by CSD (a point model by the cosine)."""
+
+    def __init__(self, captions: CaptionDataset, tokenizer, transforms, config: Config, accelerator):
+        self.captions, self.tokenizer, self.transform, self.config = captions, tokenizer, transforms.evaluate, config
+        self.device = Device(str(accelerator.device), "bf16" if accelerator.mixed_precision == "bf16" else "fp32")
+
+    def measure(self, model: DualEncoder) -> dict[str, float]:
+        """RSUM and recalls, in percent."""
+        embedder = Embedder(
+            model, self.tokenizer, self.transform, self.device, self.config.engine.eval_batch_size,
+            workers=self.config.data.workers, max_bad=self.config.data.failure_share,
+        )  # fmt: skip
+        training = model.training
+        model.eval()
+        # The scheduler's warning signal would kill the forked workers; they inherit this mask.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            found = evaluate_retrieval(embedder, self.captions)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            model.train(training)
+        ways = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
+        return {"rsum": found["rsum"]} | ways
+
+
+class Selection:
+    """Saves the model of the best epoch and, at the end, the averaged one; without a validator, the newest model."""
+
+    def __init__(self, config: Config, state: State, folder: RunFolder, validator: Validator | None):
+        self.config, self.state, self.folder, self.validator = config, state, folder, validator
+
+    def end_epoch(self, epoch: int) -> None:
+        """Validate and save on the first process while the others wait; collective."""
+        self.folder.finish()  # validation forks workers: no thread may be writing
+        remedy = "Make room, or make the folder writable, and continue with --resume."
+        on_main(lambda: self._select(epoch), self.folder.path, remedy)
+
+    def _select(self, epoch: int) -> None:
+        position, networks, average = self.state.position, self.state.joint.networks, self.state.average
+        best = True
+        if self.validator:
+            values = self.validator.measure(as_one(networks))
+            best = position.best is None or values["rsum"] > position.best
+            step = position.samples // self.config.batch_size
+            self.folder.report(step, {"samples": position.samples, **values, "is_best": best})
+            if best:
+                position.best, position.best_epoch = values["rsum"], epoch
+        if best:
+            self.folder.save_models(networks)
+        if average and epoch == self.config.epochs:
+            self._finish_average()
+
+    def _finish_average(self) -> None:
+        """Validate and save the mean of the last epochs' weights."""
+        average, folder = self.state.average, self.folder
+        if self.validator:
+            values = self.validator.measure(as_one(average.networks))
+            mean = f"mean of {count(average.n_averaged, 'epoch')}"
+            print(f"model-swa: {mean}, validation RSUM {values['rsum']:.1f}", flush=True)
+            folder.log.write(folder.steps, {f"swa_{name}": value for name, value in values.items()})
+        folder.save_models(average.networks, "model-swa")
+
+    def summary(self) -> str:
+        """The line on the saved model that ends a run."""
+        position, second = self.state.position, self.state.joint.second
+        of = f"epoch {position.epoch}"
+        if position.best is not None:
+            of = f"epoch {position.best_epoch}, validation RSUM {position.best:.1f}"
+        return f"model   {self.folder.path / 'model'} is of {of}" + (", and so is model-second" if second else "")
