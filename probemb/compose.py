@@ -35,11 +35,11 @@ class Product(NamedTuple):
 def compose(parts: Gaussian, added_variance: float = 0.0) -> Product:
     """Product of the K normals along the first dimension.
 
-    Precisions add up, the mean is their weighted mean. The normaliser is the sum of log N(m; mu_i, V + var_i) over
-    the parts that follow the first, m and V the product of those before: it does not depend on their order.
+    Precisions add up; the mean is weighted by them. The normaliser is the sum of log N(m; mu_i, V + var_i) over all
+    parts but the first, m and V being the product of the parts before; it does not depend on their order.
 
     Args:
-        parts: Gaussian (K, ..., D), K at least 1; float32 at least in the computation.
+        parts: Gaussian (K, ..., D), K at least 1.
         added_variance: what MPC's code adds to V + var_i in the normaliser (1e-6).
 
     Raises:
@@ -64,13 +64,12 @@ def compose(parts: Gaussian, added_variance: float = 0.0) -> Product:
 
 
 def as_query(product: Gaussian) -> Gaussian:
-    """The composition with its mean at unit length, as the means of the gallery are. Variances stay.
+    """The composition with its mean at unit length, as the gallery's; variances stay.
 
-    A weighted mean of unit vectors is shorter than they are. Among gallery means of unit length its length would not
-    change their order by distance of the means, but the weight of the gallery's uncertainties beside it.
+    A weighted mean of unit vectors is shorter, which would change the weight of the gallery's uncertainties.
 
     Raises:
-        UserError: the parts cancel each other out, so that nothing is left to point with.
+        UserError: the parts cancel each other out.
     """
     norm = product.mean.norm(dim=-1, keepdim=True)
     if not bool((norm > MIN_NORM).all()):

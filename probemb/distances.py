@@ -1,10 +1,9 @@
 """Pairwise distances between diagonal normals: (N, D) and (M, D) to (N, M); smaller is closer.
 
 Letters: N and M items, D dimensions; a ~ N(mu_a, diag var_a), b ~ N(mu_b, diag var_b).
-All results are at least float32, also under autocast (float64 in, float64 out), differentiable, and nothing of
-size N x M x D is ever held: where a distance separates into per-item vectors it is one matrix product; where it
-does not (a sum of variances in a denominator or a logarithm) it is summed over slices of D that are recomputed
-in the backward pass.
+All results are at least float32, also under autocast (float64 in, float64 out), and differentiable. Nothing of size
+N x M x D is held: a distance that separates into per-item vectors is one matrix product; any other (a sum of variances
+in a denominator or a logarithm) is summed over slices of D, recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def kl(a: Gaussian, b: Gaussian) -> Tensor:
 
 @_full_precision
 def symmetric_kl(a: Gaussian, b: Gaussian) -> Tensor:
-    """Half of KL(a || b) plus half of KL(b || a): what the papers call "JS", which has no closed form for normals."""
+    """Mean of KL(a || b) and KL(b || a), "JS" in the papers, although that has no closed form for normals."""
     return 0.5 * (_kl(a, b) + _kl(b, a).T)
 
 
@@ -74,7 +73,7 @@ def min_kl(a: Gaussian, b: Gaussian) -> Tensor:
 
 
 def _kl(a: Gaussian, b: Gaussian) -> Tensor:
-    # A common origin for both sides leaves the differences as they are and keeps the squares small.
+    # A common origin keeps the squares small.
     origin = b.mean.detach().mean(0)
     mu_a, mu_b = a.mean - origin, b.mean - origin
     precision_b = (-b.log_var).exp()
@@ -172,7 +171,7 @@ def _one_minus_match_probability(a: Gaussian, b: Gaussian, **options) -> Tensor:
     return 1 - match_probability(a, b, **options)
 
 
-# What --distance takes. Smaller is closer for all of them, so the match probability stands as its complement.
+# Values of --distance. Smaller is closer, so the match probability is replaced by its complement.
 DISTANCES: dict[str, Callable[..., Tensor]] = {
     "csd": csd,
     "wasserstein2": wasserstein2,
@@ -189,7 +188,7 @@ def get_distance(name: str) -> Callable[..., Tensor]:
     """The distance of that name.
 
     Raises:
-        UserError: an unknown name; says the nearest known one.
+        UserError: an unknown name.
     """
     if name not in DISTANCES:
         raise UserError(

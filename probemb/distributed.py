@@ -28,12 +28,12 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 without a process group."""
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, the one that writes and prints."""
+    """True on rank 0, which writes and prints."""
     return rank() == 0
 
 
@@ -46,8 +46,8 @@ def barrier() -> None:
 def init_process_group(timeout_minutes: float = 30) -> None:
     """Join the group that the launcher describes (torchrun, deepspeed, srun), or form a group of one.
 
-    The store is opened here rather than through env://, with a prefix per restart: after a restart by torchrun
-    the keys of the attempt before are still in the store, and a second init over them hangs or fails.
+    The store has a prefix per restart: after a restart by torchrun the keys of the earlier attempt are still in it,
+    and a second init over them hangs or fails.
     """
     if dist.is_initialized():
         return
@@ -62,7 +62,7 @@ def init_process_group(timeout_minutes: float = 30) -> None:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     this_rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world > 1 and int(os.environ["MASTER_PORT"]) == 0:  # every rank would wait for the others at no address
+    if world > 1 and int(os.environ["MASTER_PORT"]) == 0:  # no rank could be reached
         raise UserError(
             "The launcher gave the ranks port 0 to meet at.", "Use torchrun --standalone, or name a free port."
         )
@@ -76,17 +76,17 @@ def init_process_group(timeout_minutes: float = 30) -> None:
 
 
 def settle() -> None:
-    """To be called before the process group is destroyed.
+    """Wait until gloo's threads are idle; call before the process group is destroyed.
 
-    gloo's threads let go of the last collective's tensors a moment after it has ended, and need Python's lock for that;
-    torch holds the lock while it waits for those threads, at least in 2.6: without the pause a rank may hang for ever.
+    They release the last collective's tensors a moment after its end and need Python's lock for that, which torch (at
+    least 2.6) holds while it waits for them: without the pause a rank may hang.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         time.sleep(0.2)
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' tensors along dimension 0; the gradient of an item is the sum of what all ranks ask of it."""
+    """All ranks' tensors along dimension 0; an item's gradient is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def gather_pairs(image: Gaussian, text: Gaussian) -> tuple[Gaussian, Gaussian]:
 def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
     """All ranks' images and texts, n to W n items each, with gradient, in one collective.
 
-    Tokens of texts are padded to those of the rank that has the most, which takes one more collective of one number.
+    Tokens of texts are padded to the longest of any rank, which takes one more collective of one number.
     """
     if world_size() == 1:
         return image, text
@@ -140,7 +140,7 @@ def gather_encoded(image: Encoded, text: Encoded) -> tuple[Encoded, Encoded]:
 
 
 def _pad_tokens(text: Encoded) -> Encoded:
-    """With as many tokens as the rank that has the most."""
+    """Pad tokens to the longest of any rank; collective."""
     if text.tokens is None:
         return text
     longest = torch.tensor(text.tokens.shape[1], device=text.tokens.device)
@@ -160,7 +160,7 @@ def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str,
 
 
 def any_rank(flags: list[bool | Tensor], device=None) -> list[bool]:
-    """Which of some flags (Python's, or () tensors on the device) are set on any rank, in one collective."""
+    """For each flag (Python's, or a () tensor on the device), whether any rank has set it; in one collective."""
     packed = torch.stack([torch.as_tensor(flag, dtype=torch.float32, device=device) for flag in flags])
     if world_size() > 1:
         dist.all_reduce(packed, op=dist.ReduceOp.MAX)
@@ -184,10 +184,10 @@ def agree(failure: Exception | None) -> None:
 
 
 def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
-    """What `call` returns on rank 0, None on the others; collective.
+    """Run `call` on rank 0 and return its result there, None on the others; collective.
 
     Raises:
-        UserError: on all ranks, what `call` raised, or that `path` cannot be written for an OSError, with the remedy.
+        UserError: on all ranks, the one that `call` raised; for an OSError, that `path` cannot be written.
     """
     result = failure = None
     if is_main():
@@ -202,10 +202,10 @@ def on_main(call: Callable[[], T], path: object, remedy: str) -> T | None:
 
 
 def same_everywhere(what: str, mine: str, remedy: str) -> None:
-    """Refuse to go on where ranks see different things, as on a folder that is not shared; collective.
+    """Refuse values that differ between ranks, as from a folder that is not shared; collective.
 
     Raises:
-        UserError: on all ranks, with what rank 0 and the first other one see.
+        UserError: on all ranks, with the values of rank 0 and the first differing one.
     """
     seen = all_of(mine)
     for rank, other in enumerate(seen):

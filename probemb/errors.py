@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """Something the person who typed the command can put right.
+    """An error that the person who typed the command can fix.
 
     Args:
         what: one sentence that says what is wrong.
@@ -19,7 +19,7 @@ class UserError(Exception):
         self.what = what
         self.remedy = remedy
 
-    def __reduce__(self):  # two arguments, so that the error survives the trip out of a worker process
+    def __reduce__(self):  # two arguments, so that it can leave a worker process
         return type(self), (self.what, self.remedy)
 
 
@@ -32,7 +32,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def ended_worker(error: RuntimeError) -> UserError | None:
-    """The UserError for PyTorch's report of a dead worker, which its signal handler may raise anywhere; else None."""
+    """The UserError for PyTorch's report of a dead worker; None for another error."""
     message = " ".join(str(error).split())
     return worker_ended(message[:200].rstrip(".")) if message.startswith("DataLoader worker (pid") else None
 

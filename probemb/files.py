@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: after a crash there is the old one or the new one, never a half."""
+"""Atomic replacement of files: after a crash there is the old or the new one."""
 
 from __future__ import annotations
 

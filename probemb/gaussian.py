@@ -29,7 +29,7 @@ class Gaussian:
             raise ValueError(f"mean {tuple(self.mean.shape)} and log_var {tuple(self.log_var.shape)} differ in shape")
 
     def __repr__(self) -> str:
-        """Shape, mean uncertainty, type and device; a line, not the numbers."""
+        """Shape, mean uncertainty, type and device, in one line."""
         u = (
             f"{self.uncertainty().float().mean().item():.4g}"
             if self.mean.numel() and not self.mean.is_meta

@@ -1,4 +1,4 @@
-"""Which pairs match: (N, M) matrices in [0, 1] for N images and M texts."""
+"""Match labels: (N, M) matrices in [0, 1] for N images and M texts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def mixed(match_NM: Tensor, lam_N: Tensor, partner_N: Tensor) -> Tensor:
 def pseudo_positives(distance_NM: Tensor, match_NM: Tensor) -> tuple[Tensor, Tensor]:
     """Pseudo-positives of every row: columns at least as close as the row's positive get the positive's label.
 
-    The positive of a row is its (first) largest label; the label given is that label, also where it is soft.
-    Call it on transposes for the other direction. Source: PCME++ §2.3.
+    The positive of a row is its (first) largest label, hard or soft. Call it on transposes for the other direction. Source: PCME++ §2.3.
 
     Returns:
         labels (N, M), and over all rows the number of columns at least as close as the positive, itself not counted.

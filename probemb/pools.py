@@ -13,11 +13,11 @@ from probemb.errors import UserError
 
 @contextmanager
 def process_pool(processes: int, option: str, context: BaseContext | None = None) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes. However the block ends, what has not begun by then is not begun.
+    """A pool of processes; leaving the block cancels jobs that have not started.
 
     Args:
-        option: of the command, with which a person chooses how many there are.
-        context: how they are started; None for the system's own way.
+        option: the command's option for the number of processes.
+        context: their start method; None for the system's default.
 
     Raises:
         UserError: one of them was killed.
@@ -27,7 +27,7 @@ def process_pool(processes: int, option: str, context: BaseContext | None = None
             yield pool
         except BrokenProcessPool:
             raise UserError(
-                "A process was killed, usually for want of memory.", f"Start the command again with fewer {option}."
+                "A process was killed; it probably ran out of memory.", f"Start the command again with fewer {option}."
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)

@@ -23,8 +23,8 @@ def clip_loss(
 ) -> LossOutput:
     """Mean of both directions' cross entropies of logit_scale * cosine.
 
-    With ranks, pass the gathered means and the row at which this rank's items start: the mean of the results over
-    the ranks is the loss of one process on the whole batch, and the mean of the gradients is its gradient.
+    With ranks, pass the gathered means and the row at which this rank's items start: the mean over the ranks is the
+    loss of one process on the whole batch, in value and gradient.
 
     Args:
         image_BD, text_BD: unit rows; item i of one matches item i of the other.
@@ -43,7 +43,7 @@ def clip_loss(
 
 
 class ClipLoss(nn.Module):
-    """`clip_loss` with its own temperature, kept as the logarithm of its inverse; starts at 1 / 0.07."""
+    """`clip_loss` with a learnable inverse temperature, stored as its logarithm."""
 
     def __init__(self, init_scale: float = 1 / 0.07):
         super().__init__()
@@ -57,9 +57,8 @@ class ClipLoss(nn.Module):
 def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Tensor | None = None) -> LossOutput:
     """Mean of both directions' cross entropies of tau * similarity against the labels. Source: PCME++, rival InfoNCE.
 
-    The target of a row is its labels divided by their sum, and so for columns: with the identity it is the matching
-    index; two captions of one image share the mass equally; a mixed image's lam and 1 - lam stay as they are.
-    A row or column without any match has no target and is left out of the mean.
+    The target of a row or column is its labels divided by their sum: two captions of one image share the mass equally,
+    a mixed image keeps lam and 1 - lam. A row or column without any match is left out of the mean.
 
     Args:
         similarity_NM: cosines, images in rows; N = M unless `match_NM` is given.
@@ -88,14 +87,14 @@ def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Ten
 
 
 def _cross_entropy_of_labels(logits: Tensor, match: Tensor) -> Tensor:
-    """Cross entropy against every row's normalised labels, mean over the rows that have any."""
+    """Cross entropy against every row's normalised labels, mean over the rows with labels."""
     mass = match.sum(1, keepdim=True)
     target = match / torch.where(mass > 0, mass, torch.ones_like(mass))
     return -(target * logits.log_softmax(1)).sum() / (mass > 0).sum().clamp(min=1)
 
 
 class InfoNCELoss(nn.Module):
-    """`infonce_loss` of the cosines of the means, with its own learnable multiplier `tau`."""
+    """`infonce_loss` of the cosines of the means, with a learnable multiplier `tau`."""
 
     def __init__(self, init_tau: float = 1.0):
         super().__init__()

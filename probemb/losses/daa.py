@@ -1,4 +1,4 @@
-"""DAA: ranking by similarity is asked to agree with ranking by what the captions say, on top of the triplet loss.
+"""DAA: a triplet loss, and agreement of the ranks by similarity with the ranks by the captions' tf-idf.
 
 Letters: N pairs, C captions, V words.
 """
@@ -53,8 +53,8 @@ def daa_regulariser(
 ) -> Tensor:
     """1 - average semantic precision of one direction, in [0, 1). Source: DAA.
 
-    The precision is the mean over all pairs of the smaller one over the larger one of two ranks within the row: by
-    `similarity_NM` and by `semantic_NM`. Call it on transposes for the other direction.
+    The precision is the mean over all pairs of min / max of the two ranks within the row, by `similarity_NM` and by
+    `semantic_NM`. Call it on transposes for the other direction.
 
     Args:
         similarity_NM: of the embeddings, queries in rows.
@@ -83,7 +83,7 @@ def daa_loss(
     """Triplet loss + weight * (both directions' `daa_regulariser`). Source: DAA, weight 25.
 
     Args:
-        semantic_NN: what `CaptionSimilarity` gives for the batch, images in rows.
+        semantic_NN: `CaptionSimilarity` of the batch, images in rows.
         match_NN, margin, hardest: see `triplet_loss`.
 
     Returns:
@@ -124,7 +124,7 @@ class DAALoss(nn.Module):
 
 @dataclass(frozen=True)
 class SparseRows:
-    """A sparse (C, V) matrix by rows: row c has values[starts[c] : starts[c + 1]] in those columns, ascending."""
+    """A sparse (C, V) matrix: row c has values[starts[c] : starts[c + 1]] in the same slice of columns, ascending."""
 
     starts: np.ndarray
     columns: np.ndarray
@@ -132,7 +132,7 @@ class SparseRows:
     shape: tuple[int, int]
 
     def dense(self, rows: Sequence[int], columns: np.ndarray | None = None) -> np.ndarray:
-        """Some rows, (R, V), or their part in some columns, ascending, (R, number of columns)."""
+        """The given rows, (R, V), or their part in the given ascending columns."""
         rows = np.asarray(rows, np.int64)
         columns = np.arange(self.shape[1]) if columns is None else columns
         row_of, element = self._elements(rows)
@@ -144,11 +144,11 @@ class SparseRows:
         return out
 
     def columns_of(self, rows: np.ndarray) -> np.ndarray:
-        """The columns in which any of some rows has a value, ascending."""
+        """The columns in which any of the rows has a value, ascending."""
         return np.unique(self.columns[self._elements(rows)[1]])
 
     def _elements(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For every stored value of some rows, which of them it is in, and where it is stored."""
+        """Row number and place of every stored value of the given rows."""
         lengths = self.starts[rows + 1] - self.starts[rows]
         row_of = np.repeat(np.arange(len(rows)), lengths)
         before = np.cumsum(lengths) - lengths
@@ -177,11 +177,11 @@ def caption_tfidf(captions: Sequence[str]) -> SparseRows:
 
 
 class CaptionSimilarity:
-    """How much a caption says what an image's own captions say: the mean of their tf-idf cosines. Source: DAA, CIDEr.
+    """Mean tf-idf cosine of a caption with all captions of an image. Source: DAA, CIDEr.
 
     Args:
         captions: all training captions.
-        image_of_caption: (C,) the image that each belongs to, 0 to the number of images - 1.
+        image_of_caption: (C,) the index of each caption's image.
     """
 
     def __init__(self, captions: Sequence[str], image_of_caption: Sequence[int]):

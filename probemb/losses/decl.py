@@ -17,7 +17,7 @@ from probemb.losses.triplet import hinges
 def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
     """Evidence exp(tanh(similarity) / tau) of every pair, (N, N) float64, positive. Source: DECL, evidence extractor.
 
-    The totals reach thousands times N, where the log gammas of float32 leave nothing of their differences.
+    In float64, as the totals reach thousands times N and log gammas of float32 would lose their differences.
     """
     return (similarity_NN.double().tanh() / tau).exp()
 
@@ -35,7 +35,7 @@ def evidential_loss(evidence_NM: Tensor, label_NM: Tensor, kl_weight: float = 0.
     """Expected squared error of the matches' probabilities plus kl_weight * misplaced evidence, (N,), rows are queries.
 
     With alpha = evidence + 1 the expectation over the Dirichlet is (label - mean)^2 plus the variance. The second
-    term is the KL to the uniform Dirichlet after the evidence of the query's matches is taken away.
+    term is the KL to the uniform Dirichlet without the evidence of the query's matches.
 
     Args:
         label_NM: in [0, 1]. A row of zeros is a query without a match; several matches share the probability.
@@ -56,16 +56,16 @@ def dynamic_hinge(similarity_NN: Tensor, negatives: int, match_NN: Tensor | None
 
 
 def n_negatives(batch: int, step: int, eta: float = 0.025, at_least: int = 5) -> int:
-    """How many negatives the dynamic hinge takes: from the whole batch, eta fewer every step, not below `at_least`."""
+    """Number of negatives in the dynamic hinge: the whole batch, eta fewer every step, not below `at_least`."""
     n = max(int(batch - eta * step), at_least)
     return n if n <= batch else max(1, batch - 1)
 
 
 def decl_correspondence(similarity_NN: Tensor, tau: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Whether each pair is classified as clean, (N,) bool, and its uncertainty, (N,). Source: DECL, divergence of data.
+    """Pairs classified as clean, (N,) bool, and their uncertainty, (N,). Source: DECL, divergence of data.
 
-    A pair is clean if, of the evidence of both directions added, its own is its row's largest. The uncertainty is
-    N over the total of alpha, both directions added.
+    A pair is clean if its evidence, summed over both directions, is its row's largest. The uncertainty is N over the
+    total of alpha, summed over both directions.
     """
     e = evidence(similarity_NN, tau)
     n = len(e)
@@ -89,7 +89,7 @@ def decl_loss(
     Args:
         similarity_NN: images in rows.
         match_NN: which pairs match; None is the identity.
-        clean_N: pairs classified as clean; the others have no match of their own and no hinge. None: all (the warm-up).
+        clean_N: pairs classified as clean; the others count as no match and have no hinge. None: all (warm-up).
         negatives: see `n_negatives`.
 
     Returns:

@@ -41,9 +41,8 @@ def pairwise_match_loss(
 
     L_match is the mean over all pairs of the binary cross entropy of sigmoid(-scale * distance + shift).
 
-    With ranks, pass all ranks' items and the row at which this rank's start: every rank compares its own images with
-    all texts and its own texts with all images; the mean of the results over the ranks is the loss of one process on
-    the whole batch, and the mean of the gradients is its gradient.
+    With ranks, pass all ranks' items and the row at which this rank's start: the mean over the ranks is the loss of one
+    process on the whole batch, in value and gradient.
 
     Args:
         image, text: (B, D) and (C, D); C = B unless `match` is given.
@@ -86,7 +85,7 @@ def match_logits(
 ) -> Tensor:
     """Logits of every pair's match, shift - scale * distance, (N, M). Source: PCME++ Eq. 2.
 
-    `reverse` says that a holds the texts: distances that are not symmetric stay distances from image to text.
+    With `reverse`, a holds the texts; asymmetric distances stay distances from image to text.
     """
     if distance == "match-probability":
         return torch.logit(match_probability(a, b, scale, shift), eps=1e-6)
@@ -97,7 +96,7 @@ def match_logits(
 def _direction(
     logits_NM: Tensor, match_NM: Tensor | None, offset: int, pseudo_positive: float, other: dict | None = None
 ) -> dict[str, Tensor]:
-    """Binary cross entropies of one direction; `other` is the same pairs transposed, with the same mean of softplus."""
+    """Binary cross entropies of one direction; `other` is the result for the transposed pairs, to reuse its softplus."""
     n, m = logits_NM.shape
     if match_NM is None:
         if offset + n > m:
@@ -120,7 +119,7 @@ def _direction(
 
 
 class PairwiseMatchLoss(nn.Module):
-    """`pairwise_match_loss` with its own learnable scale a and shift b.
+    """`pairwise_match_loss` with learnable scale a and shift b.
 
     Args:
         scale, shift: initial a and b (PCME++: 5, 5 on COCO; 1, 1 in pretraining).

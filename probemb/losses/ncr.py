@@ -38,12 +38,12 @@ def ncr_loss(
     """Triplet loss whose margin is a function of every pair's label. Source: NCR, soft margin.
 
     A pair's margin is margin * y for "linear", margin * (10^y - 1) / 9 for "exponential", and
-    margin * (sin(pi y - pi / 2) + 1) / 2 for "sin"; it stands in both hinges in which the pair is the positive.
+    margin * (sin(pi y - pi / 2) + 1) / 2 for "sin", in both hinges in which the pair is the positive.
 
     Args:
         similarity_NN: images in rows, a pair's own similarity on the diagonal.
         label_N: estimated labels y in [0, 1]; None is the full margin for all.
-        match_NN: other pairs that are no negatives, see `triplet_loss`.
+        match_NN: pairs that are not negatives, see `triplet_loss`.
         hardest: the largest hinge of every row and column; False (the warm-up) is the mean over all N.
         published_margins: broadcast labels of shape (N,), (N, 1) or (N, N) over both hinges, as the authors' code
             does: (N,) is then the margin of the column's pair and (N, 1) of the row's, whichever is the positive.
@@ -84,8 +84,8 @@ def refine_labels(
 ) -> Tensor:
     """Labels for training, (N,): w + (1 - w) p for pairs classified as clean, the mean of p and q for the others.
 
-    p is the network's own prediction. w, and which pairs are clean, is what the other network's losses say, and q is
-    the other network's prediction; without it the label of a pair that is not clean is p. Source: NCR.
+    p is the network's own prediction; the probability w of being clean and the classification come from the other
+    network's losses; q is the other network's prediction, by default p. Source: NCR.
     """
     p, q = predicted_N, predicted_N if predicted_by_other_N is None else predicted_by_other_N
     return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * p, (p + q) / 2)
@@ -118,15 +118,15 @@ def clean_probability(
     x_N1 = ((x - low) / (high - low)).numpy()[:, None]
     mixture = GaussianMixture(2, max_iter=max_iterations, tol=tolerance, reg_covar=variance_floor, random_state=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # ten iterations are what is published
+        warnings.simplefilter("ignore", ConvergenceWarning)  # ten iterations, as published
         mixture.fit(x_N1)
     return torch.from_numpy(mixture.predict_proba(x_N1)[:, mixture.means_[:, 0].argmin()].copy())
 
 
 def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
-    """Whether each pair is classified as clean, (N,) bool: more probable than the threshold.
+    """Pairs classified as clean, (N,) bool: more probable than the threshold.
 
-    Where all are, the least probable hundredth (at least one pair) is not, so that neither part is empty.
+    If all are, the least probable hundredth (at least one pair) is not, so that neither part is empty.
     """
     if clean_probability_N.min() > threshold:
         threshold = clean_probability_N.sort().values[len(clean_probability_N) // 100]

@@ -1,4 +1,4 @@
-"""What every loss returns."""
+"""The result of every loss."""
 
 from dataclasses import dataclass, field
 

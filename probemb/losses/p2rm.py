@@ -1,19 +1,16 @@
 """P2RM: point-to-rectangle matching as a regulariser of the triplet loss (Wang et al., ACM Multimedia 2022).
 
-There is no public code and the paper's equations were not at hand. What its abstract and PCME++ (section 3.2 and
-Table 1) confirm: an image or a caption is extended from a point to a rectangle in the embedding space; the points
-inside a rectangle stand for the items of the other modality that may match it; similarity is measured by a distance
-between points and rectangles; the method is a regulariser on top of VSE's triplet loss with the hardest negative,
-without an additional head. Everything else is assumed here, as simply as these facts allow:
+There is no public code. The abstract and PCME++ (section 3.2 and Table 1) state: an item is extended from a point to a
+rectangle, whose points stand for possible matches in the other modality; similarity is a distance between points and
+rectangles; it regularises VSE's triplet loss with the hardest negative, without an additional head. The rest is
+assumed:
 
-- a rectangle is axis-aligned, its centre is the item's embedding (the unit mean that VSE ranks by);
-- its half-sides h are one learned vector per modality, as no head may predict one per item;
-- the distance from a point p to the rectangle around c is the Euclidean one, squared, 0 inside:
-  sum_k max(0, |p_k - c_k| - h_k)^2; the similarity is minus a half of it, which is cosine - 1 for h = 0, so that
-  margins keep their meaning;
-- the regulariser is the same triplet loss on point-to-rectangle similarities, the mean of captions' points against
-  images' rectangles and images' points against captions' rectangles;
-- its weight and the initial half-sides are this project's choice, and so is ranking by the cosine of the points.
+- a rectangle is axis-aligned around the item's embedding (the unit mean that VSE ranks by);
+- its half-sides h are one learned vector per modality;
+- the distance from a point p to the rectangle around c is squared Euclidean, sum_k max(0, |p_k - c_k| - h_k)^2, 0
+  inside; the similarity is minus a half of it, which is cosine - 1 for h = 0, so that margins keep their meaning;
+- the regulariser is the triplet loss on point-to-rectangle similarities, the mean of both directions;
+- its weight, the initial half-sides, and ranking by the cosine of the points.
 """
 
 from __future__ import annotations

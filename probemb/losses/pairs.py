@@ -1,4 +1,4 @@
-"""What the point methods share: cosine similarities of a batch of N pairs, and which of its pairs are positives."""
+"""Cosine similarities and positives of a batch of N pairs, shared by the point methods."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from probemb.gaussian import Gaussian, at_least_float32
 
 
 def cosine_similarity(image: Gaussian, text: Gaussian) -> Tensor:
-    """Cosines of the means, which are unit rows: (N, D) and (M, D) to (N, M), at least float32, also under autocast."""
+    """Cosines of the means, unit rows (N, D) and (M, D), as (N, M) in at least float32, also under autocast."""
     with torch.autocast(image.mean.device.type, enabled=False):
         return at_least_float32(image.mean) @ at_least_float32(text.mean).T
 
 
 def positive_pairs(similarity_NN: Tensor, match_NN: Tensor | None = None) -> Tensor:
-    """Where a pair is never a negative, (N, N) bool: the diagonal, and every pair with a match above 0.
+    """Pairs that are never negatives, (N, N) bool: the diagonal, and every pair with a match above 0.
 
     Raises:
         ValueError: similarities that are not square, or labels of another shape.

@@ -20,7 +20,6 @@ from probemb.losses.output import LossOutput
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
 
-# What `vib` multiplies. The published ones take the log of the standard deviation for the log of the variance.
 VIB_FORMS = ("kl", "pcme", "pcmepp")
 
 
@@ -52,7 +51,7 @@ def pair_nll(
     if match_NM.shape != (n, m):
         raise ValueError(f"match is {tuple(match_NM.shape)}, the pairs are {(n, m)}")
     hard, match_NM = match_NM.dtype == torch.bool, match_NM.to(z_image_NJD.dtype)
-    # A common origin leaves the differences as they are and keeps the squares small.
+    # A common origin keeps the squares small.
     origin = torch.cat([z_image_NJD.detach().flatten(0, 1), z_text_MKD.detach().flatten(0, 1)]).mean(0)
     flat_text = (z_text_MKD - origin).flatten(0, 1)  # (M K, D)
 
@@ -100,8 +99,7 @@ def uniformity(points_PD: Tensor, generator: torch.Generator | None = None) -> T
 
 
 def pcme_loss_of_samples(
-    z_image_NJD: Tensor,
-    z_text_MKD: Tensor,
+    samples: tuple[Tensor, Tensor],
     image: Gaussian,
     text: Gaussian,
     match: Tensor | None = None,
@@ -115,7 +113,8 @@ def pcme_loss_of_samples(
     eps: float = 1e-6,
     generator: torch.Generator | None = None,
 ) -> LossOutput:
-    """`pcme_loss` of samples that were drawn elsewhere; `image` and `text` are what they were drawn from."""
+    """`pcme_loss` of given samples (N, J, D) of `image` and (M, K, D) of `text`."""
+    z_image_NJD, z_text_MKD = samples
     # Image to text and text to image are the same sum.
     terms = {"match": 2 * pair_nll(z_image_NJD, z_text_MKD, scale, shift, match, squared, eps).sum()}
     loss = terms["match"]
@@ -160,8 +159,8 @@ def pcme_loss(
     """
     with torch.autocast(image.mean.device.type, enabled=False):
         image, text = image.float(), text.float()
-        z_image, z_text = image.sample(n_samples, generator), text.sample(n_samples, generator)
-        return pcme_loss_of_samples(z_image, z_text, image, text, match, generator=generator, **options)
+        samples = image.sample(n_samples, generator), text.sample(n_samples, generator)
+        return pcme_loss_of_samples(samples, image, text, match, generator=generator, **options)
 
 
 def _bottleneck(g: Gaussian, z_NKD: Tensor, form: str) -> Tensor:
@@ -176,7 +175,7 @@ def _bottleneck(g: Gaussian, z_NKD: Tensor, form: str) -> Tensor:
 
 
 class PCMELoss(nn.Module):
-    """`pcme_loss` with its own learnable scale a and shift b.
+    """`pcme_loss` with learnable scale a and shift b.
 
     Args:
         scale, shift: initial a and b.

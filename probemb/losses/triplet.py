@@ -16,8 +16,7 @@ def triplet_loss(
     """Sum over the N pairs of both directions' hinges, max(0, margin + s(negative) - s(pair)). Source: VSE++.
 
     A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image)
-    are neither negatives nor additional positives, so that every pair counts once. Labels that are above 0
-    everywhere, such as smoothed ones, leave no negatives and do not fit this loss.
+    are neither negatives nor positives. Labels above 0 everywhere, such as smoothed ones, leave no negatives.
 
     Args:
         similarity_NN: larger is closer, images in rows.
@@ -42,7 +41,7 @@ def hinges(
 ) -> tuple[Tensor, Tensor]:
     """Hinges against the row's own pair (image to text) and against the column's (text to image), (N, N) each.
 
-    Positives have none: 0. The margins are numbers or broadcast to (N, N); one margin is for both.
+    They are 0 for positives. The margins are numbers or broadcast to (N, N); by default both are the same.
     """
     column_margin = margin if column_margin is None else column_margin
     positive = positive_pairs(similarity_NN, match_NN)

@@ -1,7 +1,7 @@
 """The COCO benchmarks: COCO 5K, COCO 1K, CxC and ECCV Caption, on the 25,000 pairs of the Karpathy test split.
 
-What matches comes from the package eccv_caption, and so do the scores of CxC and ECCV Caption, which are given our
-ranked ids. Its own COCO 1K filters lists that must hold the whole gallery; here every fold is ranked by itself.
+Matches, and the scores of CxC and ECCV Caption, come from the package eccv_caption. Its COCO 1K filters lists that must
+hold the whole gallery; here every fold is ranked separately.
 Source: ECCV Caption; PCME++ §4.1.
 """
 
@@ -22,14 +22,13 @@ from probemb.metrics.retrieval import Positives, mean_metrics, query_metrics, rs
 BENCHMARKS = ("coco", "cxc", "eccv")
 FOLDS = 5
 KS = (1, 5, 10)
-# (images, captions, their depths) -> lists of both directions: for every image the places of its closest captions among
-# `captions`, for every caption those of its closest images among `images`
+# (images, captions, depths) -> lists of both directions, as places within `captions` and `images`
 Rank = Callable[[Tensor, Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 
 
 @lru_cache(1)
 def package_metrics():
-    """eccv_caption's ground truth and scores; asks for its parts by name, as its list of metrics has misspelt one."""
+    """eccv_caption's ground truth and scores."""
     with warnings.catch_warnings():  # it recommends a faster JSON package
         warnings.simplefilter("ignore")
         from eccv_caption import Metrics
@@ -46,8 +45,7 @@ def coco_test_ids() -> tuple[list[int], list[int]]:
 
 
 def coco_rows(image_ids: Iterable | None, caption_ids: Iterable | None) -> tuple[Tensor, Tensor]:
-    """Where the benchmarks' images (5,000,) and captions (25,000,) stand in the data. Others, such as the sixth
-    captions of a few images, take no part.
+    """Rows of the benchmarks' images (5,000,) and captions (25,000,) in the data, which may hold others.
 
     Raises:
         UserError: the data has no ids, or some of COCO's are not among them.
@@ -122,7 +120,7 @@ def coco_benchmarks(
 
 
 def _recalls(tops: tuple[Tensor, Tensor]) -> dict:
-    """R@k where caption k belongs to image k // 5, from lists over equally ordered images and captions."""
+    """R@k from lists in which caption k belongs to image k // 5."""
     n_images, n_captions = (len(top) for top in tops)
     i2t = Positives.from_pairs(torch.arange(n_captions) // 5, torch.arange(n_captions), n_images, n_captions)
     out = {}
@@ -133,7 +131,7 @@ def _recalls(tops: tuple[Tensor, Tensor]) -> dict:
 
 
 def coco_depth() -> tuple[int, int]:
-    """How deep the lists of both directions must go: as deep as the largest number of matches of a query."""
+    """Needed depth of both directions' lists: the largest number of matches of a query."""
     package = package_metrics()
     found = []
     for way in ("i2t", "t2i"):
@@ -147,7 +145,7 @@ def _named(tops: tuple[Tensor, Tensor]) -> dict[str, dict[int, list[int]]]:
     image_ids, caption_ids = (torch.tensor(ids) for ids in coco_test_ids())
     found = {"i2t": (image_ids, caption_ids, tops[0]), "t2i": (caption_ids, image_ids, tops[1])}
     return {
-        way: dict(zip(queries.tolist(), torch.where(top < 0, -1, gallery[top]).tolist()))  # -1: nothing found there
+        way: dict(zip(queries.tolist(), torch.where(top < 0, -1, gallery[top]).tolist()))  # -1: nothing found
         for way, (queries, gallery, top) in found.items()
     }
 
@@ -174,9 +172,9 @@ def _published_scores(retrieved: dict[str, dict[int, list[int]]], benchmarks: Se
 
 
 def coco_query_metrics(tops: tuple[Tensor, Tensor], benchmarks: Sequence[str] = BENCHMARKS) -> dict:
-    """The same for every single query, from lists over `coco_rows`: {"eccv": {"i2t": {"r@1": (5000,), ...}}}.
+    """Scores of every query, from lists over `coco_rows` to `coco_depth`: {"eccv": {"i2t": {"r@1": (5000,), ...}}}.
 
-    NaN for queries that a benchmark does not ask. Lists must be as deep as `coco_benchmarks` asks for them.
+    NaN for queries that a benchmark does not have.
     """
     _check(benchmarks)
     package = package_metrics()
@@ -198,7 +196,7 @@ def coco_query_metrics(tops: tuple[Tensor, Tensor], benchmarks: Sequence[str] = 
             query, item = torch.tensor(pairs).T
             known = Positives.from_pairs(query, item, len(place[way]), len(place[other]))
             counts = torch.zeros_like(known.counts)
-            for query_id, items in truth[way].items():  # R counts two captions that are not among the 25,000 as well
+            for query_id, items in truth[way].items():  # R also counts two captions outside the 25,000
                 counts[place[way][query_id]] = len(set(items))
             positives = Positives(known.n_queries, known.n_gallery, known.keys, counts)
             out[name][way] = query_metrics(top, positives, KS)

@@ -27,16 +27,16 @@ def plausible_match_r_precision(
 ) -> dict:
     """R-Precision and R@1 where a pair matches if its labels differ in at most zeta places, for each zeta.
 
-    A caption has the labels of its image. Items without any label match nothing and are no queries; the published
-    variants differ in whether they stand in the way: "pcme" drops them from every ranking, "eccv-caption" keeps them.
+    A caption has the labels of its image. Items without labels match nothing and are not queries; variant "pcme" drops
+    them from every ranking, "eccv-caption" keeps them.
 
     Args:
-        scores_QG: larger is closer; a matrix, or a function from rows to their scores, which is asked in order.
+        scores_QG: larger is closer; a matrix, or a function from rows to their scores, called in order.
         query_labels_QL, gallery_labels_GL: multi-hot, any type.
 
     Returns:
         {"pmrp": mean over zetas, "pmr1": likewise, "per_zeta": {zeta: {"r_precision", "r@1"}},
-        "per_query": {"pmrp": (Q,) float64, "pmr1": (Q,)}}, shares in [0, 1]; NaN for a query that is none.
+        "per_query": {"pmrp": (Q,) float64, "pmr1": (Q,)}}, shares in [0, 1]; NaN for an item that is not a query.
 
     Raises:
         UserError: an unknown variant. ValueError: no query has a label and a match.
@@ -58,7 +58,7 @@ def plausible_match_r_precision(
         if not torch.isfinite(scores).all():
             raise ValueError("scores hold NaN or infinity: there is no ranking to measure")
         if variant == "pcme":
-            scores = scores.masked_fill(unlabelled.to(scores.device), -torch.inf)  # behind everything that can match
+            scores = scores.masked_fill(unlabelled.to(scores.device), -torch.inf)  # ranked last
         found = _found_among_r(scores, (left[rows] @ right.T).numpy(), zetas)
         for z, (n_match, n_found, matched_first) in enumerate(found):
             asked = is_query[rows] & (n_match > 0)
@@ -79,7 +79,7 @@ def plausible_match_r_precision(
 
 
 def _label_vectors(query_QL: Tensor, gallery_GL: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors whose dot products say in how many places two items' labels differ; far too many where one has none."""
+    """Vectors whose dot products are the number of differing labels of two items; 1e4 if the gallery item has none."""
     a, b = (query_QL != 0).float(), (gallery_GL != 0).float()
     n_a, n_b = a.sum(1, keepdim=True), b.sum(1, keepdim=True)
     far = torch.full_like(n_b, 1e4)
@@ -89,7 +89,7 @@ def _label_vectors(query_QL: Tensor, gallery_GL: Tensor) -> tuple[Tensor, Tensor
 
 
 def _ascending(scores_QG: Tensor) -> np.ndarray:
-    """Every row sorted: far faster than finding the places of all items. On the CPU numpy's sort is the faster one."""
+    """Every row sorted, which is far faster than argsort; numpy's sort is faster than torch's on the CPU."""
     if scores_QG.device.type != "cpu":
         return scores_QG.sort(dim=1).values.cpu().numpy()
     return np.sort(scores_QG.numpy(), axis=1)
@@ -98,7 +98,7 @@ def _ascending(scores_QG: Tensor) -> np.ndarray:
 def _found_among_r(
     scores_QG: Tensor, differ_QG: np.ndarray, zetas: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each zeta R, how many matches are among the R closest, and whether the closest item matches, (Q,) each."""
+    """For each zeta: R, the matches among the R closest, and whether the closest item matches, (Q,) each."""
     ordered_QG, scores_QG = _ascending(scores_QG), scores_QG.cpu().numpy()
     n, n_gallery = scores_QG.shape
     every = np.arange(n)
@@ -111,9 +111,9 @@ def _found_among_r(
         n_match = np.bincount(query_P[match_P], minlength=n)
         last = ordered_QG[every, n_gallery - np.maximum(n_match, 1)]  # the score at rank R
         n_found = np.bincount(query_P[match_P & (score_P >= last[query_P])], minlength=n)
-        behind = ordered_QG[every, np.maximum(n_gallery - n_match - 1, 0)]
-        for q in np.flatnonzero((last == behind) & (n_match > 0) & (n_match < n_gallery)):
-            # More items have the score of rank R than fit: those that come first in the gallery do.
+        next_score = ordered_QG[every, np.maximum(n_gallery - n_match - 1, 0)]
+        for q in np.flatnonzero((last == next_score) & (n_match > 0) & (n_match < n_gallery)):
+            # Items tie at rank R: the first in the gallery count.
             order = np.argsort(-scores_QG[q], kind="stable")[: n_match[q]]
             n_found[q] = (differ_QG[q, order] <= zeta).sum()
         out.append(tuple(map(torch.from_numpy, (n_match, n_found, differ_first <= zeta))))

@@ -1,12 +1,10 @@
 """Retrieval metrics: recall at k, R-Precision, mAP@R, RSUM, rank of the first match.
 
-Two ways in. From a matrix: `scores_QG`, larger is closer (pass the negative of a distance), and `match_QG`, bool. From
-ranked lists: `top_QK`, the gallery index at each of the first K ranks, and `Positives`; `rank_both` makes the lists of
-both directions of a set too large for its matrix to be held, in bounded memory.
+Inputs are a matrix `scores_QG`, larger is closer, with `match_QG`, bool; or ranked lists `top_QK`, the gallery index at
+each of the first K ranks, with `Positives`. `rank_both` makes both directions' lists in bounded memory.
 
 Letters: Q queries, G gallery items, K ranks, R matches of a query. Queries without any match are left out of every
-mean. Ties rank by gallery index. A k beyond the gallery takes the whole gallery; R never exceeds it, because matches
-are counted in it. Lists that are shorter than R are refused.
+mean. Ties rank by gallery index. A k beyond the gallery takes the whole gallery.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24  # scores ranked at a time
-COLUMN_ELEMENTS = 1 << 21  # of a block's columns transposed and ranked at a time: what the processor's cache holds
-BLOCK_ELEMENTS = 1 << 26  # scores of a block of rows, of which `rank_both` ranks the columns too: 256 MiB in float32
+COLUMN_ELEMENTS = 1 << 21  # of a block's columns, transposed and ranked at a time: fits the processor's cache
+BLOCK_ELEMENTS = 1 << 26  # scores in a block of rows of `rank_both`: 256 MiB in float32
 
 
 # ----------------------------------------------------------------------------------------------------- rankings
@@ -34,18 +32,18 @@ def _ranked(scores_QG: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Scores and indices at the first `depth` ranks, both (Q, depth)."""
     n_gallery = scores_QG.shape[1]
     depth = min(depth, n_gallery)
-    values, index = scores_QG.topk(min(depth + 1, n_gallery), dim=1)  # one more shows whether a tie is cut
+    values, index = scores_QG.topk(min(depth + 1, n_gallery), dim=1)  # one more to see a tie at the end
     tied = values[:, 1:] == values[:, :-1]
     values, index = values[:, :depth].contiguous(), index[:, :depth].contiguous()
     if not tied.any():
         return values, index
-    rows = tied.any(1)  # topk leaves ties in no order: by index first, then stably by value
+    rows = tied.any(1)  # topk does not order ties: sort by index, then stably by value
     by_index = index[rows].argsort(dim=1)
     value = values[rows].gather(1, by_index)
     by_value = by_index.gather(1, value.argsort(dim=1, descending=True, stable=True))
     index[rows] = index[rows].gather(1, by_value)
     if depth < n_gallery:
-        cut = tied[:, depth - 1]  # more items tie with the last one than fit: only a whole stable sort says which
+        cut = tied[:, depth - 1]  # a tie at the end needs a whole stable sort
         if cut.any():
             index[cut] = scores_QG[cut].argsort(dim=1, descending=True, stable=True)[:, :depth]
     return values, index
@@ -102,7 +100,7 @@ def _refuse_infinite(values: Tensor) -> None:
 
 
 def ranked_matches(scores_QG: Tensor, match_QG: Tensor, depth: int) -> Tensor:
-    """Whether the item at each of the first `depth` ranks matches, (Q, depth) bool, in bounded memory."""
+    """Matches at the first `depth` ranks, (Q, depth) bool, in bounded memory."""
     rows = max(1, CHUNK_ELEMENTS // max(1, scores_QG.shape[1]))
     return torch.cat(
         [match.gather(1, ranking(score, depth)) for score, match in zip(scores_QG.split(rows), match_QG.split(rows))]
@@ -136,7 +134,7 @@ def rank_summary(ranks_Q: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[str, f
 
 @dataclass(frozen=True, eq=False)
 class Positives:
-    """Which gallery items match which query, as sorted pairs: memory grows with the matches, not with Q x G.
+    """Matching pairs of queries and gallery items, sorted: memory grows with the matches, not with Q x G.
 
     Attributes:
         n_queries, n_gallery: Q and G.
@@ -151,13 +149,13 @@ class Positives:
 
     @staticmethod
     def from_pairs(query_P: Tensor, item_P: Tensor, n_queries: int, n_gallery: int) -> Positives:
-        """From the indices of matching pairs; repeated pairs count once."""
+        """Build from the indices of matching pairs; repeated pairs count once."""
         keys = torch.unique(query_P.long() * n_gallery + item_P.long())
         return Positives(n_queries, n_gallery, keys, torch.bincount(keys // n_gallery, minlength=n_queries))
 
     @staticmethod
     def from_matrix(match_QG: Tensor) -> Positives:
-        """From a (Q, G) bool matrix."""
+        """Build from a (Q, G) bool matrix."""
         query, item = match_QG.nonzero(as_tuple=True)
         return Positives.from_pairs(query.cpu(), item.cpu(), *match_QG.shape)
 
@@ -167,7 +165,7 @@ class Positives:
         return Positives.from_pairs(item, query, self.n_gallery, self.n_queries)
 
     def hits(self, top_QK: Tensor) -> Tensor:
-        """Whether the item at each rank matches, (Q, K) bool; index -1 (nothing found) never does."""
+        """Matches at each rank, (Q, K) bool; False for index -1 (nothing found)."""
         if not len(self.keys):
             return torch.zeros_like(top_QK, dtype=torch.bool)
         wanted = torch.arange(self.n_queries)[:, None] * self.n_gallery + top_QK

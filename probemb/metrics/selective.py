@@ -1,4 +1,4 @@
-"""How precise the answers are if the most uncertain queries are refused, and where to draw the line.
+"""Precision when the most uncertain queries are refused, and thresholds with a guaranteed precision.
 
 curve = precision_curve(uncertainty, correct)      # both (Q,), of a validation set
 highest_threshold(curve, 0.8)                      # refuse what is more uncertain; None if 0.8 is out of reach
@@ -18,14 +18,14 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class PrecisionCurve:
-    """What answering only the queries with an uncertainty up to a threshold gives, thresholds ascending.
+    """Coverage and precision of answering only queries with an uncertainty up to a threshold, thresholds ascending.
 
     Attributes:
         threshold: uncertainties.
         coverage: share of the queries that are answered.
-        precision: share of those answered rightly.
-        at_least: lower bounds of the precision on new queries of the same kind, which hold for all thresholds at once.
-        queries: how many there were.
+        precision: share of those answered correctly.
+        at_least: lower bounds of the precision on new queries of the same kind, for all thresholds at once.
+        queries: their number.
         confidence: of the bounds.
     """
 
@@ -42,8 +42,8 @@ def precision_curve(
 ) -> PrecisionCurve:
     """Thresholds that answer equal steps of the queries, with exact binomial bounds (Clopper and Pearson).
 
-    The error of the bounds is divided among the points (Bonferroni), so that choosing among them is allowed for.
-    Queries are taken to be independent.
+    The error of the bounds is divided among the points (Bonferroni), so that one may choose among them. Queries are
+    assumed to be independent.
 
     Args:
         uncertainty: (Q,) finite; correct: (Q,) bool.

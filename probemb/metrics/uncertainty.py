@@ -1,4 +1,4 @@
-"""What uncertainty says about quality: bins, correlations, and what is won by refusing the most uncertain queries."""
+"""Uncertainty against quality: bins, correlations, and the gain of refusing the most uncertain queries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bins:
-    """Items in bins of (nearly) equal count, from certain to uncertain, and how the two quantities go together.
+    """Items in bins of (nearly) equal count, from certain to uncertain, with correlations.
 
     Attributes:
         uncertainty, accuracy: mean of each bin; counts: items in each.
@@ -32,9 +32,8 @@ def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_o
 
     Args:
         uncertainty: (Q,); score: (Q,), NaN for an item without one.
-        cut_over_all: whether items without a score take part in cutting the bins, as in PCME++'s evaluation, where
-            every query is binned although ECCV Caption asks about some. Counts, means and correlations are always
-            over the items with a score.
+        cut_over_all: cut the bins over items without a score too, as PCME++'s evaluation does although ECCV Caption
+            has only some queries. Counts, means and correlations are over the items with a score.
     """
     known = torch.isfinite(uncertainty.double())
     scored = torch.isfinite(score.double())

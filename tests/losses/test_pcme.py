@@ -123,8 +123,7 @@ def test_authors_loss_and_gradients(parity, case, dtype):
     for name, g in (("logsigma_v", image), ("logsigma_t", text)):
         leaves[name] = g.log_var.requires_grad_()
     out = pcme_loss_of_samples(
-        leaves["samples_v"],
-        leaves["samples_t"],
+        (leaves["samples_v"], leaves["samples_t"]),
         image,
         text,
         scale=leaves["negative_scale"],
@@ -167,8 +166,7 @@ def test_authors_loss_in_the_comparison_of_pcmepp(parity, code, distance, dtype)
     z_i = image.mean[:, None] + image.std[:, None] * to("eps_v")
     z_t = text.mean[:, None] + text.std[:, None] * to("eps_t")
     out = pcme_loss_of_samples(
-        z_i,
-        z_t,
+        (z_i, z_t),
         image,
         text,
         scale=leaves["negative_scale"],
