@@ -33,7 +33,8 @@ def mixed(match_NM: Tensor, lam_N: Tensor, partner_N: Tensor) -> Tensor:
 def pseudo_positives(distance_NM: Tensor, match_NM: Tensor) -> tuple[Tensor, Tensor]:
     """Pseudo-positives of every row: columns at least as close as the row's positive get the positive's label.
 
-    The positive of a row is its (first) largest label, hard or soft. Call it on transposes for the other direction. Source: PCME++ §2.3.
+    The positive of a row is its (first) largest label, hard or soft. Call it on transposes for the other direction.
+    Source: PCME++ §2.3.
 
     Returns:
         labels (N, M), and over all rows the number of columns at least as close as the positive, itself not counted.

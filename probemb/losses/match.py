@@ -96,7 +96,7 @@ def match_logits(
 def _direction(
     logits_NM: Tensor, match_NM: Tensor | None, offset: int, pseudo_positive: float, other: dict | None = None
 ) -> dict[str, Tensor]:
-    """Binary cross entropies of one direction; `other` is the result for the transposed pairs, to reuse its softplus."""
+    """Binary cross entropies of one direction; `other` is the transposed pairs' result, whose softplus is reused."""
     n, m = logits_NM.shape
     if match_NM is None:
         if offset + n > m:
