@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from open_clip.transform import PreprocessCfg
+from torch import nn
 
 from probemb.data.words import find_vocabulary, read_vectors, read_vocabulary
 from probemb.errors import UserError
@@ -85,51 +86,19 @@ def create_model(
             f"A point model has no uncertainty branch, but n_unc_layers is {n_unc_layers}.",
             "Leave n_unc_layers out, or set it to 0.",
         )
-    config = architecture(name, image_size)
-    if embed_dim is not None and embed_dim < 1:
-        raise UserError(f"embed_dim is {embed_dim}.", "Set it to 1 or more.")
-    source = None
+    config, source = architecture(name, image_size), None
     if pretrained and is_saved_model(pretrained):
         with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
             source = load_model(pretrained).model
-    if head == "clip" and embed_dim not in (None, config["embed_dim"]):
-        if pretrained and source is None:
-            raise UserError(
-                f"Pretrained weights of '{name}' embed into {config['embed_dim']} dimensions, not {embed_dim}.",
-                "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
-            )
-        config["embed_dim"] = embed_dim
+    own_projection = head == "clip"
+    _set_embed_dim(config, name, embed_dim, own_projection, pretrained if source is None else None)
     _set_vocabulary(config, name, vocabulary, source)
-    preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
-    weights = None
-    if pretrained and source is None:
-        if not is_open_clip(config):
-            raise UserError(
-                f"'{name}' is an architecture of this project, and '{pretrained}' is no model of this project.",
-                "Give a run or a folder that save_model wrote, or leave pretrained out.",
-            )
-        weights, wanted = find_pretrained(name, pretrained, config.get("quick_gelu", False))
-        preprocess.update(plain(wanted))
-    if source is not None:
-        preprocess = source.config["preprocess"]
-    stock = build_stock(config)
-    if weights:
-        fill_stock(stock, weights)
-    if image_weights:
-        if tower_kind(config, "vision_cfg") != "timm" or source is not None:
-            raise UserError(
-                "image_weights are for a new model with an image tower from timm.",
-                "Leave image_weights out, or name an architecture such as resnet-gru without pretrained.",
-            )
-        from probemb.models.towers.timm_image import pretrained_trunk
-
-        stock.visual, wanted = pretrained_trunk(config["vision_cfg"], image_weights)
-        preprocess.update(plain(wanted))
+    stock, preprocess = _starting_point(config, name, source, pretrained, image_weights)
     model = DualEncoder(
         {
             "name": name,
             "head": head,
-            "embed_dim": embed_dim or (config["embed_dim"] if head == "clip" else GPO_EMBED_DIM),
+            "embed_dim": embed_dim or (config["embed_dim"] if own_projection else GPO_EMBED_DIM),
             "n_unc_layers": plain(n_unc_layers),
             "probabilistic": probabilistic,
             "n_embeddings": n_embeddings,
@@ -147,6 +116,49 @@ def create_model(
         model.shift.fill_(init_shift)
     model.set_grad_checkpointing(grad_checkpointing)
     return model
+
+
+def _set_embed_dim(config: dict, name: str, embed_dim: int | None, own_projection: bool, weights: str | None) -> None:
+    """Put D into the architecture where its own projection makes it. Raises UserError: weights of another D."""
+    if embed_dim is not None and embed_dim < 1:
+        raise UserError(f"embed_dim is {embed_dim}.", "Set it to 1 or more.")
+    if own_projection and embed_dim not in (None, config["embed_dim"]):
+        if weights:
+            raise UserError(
+                f"Pretrained weights of '{name}' embed into {config['embed_dim']} dimensions, not {embed_dim}.",
+                "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
+            )
+        config["embed_dim"] = embed_dim
+
+
+def _starting_point(
+    config: dict, name: str, source: DualEncoder | None, pretrained: str | None, image_weights: str | None
+) -> tuple[nn.Module, dict]:
+    """The deterministic model that the new one takes over, and the preprocessing that belongs to its weights."""
+    if image_weights and (tower_kind(config, "vision_cfg") != "timm" or source is not None):
+        raise UserError(
+            "image_weights are for a new model with an image tower from timm.",
+            "Leave image_weights out, or name an architecture such as resnet-gru without pretrained.",
+        )
+    if source is not None:
+        return build_stock(config), source.config["preprocess"]
+    preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
+    if pretrained and not is_open_clip(config):
+        raise UserError(
+            f"'{name}' is an architecture of this project, and '{pretrained}' is no model of this project.",
+            "Give a run or a folder that save_model wrote, or leave pretrained out.",
+        )
+    weights, wanted = None, {}
+    if pretrained:
+        weights, wanted = find_pretrained(name, pretrained, config.get("quick_gelu", False))
+    stock = build_stock(config)
+    if weights:
+        fill_stock(stock, weights)
+    if image_weights:
+        from probemb.models.towers.timm_image import pretrained_trunk
+
+        stock.visual, wanted = pretrained_trunk(config["vision_cfg"], image_weights)
+    return stock, {**preprocess, **plain(wanted)}
 
 
 def vocabulary_for(name: str, given: str | None, pretrained: str | None, data: Iterable[str | Path]) -> str | None:
