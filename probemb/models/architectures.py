@@ -23,15 +23,15 @@ from probemb.errors import UserError, nearest
 OWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
 # Modules of `towers/` by the kind of tower, see `tower_kind`.
 IMAGE_TOWERS = {
-    "open_clip_transformer": "open_clip_transformer",
-    "open_clip_timm": "open_clip_timm",
-    "open_clip_resnet": "open_clip_resnet",
+    "open_clip.transformer": "open_clip.transformer",
+    "open_clip.timm": "open_clip.timm",
+    "open_clip.resnet": "open_clip.resnet",
     "timm": "timm_image",
     "small_cnn": "small_cnn",
 }
 TEXT_TOWERS = {
-    "open_clip_transformer": "open_clip_transformer",
-    "open_clip_hf": "open_clip_hf",
+    "open_clip.transformer": "open_clip.transformer",
+    "open_clip.hf": "open_clip.hf",
     "word_gru": "word_gru",
 }
 WORD_TOWERS = {"word_gru"}  # read words of a vocabulary: text_cfg["vocabulary"]
@@ -85,10 +85,10 @@ def tower_kind(config: dict, part: str) -> str:
     if "tower" in cfg:
         return cfg["tower"]
     if cfg.get("timm_model_name"):
-        return "open_clip_timm"
+        return "open_clip.timm"
     if cfg.get("hf_model_name"):
-        return "open_clip_hf"
-    return "open_clip_resnet" if isinstance(cfg.get("layers", 12), list | tuple) else "open_clip_transformer"
+        return "open_clip.hf"
+    return "open_clip.resnet" if isinstance(cfg.get("layers", 12), list | tuple) else "open_clip.transformer"
 
 
 def reads_words(config: dict | None) -> bool:
@@ -180,7 +180,7 @@ def _obstacle(config: dict) -> str | None:
         return f"there is no image tower of the kind {image}"
     if text not in TEXT_TOWERS:
         return f"there is no text tower of the kind {text}"
-    if text == "open_clip_hf" and find_spec("transformers") is None:
+    if text == "open_clip.hf" and find_spec("transformers") is None:
         return "its text tower needs the package transformers (pip install 'probemb[hf]')"
     return None
 

@@ -12,7 +12,7 @@ from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer
 from probemb.models.architectures import OWN, architecture, read_architecture, supported_names, tower_kind
 
-HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip_hf"]
+HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip.hf"]
 WITHOUT_HF = [name for name in open_clip.list_models() if name not in HF]
 DISTINCT = {
     str(read_architecture(name)["vision_cfg"]): name for name in WITHOUT_HF

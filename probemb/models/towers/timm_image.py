@@ -4,7 +4,7 @@ Kind "timm" of the project's own architectures:
 
     "vision_cfg": {"tower": "timm", "timm_model_name": "resnet50", "timm_model_kwargs": {…}, "image_size": 224}
 
-`TimmTower` is also the tower behind open_clip's configurations with a timm backbone (`open_clip_timm.py`).
+`TimmTower` is also the tower behind open_clip's configurations with a timm backbone (`open_clip/timm.py`).
 Shapes: B items, T tokens, W width of the trunk, H × W' a feature map.
 """
 

@@ -82,7 +82,7 @@ def test_gradient_reaches_every_parameter(kind, head, tmp_path):
 
 @KINDS
 def test_the_branch_is_the_last_layers_again(kind, tmp_path):
-    from probemb.models.towers.open_clip_hf import text_layers
+    from probemb.models.towers.open_clip.hf import text_layers
 
     model, _ = make(kind, tmp_path, n_unc_layers=2)
     tower = model.eval().text
