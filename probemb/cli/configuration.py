@@ -24,14 +24,11 @@ Config = TypeVar("Config")
 def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:
     """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
 
-    Overrides win over the file, the file over the dataclass' defaults. Keys may be typed with hyphens; a switch
-    without a value is switched on, and `--no-KEY` switches off or empties. Types give the ranges (`PositiveInt`,
-    `Literal`, …, see probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the options of the
-    class that another field names.
-
-    Raises:
-        UserError: an unknown key (names the nearest known one), a value of the wrong type or out of range, a missing
-            or broken file.
+    Overrides win over the file, the file over the dataclass' defaults. Keys may be typed with hyphens; a switch without
+    a value is switched on, and `--no-KEY` switches off or empties. Types give the ranges (`PositiveInt`, `Literal`, …,
+    see probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the options of the class that
+    another field names. Raises UserError: an unknown key (names the nearest known one), a value of the wrong type or
+    out of range, a missing or broken file.
     """
     from jsonargparse import ArgumentParser
 

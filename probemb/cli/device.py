@@ -51,8 +51,7 @@ CPU = Device()
 def choose_device(device: str, precision: str) -> Device:
     """Resolve --device and --precision ("auto": bf16 on a GPU that has it, fp32 elsewhere).
 
-    Raises:
-        UserError: an unknown name, or a GPU that is not there.
+    Raises UserError: an unknown name, or a GPU that is not there.
     """
     import torch
 

@@ -29,10 +29,8 @@ def results_folder(out: str | None, model: str, name: str, elsewhere: str) -> Pa
 def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
     """Make sure that `names` may be written into `folder`: absent, or written by `generator` before.
 
-    A new page also needs a figures folder that is absent or empty.
-
-    Raises:
-        UserError: the folder is a file, cannot be written to, or holds files of somebody else under those names.
+    A new page also needs a figures folder that is absent or empty. Raises UserError: the folder is a file, cannot be
+    written to, or holds files of somebody else under those names.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file.", "Name a folder.")

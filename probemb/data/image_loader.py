@@ -150,9 +150,8 @@ def _collate(rows: list):
 class ImageBatches:
     """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` list which were read.
 
-    Raises:
-        UserError: while iterating, as soon as more than `max_bad` of all images cannot be used; says which `option`
-            allows more.
+    Raises UserError: while iterating, as soon as more than `max_bad` of all images cannot be used; says which `option`
+    allows more.
     """
 
     def __init__(

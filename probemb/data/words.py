@@ -58,8 +58,7 @@ def write_vocabulary(path: str | Path, words: Iterable[tuple[str, int]]) -> None
 def read_vocabulary(path: str | Path) -> list[str]:
     """The words of a vocabulary file in their order.
 
-    Raises:
-        UserError: the file is missing, not UTF-8 or empty; a line (named) is no word, or a word occurs twice.
+    Raises UserError: the file is missing, not UTF-8 or empty; a line (named) is no word, or a word occurs twice.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -84,11 +83,7 @@ def read_vocabulary(path: str | Path) -> list[str]:
 
 
 def find_vocabulary(folders: Iterable[str | Path]) -> Path:
-    """`vocabulary.txt` in the first folder, or parent of one, that has it.
-
-    Raises:
-        UserError: none has it.
-    """
+    """`vocabulary.txt` in the first folder, or parent of one, that has it. Raises UserError: none has it."""
     tried = []
     for folder in map(Path, folders):
         folder = folder if folder.is_dir() else folder.parent
@@ -105,11 +100,9 @@ def find_vocabulary(folders: Iterable[str | Path]) -> Path:
 def read_vectors(path: str | Path, words: Collection[str]) -> dict[str, np.ndarray]:
     """Vectors of those words that a file in GloVe's text format has, (dimension,) float32 each; plain or .gz.
 
-    A line is a word and its numbers with one space between them. Of a word that occurs twice the first counts.
-
-    Raises:
-        UserError: the file cannot be read, or a line (named) has not as many numbers as the first, or other than finite
-            numbers. Numbers of other words are not parsed.
+    A line is a word and its numbers with one space between them. Of a word that occurs twice the first counts. Raises
+    UserError: the file cannot be read, or a line (named) has not as many numbers as the first, or other than finite
+    numbers. Numbers of other words are not parsed.
     """
     wanted, found, dimension = set(words), {}, None
     try:

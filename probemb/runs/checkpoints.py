@@ -49,8 +49,7 @@ def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], conten
         tensors: CPU tensors by name, by name of the file.
         content: of state.json, without what is known of the files.
 
-    Raises:
-        OSError: as it comes; what was written aside is removed, and earlier checkpoints are as they were.
+    Raises OSError: as it comes; what was written aside is removed, and earlier checkpoints are as they were.
     """
     partial, old = _partial(target), target.with_name(f".{target.name}.old")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,10 +91,8 @@ class Snapshot(NamedTuple):
     def write(self, run_dir: Path | str) -> Path:
         """Write `run_dir`/checkpoints/step-N; not collective.
 
-        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
-
-        Raises:
-            UserError: it could not be written; nothing of it is left behind.
+        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced. Raises
+        UserError: it could not be written; nothing of it is left behind.
         """
         target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
         try:
@@ -111,8 +108,7 @@ class Snapshot(NamedTuple):
 def read_state(path: Path | str) -> dict[str, Any]:
     """The `state` that a checkpoint was saved with, and its "step"; not collective, reads no tensors.
 
-    Raises:
-        UserError: damaged, or of another version.
+    Raises UserError: damaged, or of another version.
     """
     content = read_content(Path(path))
     return {**content["state"], "step": content["step"]}
@@ -138,8 +134,7 @@ def find_checkpoint(
             looked at.
         tell: gets a sentence for every newer one that is passed over, and for a write that was never finished.
 
-    Raises:
-        UserError: there are checkpoints, and none of them is whole; or one has another version.
+    Raises UserError: there are checkpoints, and none of them is whole; or one has another version.
     """
     run_dir = Path(run_dir)
     tell = tell or logger.warning
@@ -233,11 +228,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 
 def verify_files(path: Path, content: dict[str, Any]) -> None:
-    """Compare every file with its sum.
-
-    Raises:
-        Damaged: one is not what was written, or cannot be read.
-    """
+    """Compare every file with its sum. Raises Damaged: one is not what was written, or cannot be read."""
     for name in (WEIGHTS, OPTIMIZER, RANDOM):
         try:
             sum_now = _sha256(path / name)

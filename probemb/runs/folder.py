@@ -28,8 +28,7 @@ def newest_checkpoint(
     Args:
         config_class: the dataclass that a run of this stage writes to config.yaml.
 
-    Raises:
-        UserError: the folder holds something that a new run would overwrite, or another job writes it.
+    Raises UserError: the folder holds something that a new run would overwrite, or another job writes it.
     """
     run = Path(out)
     refuse_locked(run)
@@ -72,8 +71,7 @@ def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None
     Args:
         model: all that is trained; several networks count as one model.
 
-    Raises:
-        UserError: names both sizes.
+    Raises UserError: names both sizes.
     """
     n = sum(p.numel() for p in model.parameters())
     needed, free = n * (BYTES_OF_CHECKPOINT + models * BYTES_OF_MODEL), free_bytes(Path(out))
@@ -121,8 +119,7 @@ def refuse_another_run(
     Returns:
         what has changed, "KEY: BEFORE -> NOW" each.
 
-    Raises:
-        UserError: names all of that.
+    Raises UserError: names all of that.
     """
     before, now = (with_absolute_paths(one, config) for one in (state["config"], to_dict(config)))
     changed = changes(before, now, ignore=free)

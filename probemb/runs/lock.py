@@ -26,8 +26,7 @@ class RunLock:
     Args:
         run: the run folder; made if it is missing.
 
-    Raises:
-        UserError: another job holds it.
+    Raises UserError: another job holds it.
     """
 
     def __init__(self, run: Path):
@@ -58,8 +57,7 @@ class RunLock:
 def refuse_locked(run: Path) -> None:
     """Refuse a folder that another job writes; writes nothing, any process may look.
 
-    Raises:
-        UserError: names the host and process.
+    Raises UserError: names the host and process.
     """
     try:
         file = open(run / NAME, encoding="utf-8")  # noqa: SIM115

@@ -20,8 +20,7 @@ from probemb.runs.log import RunLog, train_line
 def take_lock(run: Path | str) -> RunLock | None:
     """The lock of a run folder, on rank 0, and None on the others; collective.
 
-    Raises:
-        UserError: another job holds it, or the folder cannot be written; on all ranks.
+    Raises UserError: another job holds it, or the folder cannot be written; on all ranks.
     """
     return on_main(lambda: RunLock(Path(run)), run, "Choose another --out.")
 
@@ -37,8 +36,7 @@ class RunOutput:
         step: the step that the run resumes from.
         steps: length of the whole run.
 
-    Raises:
-        UserError: the folder cannot be written; on all ranks.
+    Raises UserError: the folder cannot be written; on all ranks.
     """
 
     def __init__(self, config, step: int, steps: int):
@@ -74,8 +72,7 @@ class RunOutput:
     def write(self, take: Callable[[], Snapshot | None]) -> None:
         """Begin to write the snapshot that `take` copies on rank 0; collective.
 
-        Raises:
-            UserError: the one before could not be written; on all ranks.
+        Raises UserError: the one before could not be written; on all ranks.
         """
         began = time.perf_counter()
         self.finish()
@@ -100,11 +97,7 @@ class RunOutput:
         return ""
 
     def finish(self) -> None:
-        """Wait until everything is written; collective.
-
-        Raises:
-            UserError: it could not be; on all ranks.
-        """
+        """Wait until everything is written; collective. Raises UserError: it could not be; on all ranks."""
         self.writer.wait()
         self.writer.check()
 

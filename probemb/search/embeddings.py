@@ -154,8 +154,7 @@ class Embeddings:
     def write(self, kind: str, name: str, mean: np.ndarray, u: np.ndarray, items: pyarrow.Table, marker: dict) -> None:
         """A partition, each file aside and renamed, the marker last. `marker` gets the count.
 
-        Raises:
-            UserError: it cannot be written, as on a full disk.
+        Raises UserError: it cannot be written, as on a full disk.
         """
         import pyarrow.parquet as pq
 
@@ -193,8 +192,7 @@ def item_schema(kind: str) -> pyarrow.Schema:
 def open_embeddings(folder: str | Path) -> Embeddings:
     """A folder of embeddings.
 
-    Raises:
-        UserError: there is none, or a file that describes it is damaged or of another version.
+    Raises UserError: there is none, or a file that describes it is damaged or of another version.
     """
     path = Path(folder) / NAME
     if not path.is_file():
@@ -220,8 +218,7 @@ def plan_embeddings(
 ) -> Embeddings:
     """A folder for the embeddings of `corpora`, which may hold some of them, or of others, already. Writes nothing.
 
-    Raises:
-        UserError: it holds embeddings of another model, or something else, or cannot be written to.
+    Raises UserError: it holds embeddings of another model, or something else, or cannot be written to.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():

@@ -39,9 +39,8 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
         device: "cpu", "cuda" (all GPUs take parts in turn), or "auto": the GPUs if the index fits into them.
         memory_map: leave the parts in their files and read what a search needs; else read all of them now.
 
-    Raises:
-        UserError: there is none, a file is missing, damaged or of another size than index.json says; no GPU, or an
-            index that FAISS cannot search there.
+    Raises UserError: there is none, a file is missing, damaged or of another size than index.json says; no GPU, or an
+    index that FAISS cannot search there.
     """
     import faiss
 
@@ -85,8 +84,7 @@ def require_model(index: Index, model: str, weights: str, dim: int) -> None:
     Args:
         model: as typed; weights: `probemb.models.weights_sha256` of it; dim: D.
 
-    Raises:
-        UserError: names both.
+    Raises UserError: names both.
     """
     if (index.weights, index.dim) != (weights, dim):
         raise UserError(

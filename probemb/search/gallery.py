@@ -24,8 +24,7 @@ class Gallery:
     Attributes:
         parts: (folder, partition); count: items; dim: D; width: of a vector.
 
-    Raises:
-        UserError: no items.
+    Raises UserError: no items.
     """
 
     def __init__(self, sources: Sequence[Embeddings], kind: str, form: str, factory: str):

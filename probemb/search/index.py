@@ -80,8 +80,7 @@ class Index:
     def item(self, i: int) -> dict:
         """key, captions, shard, offset and size of a gallery item; see `probemb.search.items`.
 
-        Raises:
-            UserError: the index was made in memory, which knows only embeddings.
+        Raises UserError: the index was made in memory, which knows only embeddings.
         """
         if self.items is None:
             raise UserError("This index has no list of its items.", "Load an index folder of tools.build_index.")
@@ -96,9 +95,8 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
         factory: as `faiss.index_factory` takes it; trained on the gallery where it needs training.
         form: "csd" searches CSD itself in D + 1 dimensions; "mean" the Euclidean distance of the means.
 
-    Raises:
-        UserError: an empty gallery, numbers that are not finite, a factory string that FAISS does not know or that
-            needs a larger gallery.
+    Raises UserError: an empty gallery, numbers that are not finite, a factory string that FAISS does not know or that
+    needs a larger gallery.
     """
 
     if form not in FORMS:
@@ -204,8 +202,7 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
         distance (Q, k) float32, CSD for the form "csd" and the squared Euclidean distance of the means for "mean";
         gallery indices (Q, k) int64. An approximate index may find fewer than k: the rest is infinity and -1.
 
-    Raises:
-        UserError: k is out of range, or the queries have another dimension than the gallery or are not finite.
+    Raises UserError: k is out of range, or the queries have another dimension than the gallery or are not finite.
     """
     if not 1 <= k <= len(index):
         raise UserError(f"{k} neighbours are asked of a gallery of {len(index)}.", f"Ask for 1 to {len(index)}.")
@@ -241,8 +238,7 @@ def rerank(index: Index, queries: Gaussian, k: int, candidates: int | None = Non
     Returns:
         CSD (Q, k) and gallery indices (Q, k), as `search`.
 
-    Raises:
-        UserError: as `search`; an index of the form "csd", which needs no re-ranking; fewer candidates than k.
+    Raises UserError: as `search`; an index of the form "csd", which needs no re-ranking; fewer candidates than k.
     """
     if index.form != "mean":
         raise UserError("An index of CSD itself has nothing to re-rank.", "Build it with form='mean', or use search().")

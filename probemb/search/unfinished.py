@@ -42,8 +42,7 @@ class Unfinished:
         folder: where to write: files that appear as a whole.
         plan: as given.
 
-    Raises:
-        UserError: another command builds there, what is complete is of another plan, the folder cannot be written.
+    Raises UserError: another command builds there, what is complete is of another plan, the folder cannot be written.
     """
 
     def __init__(self, out: Path, plan: dict):

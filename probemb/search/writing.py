@@ -47,9 +47,8 @@ def write_index(
         gpu: train on the GPU.
         show: as `probemb.cli.progress.progress`; say: called with what a person should know.
 
-    Raises:
-        UserError: no items, one that is not finite, a factory that FAISS does not know or that needs more items, no
-            room on the disk, an `out` that is there, an unfinished index of another plan, embeddings that change.
+    Raises UserError: no items, one that is not finite, a factory that FAISS does not know or that needs more items, no
+    room on the disk, an `out` that is there, an unfinished index of another plan, embeddings that change.
     """
     if form not in FORMS:
         raise ValueError(form)

@@ -34,8 +34,7 @@ class Picture:
 def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
     """Images of one of COCO's caption files by ascending id, and how many have no caption.
 
-    Raises:
-        UserError: not such a file, or an id occurs twice.
+    Raises UserError: not such a file, or an id occurs twice.
     """
     try:
         data = json.loads(content)
@@ -66,8 +65,7 @@ def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
 def token_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
     """Images of a Flickr token file in its order, and how many lines are none.
 
-    Raises:
-        UserError: fewer than half of the lines are of this form.
+    Raises UserError: fewer than half of the lines are of this form.
     """
     captions: dict[str, dict[int, str]] = {}
     bad = 0
@@ -89,8 +87,7 @@ def token_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
 def split_pictures(pictures: Sequence[Picture], lists: Mapping[str, bytes]) -> dict[str, list[Picture]]:
     """Images by split, from lists of names; without lists all are "train". `dev` is called `val`.
 
-    Raises:
-        UserError: two lists name the same image, or none of them names any.
+    Raises UserError: two lists name the same image, or none of them names any.
     """
     if not lists:
         return {"train": list(pictures)}

@@ -36,9 +36,8 @@ def find_captions(
             By default those folders are looked for beside the file.
         format: "webdataset", "karpathy" or "precomp"; by default recognised by the content.
 
-    Raises:
-        UserError: the path, the split or the images that the data names are not there; the data has another shape
-            than its format, an image without a caption, ids that occur twice, or names that lead out of the folder.
+    Raises UserError: the path, the split or the images that the data names are not there; the data has another shape
+    than its format, an image without a caption, ids that occur twice, or names that lead out of the folder.
     """
     if format is not None and format not in FORMATS:
         raise UserError(

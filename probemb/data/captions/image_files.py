@@ -37,8 +37,7 @@ def locate(
         candidates: for each image its possible paths below the folder; the first that exists is used.
         images: the folder; None looks beside the annotations, where it is no error if all images are missing.
 
-    Raises:
-        UserError: some images are not in the folder.
+    Raises UserError: some images are not in the folder.
     """
 
     @cache

@@ -37,11 +37,9 @@ _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
 def read_shards(data: str | Path, split: str | None) -> CaptionDataset:
     """Images and captions of shards.
 
-    KEY.json may say "image_id" or "cocoid", and "caption_ids" in the order of its captions, or each caption as
-    {"id", "caption"}. What cannot be used is in `images.bad`, with its name and the reason.
-
-    Raises:
-        UserError: no shards, no such split, damaged shards, or no captioned image in them.
+    KEY.json may say "image_id" or "cocoid", and "caption_ids" in the order of its captions, or each caption as {"id",
+    "caption"}. What cannot be used is in `images.bad`, with its name and the reason. Raises UserError: no shards, no
+    such split, damaged shards, or no captioned image in them.
     """
     tars, split = _find(data, split)
     images, entries, metas = Images(places=[], source=str(data)), [], []

@@ -41,9 +41,7 @@ def read_classes(path: str | Path) -> Classes:
 
     One of: one name a line; a JSON list of names; a JSON object {folder: name}; a JSON list of objects with a name
     under "name", "open_clip_name" or "class_name", and optionally "index" and a key under "wnid", "key" or "folder".
-
-    Raises:
-        UserError: a missing, empty or unreadable file, an empty name, an index that is missing or occurs twice.
+    Raises UserError: a missing, empty or unreadable file, an empty name, an index that is missing or occurs twice.
     """
     path = Path(path)
     text = read_text(path, "class-name file", "--classes")

@@ -43,8 +43,7 @@ def find_images(data: str | Path, labels: str | Path | None = None) -> LabelledI
             members are CLASS/NAME.jpg, or KEY.jpg with KEY.cls, or NAME.jpg together with `labels`.
         labels: a file of "NAME LABEL" lines for images without a class folder; LABEL is a class index or WordNet id.
 
-    Raises:
-        UserError: the path is missing, holds no labelled image, or cannot be read.
+    Raises UserError: the path is missing, holds no labelled image, or cannot be read.
     """
     path = Path(data)
     given = _read_labels(Path(labels)) if labels is not None else None
@@ -196,8 +195,7 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
     Returns:
         Classes, and one index into them for each image.
 
-    Raises:
-        UserError: the classes do not fit the labels.
+    Raises UserError: the classes do not fit the labels.
     """
     n_marks = len(images.folders) if images.folders is not None else len(set(images.marks))
     if wanted == "imagenet":

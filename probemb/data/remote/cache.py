@@ -47,8 +47,7 @@ class ShardCache:
     Attributes:
         versions: the version (see `TransferState`) of each file that this process has fetched from the web.
 
-    Raises:
-        UserError: the folder cannot be made, or its file system has no locks.
+    Raises UserError: the folder cannot be made, or its file system has no locks.
     """
 
     def __init__(self, folder: Path, limit: int, policy: FetchPolicy = DEFAULT_POLICY, option: str = "data.cache_gib"):

@@ -226,10 +226,7 @@ def read_index_file(folder: Path) -> list[Shard]:
             raise UserError(
                 f"{folder} holds shards, but no index.json beside them.", f"Make it with `{_index_command(folder)}`."
             )
-        raise UserError(
-            f"{folder} holds no webdataset shards.",
-            f"Name the folder of the .tar files, or {_EMBEDDED}.",
-        )
+        raise UserError(f"{folder} holds no webdataset shards.", f"Name the folder of the .tar files, or {_EMBEDDED}.")
     with open(path, "rb") as file:
         content = file.read(MAX_INDEX_BYTES + 1)
     return _parse_index(content, str(path), lambda name: folder / name, rebuild)

@@ -73,8 +73,7 @@ Advance = Callable[[int], object]
 def find_lists(corpus: str, paths: Iterable[str]) -> list[Path]:
     """The files of a list; a folder stands for its files in the corpus' format, sorted by name.
 
-    Raises:
-        UserError: a path that does not exist, or a folder without such files.
+    Raises UserError: a path that does not exist, or a folder without such files.
     """
     found = []
     for path in map(Path, paths):
@@ -107,8 +106,8 @@ def read_list(
         advance: called with the number of bytes read.
         clean: captions go through `clean_caption`; otherwise they are only stripped.
 
-    Raises:
-        UserError: the file is empty, cannot be read, or is not in this corpus' format; names the corpus that it fits.
+    Raises UserError: the file is empty, cannot be read, or is not in this corpus' format; names the corpus that it
+    fits.
     """
     caption_of = clean_caption if clean else str.strip
     try:
