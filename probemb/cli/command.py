@@ -1,4 +1,4 @@
-"""How commands with few options read them, and how errors end every command."""
+"""Command lines with few options, and the errors that end every command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from probemb.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse for commands with a handful of options, whose errors are `UserError`s; takes probemb.cli.ranges."""
+    """argparse whose errors are `UserError`s, and which takes the types of probemb.cli.ranges."""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         from probemb.cli.ranges import plain, wrong_value
@@ -42,24 +42,24 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         if not isinstance(error, UserError):
             from probemb.errors import ended_worker
 
-            if (told := ended_worker(error)) is None:
+            if (found := ended_worker(error)) is None:
                 raise
-            error = told
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of workers that end from now on PyTorch would tell again
+            error = found
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch would report ended workers once more
         if os.environ.get("PROBEMB_TRACEBACK"):
             traceback.print_exc()
         if rank := int(os.environ.get("RANK", "0")):
-            time.sleep(3)  # usually all ranks fail alike: rank 0 says it, and the launcher ends the others meanwhile
+            time.sleep(3)  # usually all ranks fail alike: rank 0 reports it, and the launcher ends the others
             print(f"rank {rank}: ", end="", file=sys.stderr)
-        told = (error.what, error.remedy)
-        what, remedy = ("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text) for text in told)
+        sentences = (error.what, error.remedy)
+        what, remedy = ("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in one) for one in sentences)
         print(f"error: {what}\n       {remedy}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         exec("")  # else Python, where the signal came in code of a string (a dataclass is one), forgets our exit code
         code = 130
-    except BrokenPipeError:  # the reader of our output went away, as with `| head`
+    except BrokenPipeError:  # the output's reader ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -24,11 +24,10 @@ Config = TypeVar("Config")
 def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:
     """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
 
-    Overrides win over the file, the file over the dataclass' defaults. Keys may be typed with hyphens; a switch without
-    a value is switched on, and `--no-KEY` switches off or empties. Types give the ranges (`PositiveInt`, `Literal`, …,
-    see probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the options of the class that
-    another field names. Raises UserError: an unknown key (names the nearest known one), a value of the wrong type or
-    out of range, a missing or broken file.
+    Overrides win over the file, the file over the defaults. Keys may have hyphens; a switch without a value is switched
+    on, and `--no-KEY` switches off or empties. Types give the ranges (`PositiveInt`, `Literal`, …, see
+    probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the options of the class that another
+    field names. Raises UserError: an unknown key, a value of the wrong type or out of range, a missing or broken file.
     """
     from jsonargparse import ArgumentParser
 
@@ -37,9 +36,8 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     known, switches = known_keys(whole), known_keys(whole, only=bool)
     groups = [key for key in known if any(other.startswith(f"{key}.") for other in known)]
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
-    parser.add_argument(
-        "--config", action="config", help="A YAML file with any of the keys below; options win over it."
-    )
+    help = "A YAML file with any of the keys below; options win over it."
+    parser.add_argument("--config", action="config", help=help)
     parser.add_class_arguments(whole, as_group=False)
     for action in parser._actions:  # a group takes its keys one by one; a path after --model would be a file of keys
         if action.dest in groups:
@@ -57,15 +55,13 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         return _build(config_class, parser.parse_args(files + words), get_type_hints(whole))
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # jsonargparse raises its own ArgumentError and whatever a broken YAML file makes it raise
+    except Exception as error:  # ArgumentError, or whatever a broken YAML file makes jsonargparse raise
         text = re.sub(r"\s+", " ", str(error)).strip().rstrip(".")
         if found := re.match(r'Parser key "([\w.]+)":', text):
             name, value = _said(found[1], typed)
             raise wrong_value(name, _hint(whole, found[1]), value, prog) from error
         what = f"The configuration cannot be read: {text[:400]}."
-        raise UserError(what, f"See `{prog} --help` for what it takes.") from error
+        raise UserError(what, f"See `{prog} --help` for its keys.") from error
 
 
 def chosen_options(by: str, classes: Mapping[str, Any], default: str) -> dict[str, Any]:
@@ -99,17 +95,15 @@ def _with_chosen(config_class: type, argv: Sequence[str]) -> tuple[type, Callabl
         if group not in others:
             return None
         by, name, classes = others[group]
-        users = [one for one in classes if option in known_keys(classes[one].Options)]
-        if not users:
-            return None
-        remedy = f"Leave it out, or choose one of {', '.join(users)}."
-        return UserError(f"The {by} {name} does not use {key}.", remedy)
+        users = ", ".join(one for one in classes if option in known_keys(classes[one].Options))
+        remedy = f"Leave it out, or choose one of {users}."
+        return UserError(f"The {by} {name} does not use {key}.", remedy) if users else None
 
     return _resolved(config_class, chosen), elsewhere
 
 
 def _resolved(cls: type, chosen: Mapping[str, type]) -> type:
-    """A dataclass with types instead of their names, which jsonargparse would look up among all imports of a module."""
+    """A dataclass with resolved types; jsonargparse would look up their names among all imports of a module."""
     hints, fields = {**get_type_hints(cls), **chosen}, []
     for field in dataclasses.fields(cls):
         hint, default = hints[field.name], field
@@ -122,15 +116,14 @@ def _resolved(cls: type, chosen: Mapping[str, type]) -> type:
 
 
 def given(key: str, argv: Sequence[str]) -> Any:
-    """What options, or else `--config` files, say of a key, as YAML reads it; None where they say nothing.
-
-    The last one counts; a file that cannot be read says nothing here: parsing refuses it.
+    """The value of a key in the options, or else in the `--config` files, as YAML reads it; the last one counts, None
+    without any. A file that cannot be read is skipped: parsing refuses it.
     """
     return _said(key, _joined(argv))[1]
 
 
 def _said(key: str, words: Sequence[str]) -> tuple[str, Any]:
-    """The name as it was typed, or the key, and its value: see `given`."""
+    """The name as typed, or the key, and its value: see `given`."""
     for name, equals, value in (word.partition("=") for word in reversed(words)):
         if equals and name.replace("-", "_") == f"__{key}":
             try:
@@ -152,15 +145,12 @@ def _joined(argv: Sequence[str]) -> list[str]:
     """Every `--key value` as `--key=value`."""
     words: list[str] = []
     for word in argv:
-        if words and _is_open(words[-1]) and not word.startswith("--"):
+        takes_value = words and re.fullmatch("--[^=]+", words[-1], re.DOTALL)
+        if takes_value and not word.startswith("--"):
             words[-1] += f"={word}"
         else:
             words.append(word)
     return words
-
-
-def _is_open(word: str) -> bool:
-    return len(word) > 2 and word.startswith("--") and "=" not in word
 
 
 def _is_file(word: str) -> bool:
@@ -200,9 +190,8 @@ def _checked_file(path: Path, known: list[str], elsewhere: Callable[[str], UserE
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} is not a YAML file: {' '.join(str(error).split())[:300]}.", "Correct the file."
-        ) from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path} is not a YAML file: {reason}.", "Correct the file.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no keys.", "Write one `key: value` a line; --help lists the keys.")
     left_out: list[str] = []
@@ -233,17 +222,14 @@ def _build(cls: type[Config], namespace: Any, hints: dict[str, Any], prefix: str
     for field in dataclasses.fields(cls):
         value, hint, key = getattr(namespace, field.name, None), hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint):
-            value = _build(hint.__bases__[0], value, get_type_hints(hint), f"{key}.")  # the one that was resolved
+            value = _build(hint.__bases__[0], value, get_type_hints(hint), f"{key}.")  # the class before `_resolved`
         else:
             value = plain(value)
-            if any(isinstance(v, float) and not math.isfinite(v) for v in _leaves(value)):
+            leaves = value if isinstance(value, (list, tuple)) else [value]
+            if any(isinstance(v, float) and not math.isfinite(v) for v in leaves):
                 raise wrong_value(key, hint, value)
         values[field.name] = value
     return cls(**values)
-
-
-def _leaves(value: Any) -> Iterable:
-    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _hint(config_class: type, key: str) -> Any:
@@ -271,9 +257,9 @@ def to_yaml(config: Any) -> str:
 
 
 def with_absolute_paths(values: dict, config: Any) -> dict:
-    """A configuration as a dict, with the paths under the keys in `config.PATHS`, if it has any, absolute.
+    """Copy a configuration (a dict), and make the paths under the keys in `config.PATHS`, if any, absolute.
 
-    Addresses stay, and so do tags and hub names: a model's key is a path where one of that name is here.
+    Addresses, tags and hub names stay: a model's key is a path only if that path exists.
     """
     values = copy.deepcopy(values)
     for key in getattr(config, "PATHS", ()):

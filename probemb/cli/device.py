@@ -1,4 +1,4 @@
-"""Device and precision of a command, threads of a rank, processes that decode."""
+"""Device and precision of a command, threads of a rank, worker processes."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ CPU = Device()
 
 
 def choose_device(device: str, precision: str) -> Device:
-    """Resolve --device and --precision ("auto": bf16 on a GPU that has it, fp32 elsewhere).
-
-    Raises UserError: an unknown name, or a GPU that is not there.
-    """
+    """Resolve --device and --precision ("auto": bf16 on a GPU that has it, fp32 elsewhere). Raises UserError."""
     import torch
 
     if device == "auto":
@@ -105,9 +102,8 @@ def training_precision(asked: str) -> str:
 
 
 def loader_workers(wanted: int | None, n_images: int, device: str) -> int:
-    """Number of processes that decode images.
-
-    By default none for a small set, else at most 8, and at most half of the cores if the model needs the others.
+    """Number of processes that decode images: by default none for a small set, else up to 8, and up to half of the
+    cores if the model runs on the CPU.
     """
     if wanted is not None:
         return wanted

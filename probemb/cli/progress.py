@@ -12,9 +12,8 @@ LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr: a bar in a terminal, elsewhere a line every ten seconds. Yields `advance(n)`.
-
-    A `total` of 0 is one that is not known.
+    """Show progress on stderr: a bar in a terminal, elsewhere a line every ten seconds. Yields `advance(n)`. A `total`
+    of 0 is unknown.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,14 +26,14 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
             task = bar.add_task(title, total=total or None)
             yield lambda n: bar.advance(task, n)
         return
-    done, told = 0, started
+    done, reported = 0, started
 
     def advance(n: int) -> None:
-        nonlocal done, told
+        nonlocal done, reported
         done += n
         now = time.monotonic()
-        if now - told >= LINE_EVERY:
-            told = now
+        if now - reported >= LINE_EVERY:
+            reported = now
             left = (now - started) / max(done, 1) * max(total - done, 0)
             of = f" of {total:,}, about {left:.0f} s left" if total else ""
             print(f"{title}: {done:,}{of}", file=sys.stderr, flush=True)
@@ -45,5 +44,5 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def silent(title: str, total: int) -> Iterator[None]:
-    """In place of `progress`: shows nothing."""
+    """Show no progress; takes the place of `progress`."""
     yield None

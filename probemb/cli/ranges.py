@@ -10,13 +10,11 @@ from probemb.errors import UserError, nearest
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)])
 Workers = restricted_number_type("Workers", int, [(">=", 0), ("<=", 512)])  # each is a process
-Count = restricted_number_type(
-    "Count", int, [(">=", 1), ("<=", 1_000_000)]
-)  # of a batch, of candidates: more is a slip
+Count = restricted_number_type("Count", int, [(">=", 1), ("<=", 1_000_000)])  # of a batch: more is a typing error
 Dimensions = restricted_number_type("Dimensions", int, [(">=", 1), ("<=", 2**20)])
 Gibibytes = restricted_number_type("Gibibytes", float, [(">", 0), ("<=", 1_000_000)])
 Minutes = restricted_number_type("Minutes", float, [(">", 0), ("<=", 60 * 24 * 365)])
-Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])  # not none of it
+Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
 BelowOne = restricted_number_type("BelowOne", float, [(">=", 0), ("<", 1)])
 BelowHalf = restricted_number_type("BelowHalf", float, [(">=", 0), ("<", 0.5)])
 
@@ -25,14 +23,8 @@ Distance = Literal[
 ]  # fmt: skip
 Precision = Literal["auto", "fp32", "bf16"]
 
-_KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    tuple: "a list",
-    list: "a list",
-}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
+_KINDS[list] = _KINDS[tuple]
 _UNITS = {Minutes: "a number of minutes", Gibibytes: "a number of GiB"}
 _COMPARED = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
@@ -81,20 +73,14 @@ def plain(value: Any) -> Any:
 
 
 def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> UserError:
-    """Say which key has which value and what it takes.
-
-    Args:
-        key: dotted.
-        hint: the type that the value is not of.
-        value: as typed or read.
-    """
+    """The error for a `value`, as typed or read, that the type `hint` of a dotted `key` does not take."""
     kind = base_type(hint)
-    told = f"'{value[:100]}'" if isinstance(value, str) else str(value)[:100]
+    shown = f"'{value[:100]}'" if isinstance(value, str) else str(value)[:100]
     if value is None:
         return UserError(f"{key} is empty.", f"Set it to {describe(hint)}.")
     if get_origin(hint) is Literal or any(get_origin(one) is Literal for one in get_args(hint)):
         choices = [str(c) for one in (hint, *get_args(hint)) if get_origin(one) is Literal for c in get_args(one)]
-        return UserError(f"{key} is {told}.{nearest(str(value), choices)}", f"Choose {describe(hint)}.")
+        return UserError(f"{key} is {shown}.{nearest(str(value), choices)}", f"Choose {describe(hint)}.")
     if kind in (int, float):
         try:
             number = kind(value)
@@ -102,7 +88,7 @@ def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> U
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             return UserError(
-                f"{key} is {told}, which is not {_KINDS[kind]}.", f"Set it to {describe(hint)}; see `{prog} --help`."
+                f"{key} is {shown}, which is not {_KINDS[kind]}.", f"Set it to {describe(hint)}; see `{prog} --help`."
             )
         return UserError(f"{key} is {number}.", f"Set it to {describe(hint)}.")
-    return UserError(f"{key} is {told}, which is not {describe(hint)}.", f"See `{prog} --help` for what it takes.")
+    return UserError(f"{key} is {shown}, which is not {describe(hint)}.", f"See `{prog} --help` for what it takes.")

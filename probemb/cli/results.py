@@ -27,10 +27,9 @@ def results_folder(out: str | None, model: str, name: str, elsewhere: str) -> Pa
 
 
 def claim_files(folder: Path, names: Sequence[str], generator: str) -> None:
-    """Make sure that `names` may be written into `folder`: absent, or written by `generator` before.
+    """Check that `names` may be written into `folder`: absent, or written by `generator` before.
 
-    A new page also needs a figures folder that is absent or empty. Raises UserError: the folder is a file, cannot be
-    written to, or holds files of somebody else under those names.
+    A new page also needs a figures folder that is absent or empty. Raises UserError.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file.", "Name a folder.")
@@ -57,7 +56,7 @@ def figures_folder(page: Path) -> Path:
 
 
 def write_json(file: Path, content: dict, generator: str) -> None:
-    """JSON without NaN: what is not a finite number becomes null. The first key says who wrote it."""
+    """Write JSON whose first key names the `generator`; numbers that are not finite become null."""
     plain = {"generator": generator, **finite(content)}
     replace_text(file, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 

@@ -1,15 +1,14 @@
 """Figures of reports, drawn with matplotlib: SVG inside a page, and PDF and PNG files for papers.
 
-Lines, points and bars in one style. Nothing here touches pyplot or the user's matplotlib settings. Letters become
-outlines in SVG, so a page looks the same everywhere; the SVG takes its colours from the page, light or dark. Colours
-are told apart by colour-blind readers, and names stand beside lines.
+Nothing here touches pyplot or the user's matplotlib settings. Letters become outlines in SVG, so that a page looks the
+same everywhere; the SVG takes its colours from the page, light or dark. The colours suit colour-blind readers, and
+names are printed beside lines.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -73,7 +72,7 @@ class Chart:
 
     Args:
         name: of its files, unique within a page.
-        x_label, y_label: what the axes show, with units.
+        x_label, y_label: the axes' quantities, with units.
     """
 
     @_styled
@@ -109,7 +108,7 @@ class Chart:
         Args:
             points: draw every point as a dot.
             spread: half the length of an error bar at each point.
-            notes: what each point says under the pointer; by default its coordinates.
+            notes: text of each point under the pointer; by default its coordinates.
         """
         style, marker = "--" if dashed else "-", "o" if points else None
         self._axes.plot(xs, ys, style, color=colour, marker=marker, markersize=5, clip_on=False, zorder=2.5)
@@ -133,14 +132,14 @@ class Chart:
 
     @_styled
     def level(self, y: float, name: str, colour: str = GREY) -> Chart:
-        """A horizontal line to compare with."""
+        """A horizontal line for comparison."""
         self._axes.axhline(y, color=colour, linestyle="--", linewidth=1.1, zorder=1.5)
         self._ends.append((y, name, colour))
         return self
 
     @_styled
     def mark(self, x: float, y: float, name: str) -> Chart:
-        """Point out one point."""
+        """Highlight one point."""
         self._axes.plot([x], [y], "o", color=ORANGE, markersize=7, markeredgecolor=PAPER, zorder=3)
         low, high = self._axes.get_xlim()
         right = x > (low + high) / 2
@@ -156,7 +155,7 @@ class Chart:
     ) -> Chart:
         """Points (x, y, radius in points, note) of one kind, named above the axes."""
         xs, ys, radii, _ = zip(*points)
-        areas = [4 * radius**2 for radius in radii]  # what matplotlib calls a size
+        areas = [4 * radius**2 for radius in radii]  # matplotlib's sizes are areas
         alpha = 0.5 if len(points) > 50 else 0.85
         self._axes.scatter(xs, ys, areas, color=colour, marker=marker, alpha=alpha, linewidths=0, label=printable(name))
         self._notes += points
@@ -175,7 +174,7 @@ class Chart:
         return self
 
     def _finish(self) -> None:
-        """Ranges, legend, and the names at the ends of lines, none over another."""
+        """Set ranges and legend, and write the names at the ends of lines without overlap."""
         if self._finished:
             return
         self._finished = True
@@ -200,14 +199,14 @@ class Chart:
 
     @_styled
     def save(self, path: Path, format: str, generator: str = "") -> None:
-        """Write it as "pdf", "png" (200 dots an inch) or "svg", on white."""
+        """Write "pdf", "png" (200 dots an inch) or "svg", on white."""
         self._finish()
         key = {"png": "Software", "pdf": "Creator", "svg": "Creator"}[format]
         self._figure.savefig(path, format=format, dpi=200, metadata={key: generator})
 
     @_styled
     def svg(self) -> str:
-        """For a page: an <svg> element whose colours are variables of the page and whose points have their notes."""
+        """An <svg> element for a page: colours are variables of the page, and points have their notes."""
         self._finish()
         buffer = io.BytesIO()
         self._figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -228,20 +227,18 @@ class Chart:
             circle = ElementTree.SubElement(layer, f"{{{_NAMESPACE}}}circle", place)
             ElementTree.SubElement(circle, f"{{{_NAMESPACE}}}title").text = printable(note)
         root.attrib.clear()
-        root.attrib.update(
-            {"viewBox": f"0 0 {width:g} {height:g}", "class": "chart", "role": "img", "stroke-linejoin": "round"}
-        )
-        root.set("aria-label", printable(self.title))
+        root.attrib.update({"viewBox": f"0 0 {width:g} {height:g}", "class": "chart", "role": "img"})
+        root.attrib.update({"stroke-linejoin": "round", "aria-label": printable(self.title)})
         return ElementTree.tostring(root, encoding="unicode")
 
     def _adapt(self, key: str, value: str) -> str:
-        """An attribute: names unique in the page, colours those of the page."""
+        """The value of an attribute with names unique in the page and the page's colours."""
         if key == "id":
             return f"{self.name}-{value}"
         if key.endswith("href"):
             return value.replace("#", f"#{self.name}-")
         if key == "style":
-            return re.sub(
-                r"#[0-9a-f]{6}", lambda m: f"var(--{_VARIABLES[m[0]]})" if m[0] in _VARIABLES else m[0], value
-            )
+            for colour, variable in _VARIABLES.items():
+                value = value.replace(colour, f"var(--{variable})")
+            return value
         return value.replace("url(#", f"url(#{self.name}-")

@@ -1,7 +1,7 @@
 """Reports as HTML pages: Jinja2 templates with autoescape, inline SVG figures, images as small JPEGs inside the page.
 
-A page needs nothing from elsewhere. Names of classes, files and models, and captions, are untrusted: they reach a page
-through its template alone, which escapes them.
+A page needs no other files. Names of classes, files and models, and captions, are untrusted: they reach a page only
+through its template, which escapes them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ THUMBNAIL = 104  # pixels of the longer side
 
 
 def write_page(file: Path, template: Path, generator: str, **values: object) -> None:
-    """Render a template to `file`; every figure that it shows is also written as PDF and PNG to `figures_folder(file)`.
+    """Render a template to `file`, and write each of its figures as PDF and PNG to `figures_folder(file)`.
 
     Args:
         template: may extend `base.html` and import `parts.html`; `{{ figure(chart) }}` shows a Chart.
         generator: the command that writes the page.
 
-    Raises:
-        OSError: a file cannot be written.
-        ValueError: two figures have one name.
+    Raises OSError: a file cannot be written. ValueError: two figures have one name.
     """
     folder, shown = figures_folder(file), {}
 
@@ -61,7 +59,7 @@ def write_page(file: Path, template: Path, generator: str, **values: object) -> 
 
 
 def _remove_figures(file: Path) -> None:
-    """Remove the figures that an earlier page of the same name links to; some may have no successor."""
+    """Remove the figures that an earlier page of the same name links to."""
     if file.exists():
         for name in re.findall(r'href="[\w.-]+/([\w-]+\.(?:pdf|png))"', file.read_text(encoding="utf-8")):
             (figures_folder(file) / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Numbers and untrusted text as pages and figures show them."""
+"""Numbers and untrusted text for pages and figures."""
 
 from __future__ import annotations
 

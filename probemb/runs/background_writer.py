@@ -1,4 +1,4 @@
-"""Write while training goes on: one job at a time, in a thread of rank 0."""
+"""Writes during training: one job at a time, in a thread of rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from probemb.distributed import agree
 class BackgroundWriter:
     """Runs one job at a time in a thread. Every rank holds one, only rank 0 gives it jobs.
 
-    An error of a job is kept until `check`, which raises it on every rank.
+    A job's error is kept until `check`, which raises it on every rank.
     """
 
     def __init__(self):
@@ -19,9 +19,9 @@ class BackgroundWriter:
         self._failure: Exception | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Wait for the job before, then begin this one.
+        """Wait for the previous job, then start this one.
 
-        The thread is not a daemon: a process that ends, also with Ctrl-C, finishes what it writes.
+        The thread is not a daemon: a process that ends, also with Ctrl-C, finishes its writes.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer")
@@ -39,12 +39,12 @@ class BackgroundWriter:
         return self._failure is not None
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def check(self) -> None:
-        """Raise, on every rank, what a job on any rank raised; collective, does not wait for a job in progress."""
+        """Raise the error of a job of any rank on every rank; collective, does not wait for a job in progress."""
         failure, self._failure = self._failure, None
         agree(failure)

@@ -1,7 +1,7 @@
 """Checkpoints on disk: writing, finding, checking and pruning them. One process, no engine.
 
 Tensors are written from their own memory without a copy; writing and hashing release Python's lock, so that training
-continues beside a write in a thread.
+continues during a write in a thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Damaged(UserError):
-    """A checkpoint that is not whole."""
+    """A checkpoint that is incomplete or changed."""
 
     def __init__(self, path: Path, reason: str):
         super().__init__(f"The checkpoint {path} is damaged: {reason}.", USE_ANOTHER)
@@ -42,16 +42,16 @@ class Damaged(UserError):
 
 
 def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], content: dict[str, Any]) -> None:
-    """Write aside, flush to disk, rename.
+    """Write to a temporary folder, flush to disk, rename.
 
     Args:
-        target: …/checkpoints/step-N; one that is there already is replaced.
+        target: …/checkpoints/step-N; an existing one is replaced.
         tensors: CPU tensors by name, by name of the file.
-        content: of state.json, without what is known of the files.
+        content: of state.json, without "files".
 
-    Raises OSError: as it comes; what was written aside is removed, and earlier checkpoints are as they were.
+    Raises OSError; the temporary folder is removed then, and earlier checkpoints are untouched.
     """
-    partial, old = _partial(target), target.with_name(f".{target.name}.old")
+    partial, old = (target.with_name(f".{target.name}.{ending}") for ending in ("partial", "old"))
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(".step-*"):  # of writes and deletions that were killed
         shutil.rmtree(left, ignore_errors=True)
@@ -61,7 +61,7 @@ def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], conten
         for name, entries in tensors.items():
             files[name] = write_tensors(partial / name, entries)
             flush(partial / name)
-        content = json.loads(json.dumps({**content, "files": files}))  # as it will be read, which the sum is of
+        content = json.loads(json.dumps({**content, "files": files}))  # as it will be read, for the sum
         text = json.dumps({**content, "sha256": sha256_of(content)}, indent=1)
         (partial / STATE).write_text(text, encoding="utf-8")
         flush(partial / STATE)
@@ -79,9 +79,8 @@ def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], conten
 class Snapshot(NamedTuple):
     """A training state in the memory of rank 0.
 
-    tensors     by file: what is written
-    content     of state.json, "step" among it
-    whole       {name: CPU tensor} of the trained module, shared parameters under each of their names; may be left out
+    tensors by file content of state.json, "step" among it whole {name: CPU tensor} of the trained module, shared
+    parameters under each of their names; optional
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -89,10 +88,10 @@ class Snapshot(NamedTuple):
     whole: dict[str, Tensor] | None = None
 
     def write(self, run_dir: Path | str) -> Path:
-        """Write `run_dir`/checkpoints/step-N; not collective.
+        """Write `run_dir`/checkpoints/step-N; not collective. Raises UserError: it could not be written; nothing of it
+        is left then.
 
-        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced. Raises
-        UserError: it could not be written; nothing of it is left behind.
+        A kill at any moment leaves the checkpoints of earlier steps untouched. One of the same step is replaced.
         """
         target = Path(run_dir) / "checkpoints" / f"step-{self.content['step']}"
         try:
@@ -100,22 +99,19 @@ class Snapshot(NamedTuple):
         except OSError as error:
             raise UserError(
                 f"The checkpoint {target} could not be written: {error}.",
-                "Make room, or make the folder writable, and continue with --resume; checkpoints before are whole.",
+                "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
             ) from error
         return target
 
 
 def read_state(path: Path | str) -> dict[str, Any]:
-    """The `state` that a checkpoint was saved with, and its "step"; not collective, reads no tensors.
-
-    Raises UserError: damaged, or of another version.
-    """
+    """The `state` of a checkpoint, and its "step"; reads no tensors. Raises UserError: damaged, or another version."""
     content = read_content(Path(path))
     return {**content["state"], "step": content["step"]}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    """Write a safetensors file of CPU tensors; returns {"bytes", "sha256"} of it. Raises OSError."""
+    """Write a safetensors file of CPU tensors; returns its {"bytes", "sha256"}. Raises OSError."""
     try:
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
     except SafetensorError as error:  # a full disk, for example
@@ -130,11 +126,10 @@ def find_checkpoint(
     """The newest complete checkpoint of a run, or None if none was ever finished; not collective.
 
     Args:
-        verify: compare every file with its sum as well; reads them all. Otherwise only sizes and state.json are
-            looked at.
-        tell: gets a sentence for every newer one that is passed over, and for a write that was never finished.
+        verify: also compare every file with its sum; otherwise only sizes and state.json are checked.
+        tell: gets a sentence for every newer one that is skipped, and for an unfinished write.
 
-    Raises UserError: there are checkpoints, and none of them is whole; or one has another version.
+    Raises UserError: all checkpoints are damaged, or one has another version.
     """
     run_dir = Path(run_dir)
     tell = tell or logger.warning
@@ -150,16 +145,19 @@ def find_checkpoint(
                 verify_files(path, content)
             return path
         except Damaged as error:
-            tell(f"{error.what} It is passed over.")
+            tell(f"{error.what} It is skipped.")
     if found:
-        raise UserError(f"No checkpoint in {run_dir / 'checkpoints'} is whole.", "Restore one, or begin a new run.")
+        raise UserError(
+            f"Every checkpoint in {run_dir / 'checkpoints'} is damaged.", "Restore one, or start a new run."
+        )
     return None
 
 
 def prune(run_dir: Path | str, keep: int, keep_every: int = 0) -> None:
-    """Delete all whole checkpoints but the newest `keep` and those whose step is a multiple of `keep_every` (0: none).
+    """Delete complete checkpoints, except the newest `keep` and those whose step is a multiple of `keep_every` (0:
+    none).
 
-    One that cannot be deleted is logged: no reason to stop training.
+    One that cannot be deleted is logged and does not stop training.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
@@ -177,7 +175,7 @@ def prune(run_dir: Path | str, keep: int, keep_every: int = 0) -> None:
             read_content(path)
             kept += 1
         except UserError:
-            continue  # not deleted: someone may want to look at it
+            continue  # kept for inspection
 
 
 def _finished(run_dir: Path) -> list[Path]:
@@ -191,16 +189,9 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
-
-
 def read_content(path: Path) -> dict[str, Any]:
-    """state.json, after a look at whether it is itself and the files have their sizes.
-
-    Raises:
-        Damaged: it is not, or they have not.
-        UserError: written by another version.
+    """state.json, checked against its own sum and the files' sizes. Raises Damaged; UserError: written by another
+    version.
     """
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
@@ -228,7 +219,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 
 def verify_files(path: Path, content: dict[str, Any]) -> None:
-    """Compare every file with its sum. Raises Damaged: one is not what was written, or cannot be read."""
+    """Compare every file with its sum. Raises Damaged."""
     for name in (WEIGHTS, OPTIMIZER, RANDOM):
         try:
             sum_now = _sha256(path / name)
@@ -247,12 +238,12 @@ def _sha256(path: Path) -> str:
 
 
 def sha256_of(content: dict[str, Any]) -> str:
-    """The sum of what state.json holds, without the sum itself."""
+    """The sum of state.json's content without the sum itself."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder that may not be there yet."""
+    """Free space on the disk of a folder, which need not exist yet."""
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent

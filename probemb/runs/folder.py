@@ -1,4 +1,4 @@
-"""A run folder before a run begins: what to resume from, what must not be overwritten, whether there is room."""
+"""Checks of a run folder before a run starts: checkpoint to resume from, files in the way, free space."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ def newest_checkpoint(
 ) -> Path | None:
     """The checkpoint to resume from, or None for a new run; writes nothing.
 
-    With `resume`, every file of it has been compared with its sum, and `tell` hears which newer ones are not whole.
-
-    Args:
-        config_class: the dataclass that a run of this stage writes to config.yaml.
-
-    Raises UserError: the folder holds something that a new run would overwrite, or another job writes it.
+    With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
+    ones. `config_class` is the dataclass that a run of this stage writes to config.yaml. Raises UserError: a new run
+    would overwrite something, or another job writes the folder.
     """
     run = Path(out)
     refuse_locked(run)
@@ -45,12 +42,12 @@ def newest_checkpoint(
 
 
 def _names(run: Path) -> set[str]:
-    """The names in a folder, without those that an attempt leaves which was killed before it began."""
+    """The names in a folder, without those left by an attempt that was killed before it started."""
     return {p.name for p in run.iterdir() if p.name != LOCK and not p.name.startswith(".config.yaml.")}
 
 
 def _may_begin(run: Path, config_class: type) -> bool:
-    """Whether a run without a checkpoint may begin here: nothing there, or a run of ours that came to nothing."""
+    """Whether a run without a checkpoint may start here: an empty folder, or a run that saved nothing."""
     if not run.exists():
         return True
     if not run.is_dir():
@@ -66,12 +63,10 @@ def _may_begin(run: Path, config_class: type) -> bool:
 
 
 def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None:
-    """Before anything is written: is there room for one more checkpoint and so many models?
+    """Check that the disk has room for one more checkpoint and so many models. Raises UserError, which names both
+    sizes.
 
-    Args:
-        model: all that is trained; several networks count as one model.
-
-    Raises UserError: names both sizes.
+    `model`: all that is trained; several networks count as one model.
     """
     n = sum(p.numel() for p in model.parameters())
     needed, free = n * (BYTES_OF_CHECKPOINT + models * BYTES_OF_MODEL), free_bytes(Path(out))
@@ -91,7 +86,7 @@ def _size(n: int) -> str:
 def changes(
     before: dict, now: dict, ignore: tuple[str, ...] = (), prefix: str = ""
 ) -> list[tuple[str, object, object]]:
-    """(dotted key, value before, value now) of what differs between two resolved configurations."""
+    """(dotted key, value before, value now) of the differences between two resolved configurations."""
     out = []
     for name in sorted({*before, *now}):
         key = f"{prefix}{name}"
@@ -112,14 +107,11 @@ def refuse_another_run(
 
     Args:
         state: of the checkpoint `earlier`: its "config", and "data", the identity of its data.
-        identity: what the batches depend on.
+        identity: settings and data that the batches depend on.
         free: keys of the configuration, and groups of them, that may change.
-        digest: the key in `identity` of the data's sum, what it is called, and the key in `config.data` of their paths.
+        digest: key of the data sum in `identity`, its name in messages, and the key of the paths in `config.data`.
 
-    Returns:
-        what has changed, "KEY: BEFORE -> NOW" each.
-
-    Raises UserError: names all of that.
+    Returns the changes, "KEY: BEFORE -> NOW" each. Raises UserError, which names them.
     """
     before, now = (with_absolute_paths(one, config) for one in (state["config"], to_dict(config)))
     changed = changes(before, now, ignore=free)
@@ -144,7 +136,7 @@ def refuse_another_run(
 
 
 def remove_leftovers(run: Path) -> None:
-    """Files that a killed attempt was writing aside."""
+    """Remove files that a killed attempt was writing."""
     models = ("model", "model-second", "model-swa", "model-swa-second")
     for pattern in (".config.yaml.*", ".metrics.jsonl.*", *(f"{name}/.*" for name in models)):
         for left in run.glob(pattern):

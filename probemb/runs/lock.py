@@ -1,4 +1,4 @@
-"""One job a run folder: a lock that rank 0 holds for the life of the run, and that ends with its process."""
+"""The lock of a run folder: rank 0 holds it for the life of the run, and it ends with the process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ from pathlib import Path
 from probemb.errors import UserError
 
 NAME = ".lock"
-PATIENCE = 2.0  # seconds: a process that was just killed, or one that only looks, lets go within that
+PATIENCE = 2.0  # seconds in which a process that was just killed, or only checks, releases the lock
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # such a file system, like Lustre without -o flock
 
 
 class RunLock:
-    """The lock of a run folder; the file in it names the host and process that hold it.
+    """The lock of a run folder, which is made if it is missing; the lock file names the host and process that hold it.
 
-    It is flock's: it also holds between machines where the file system carries it over (NFS does, Lustre with
-    `-o flock`); where there are no locks, a warning says so and the run continues.
-
-    Args:
-        run: the run folder; made if it is missing.
-
-    Raises UserError: another job holds it.
+    It is flock's: it also holds between machines where the file system supports that (NFS does, Lustre with `-o
+    flock`). Without locks, a warning is printed and the run continues. Raises UserError: another job holds it.
     """
 
     def __init__(self, run: Path):
@@ -41,24 +36,18 @@ class RunLock:
         self._file.flush()
 
     def is_current(self) -> bool:
-        """Whether the lock is still the folder's: who held it before may have removed the folder."""
+        """Whether the lock is still the folder's; an earlier holder may have removed the folder."""
         try:
-            there = os.stat(self._file.name)
+            return os.path.samestat(os.stat(self._file.name), os.fstat(self._file.fileno()))
         except OSError:
             return False
-        held = os.fstat(self._file.fileno())
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
     def release(self) -> None:
-        """Let the next job in."""
         self._file.close()
 
 
 def refuse_locked(run: Path) -> None:
-    """Refuse a folder that another job writes; writes nothing, any process may look.
-
-    Raises UserError: names the host and process.
-    """
+    """Refuse a folder that another job writes; writes nothing. Raises UserError, which names the host and process."""
     try:
         file = open(run / NAME, encoding="utf-8")  # noqa: SIM115
     except OSError:
@@ -81,7 +70,10 @@ def _take(file, kind: int, run: Path) -> bool:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            print(f"warning: the file system of {run} has no locks; take care that one job writes it", file=sys.stderr)
+            print(
+                f"warning: the file system of {run} has no locks; make sure that only one job writes it",
+                file=sys.stderr,
+            )
             return True
 
 

@@ -1,4 +1,4 @@
-"""A run's log: metrics.jsonl, TensorBoard, and Weights & Biases on request."""
+"""The log of a run: metrics.jsonl, TensorBoard, and optionally Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunLog:
 
     Args:
         run: the run folder.
-        step: the step that the run resumes from; what an interrupted attempt logged after it is dropped.
+        step: the step that the run resumes from; later entries of an interrupted attempt are dropped.
         wandb_project: a Weights & Biases project, or None.
         config: the resolved configuration, for wandb.
     """
@@ -36,7 +36,7 @@ class RunLog:
         self.wandb = _start_wandb(wandb_project, run, config)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One line of metrics.jsonl, and a point of every curve."""
+        """Write a line of metrics.jsonl and a point of every curve."""
         try:
             self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
             self.file.flush()
@@ -48,7 +48,6 @@ class RunLog:
             self.wandb.log(values, step=step)
 
     def close(self) -> None:
-        """Flush everything."""
         try:
             self.file.close()
             self.board.close()
@@ -59,7 +58,7 @@ class RunLog:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of a jsonl file that an interrupted attempt wrote after a step; no file, nothing to drop."""
+    """Drop the lines of a jsonl file, if it exists, that an interrupted attempt wrote after a step."""
     if not path.is_file():
         return
     kept = []
@@ -93,7 +92,7 @@ def _start_wandb(project: str | None, run: Path, config: dict):
 
 
 def _wandb_id(run: Path) -> str:
-    """The same for a run that resumes, another for a run of the same name elsewhere."""
+    """An id that stays when a run resumes, and differs between runs of the same name."""
     path = run / "wandb" / "id"
     if not path.exists():
         replace_text(path, f"{secrets.token_hex(8)}\n")
@@ -113,16 +112,13 @@ SHORT = {"pseudo_positive": "pp"}
 
 
 def step_of(step: int, steps: int) -> str:
-    """The head of every line that people read."""
+    """The head of every progress line."""
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
 def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] | None = None) -> str:
-    """The line that people read.
-
-    Args:
-        v: as in metrics.jsonl.
-        terms: names of the parts of the loss to show; None for all.
+    """The progress line of a step. `v` as in metrics.jsonl; `terms` names the parts of the loss to show, None shows
+    all.
     """
     unit = next(name for name in v if name.endswith("_per_second")).removesuffix("_per_second")
     if terms is None:
@@ -148,7 +144,7 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
 
 
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:
-    """The lines that people see before the first step: the given ones, and the run's folder, length and start."""
+    """The lines before the first step: the given ones, and the run's folder, length and start."""
     lines["run"] = f"{out}, {length}" + (f", resumed at step {step} from {earlier}" if earlier else "")
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 

@@ -20,23 +20,23 @@ from probemb.runs.log import RunLog, train_line
 def take_lock(run: Path | str) -> RunLock | None:
     """The lock of a run folder, on rank 0, and None on the others; collective.
 
-    Raises UserError: another job holds it, or the folder cannot be written; on all ranks.
+    Raises UserError on all ranks: another job holds it, or the folder cannot be written.
     """
     return on_main(lambda: RunLock(Path(run)), run, "Choose another --out.")
 
 
 class RunOutput:
-    """The files of a run. Every rank holds one, as saving is collective, and rank 0 writes.
+    """The files of a run. Every rank holds one, as saving is collective; rank 0 writes.
 
-    Checkpoints are written in a thread, while training goes on. A step waits for the copy in rank 0's memory, and for
-    the write before if that is still going on.
+    Checkpoints are written in a thread during training. A step waits for the copy to rank 0's memory, and for the
+    previous write if that is still in progress.
 
     Args:
         config: resolved; has out, wandb, keep_checkpoints and perhaps keep_every.
         step: the step that the run resumes from.
         steps: length of the whole run.
 
-    Raises UserError: the folder cannot be written; on all ranks.
+    Raises UserError on all ranks: the folder cannot be written.
     """
 
     def __init__(self, config, step: int, steps: int):
@@ -51,11 +51,11 @@ class RunOutput:
         return RunLog(self.path, step, self.config.wandb, to_dict(self.config))
 
     def line(self, step: int, values: dict[str, float]) -> str:
-        """The line that people read; `values` as in metrics.jsonl."""
+        """The progress line; `values` as in metrics.jsonl."""
         return train_line(step, self.steps, values)
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """One line for people and one for programs."""
+        """Log a step and print its progress line."""
         if self.log:
             self.log.write(step, values)
             print(self.line(step, values), flush=True)
@@ -70,9 +70,9 @@ class RunOutput:
         self.writer.check()
 
     def write(self, take: Callable[[], Snapshot | None]) -> None:
-        """Begin to write the snapshot that `take` copies on rank 0; collective.
+        """Start to write the snapshot that `take` copies on rank 0; collective.
 
-        Raises UserError: the one before could not be written; on all ranks.
+        Raises UserError on all ranks: the previous one could not be written.
         """
         began = time.perf_counter()
         self.finish()
@@ -81,7 +81,6 @@ class RunOutput:
             self.writer.start(lambda: self._write(snapshot, stood))
 
     def _write(self, snapshot: Snapshot, stood: float) -> None:
-        """In the thread."""
         began = time.perf_counter()
         where = snapshot.write(self.path)
         prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0))
@@ -93,16 +92,16 @@ class RunOutput:
         )
 
     def write_more(self, snapshot: Snapshot) -> str:
-        """Write a stage's own files beside a checkpoint, in the thread; returns a few words on them."""
+        """Hook, called in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""
         return ""
 
     def finish(self) -> None:
-        """Wait until everything is written; collective. Raises UserError: it could not be; on all ranks."""
+        """Wait until everything is written; collective. Raises UserError on all ranks: a write failed."""
         self.writer.wait()
         self.writer.check()
 
     def close(self) -> None:
-        """Flush everything; not collective."""
+        """Finish writes and close the log; not collective."""
         self.writer.wait()
         if self.log:
             self.log.close()

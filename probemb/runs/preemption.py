@@ -1,4 +1,4 @@
-"""Warnings of a scheduler: a signal sets a flag, which is looked at around every step and while data is waited for."""
+"""Preemption by a scheduler: a signal sets a flag, which is checked at every step and while waiting for data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """While it is entered, SIGTERM and SIGUSR1 are remembered instead of ending the process.
+    """A context in which SIGTERM and SIGUSR1 are remembered instead of ending the process.
 
-    A second signal changes nothing. On leaving, the signals do again what they did before: a run that fails, or has
-    saved, can be ended by its launcher.
-
-    Attributes:
-        name: of the first signal that came, such as "SIGTERM"; None if none did.
+    On leaving, the earlier handlers return, so that a launcher can end a run that fails or has saved. `name` is the
+    first signal that came, such as "SIGTERM", or None.
     """
 
     def __init__(self):
@@ -36,7 +33,7 @@ class Preemption:
 
     @property
     def description(self) -> str:
-        """Of the signal that stopped the run, for people."""
+        """Name of the signal that stopped the run."""
         return self.name or "a signal to another rank"
 
     def asked(self) -> bool:

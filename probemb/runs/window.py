@@ -15,10 +15,10 @@ class Window:
     """Means over the steps between two log lines; scalars stay on the device until then.
 
     Args:
-        unit: what a batch consists of, for the name of the speed: "images" gives images_per_second.
+        unit: the items of a batch, for the name of the speed: "images" gives images_per_second.
         waited: seconds spent waiting for data so far.
         device: of the scalars.
-        state: of the run that this one resumes, see `state`.
+        state: from `state`, of the run that this one resumes.
     """
 
     def __init__(self, unit: str, waited: Callable[[], float], device: torch.device | str = "cpu", state=None):
@@ -29,13 +29,12 @@ class Window:
             self.counts = dict(state["counts"])
 
     def restart(self) -> None:
-        """Drop what was added, and measure time from now on."""
+        """Drop all sums and restart the clock."""
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Measure time from now on."""
         self.n, self.began, self.waited_before = 0, time.perf_counter(), self.waited()
         self.last = self.began
 
@@ -44,7 +43,7 @@ class Window:
         self.began += time.perf_counter() - self.last
 
     def add(self, terms: dict[str, Tensor | float] | None) -> None:
-        """One step's detached scalars, not every step has all of them; None for a step that was skipped."""
+        """Add one step's detached scalars, which may differ between steps; None for a skipped step."""
         self.n, self.last = self.n + 1, time.perf_counter()
         for name, value in (terms or {}).items():
             self.sums[name] = self.sums[name] + value if name in self.sums else torch.as_tensor(value)
@@ -57,7 +56,7 @@ class Window:
     def close(self, batch_size: int, steps_left: int) -> dict[str, float]:
         """Means over steps and ranks, and speed: samples/s over all ranks, share of time waiting for data, ETA in s.
 
-        Without the means if every step was skipped. Collective.
+        Has no means if every step was skipped. Collective.
         """
         sums = [self.sums[name].to(self.device).double().reshape(()) / n for name, n in self.counts.items()]
         means = dict(zip(self.counts, torch.stack(sums).tolist() if sums else []))

@@ -1,4 +1,4 @@
-"""Search under CSD: indexes in memory (`index.py`), in folders (`folder.py`), and which one to take (`choice.py`)."""
+"""Search under CSD: indexes in memory (`index.py`) and in folders (`folder.py`), and a suitable type (`choice.py`)."""
 
 from probemb.search.choice import Choice, choose_factory
 from probemb.search.folder import load_index, require_model

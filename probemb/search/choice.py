@@ -1,7 +1,7 @@
-"""Which FAISS index suits a gallery, and why.
+"""The FAISS index that suits a gallery.
 
 The bounds follow FAISS' own guide (exact search while it is fast, a graph while it fits into memory, inverted lists
-with compressed codes beyond); `tools.bench.search` measures what they cost in recall.
+with compressed codes beyond); `tools.bench.search` measures their cost in recall.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRAIN_PER_CELL = 40  # FAISS warns below 39
 
 @dataclass(frozen=True)
 class Choice:
-    """A FAISS factory string, why it was taken, and how many candidates a search looks at (None: all)."""
+    """A FAISS factory string, the reason for it, and how many candidates a search examines (None: all)."""
 
     factory: str
     why: str
@@ -28,11 +28,7 @@ class Choice:
 
 
 def choose_factory(count: int, dim: int, memory: int) -> Choice:
-    """The index for a gallery.
-
-    Args:
-        count: items. dim: D. memory: bytes that the index may take while it answers.
-    """
+    """The index for `count` items of `dim` dimensions that may take `memory` bytes during a search."""
     flat, graph = count * 4 * (dim + 1), count * (4 * (dim + 1) + 8 * LINKS)
     shape = f"{count:,} items of {dim} + 1 dimensions"
     if count <= FLAT_ITEMS and flat <= memory:
@@ -41,7 +37,7 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
         why = f"HNSW{LINKS}, a graph: {shape} are too many to search all of them, and fit as {_size(graph)} into the "
         return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.", EF_SEARCH)
     cells, parts = cell_count(count), _code_bytes(dim)
-    # np: without the minutes of training that only FAISS' polysemous search needs, which is not used here
+    # np: without the training for polysemous search, which takes minutes and is not used here
     graph_of_cells = "_HNSW32" if cells >= MANY_CELLS else ""
     factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells}{graph_of_cells},PQ{parts}np"
     size = count * (parts + 8)
@@ -62,7 +58,7 @@ def cell_count(count: int) -> int:
 
 
 def default_effort(factory: str) -> int | None:
-    """Candidates to look at where nobody says: the root of the number of cells, at least 16, or EF_SEARCH nodes."""
+    """Default number of candidates: the root of the number of cells, at least 16, or EF_SEARCH nodes of a graph."""
     found = re.search(r"IVF(\d+)", factory)
     if found:
         return min(int(found[1]), max(16, int(int(found[1]) ** 0.5)))
@@ -70,12 +66,12 @@ def default_effort(factory: str) -> int | None:
 
 
 def takes_effort(factory: str) -> bool:
-    """Whether a search can look at fewer or more candidates."""
+    """Whether the number of candidates of a search can be set."""
     return re.search(r"IVF|IMI|HNSW|NSG", factory) is not None
 
 
 def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62) -> int:
-    """Items to train an index on, drawn from all, at most half of the memory; 0 for indexes that need no training."""
+    """Number of items to train an index on: at most half of the memory; 0 for indexes without training."""
     if re.fullmatch(r"(Flat|HNSW\d*(,Flat)?)", factory):
         return 0
     cells = re.search(r"IVF(\d+)", factory)
@@ -96,7 +92,7 @@ def _size(size: float) -> str:
 
 
 def bytes_per_item(factory: str, dim: int) -> int:
-    """About how many bytes an item takes in an index; the vectors themselves where the string is not understood."""
+    """Approximate bytes of an item in an index; those of the vectors if the string is not understood."""
     base, _, refined = factory.partition(",RFlat" if factory.endswith(",RFlat") else ",Refine(")
     links = re.search(r"HNSW(\d*)", base)
     size = _vector_bytes(base, dim) + (8 if "IVF" in base else 8 * int(links[1] or 32) if links else 0)

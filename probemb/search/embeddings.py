@@ -1,13 +1,12 @@
 """The embeddings of shards in a folder: one partition a shard, complete once its marker is there.
 
     OUT/embeddings.json          {"format", "model", "weights", "dim"}
-    OUT/corpora/HASH.json        {"data": path or address, "shards": [SHARD, …]}, one file each, so that commands that
-                                 run at once do not write over what another has written
+    OUT/corpora/HASH.json        {"data": path or address, "shards": [SHARD, …]}; a file each, as commands run at once
     OUT/image/SHARD.npz          mean (n, D) float16, u (n,) float32 = sum of the variances
     OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
     OUT/image/SHARD.done.json    {"shard", "bytes", "modified" or "version", "members", "samples", "without_image",
                                  "count", "failures": {cause: n}, "examples"}, written last
-    OUT/text/…                   the same, a row for each caption: captions has that one, `number` says which it was
+    OUT/text/…                   the same, a row for each caption: captions has that one, `number` is its index
 
 SHARD is the tar's folder and name, so that several corpora fit into one folder of embeddings. A kind is complete once
 every shard of every corpus has its marker. `tools.embed` writes the folder, `tools.build_index` reads it.
@@ -37,20 +36,15 @@ CORPORA = "corpora"
 MARKER = ".done.json"
 MAX_JSON_BYTES = 64 << 20
 MAX_DIM = 1 << 16
-_ANEW = "Embed the data anew into another folder."
+_ANEW = "Embed the data again, into another folder."
 _AGAIN = "Delete it, and repeat the command of tools.embed for that corpus."
 _REPAIR = "Embed that shard again: delete its .done.json and repeat the command of tools.embed."
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One embedded shard.
-
-    Attributes:
-        kind: "image" or "text".
-        name: of its files, without an extension.
-        count: rows.
-        shard: path or address of the tar.
+    """One embedded shard: `kind` "image" or "text", `name` of its files without extension, `count` rows, and the path
+    or address of the tar.
     """
 
     kind: str
@@ -61,13 +55,12 @@ class Partition:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A folder of embeddings that is there.
+    """An existing folder of embeddings.
 
     Attributes:
-        folder: where it lies.
-        model: as it was typed; weights: SHA-256 of it (`probemb.models.weights_sha256`).
+        model: as typed; weights: its SHA-256 (`probemb.models.weights_sha256`).
         dim: D.
-        corpora: of each that was given, its path or address, the names of all partitions.
+        corpora: names of all partitions by the path or address of each corpus.
     """
 
     folder: Path
@@ -77,16 +70,16 @@ class Embeddings:
     corpora: dict[str, list[str]]
 
     def count(self, kind: str) -> int | None:
-        """Rows of a kind, as its markers say now; None if it is not complete. Raises UserError."""
+        """Rows of a kind; None while it is incomplete. Raises UserError."""
         done = {part.name: part.count for part in self.partitions(kind)}
         wanted = {name for several in self.corpora.values() for name in several}
         return sum(done.values()) if done and wanted <= set(done) else None
 
     def partitions(self, kind: str) -> list[Partition]:
-        """Those that are complete, in the order of their names. Raises UserError for a marker that is none."""
+        """The complete ones, in the order of their names. Raises UserError for an invalid marker."""
         found = []
         for marker in sorted((self.folder / kind).glob(f"*{MARKER}")):
-            content = _read_json(marker, _REPAIR)
+            content = read_json(marker, _REPAIR)
             count, shard = content.get("count"), content.get("shard")
             if type(count) is not int or count < 0 or type(shard) is not str:
                 raise UserError(f"{marker} is not the marker of an embedded shard.", _REPAIR)
@@ -97,10 +90,8 @@ class Embeddings:
         """mean (n, D) float16 and u (n,) float32. Raises UserError for files that do not fit the marker."""
         path, (mean, u) = self.path(part), self._arrays(part, "mean", "u")
         if mean.shape != (part.count, self.dim) or mean.dtype != np.float16 or u.shape != (part.count,):
-            raise UserError(
-                f"{path} holds {mean.dtype} of the shape {mean.shape}, not float16 of ({part.count}, {self.dim}).",
-                _REPAIR,
-            )
+            wanted = f"float16 of ({part.count}, {self.dim})"
+            raise UserError(f"{path} holds {mean.dtype} of the shape {mean.shape}, not {wanted}.", _REPAIR)
         return mean, np.ascontiguousarray(u, dtype=np.float32)
 
     def read_uncertainty(self, part: Partition) -> np.ndarray:
@@ -118,7 +109,7 @@ class Embeddings:
         try:
             with np.load(self.path(part), allow_pickle=False) as arrays:
                 return [arrays[name] for name in names]
-        except Exception as error:  # a damaged zip makes numpy raise whatever its parts raise
+        except Exception as error:  # numpy raises many types for a damaged zip
             raise UserError(f"{self.path(part)} cannot be read ({type(error).__name__}).", _REPAIR) from error
 
     def read_items(self, part: Partition) -> pyarrow.Table:
@@ -130,29 +121,29 @@ class Embeddings:
             table = pq.read_table(path)
             fits = table.num_rows == part.count and set(schema.names) <= set(table.column_names)
             table = table.select(schema.names).cast(schema) if fits else None
-        except Exception as error:  # pyarrow raises OSError, its own errors, or what a damaged file makes it raise
+        except Exception as error:  # pyarrow raises many types for a damaged file
             raise UserError(f"{path} cannot be read ({type(error).__name__}).", _REPAIR) from error
         if table is None:
             raise UserError(f"{path} does not fit its marker.", _REPAIR)
         return table
 
     def marker(self, kind: str, name: str) -> dict | None:
-        """What the marker of a partition says; None if there is none that can be read."""
+        """The marker of a partition; None if it is missing or unreadable."""
         path = self.folder / kind / f"{name}{MARKER}"
         try:
-            return _read_json(path, _REPAIR) if path.is_file() else None
+            return read_json(path, _REPAIR) if path.is_file() else None
         except UserError:
             return None
 
     def forget(self, kind: str, name: str) -> None:
-        """Let a partition count as missing, as its shard has changed. Raises UserError."""
+        """Mark a partition as missing, as its shard has changed. Raises UserError."""
         try:
             (self.folder / kind / f"{name}{MARKER}").unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritable(kind, error) from error
 
     def write(self, kind: str, name: str, mean: np.ndarray, u: np.ndarray, items: pyarrow.Table, marker: dict) -> None:
-        """A partition, each file aside and renamed, the marker last. `marker` gets the count.
+        """Write a partition, each file atomically, the marker last. `marker` gets the count.
 
         Raises UserError: it cannot be written, as on a full disk.
         """
@@ -176,7 +167,7 @@ class Embeddings:
     def _unwritable(self, kind: str, error: OSError) -> UserError:
         return UserError(
             f"The embeddings cannot be written to {self.folder / kind}: {error.strerror or error}.",
-            "Free some space or make the folder writable, and repeat the command: it goes on where it stopped.",
+            "Free some space or make the folder writable, and repeat the command: it resumes where it stopped.",
         )
 
 
@@ -184,20 +175,17 @@ def item_schema(kind: str) -> pyarrow.Schema:
     """The columns of a partition's parquet file."""
     import pyarrow as pa
 
-    columns = [("key", pa.string()), ("captions", pa.list_(pa.string())), ("shard", pa.string())]
-    columns += [("offset", pa.int64()), ("size", pa.int64())]
-    return pa.schema(columns + ([("number", pa.int32())] if kind == "text" else []))
+    columns = {"key": pa.string(), "captions": pa.list_(pa.string()), "shard": pa.string()}
+    columns |= {"offset": pa.int64(), "size": pa.int64()} | ({"number": pa.int32()} if kind == "text" else {})
+    return pa.schema(columns)
 
 
 def open_embeddings(folder: str | Path) -> Embeddings:
-    """A folder of embeddings.
-
-    Raises UserError: there is none, or a file that describes it is damaged or of another version.
-    """
+    """The embeddings in a folder. Raises UserError: there are none, or a file is damaged or of another version."""
     path = Path(folder) / NAME
     if not path.is_file():
         raise UserError(f"There are no embeddings in {folder}.", "Make them with `python -m tools.embed`.")
-    content = _read_json(path, _ANEW)
+    content = read_json(path, _ANEW)
     if content.get("format") != FORMAT:
         raise UserError(f"{path} has the format {content.get('format')!r}, not {FORMAT}.", _ANEW)
     model, weights, dim = (content.get(key) for key in ("model", "weights", "dim"))
@@ -205,7 +193,7 @@ def open_embeddings(folder: str | Path) -> Embeddings:
         raise UserError(f"{path} does not describe embeddings.", _ANEW)
     corpora = {}
     for file in sorted((path.parent / CORPORA).glob("*.json")):
-        one = _read_json(file, _AGAIN)
+        one = read_json(file, _AGAIN)
         data, names = one.get("data"), one.get("shards")
         if type(data) is not str or type(names) is not list or not all(type(name) is str for name in names):
             raise UserError(f"{file} does not describe a corpus.", _AGAIN)
@@ -216,9 +204,9 @@ def open_embeddings(folder: str | Path) -> Embeddings:
 def plan_embeddings(
     folder: str | Path, model: str, weights: str, dim: int, corpora: dict[str, list[str]]
 ) -> Embeddings:
-    """A folder for the embeddings of `corpora`, which may hold some of them, or of others, already. Writes nothing.
+    """A folder for the embeddings of `corpora`, which may already hold some of them, or of others. Writes nothing.
 
-    Raises UserError: it holds embeddings of another model, or something else, or cannot be written to.
+    Raises UserError: it holds embeddings of another model, or other files.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -233,16 +221,13 @@ def plan_embeddings(
             )
         return replace(held, corpora=held.corpora | corpora)
     others = [file for file in folder.iterdir() if not file.name.startswith(f".{NAME}.")] if folder.is_dir() else []
-    if others:  # than what a process that was killed has left
+    if others:  # besides leftovers of a killed process
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
     return Embeddings(folder, model, weights, dim, corpora)
 
 
 def save_embeddings(embeddings: Embeddings, given: Iterable[str]) -> None:
-    """Write what describes the folder and the `given` of its corpora, where that does not stand there already.
-
-    Raises UserError.
-    """
+    """Write the description of the folder and of the `given` corpora, if it changed. Raises UserError."""
     files = {NAME: {"format": FORMAT, **{name: getattr(embeddings, name) for name in ("model", "weights", "dim")}}}
     for data in given:
         digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
@@ -259,7 +244,7 @@ def save_embeddings(embeddings: Embeddings, given: Iterable[str]) -> None:
 
 
 def same_model(several: Sequence[Embeddings]) -> None:
-    """Refuse folders that different models have made. Raises UserError, which names both."""
+    """Refuse folders made by different models. Raises UserError, which names both."""
     first = several[0]
     for other in several[1:]:
         if (other.weights, other.dim) != (first.weights, first.dim):
@@ -270,7 +255,8 @@ def same_model(several: Sequence[Embeddings]) -> None:
             )
 
 
-def _read_json(path: Path, remedy: str) -> dict:
+def read_json(path: Path, remedy: str) -> dict:
+    """A small file with a JSON object. Raises UserError."""
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)

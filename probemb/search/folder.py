@@ -3,16 +3,14 @@
     INDEX/index.json             {"format", "model", "weights", "dim", "width", "kind", "form", "factory", "why",
                                   "effort", "count", "parts": [{"file", "count"}]}
     INDEX/part-00000.faiss …     FAISS' own files, together the gallery in its order
-    INDEX/u.f32                  N little-endian float32: the items' uncertainty, found by an item's number. It is the
-                                 key-value store that re-ranking reads
-    INDEX/items/00000.parquet …  what stands behind each item; see `items.py`
+    INDEX/u.f32                  N little-endian float32: the items' uncertainty, which re-ranking reads
+    INDEX/items/00000.parquet …  metadata of each item; see `items.py`
 
-`writing.py` makes such a folder. FAISS reads its files without checking them: load only what you made yourself.
+`writing.py` makes such a folder. FAISS does not check its files: load only your own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -21,15 +19,15 @@ import numpy as np
 import torch
 
 from probemb.errors import UserError
+from probemb.search.embeddings import read_json
 from probemb.search.index import FORMS, Index, set_effort
 from probemb.search.items import Items
 
 FORMAT = 1
 NAME, UNCERTAINTY, ITEMS = "index.json", "u.f32", "items"
-MAX_JSON_BYTES = 64 << 20
 DEVICES = ("auto", "cpu", "cuda")
-GPU_SHARE = 0.8  # of a GPU's free memory that an index may take where nobody asked for the GPU
-_REBUILD = "Build the index anew with `python -m tools.build_index`."
+GPU_SHARE = 0.8  # of a GPU's free memory that an index may take under "auto"
+_REBUILD = "Rebuild the index with `python -m tools.build_index`."
 
 
 def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True) -> Index:
@@ -37,10 +35,10 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
 
     Args:
         device: "cpu", "cuda" (all GPUs take parts in turn), or "auto": the GPUs if the index fits into them.
-        memory_map: leave the parts in their files and read what a search needs; else read all of them now.
+        memory_map: leave the parts in their files and read only the pages that a search needs.
 
-    Raises UserError: there is none, a file is missing, damaged or of another size than index.json says; no GPU, or an
-    index that FAISS cannot search there.
+    Raises UserError: a file is missing, damaged or of another size than index.json says; no GPU, or FAISS cannot search
+    the index there.
     """
     import faiss
 
@@ -48,13 +46,11 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
         raise UserError(f"There is no device '{device}' for an index.", f"Choose {', '.join(DEVICES)}.")
     folder = Path(folder)
     about = read_about(folder)
-    flags = 0
+    mapped = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY if "IVF" in about["factory"] else faiss.IO_FLAG_MMAP_IFC
+    flags = mapped if memory_map else 0
     parts = []
     for row in about["parts"]:
         path = folder / row["file"]
-        if memory_map:
-            inverted = "IVF" in about["factory"]
-            flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY if inverted else faiss.IO_FLAG_MMAP_IFC
         try:
             part = faiss.read_index(str(path), flags)
         except RuntimeError as error:
@@ -79,12 +75,10 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
 
 
 def require_model(index: Index, model: str, weights: str, dim: int) -> None:
-    """Refuse queries of another model than the gallery's.
+    """Refuse queries of another model than the gallery's. Raises UserError, which names both.
 
     Args:
         model: as typed; weights: `probemb.models.weights_sha256` of it; dim: D.
-
-    Raises UserError: names both.
     """
     if (index.weights, index.dim) != (weights, dim):
         raise UserError(
@@ -99,14 +93,7 @@ def read_about(folder: Path) -> dict:
     path = folder / NAME
     if not path.is_file():
         raise UserError(f"There is no index in {folder}.", "Build one with `python -m tools.build_index`.")
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-        about = json.loads(text) if len(text) <= MAX_JSON_BYTES else None
-        if not isinstance(about, dict):
-            raise ValueError
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable JSON.", _REBUILD) from error
+    about = read_json(path, _REBUILD)
     if about.get("format") != FORMAT:
         raise UserError(f"{path} has the format {about.get('format')!r}, not {FORMAT}.", _REBUILD)
     if not _is_fine(about):
@@ -137,14 +124,14 @@ def _read_uncertainty(folder: Path, count: int) -> torch.Tensor:
     try:
         if os.path.getsize(path) != 4 * count:
             raise UserError(f"{path} does not hold {count:,} numbers.", _REBUILD)
-        # Copy on write, as torch wants an array that it could write to.
+        # Copy on write, as torch wants a writable array.
         return torch.from_numpy(np.memmap(path, dtype="<f4", mode="c", shape=(count,)))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).", _REBUILD) from error
 
 
 def _on_gpus(parts: list, folder: Path, about: dict, must: bool) -> list:
-    """The parts on the GPUs in turn; where it is not a must, only if they fit and FAISS can."""
+    """The parts on the GPUs in turn; unless it is a must, only if they fit and FAISS supports it."""
     import faiss
 
     count = getattr(faiss, "get_num_gpus", lambda: 0)()

@@ -1,4 +1,4 @@
-"""Partitions of embeddings, one after the other, as a gallery of vectors that need not fit into memory."""
+"""Vectors of a gallery that need not fit into memory, read partition by partition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 1 << 16  # vectors at a time
 
 
 class Gallery:
-    """What an index is built from, in the order of the folders and of their partitions' names.
+    """The items of an index, in the order of the folders and of their partitions' names.
 
     Args:
         sources: of one model.
@@ -39,19 +39,19 @@ class Gallery:
         self.width = width_of(self.dim, form, factory)
 
     def versions(self) -> list[list]:
-        """What tells whether the files are still the same: [path, bytes, time of change] of each."""
+        """[path, bytes, time of change] of each file, which change with the embeddings."""
         found = []
         for source, part in self.parts:
             path = source.path(part)
             try:
                 status = path.stat()
                 found.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
-            except OSError:  # reading it says why
+            except OSError:  # reported when it is read
                 found.append([str(path.absolute()), None, None])
         return found
 
     def sample(self, wanted: int, seed: int) -> np.ndarray:
-        """Vectors of `wanted` items, drawn without replacement and in their order. Raises UserError."""
+        """Vectors of `wanted` items, drawn without replacement, in gallery order. Raises UserError."""
         drawn = np.sort(np.random.default_rng(seed).choice(self.count, wanted, replace=False, shuffle=False))
         found = np.empty((wanted, self.width), dtype=np.float32)
         start = 0
@@ -65,7 +65,7 @@ class Gallery:
         return found
 
     def vectors(self, start: int, end: int) -> Iterator[np.ndarray]:
-        """Vectors of the items from `start` to `end`, some at a time. Raises UserError."""
+        """Vectors of the items from `start` to `end`, in chunks. Raises UserError."""
         place = 0
         for source, part in self.parts:
             if place < end and place + part.count > start:

@@ -5,9 +5,9 @@
 
 CSD(q, j) = |mu_q - mu_j|^2 + u_q + u_j, u the sum of the variances. With sqrt(u_j) appended to the gallery's mean and 0
 to the query's, the squared Euclidean distance in D + 1 dimensions is |mu_q - mu_j|^2 + u_j; the query's own u is a
-constant of its ranking. So an index that is exact under the Euclidean distance ("Flat") is exact under CSD, and an
-approximate one approximates CSD itself. The paper's way searches the means and adds u_j to what was found (PCME++
-§C.5): it cannot find what the means alone do not bring among the candidates.
+constant of its ranking. So an exact index ("Flat") is exact under CSD, and an approximate one approximates CSD itself.
+The paper's way searches the means and adds u_j to the candidates (PCME++ §C.5), which misses items that the means alone
+do not find.
 
 Q queries, N gallery items, D dimensions.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from probemb.search.items import Items
 
 FORMS = ("csd", "mean")
-# Nodes that are looked at for each one added. With FAISS' own 40 recall stops short of 1 at any effort, as queries lie
-# outside of the gallery, where the last dimension is 0; with 100 it does not, in twice the time to build.
+# Nodes examined for each one added. With FAISS' 40, recall stays below 1 at any effort, because queries lie outside of
+# the gallery (their last dimension is 0); 100 takes twice the time to build.
 EF_CONSTRUCTION = 100
 _EFFORT = {"IVF": "nprobe", "HNSW": "efSearch", "NSG": "search_L"}
-CANDIDATES = 10  # times k that are re-ranked by default, or refined (",RFlat")
+CANDIDATES = 10  # candidates per neighbour by default, re-ranked or refined (",RFlat")
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,12 @@ class Index:
 
     Attributes:
         parts: FAISS indexes over vectors of `width` dimensions (padded with zeros where a quantizer needs it), which
-            hold the gallery's items one part after the other.
+            together hold the gallery's items in order.
         form: "csd" (D + 1 dimensions) or "mean" (D).
         dim: D.
-        width: dimensions of the FAISS indexes.
         uncertainty: (N,) float32, u of the gallery.
-        kind: "image" or "text", of an index folder; None for one made in memory.
-        model, weights: that embedded the gallery, as typed and as a SHA-256; None likewise.
-        factory, why: of an index folder, the FAISS factory string and why it was taken.
-        items: what stands behind each item, of an index folder.
+        kind, model, weights, factory, why, items: of an index folder, else None. "image" or "text"; the model as typed
+            and its SHA-256; the FAISS factory string and the reason for it; the metadata of each item.
     """
 
     parts: tuple[faiss.Index, ...]
@@ -80,7 +77,7 @@ class Index:
     def item(self, i: int) -> dict:
         """key, captions, shard, offset and size of a gallery item; see `probemb.search.items`.
 
-        Raises UserError: the index was made in memory, which knows only embeddings.
+        Raises UserError: the index was made in memory.
         """
         if self.items is None:
             raise UserError("This index has no list of its items.", "Load an index folder of tools.build_index.")
@@ -92,13 +89,12 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
 
     Args:
         gallery: Gaussian (N, D).
-        factory: as `faiss.index_factory` takes it; trained on the gallery where it needs training.
+        factory: as `faiss.index_factory` takes it; trained on the gallery if it needs training.
         form: "csd" searches CSD itself in D + 1 dimensions; "mean" the Euclidean distance of the means.
 
-    Raises UserError: an empty gallery, numbers that are not finite, a factory string that FAISS does not know or that
-    needs a larger gallery.
+    Raises UserError: an empty gallery, numbers that are not finite, an unknown factory string or one that needs a
+    larger gallery.
     """
-
     if form not in FORMS:
         raise UserError(f"There is no form of search '{form}'.{nearest(form, FORMS)}", f"Choose {' or '.join(FORMS)}.")
     if gallery.mean.dim() != 2 or not len(gallery):
@@ -112,7 +108,7 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
 
 
 def gallery_vectors(mean: np.ndarray, u: np.ndarray, form: str, factory: str) -> np.ndarray:
-    """What FAISS is given of a gallery's (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
+    """The vectors for FAISS of (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
     last = np.sqrt(u) if form == "csd" else None
     vectors = _vectors(mean, last, width_of(mean.shape[1], form, factory))
     if not np.isfinite(vectors).all():
@@ -121,9 +117,9 @@ def gallery_vectors(mean: np.ndarray, u: np.ndarray, form: str, factory: str) ->
 
 
 def width_of(dim: int, form: str, factory: str) -> int:
-    """Dimensions of the vectors: D, or D + 1, up to the next number that the factory's quantizers can cut.
+    """Dimensions of the vectors: D, or D + 1, rounded up to a multiple that the factory's quantizers can divide.
 
-    Flat vectors are filled up to whole 16 bytes: zeros change no distance, and a search of 513 dimensions takes longer
+    Flat vectors are padded to whole 16 bytes: zeros change no distance, and a search of 513 dimensions takes longer
     than one of 516 (`tools.bench.search`).
     """
     columns = dim + (form == "csd")
@@ -143,7 +139,7 @@ def new_index(width: int, factory: str) -> faiss.Index:
         ) from error
     refuse_other_distances(index, factory)
     if isinstance(index, faiss.IndexRefine):
-        index.k_factor = CANDIDATES  # with FAISS' own 1 the finer codes would only sort what was found
+        index.k_factor = CANDIDATES  # with FAISS' 1 the finer codes would only sort the result
     graph = _innermost(index)
     if isinstance(graph, faiss.IndexHNSW):
         graph.hnsw.efConstruction = EF_CONSTRUCTION
@@ -151,7 +147,7 @@ def new_index(width: int, factory: str) -> faiss.Index:
 
 
 def refuse_other_distances(index: faiss.Index, factory: str) -> None:
-    """Raises UserError for an index that measures something else than the Euclidean distance, as LSH and L2norm do."""
+    """Raises UserError for an index whose distance is not Euclidean, such as LSH and L2norm."""
     import faiss
 
     while True:
@@ -230,15 +226,13 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
 
 
 def rerank(index: Index, queries: Gaussian, k: int, candidates: int | None = None) -> tuple[Tensor, Tensor]:
-    """Search the means, add the gallery's uncertainty to what was found, and keep the k closest. Source: PCME++ §C.5.
+    """Search the means, add the gallery's uncertainty to the candidates, and keep the k closest. Source: PCME++ §C.5.
 
     Args:
-        index: of the form "mean". candidates: how many are re-ranked, at least k; by default 10 times k, at most all.
+        index: of the form "mean". candidates: how many are re-ranked, from k to all; by default 10 times k.
 
-    Returns:
-        CSD (Q, k) and gallery indices (Q, k), as `search`.
-
-    Raises UserError: as `search`; an index of the form "csd", which needs no re-ranking; fewer candidates than k.
+    Returns CSD (Q, k) and gallery indices (Q, k). Raises UserError: as `search`; an index of the form "csd"; fewer
+    candidates than k.
     """
     if index.form != "mean":
         raise UserError("An index of CSD itself has nothing to re-rank.", "Build it with form='mean', or use search().")
@@ -252,10 +246,9 @@ def rerank(index: Index, queries: Gaussian, k: int, candidates: int | None = Non
 
 
 def set_effort(index: Index, effort: int) -> str | None:
-    """How much an approximate index looks at: cells (`nprobe`), or nodes of a graph (`efSearch`, `search_L`).
+    """Set how many cells (`nprobe`) or nodes of a graph (`efSearch`, `search_L`) an approximate index examines.
 
-    Returns:
-        the name of what was set, None for an index that has no such choice.
+    Returns the name of the parameter, None for an index without one.
     """
     import faiss
 
@@ -273,7 +266,7 @@ def set_effort(index: Index, effort: int) -> str | None:
 
 
 def _innermost(index: faiss.Index) -> faiss.Index:
-    """The index behind transforms and refinement."""
+    """The index inside transforms and refinement."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -283,7 +276,7 @@ def _innermost(index: faiss.Index) -> faiss.Index:
 
 
 def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarray:
-    """Means (N, D), one more column, and zeros up to a width: (N, width) float32."""
+    """Means (N, D), one more column, and zero padding: (N, width) float32."""
     out = np.zeros((len(mean), width), dtype=np.float32)
     out[:, : mean.shape[1]] = mean
     if last is not None:
@@ -292,9 +285,9 @@ def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarra
 
 
 def _multiple(factory: str) -> int:
-    """By what the width must be divisible: by the number of equal parts into which product quantizers cut vectors.
+    """The divisor of the width: the number of equal parts into which product quantizers cut vectors.
 
-    Where a transform gives the vectors a width of its own, as in OPQ64_512 or PCA256, any width will do before it.
+    Transforms such as OPQ64_512 and PCA256 take any width.
     """
     if re.match(r"(OPQ\d+_\d+|PCA[RW]*\d+)", factory):
         return 1
@@ -304,6 +297,6 @@ def _multiple(factory: str) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """FAISS' message without its place in the source."""
+    """FAISS' message without file and line."""
     text = re.sub(r"^.*?\.(?:cpp|h):\d+:\s*", "", " ".join(str(error).split()))
     return re.sub(r"^Error: .*? failed: ?", "", text)[:200].rstrip(". ") or "no reason given"

@@ -1,8 +1,8 @@
-"""What stands behind each row of a gallery, in parquet files from which single rows are read.
+"""Metadata for each gallery row, in parquet files from which single rows are read.
 
     items/00000.parquet, items/00001.parquet, …    65,536 rows each, in groups of 1,024, in the order of the gallery
 
-so that the place of a row follows from its number, and looking one up reads one group.
+A row's number gives its file and group, so that looking one up reads one group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CACHED_GROUPS = 64
 
 
 class ItemsWriter:
-    """Writes tables one after another; `close` ends the last file. Raises OSError."""
+    """Writes tables one after another; `close` writes the last rows. Raises OSError."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True)
@@ -50,7 +50,7 @@ class ItemsWriter:
 
 
 class Items:
-    """The rows of a gallery, `items[i]` -> dict."""
+    """The metadata of gallery rows, `items[i]` -> dict."""
 
     def __init__(self, folder: Path, count: int):
         self.folder, self.count = folder, count
@@ -61,14 +61,15 @@ class Items:
 
     def __getitem__(self, i: int) -> dict:
         """key, captions (list), shard (path of the tar), offset and size of the image's bytes in it; for a gallery of
-        captions also number, which of its image's captions it is. Raises IndexError, UserError."""
+        captions also number, the caption's index within its image. Raises IndexError, UserError.
+        """
         if not 0 <= i < self.count:
             raise IndexError(i)
         file, row = divmod(int(i), ROWS_PER_FILE)
         group, row = divmod(row, ROWS_PER_GROUP)
         rows = self._group(file, group)
         if row >= len(rows):
-            raise UserError(f"{self.folder} has fewer rows than its index says.", "Build the index anew.")
+            raise UserError(f"{self.folder} has fewer rows than its index says.", "Rebuild the index.")
         return dict(rows[row])
 
     def _read_group(self, file: int, group: int) -> list[dict]:
@@ -78,5 +79,5 @@ class Items:
         try:
             with pq.ParquetFile(path) as opened:
                 return opened.read_row_group(group).to_pylist()
-        except Exception as error:  # pyarrow raises OSError, its own errors, or what a damaged file makes it raise
-            raise UserError(f"{path} cannot be read ({type(error).__name__}).", "Build the index anew.") from error
+        except Exception as error:  # pyarrow raises many types for a damaged file
+            raise UserError(f"{path} cannot be read ({type(error).__name__}).", "Rebuild the index.") from error

@@ -1,4 +1,4 @@
-"""The folder in which an index grows: what is complete in it outlives an interrupted build."""
+"""The folder of an unfinished index; its complete files survive an interrupted build."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from probemb.runs.lock import RunLock
 from probemb.search.folder import ITEMS, UNCERTAINTY
 
 PLAN, TRAINED = "plan.json", "trained.faiss"
-
-
 WORDS = {"rows": "--part-items", "train_items": "--train-items", "embeddings": "the embeddings"}  # of keys of a plan
 
 
@@ -35,36 +33,33 @@ class Unfinished:
     """`.NAME.unfinished` beside the index NAME; one command at a time builds in it.
 
     Args:
-        out: where the index will be.
-        plan: plain JSON; what is complete is of use to a build of the same plan alone.
+        out: the folder of the finished index.
+        plan: plain JSON; only a build of the same plan reuses complete files.
 
     Attributes:
-        folder: where to write: files that appear as a whole.
-        plan: as given.
+        folder: the unfinished folder, in which each file is written atomically.
 
-    Raises UserError: another command builds there, what is complete is of another plan, the folder cannot be written.
+    Raises UserError: another command builds there, the complete files have another plan, the folder cannot be written.
     """
 
     def __init__(self, out: Path, plan: dict):
         self.out, self.folder, self.plan = out, _folder(out), plan
+        self._lock: RunLock | None = None
         try:
             self._lock = RunLock(self.folder)
-        except OSError as error:
-            raise UserError(
-                f"The index cannot be written to {out}: {error.strerror}.", "Name another --out."
-            ) from error
-        try:
             self._begin()
         except OSError as error:
-            self.leave()
+            if self._lock:
+                self.leave()
             what = f"The index cannot be written to {out}: {error.strerror}."
             raise UserError(what, "Free some space, or name another folder with --out.") from error
         except UserError:
-            self._lock.release()
+            if self._lock:
+                self._lock.release()
             raise
 
     def _begin(self) -> None:
-        if not self._lock.is_current():  # the one that was waited for has finished or removed the folder
+        if not self._lock.is_current():  # its holder has finished or removed the folder
             raise UserError(f"Another command that built {self.out} has just ended.", "Repeat this one.")
         before = read_plan(self.out)
         if before != self.plan:
@@ -72,32 +67,29 @@ class Unfinished:
                 changed = ", ".join(WORDS.get(key, key) for key in self.plan if before.get(key) != self.plan[key])
                 raise UserError(
                     f"{self.folder} holds the unfinished work of a command that differed in {changed}.",
-                    "Repeat that command, which goes on, or remove the folder.",
+                    "Repeat that command, which resumes, or remove the folder.",
                 )
             self._clear(all_of_it=True)
             replace_text(self.folder / PLAN, json.dumps(self.plan, indent=1) + "\n")
         self._clear()
 
     def part(self, number: int) -> Path:
-        """The file of a part."""
         return self.folder / f"part-{number:05d}.faiss"
 
     def parts(self) -> int:
-        """How many parts are complete: the first ones."""
+        """Number of complete parts at the start."""
         count = 0
         while self.part(count).exists():
             count += 1
         return count
 
     def finish(self, parts: int) -> None:
-        """Make it the index of so many parts. Raises OSError, UserError."""
+        """Turn the folder into the index of so many parts. Raises OSError, UserError."""
         if self.parts() != parts or not (self.folder / ITEMS).exists() or not (self.folder / UNCERTAINTY).exists():
             raise UserError(f"Files of {self.folder} were removed while it was written.", "Repeat the command.")
         if self.out.exists():
-            raise UserError(
-                f"{self.out} has appeared while the index was built.",
-                "Remove it and repeat the command, which goes on.",
-            )
+            what = f"{self.out} has appeared while the index was built."
+            raise UserError(what, "Remove it and repeat the command, which resumes.")
         self.folder.rename(self.out)
         for name in (PLAN, TRAINED, LOCK):
             (self.out / name).unlink(missing_ok=True)
@@ -105,7 +97,7 @@ class Unfinished:
         self._lock.release()
 
     def leave(self) -> None:
-        """After a failure: keep only what a repeated command can use."""
+        """Clean up after a failure: keep only files that a repeated command can use."""
         if not self.parts() and not (self.folder / TRAINED).exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -113,7 +105,7 @@ class Unfinished:
         self._lock.release()
 
     def _clear(self, all_of_it: bool = False) -> None:
-        """Remove what was being written when a build was killed, or everything."""
+        """Remove partial files of a killed build, or everything."""
         whole = {LOCK} if all_of_it else {LOCK, PLAN, TRAINED, UNCERTAINTY, ITEMS}
         parts = set() if all_of_it else {self.part(number).name for number in range(self.parts())}
         for path in self.folder.iterdir():

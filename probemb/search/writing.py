@@ -1,4 +1,4 @@
-"""An index folder from embeddings, without holding the gallery in memory, one part after the other."""
+"""Writes an index folder from embeddings, part by part, without holding the gallery in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import faiss
     import numpy as np
 
-MAX_SAID = 1 << 20  # bytes
+MAX_STDERR = 1 << 20  # bytes of FAISS that are repeated
 
 
 def write_index(
@@ -34,10 +34,7 @@ def write_index(
     part_items: int | None = None, train_items: int | None = None, seed: int = 0, gpu: bool = False,
     show: Callable | None = None, say: Callable[[str], object] = lambda text: None,
 ) -> Path:  # fmt: skip
-    """Build an index folder; it is made aside and renamed, so that it is there as a whole or not at all.
-
-    A build that was interrupted goes on, when it is repeated, with what it was trained on and behind the last part that
-    is complete.
+    """Build an index folder, which appears only when it is complete. A repeated command resumes an interrupted build.
 
     Args:
         sources: of one model; their partitions in the order of their names are the gallery's order.
@@ -45,10 +42,10 @@ def write_index(
         part_items: vectors in a FAISS file; all by default. A part is in memory while it is filled.
         train_items: to train on, drawn at random; by default as many as the factory needs.
         gpu: train on the GPU.
-        show: as `probemb.cli.progress.progress`; say: called with what a person should know.
+        show: as `probemb.cli.progress.progress`; say: called with messages for the user.
 
-    Raises UserError: no items, one that is not finite, a factory that FAISS does not know or that needs more items, no
-    room on the disk, an `out` that is there, an unfinished index of another plan, embeddings that change.
+    Raises UserError: no items, one that is not finite, an unknown factory or one that needs more items, no space on the
+    disk, an existing `out`, an unfinished index of another plan, embeddings that change.
     """
     if form not in FORMS:
         raise ValueError(form)
@@ -56,17 +53,8 @@ def write_index(
         raise UserError(f"{out} is there already.", "Name another folder with --out, or remove it.")
     gallery = Gallery(sources, kind, form, choice.factory)
     untrained = new_index(gallery.width, choice.factory)
-    about = {
-        "format": FORMAT,
-        "model": sources[0].model,
-        "weights": sources[0].weights,
-        "dim": gallery.dim,
-        "width": gallery.width,
-        "kind": kind,
-        "form": form,
-        "factory": choice.factory,
-        "count": gallery.count,
-    }
+    about = {"format": FORMAT, "model": sources[0].model, "weights": sources[0].weights, "dim": gallery.dim}
+    about |= {"width": gallery.width, "kind": kind, "form": form, "factory": choice.factory, "count": gallery.count}
     plan = about | {
         "rows": min(gallery.count, part_items or gallery.count),
         "train_items": min(gallery.count, train_items or training_count(choice.factory, gallery.count)),
@@ -85,7 +73,7 @@ def write_index(
         unfinished.leave()
         raise UserError(
             f"The index cannot be written to {out}: {error.strerror or error}.",
-            "Free some space and repeat the command, which goes on with what is complete, or name another --out.",
+            "Free some space and repeat the command, which resumes, or name another --out.",
         ) from error
     except BaseException:
         unfinished.leave()
@@ -94,13 +82,13 @@ def write_index(
 
 
 def _trained(unfinished: Unfinished, gallery: Gallery, index: faiss.Index, gpu: bool) -> faiss.Index:
-    """The index trained, by this build or by the one that was interrupted."""
+    """The trained index, from this build or the interrupted one."""
     import faiss
 
     if index.is_trained:
         return index
     path, plan = unfinished.folder / TRAINED, unfinished.plan
-    with suppress(RuntimeError):  # none, or not FAISS' own
+    with suppress(RuntimeError):  # missing or damaged
         return faiss.read_index(str(path))
     with _each_line_once():
         _train(index, gallery.sample(plan["train_items"], plan["seed"]), gallery.factory, gpu)
@@ -110,7 +98,7 @@ def _trained(unfinished: Unfinished, gallery: Gallery, index: faiss.Index, gpu: 
 
 @contextmanager
 def _each_line_once() -> Iterator[None]:
-    """What FAISS says on stderr, each line once: it repeats a warning for each of hundreds of small clusterings."""
+    """Print each line of FAISS on stderr once: it repeats a warning for each of hundreds of small clusterings."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as said:
@@ -121,9 +109,8 @@ def _each_line_once() -> Iterator[None]:
             os.dup2(kept, 2)
             os.close(kept)
             said.seek(0)
-            lines = said.read(MAX_SAID).decode(errors="replace").splitlines()
-            for line in dict.fromkeys(lines):
-                print(line, file=sys.stderr, flush=True)
+            lines = dict.fromkeys(said.read(MAX_STDERR).decode(errors="replace").splitlines())
+            print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr, flush=True)
 
 
 def _train(index: faiss.Index, vectors: np.ndarray, factory: str, gpu: bool) -> None:
@@ -132,7 +119,7 @@ def _train(index: faiss.Index, vectors: np.ndarray, factory: str, gpu: bool) -> 
     inverted = faiss.try_extract_index_ivf(index) if gpu else None
     if inverted is None:
         return train(index, vectors, factory)
-    cells = faiss.index_cpu_to_all_gpus(faiss.IndexFlatL2(inverted.d))  # the cells' centres alone are worth a GPU
+    cells = faiss.index_cpu_to_all_gpus(faiss.IndexFlatL2(inverted.d))  # only the cells' centres gain from a GPU
     inverted.clustering_index = cells
     try:
         return train(index, vectors, factory)
@@ -141,7 +128,7 @@ def _train(index: faiss.Index, vectors: np.ndarray, factory: str, gpu: bool) -> 
 
 
 def _write_beside(folder: Path, gallery: Gallery) -> None:
-    """What stands behind the vectors: their uncertainties and what they are of."""
+    """Write the uncertainties and metadata of all items."""
     if (folder / ITEMS).exists():
         return
     aside = folder / f"{ITEMS}.aside"
@@ -154,19 +141,19 @@ def _write_beside(folder: Path, gallery: Gallery) -> None:
     items.close()
     for file in [folder / UNCERTAINTY, *aside.iterdir(), aside]:
         flush(file)
-    aside.rename(folder / ITEMS)  # last: it says that both are complete
+    aside.rename(folder / ITEMS)  # last: it marks both as complete
     flush(folder)
 
 
 def _write_parts(
     unfinished: Unfinished, gallery: Gallery, trained: faiss.Index, show: Callable, say: Callable[[str], object]
 ) -> list[dict]:
-    """Fill clones of the trained index, one after the other; what stands in index.json about them."""
+    """Fill clones of the trained index, one after the other; returns their entries for index.json."""
     rows = unfinished.plan["rows"]
     sizes = [min(rows, gallery.count - start) for start in range(0, gallery.count, rows)]
     done = unfinished.parts()
     if done:
-        say(f"going on behind {done:,} of {len(sizes):,} parts, which are complete")
+        say(f"resuming after {done:,} of {len(sizes):,} parts, which are complete")
     with show("items", sum(sizes[done:])) as advance:
         for number in range(done, len(sizes)):
             index = clone(trained, gallery.factory)
@@ -174,14 +161,14 @@ def _write_parts(
                 fill(index, vectors, gallery.factory)
                 if advance:
                     advance(len(vectors))
-            _refuse_changed(unfinished, gallery)  # before what was read may count as complete
+            _refuse_changed(unfinished, gallery)  # before the part counts as complete
             _write_faiss(index, unfinished.part(number))
     _refuse_changed(unfinished, gallery)
     return [{"file": unfinished.part(number).name, "count": size} for number, size in enumerate(sizes)]
 
 
 def clone(index: faiss.Index, factory: str) -> faiss.Index:
-    """Raises UserError: there are parts of FAISS that cannot be copied."""
+    """Copy an index. Raises UserError: FAISS cannot copy all types."""
     import faiss
 
     try:
@@ -199,7 +186,7 @@ def _refuse_changed(unfinished: Unfinished, gallery: Gallery) -> None:
 
 
 def _write_faiss(index: faiss.Index, path: Path) -> None:
-    """Raises OSError. Through a file of Python's: FAISS' own does not say when the last bytes find no room."""
+    """Write through Python's file, as FAISS' own does not report a full disk for the last bytes. Raises OSError."""
     import faiss
 
     def write(aside: Path) -> None:

@@ -453,7 +453,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_run_of_other_settings_refused
     assert run_here({**options, "data.path": moved, "log-every": 3}, "--resume") == 0
     told = capsys.readouterr().out
     assert "step-6 is damaged" in told
-    assert "It is passed over" in told
+    assert "It is skipped" in told
     assert "resumed at step 3" in told
     assert run_here({**options, "out": tmp_path / "whole"}) == 0
     assert checkpoint(out, 9)["weights.safetensors"] == checkpoint(tmp_path / "whole", 9)["weights.safetensors"]

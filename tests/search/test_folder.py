@@ -470,7 +470,7 @@ def test_a_killed_build_goes_on_behind_its_last_whole_part(factory, embeddings, 
 
     capsys.readouterr()
     assert main([*words[:4], "--out", str(index)]) == 0  # with the sizes of the one that was killed
-    assert "going on behind 3 of 7 parts" in capsys.readouterr().out
+    assert "resuming after 3 of 7 parts" in capsys.readouterr().out
     assert contents(index) == contents(tmp_path / "whole")
     assert {name: (index / name).stat().st_ino for name in parts} == parts
     assert not unfinished.exists()
