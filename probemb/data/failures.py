@@ -13,30 +13,29 @@ _log = logging.getLogger(__name__)
 
 
 class BadSample(Exception):
-    """A sample that cannot be used; the message is the reason."""
+    """An unusable sample; the message is the reason."""
 
 
 class BadShard(BadSample):
-    """A tar that cannot be read, so that none of its samples can be used; the message is the reason."""
+    """An unreadable tar, none of whose samples can be used; the message is the reason."""
 
 
 @dataclass
 class Failure:
-    """The failures of one place, a shard or an image."""
+    """The failures of a shard or image; `reason` is the last one."""
 
     count: int
-    reason: str  # the last one
+    reason: str
 
 
 class Tally:
-    """Failures of this process.
+    """Failures of this process, by name of the shard or image.
 
     Args:
         share: largest share of the samples that may fail.
-        judged_from: samples that must have been read before the share is judged.
+        judged_from: number of samples from which on the share is checked.
 
     Attributes:
-        failures: by name of the shard or image.
         read, failed: samples so far.
     """
 
@@ -46,7 +45,7 @@ class Tally:
         self.read = self.failed = 0
 
     def add(self, read: int, failures: Iterable[tuple[str, str]]) -> bool:
-        """Count read samples, and (place, reason) of failed ones; returns whether there are too many."""
+        """Count read samples, and (place, reason) of failed ones; returns whether too many failed."""
         self.read += read
         for name, reason in failures:
             if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
@@ -57,12 +56,12 @@ class Tally:
         return self.read >= self.judged_from and self.failed > self.share * self.read
 
     def worst(self) -> list[tuple[str, Failure]]:
-        """The places with the most failures, at most five."""
+        """The five places with the most failures."""
         return sorted(self.failures.items(), key=lambda item: -item[1].count)[:_WORST]
 
 
 def describe_failures(of_ranks: Sequence[Mapping[str, Failure]], what: str, places: str) -> list[str]:
-    """Lines about the failures of all ranks, the worst places first; empty if there are none."""
+    """Lines about the failures of all ranks, the worst places first; empty without failures."""
     counts, reasons = Counter(), {}
     for failures in of_ranks:
         for name, failure in failures.items():

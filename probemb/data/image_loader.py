@@ -16,10 +16,11 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from probemb.data.failures import BadSample
+from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.shards.index import expand_braces, read_index
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
+from probemb.data.shards.tar import Member, walk_tar
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 
@@ -39,10 +40,9 @@ class Place(NamedTuple):
 
 @dataclass(kw_only=True)
 class Images:
-    """Images that have been found but not decoded.
+    """Listed images, not yet decoded.
 
     Attributes:
-        places: the location of each image.
         source: the path given, for messages.
         bad: (name, reason) of samples that were skipped while listing.
     """
@@ -74,10 +74,10 @@ class Images:
 
 
 def find_tars(data: str | Path) -> list[Path]:
-    """Tars of a folder (those of its index.json, if there is one), of a pattern with wildcards and braces, or one tar.
+    """Tars of a folder (those of its index.json, if any), of a pattern with wildcards and braces, or one tar; may be
+    empty.
 
-    An evaluation reads everything in order, so it needs no index. Empty if there is none. Raises UserError if only
-    some of the names that braces stand for exist.
+    Raises UserError if only some of the names of a brace range exist.
     """
     path = Path(data)
     if path.is_dir():
@@ -97,8 +97,16 @@ def find_tars(data: str | Path) -> list[Path]:
     return [Path(tar) for tars in found for tar in tars]
 
 
+def list_members(tar: Path) -> list[Member]:
+    """The files in a tar. Raises UserError: it cannot be read."""
+    try:
+        return list(walk_tar(tar))
+    except BadShard as error:
+        raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
+
+
 def in_both(these: Images, those: Images) -> list[str]:
-    """Names of images of `these` whose bytes are also in `those`: of equal size, and alike in their last 4 KiB."""
+    """Names of images of `these` that are also in `those`: same size, and same last 4 KiB."""
     ends = {image_digest(place) for place in those.places} - {None}
     return [place.name for place in these.places if image_digest(place) in ends]
 
@@ -148,21 +156,17 @@ def _collate(rows: list):
 
 
 class ImageBatches:
-    """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` list which were read.
+    """Batches of pixels (B, 3, H, W) of every readable image; afterwards `kept` and `bad` list the used and unusable
+    ones.
 
-    Raises UserError: while iterating, as soon as more than `max_bad` of all images cannot be used; says which `option`
-    allows more.
+    Raises UserError during iteration as soon as more than `max_bad` of all images are unusable; it names the `option`
+    that allows more.
     """
 
     def __init__(
-        self,
-        images: Images,
-        transform: Callable,
-        batch_size: int,
-        workers: int = 0,
-        max_bad: float = 0.05,
+        self, images: Images, transform: Callable, batch_size: int, workers: int = 0, max_bad: float = 0.05,
         option: str = "--max-bad",
-    ):
+    ):  # fmt: skip
         self.images, self.transform, self.option = images, transform, option
         self.batch_size, self.workers, self.max_bad = batch_size, workers, max_bad
         self.kept: list[int] = []
@@ -174,13 +178,8 @@ class ImageBatches:
         self.kept.clear()
         self.bad[:] = self.images.bad
         self._refuse_too_many()
-        loader = make_loader(
-            _Decoded(self.images, self.transform),
-            self.workers,
-            batch_size=self.batch_size,
-            collate_fn=_collate,
-            pin_memory=torch.cuda.is_available(),
-        )
+        decoded, pin = _Decoded(self.images, self.transform), torch.cuda.is_available()
+        loader = make_loader(decoded, self.workers, batch_size=self.batch_size, collate_fn=_collate, pin_memory=pin)
         with closing(read(loader)) as batches:
             for kept, pixels, bad in batches:
                 self.kept += kept
@@ -200,7 +199,7 @@ class ImageBatches:
 
 
 def describe_bad(bad: Iterable[tuple[str, str]], limit: int = 10) -> str:
-    """A sentence about the images that were left out, or ""."""
+    """A sentence about skipped images, or ""."""
     bad = list(bad)
     if not bad:
         return ""

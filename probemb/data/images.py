@@ -1,4 +1,4 @@
-"""Decodes untrusted images."""
+"""Decode untrusted images."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
 MAX_ASPECT = 100  # after resizing the short side to a model's size, the long side is up to this many times longer
-
-
 # Stored width and height -> the smallest size needed, or None for full size.
 Draft = Callable[[int, int], "tuple[int, int] | None"]
 
@@ -23,10 +21,10 @@ Draft = Callable[[int, int], "tuple[int, int] | None"]
 def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decoded RGB image (a `PIL.Image`, H x W pixels as stored).
 
-    Only PIL's JPEG, PNG and WebP decoders are tried, and the size in the header is checked before anything is decoded.
-    Transparency is composited over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become
-    RGB; only the first frame of an animation is used. The EXIF orientation is ignored, as PIL, webdataset and open_clip
-    do, and as published weights were trained.
+    Only PIL's JPEG, PNG and WebP decoders are tried, and the header's size is checked before decoding. Transparency is
+    composited over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become RGB; only the first
+    frame of an animation is used. The EXIF orientation is ignored, as in PIL, webdataset, open_clip and the training of
+    published weights.
 
     draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which is
     several times faster for large photographs; images that are not reduced stay bit-identical. Raises BadSample.
@@ -39,9 +37,8 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
             if width * height > max_pixels:
                 raise BadSample(f"the image has {width} x {height} pixels, more than {max_pixels:,}")
             if max(width, height) > MAX_ASPECT * min(width, height):
-                raise BadSample(
-                    f"the image has {width} x {height} pixels, one side more than {MAX_ASPECT} times the other"
-                )
+                ratio = f"one side more than {MAX_ASPECT} times the other"
+                raise BadSample(f"the image has {width} x {height} pixels, {ratio}")
             needed = draft(width, height) if callable(draft) else draft and (draft, draft)
             if needed:
                 image.draft(None, needed)
@@ -51,7 +48,7 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
         raise
     except Image.DecompressionBombError:
         raise BadSample(f"the image has more than {max_pixels:,} pixels") from None
-    except Exception as error:  # decoders fail on hostile bytes in many ways, none of which may stop a run
+    except Exception as error:  # hostile bytes fail in many ways and must not stop a run
         raise BadSample(f"the image cannot be decoded ({type(error).__name__})") from None
 
 
@@ -63,9 +60,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion clips at 255
         import numpy as np
 
-        return Image.fromarray((np.asarray(image).clip(0, 65535).astype(np.uint32) >> 8).astype(np.uint8)).convert(
-            "RGB"
-        )
+        pixels = np.asarray(image).clip(0, 65535).astype(np.uint32) >> 8
+        return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         colours = image.convert("RGBA")
         white = Image.new("RGBA", colours.size, (255, 255, 255, 255))

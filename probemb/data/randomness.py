@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def isolated_randomness() -> Iterator[None]:
-    """Restores the global random states of torch (CPU), numpy and Python on exit."""
+    """Restore the global random states of torch (CPU), numpy and Python on exit."""
     states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -23,7 +23,7 @@ def isolated_randomness() -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (CPU), numpy and Python, from which transforms draw."""
+    """Seed torch (CPU), numpy and Python for transforms."""
     # torch.manual_seed would also queue a call for every CUDA device, at each sample.
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -1,7 +1,7 @@
-"""Words: how a text is cut into them, vocabulary files, and word vectors in GloVe's text format.
+"""Words: splitting texts, vocabulary files, and word vectors in GloVe's text format.
 
-A vocabulary file is UTF-8 with one word a line, the most frequent first, each followed by a tab and its count, or by
-nothing. A word is a run of lower-case ASCII letters and digits, possibly with an ending such as "'s".
+A vocabulary file is UTF-8 with one word a line, the most frequent first, each optionally followed by a tab and its
+count. A word is a run of lower-case ASCII letters and digits, possibly with an ending such as "'s".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def frequent_words(counts: Counter[str], min_count: int = 1, max_words: int | No
 
 
 def count_words(texts: Iterable[str], counts: Counter[str] | None = None) -> Counter[str]:
-    """How often each word occurs; added to `counts` if given."""
+    """The number of occurrences of each word; added to `counts` if given."""
     counts = Counter() if counts is None else counts
     for text in texts:
         counts.update(split_words(text))
@@ -50,7 +50,7 @@ def count_words(texts: Iterable[str], counts: Counter[str] | None = None) -> Cou
 
 
 def write_vocabulary(path: str | Path, words: Iterable[tuple[str, int]]) -> None:
-    """Write a vocabulary file as a whole. Raises OSError."""
+    """Write a vocabulary file atomically. Raises OSError."""
     text = "".join(f"{word}\t{count}\n" for word, count in words)
     replace_file(Path(path), lambda aside: aside.write_text(text, encoding="utf-8"))
 
@@ -58,7 +58,7 @@ def write_vocabulary(path: str | Path, words: Iterable[tuple[str, int]]) -> None
 def read_vocabulary(path: str | Path) -> list[str]:
     """The words of a vocabulary file in their order.
 
-    Raises UserError: the file is missing, not UTF-8 or empty; a line (named) is no word, or a word occurs twice.
+    Raises UserError: the file is missing, not UTF-8 or empty; a malformed line (named), or a word that occurs twice.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -83,7 +83,7 @@ def read_vocabulary(path: str | Path) -> list[str]:
 
 
 def find_vocabulary(folders: Iterable[str | Path]) -> Path:
-    """`vocabulary.txt` in the first folder, or parent of one, that has it. Raises UserError: none has it."""
+    """`vocabulary.txt` in the first folder, or parent of one, that has it. Raises UserError."""
     tried = []
     for folder in map(Path, folders):
         folder = folder if folder.is_dir() else folder.parent
@@ -100,9 +100,9 @@ def find_vocabulary(folders: Iterable[str | Path]) -> Path:
 def read_vectors(path: str | Path, words: Collection[str]) -> dict[str, np.ndarray]:
     """Vectors of those words that a file in GloVe's text format has, (dimension,) float32 each; plain or .gz.
 
-    A line is a word and its numbers with one space between them. Of a word that occurs twice the first counts. Raises
-    UserError: the file cannot be read, or a line (named) has not as many numbers as the first, or other than finite
-    numbers. Numbers of other words are not parsed.
+    A line is a word and its numbers with one space between them. Of duplicate words the first counts; numbers of other
+    words are not parsed. Raises UserError: the file cannot be read, or a line (named) has not as many numbers as the
+    first, or not only finite numbers.
     """
     wanted, found, dimension = set(words), {}, None
     try:
@@ -117,9 +117,8 @@ def read_vectors(path: str | Path, words: Collection[str]) -> dict[str, np.ndarr
                     found[word] = _numbers(fields[1:], path, number)
     except (OSError, EOFError, gzip.zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"The word vectors {path} cannot be read: {why}.", "Check the path, or fetch it again."
-        ) from error
+        what = f"The word vectors {path} cannot be read: {why}."
+        raise UserError(what, "Check the path, or fetch it again.") from error
     if dimension is None:
         raise UserError(f"The word vectors {path} are empty.", "Give a file in GloVe's text format.")
     return found

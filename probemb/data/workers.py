@@ -34,10 +34,10 @@ def make_loader(dataset, workers: int, **options) -> DataLoader:
 
 
 def read(loader: DataLoader) -> Iterator:
-    """All batches, once; the workers end with the iteration, however it ends. Raises UserError."""
+    """All batches, once; the workers end with the iteration. Raises UserError."""
     with starting_workers():
         batches = iter(loader)
-    end = Finalize(None, _end, args=(batches,), exitpriority=10)  # before multiprocessing waits for its children
+    end = Finalize(None, _end, args=(batches,), exitpriority=10)  # before multiprocessing joins its children
     try:
         with naming_ended_workers(loader.num_workers):
             yield from batches
@@ -47,7 +47,9 @@ def read(loader: DataLoader) -> Iterator:
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """Start workers in this block: signals wait, because they would kill a worker that does not ignore them yet."""
+    """Block signals while workers start in this context, because they would kill a worker that does not ignore them
+    yet.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -71,7 +73,7 @@ def naming_ended_workers(workers: int) -> Iterator[None]:
 
 
 def shorten_sockets() -> None:
-    """Put the sockets between processes into a short folder if TMPDIR's name is too long for them.
+    """Use a short folder for the sockets between processes if TMPDIR's name is too long for them.
 
     A socket's path has at most 107 bytes (103 on macOS). Python 3.14 does the same by itself. Raises UserError.
     """
@@ -103,13 +105,13 @@ def _begin(_: int) -> None:
 
 
 def _end(batches: Iterator) -> None:
-    # PyTorch does this with the last reference, which the traceback of an error may keep alive.
+    # PyTorch does this with the last reference, which a traceback may keep alive.
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
 
 
 def _end_worker(error: BaseException, _batch: object) -> None:
-    """A batch that cannot be sent would otherwise be dropped, and the parent would wait forever."""
+    """End the worker: a batch that cannot be sent would be dropped, and the parent would wait indefinitely."""
     os.write(2, f"A data worker cannot hand over a batch: {type(error).__name__}: {error}\n".encode())
     os._exit(1)

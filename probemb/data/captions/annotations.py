@@ -1,4 +1,4 @@
-"""Captions as COCO, Flickr8k and Flickr30k publish them, for archives of images: which image has which captions.
+"""Published captions of COCO, Flickr8k and Flickr30k, for archives of images.
 
 COCO      captions_train2014.json: {"images": [{"id", "file_name"}], "annotations": [{"image_id", "id", "caption"}]}
 Flickr    Flickr8k.token.txt, results_20130124.token: NAME.jpg#0 TAB caption
@@ -32,9 +32,9 @@ class Picture:
 
 
 def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
-    """Images of one of COCO's caption files by ascending id, and how many have no caption.
+    """Images of a COCO caption file by ascending id, and the number without captions.
 
-    Raises UserError: not such a file, or an id occurs twice.
+    Raises UserError: another kind of file, or an id occurs twice.
     """
     try:
         data = json.loads(content)
@@ -55,17 +55,17 @@ def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
             f"{label} is not one of COCO's caption files.", "Name annotations_trainval2014.zip as COCO publishes it."
         ) from None
     pictures = [
-        Picture(f"{key:012d}", names[key], [one["caption"] for one in told], {"image_id": key, "captions": told})
-        for key, told in sorted(captions.items())
-        if told
+        Picture(f"{key:012d}", names[key], [one["caption"] for one in rows], {"image_id": key, "captions": rows})
+        for key, rows in sorted(captions.items())
+        if rows
     ]
     return pictures, len(names) - len(pictures)
 
 
 def token_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
-    """Images of a Flickr token file in its order, and how many lines are none.
+    """Images of a Flickr token file in its order, and the number of malformed lines.
 
-    Raises UserError: fewer than half of the lines are of this form.
+    Raises UserError: fewer than half of the lines are well-formed.
     """
     captions: dict[str, dict[int, str]] = {}
     bad = 0
@@ -87,7 +87,7 @@ def token_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
 def split_pictures(pictures: Sequence[Picture], lists: Mapping[str, bytes]) -> dict[str, list[Picture]]:
     """Images by split, from lists of names; without lists all are "train". `dev` is called `val`.
 
-    Raises UserError: two lists name the same image, or none of them names any.
+    Raises UserError: two lists name the same image, or no list names any.
     """
     if not lists:
         return {"train": list(pictures)}

@@ -1,4 +1,4 @@
-"""The set of images with captions that all readers return, and their shared checks of splits, ids and files."""
+"""Images with captions, as all readers return them, and checks of splits, ids and files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class CaptionDataset:
 
     Attributes:
         captions: for each image its captions, at least one.
-        image_ids: COCO's id of each image where it is known, elsewhere a name; no two are equal.
-        caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None where they are not known.
-        scenes: for each image (scene, captions with what they state), where the data is the embedded world; else None.
-        split: the one that was asked for, None for all there is.
+        image_ids: COCO's id of each image if known, else a name; unique.
+        caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None if unknown.
+        scenes: (scene, captions with predicates) of each image of the embedded world; None for other data.
+        split: the one that was asked for; None: everything.
         source: the path given, for messages.
-        located: where the images lie; None if they are not all here.
-        missing: paths or ids of images that are not here.
+        located: where the images lie; None if any is missing.
+        missing: paths or ids of missing images.
     """
 
     captions: list[list[str]]
@@ -48,14 +48,14 @@ class CaptionDataset:
 
     @property
     def images(self) -> Images:
-        """Where the images lie. Raises UserError if any is not here: the captions can still be used alone."""
+        """The locations of the images. Raises UserError if any is missing; captions can be used without images."""
         if self.located is None:
             raise missing_images(self.source, self.missing, len(self))
         return self.located
 
     @property
     def n_captions(self) -> int:
-        """Number of captions of all images together, M."""
+        """Number of all captions, M."""
         return sum(map(len, self.captions))
 
     def flat(self) -> list[str]:
@@ -63,7 +63,7 @@ class CaptionDataset:
         return [text for texts in self.captions for text in texts]
 
     def owner(self) -> list[int]:
-        """For each of the M captions the index of its image."""
+        """The index of its image for each of the M captions."""
         return [index for index, texts in enumerate(self.captions) for _ in texts]
 
 
@@ -81,31 +81,30 @@ def split_name(name: str) -> str:
 
 
 def resolve_split(split: str | None, known: Iterable[str]) -> str | None:
-    """AUTO as a split of data that has the `known` ones, or None for all of it; any other split as it is."""
+    """AUTO as a split of data with the `known` ones, or None for all data; any other split unchanged."""
     if split != AUTO:
         return split
     return "test" if len(set(known) & set(USUAL_SPLITS)) > 1 else None
 
 
 def choose_split(split: str | None, known: Iterable[str], source: str) -> tuple[str, ...]:
-    """The parts that a split consists of; all for None. Raises UserError if there is none, naming those there are."""
+    """The parts that form a split; all for None. Raises UserError, naming the known ones, if there is none."""
     known = list(dict.fromkeys(known))
     if split is None:
         return tuple(known)
     parts = tuple(part for part in SPLIT_PARTS.get(split, (split,)) if part in known)
     if not parts:
-        there = f"only {listed(sorted(known))}" if known else "none at all"
+        others = f"only {listed(sorted(known))}" if known else "none at all"
         raise UserError(
-            f"{source} has no split '{split}', {there}.{nearest(split, known)}",
-            "Name one of these splits." if known else "Leave the split out to take all that there is.",
+            f"{source} has no split '{split}', {others}.{nearest(split, known)}",
+            "Name one of these splits." if known else "Leave the split out to use all data.",
         )
     return parts
 
 
 def missing_images(source: str, missing: Sequence[str], total: int) -> UserError:
-    """The error for images that are missing."""
     return UserError(
-        f"{len(missing)} of the {total} images of {source} are not here, the first is {missing[0]}.",
+        f"{len(missing)} of the {total} images of {source} are missing, the first is {missing[0]}.",
         "Name the folder that holds them (for COCO the one with train2014 and val2014), or fetch them.",
     )
 
@@ -114,12 +113,10 @@ def assemble(
     entries: Sequence[Entry], *, source: str, split: str | None, located: Images | None = None,
     missing: Sequence[str] = (), scenes: list[tuple] | None = None,
 ) -> CaptionDataset:  # fmt: skip
-    """A `CaptionDataset` of entries that belong to it. Raises UserError: nothing there, no caption, ids twice."""
+    """A `CaptionDataset` of all entries. Raises UserError: no entries, no caption, or duplicate ids."""
     for entry in entries:
         if not entry.captions:
-            raise UserError(
-                f"The image {entry.id} of {source} has no caption.", "Give it one, or take it out of the annotations."
-            )
+            raise UserError(f"The image {entry.id} of {source} has no caption.", "Add one, or remove the image.")
     if not entries:
         raise UserError(f"{source} holds no captioned image.", "Name a file that lists images with their captions.")
     check_unique((entry.id for entry in entries), "image id", source)
@@ -149,7 +146,7 @@ def check_unique(ids: Iterable[int | str], what: str, source: str) -> None:
 
 
 def is_id(value: object) -> bool:
-    """Whether a value of a json can be an id of COCO: a whole number from 0 on, of 63 bits at most."""
+    """Whether a JSON value can be a COCO id: a whole number from 0 on, of at most 63 bits."""
     return type(value) is int and 0 <= value <= MAX_ID
 
 
@@ -177,12 +174,12 @@ def only_file(files: Sequence[Path], path: Path, what: str) -> Path:
     if len(files) != 1:
         named = ", ".join(file.name for file in files[:4])
         raise UserError(
-            f"{path} holds {len(files)} files that could be meant by {what}{': ' if named else ''}{named}.",
+            f"{path} holds {len(files)} files that match {what}{': ' if named else ''}{named}.",
             "Name one of the files itself, or a split." if files else "Name a file with captions.",
         )
     return files[0]
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:
-    """ "a, b and c"."""
+    """The names as "a, b and c" or "a, b or c"."""
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,10 +1,8 @@
-"""Finds images with their captions in any of the published formats.
+"""Finds images with their captions in any of the published formats, recognised by their content.
 
-    find_captions("data/flickr8k", split="val")                              webdataset shards
-    find_captions("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
-    find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
-
-Nothing is decoded here. The format is recognised by the content.
+find_captions("data/flickr8k", split="val")                              webdataset shards
+find_captions("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
+find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
 """
 
 from __future__ import annotations
@@ -26,18 +24,16 @@ def find_captions(
     """List images and captions without decoding any image.
 
     Args:
-        data: shards (a folder, a pattern or one tar; `train-*.tar` or `train/*.tar` say the split by their names), a
-            Karpathy json (dataset_coco.json, dataset_flickr30k.json, …), a `*_caps.txt` or a folder with one of them;
-            text files also gzipped.
-        split: "train", "val" ("dev"), "test", or another that the data names; None takes all, or all of the file;
-            "auto" takes "test" of data that has several splits, and else all.
-            Karpathy's "restval" belongs to "train". Of precomp files "test" is testall_caps.txt where that is there.
-        images: the folder of the images of a json or caption file, for COCO the one that holds train2014 and val2014.
-            By default those folders are looked for beside the file.
-        format: "webdataset", "karpathy" or "precomp"; by default recognised by the content.
+        data: shards (a folder, a pattern or one tar; `train-*.tar` or `train/*.tar` name the split), a Karpathy json
+            (dataset_coco.json, …), a `*_caps.txt` or a folder with one of them; text files also gzipped.
+        split: "train" (with Karpathy's "restval"), "val" ("dev"), "test", or another that the data names; None: all;
+            "auto": "test" of data with several splits, else all. Of precomp files "test" prefers testall_caps.txt.
+        images: image folder of a json or caption file, for COCO the one with train2014 and val2014; by default searched
+            beside the file.
+        format: "webdataset", "karpathy" or "precomp"; recognised by default.
 
-    Raises UserError: the path, the split or the images that the data names are not there; the data has another shape
-    than its format, an image without a caption, ids that occur twice, or names that lead out of the folder.
+    Raises UserError: the path, the split or the images do not exist; malformed data, an image without a caption,
+    duplicate ids, or names that lead out of the folder.
     """
     if format is not None and format not in FORMATS:
         raise UserError(
@@ -47,9 +43,10 @@ def find_captions(
         raise UserError("The data path is empty.", "Name shards with captions, a Karpathy json or a *_caps.txt.")
     split = None if split is None else split_name(split)
     format = format or _recognise(data)
+    is_text = format != "webdataset" or (images is not None and str(data).endswith((".json", ".txt")))
+    if is_text and not Path(data).exists():
+        raise UserError(f"The data path {data} does not exist.", "Check the spelling.")
     if images is not None:
-        if str(data).endswith((".json", ".txt")) and not Path(data).exists():
-            raise UserError(f"The data path {data} does not exist.", "Check the spelling.")
         if format == "webdataset":
             raise UserError(
                 f"{data} holds its images itself, so that the image folder {images} would not be used.",
@@ -61,8 +58,6 @@ def find_captions(
         from probemb.data.captions.webdataset import read_shards
 
         return read_shards(data, split)
-    if not Path(data).exists():
-        raise UserError(f"The data path {data} does not exist.", "Check the spelling.")
     from probemb.data.captions.karpathy import read_karpathy
     from probemb.data.captions.precomp import read_precomp
 
@@ -73,15 +68,14 @@ def find_captions(
 def _recognise(data: str | Path) -> str:
     path = Path(data)
     if path.is_dir():
-        found = []
-        if find_tars(path) or any(path.glob("*/*.tar")):
-            found.append("webdataset")
-        if any(path.glob("*_caps.txt*")) or any(path.glob("precomp/*_caps.txt*")):
-            found.append("precomp")
-        if any(path.glob("dataset*.json*")):
-            found.append("karpathy")
+        holds = {
+            "webdataset": find_tars(path) or any(path.glob("*/*.tar")),
+            "precomp": any(path.glob("*_caps.txt*")) or any(path.glob("precomp/*_caps.txt*")),
+            "karpathy": any(path.glob("dataset*.json*")),
+        }
+        found = [name for name, there in holds.items() if there]
         if len(found) > 1:
-            raise UserError(f"{path} holds captions in several formats: {listed(found)}.", "Say which with the format.")
+            raise UserError(f"{path} holds captions in several formats: {listed(found)}.", "Name one with the format.")
         if not found:
             raise UserError(
                 f"{path} holds no webdataset shards, no *_caps.txt and no Karpathy json.",

@@ -34,8 +34,8 @@ def locate(
     """The location of each image, and the names of missing ones.
 
     Args:
-        candidates: for each image its possible paths below the folder; the first that exists is used.
-        images: the folder; None looks beside the annotations, where it is no error if all images are missing.
+        candidates: for each image its possible paths below the folder; the first existing one is used.
+        images: the folder; None searches beside the annotations, where all images may be missing.
 
     Raises UserError: some images are not in the folder.
     """

@@ -25,8 +25,7 @@ from probemb.errors import UserError
 def read_karpathy(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
     """`{"images": [{"filename", "filepath", "split", "cocoid", "sentences": [{"raw", "sentid"}]}]}`.
 
-    COCO's ids are taken where "cocoid" says that it is COCO; elsewhere an image is called by its file name.
-    Raises UserError.
+    COCO's ids are used if "cocoid" is present; else an image is named by its file. Raises UserError.
     """
     if path.is_dir():
         path = only_file(sorted(path.glob("dataset*.json*")), path, "a Karpathy json")

@@ -1,4 +1,4 @@
-"""The "precomp" caption files of VSE++ and SCAN: five lines an image, and ids where there are any."""
+"""The "precomp" caption files of VSE++ and SCAN: five lines an image, and optional ids."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _COCO_NAMES = (
 
 
 def read_precomp(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
-    """`NAME_caps.txt`, five lines an image, with the ids of the images or captions beside it, if they are.
+    """`NAME_caps.txt`, five lines an image, with the ids of the images or captions beside it, if any.
 
     `NAME_ids.txt` (one image id a line, or one for each caption) as SCAN and VSE++ ship it, or `coco_NAME_ids.npy` of
-    COCO annotation ids as PCME does. Images are found by COCO's names, by ID.jpg, or through `id_mapping.json`.
-    Where there are no ids, the set is text alone, and its images are called by their number. Raises UserError.
+    COCO annotation ids as PCME does. Images are found by COCO's names, by ID.jpg, or through `id_mapping.json`. Without
+    ids, images cannot be located and are named by their number. Raises UserError.
     """
     path, split = _find_caps(path, split)
     try:
@@ -57,10 +57,9 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> CaptionD
         )
     total = len(lines) // PER_IMAGE
     image_ids, caption_ids = _read_ids(path, total)
-    groups = [slice(PER_IMAGE * i, PER_IMAGE * (i + 1)) for i in range(total)]
     entries = []
-    for i, group in enumerate(groups):
-        kept = [k for k in range(group.start, group.stop) if lines[k]]
+    for i in range(total):
+        kept = [k for k in range(PER_IMAGE * i, PER_IMAGE * (i + 1)) if lines[k]]
         numbers = None if caption_ids is None else [caption_ids[k] for k in kept]
         entries.append(Entry(i if image_ids is None else image_ids[i], [lines[k] for k in kept], numbers))
     if image_ids is None and images is not None:
@@ -80,7 +79,7 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> CaptionD
 
 
 def _find_caps(path: Path, split: str | None) -> tuple[Path, str | None]:
-    """The caption file, and the split that it is: None where none was asked for."""
+    """The caption file and its split, None where none was asked for."""
     if path.is_file():
         split = resolve_split(split, ())
         found = _CAPS.fullmatch(path.name)
@@ -103,27 +102,25 @@ def _find_caps(path: Path, split: str | None) -> tuple[Path, str | None]:
 
 
 def _names_of(name: str) -> list[str]:
-    """The splits that a caption file of that name can be asked for by."""
+    """The split names of a caption file."""
     return [split for split, names in _PRECOMP_SPLITS.items() if name in names] + [name]
 
 
 def _read_ids(path: Path, total: int) -> tuple[list[int | str] | None, list[int] | None]:
-    """(id of each image, id of each caption), either None where nothing says it."""
-    for beside in _id_files(path):
-        if beside.is_file():
-            ids = _numbers_of_npy(beside) if beside.suffix == ".npy" else _lines_of_ids(beside)
-            break
-    else:
+    """(id of each image, id of each caption), either None if unknown."""
+    beside = next(filter(Path.is_file, _id_files(path)), None)
+    if beside is None:
         return None, None
+    ids = _numbers_of_npy(beside) if beside.suffix == ".npy" else _lines_of_ids(beside)
     lines = PER_IMAGE * total
     if beside.suffix == ".npy" and len(ids) > lines:
-        ids = ids[:lines]  # dev_caps and test_caps are the beginning of the splits that PCME numbers in full
+        ids = ids[:lines]  # dev_caps and test_caps are the first part of PCME's splits
     if len(ids) == total:
         return ids, None
     if len(ids) != lines:
         raise UserError(
             f"{beside} has {len(ids)} ids, but {path} has {total} images with {PER_IMAGE} captions each.",
-            "Put the ids that belong to these captions there, or take that file away.",
+            "Replace the ids by those of these captions, or remove that file.",
         )
     if all(len(set(ids[i : i + PER_IMAGE])) == 1 for i in range(0, lines, PER_IMAGE)):
         return ids[::PER_IMAGE], None
@@ -144,7 +141,7 @@ def _read_ids(path: Path, total: int) -> tuple[list[int | str] | None, list[int]
 
 
 def _id_files(path: Path) -> Iterator[Path]:
-    """Where the ids of a caption file may be: coco_test_ids.npy belongs to coco_precomp_testall_caps.txt.gz."""
+    """Possible id files of a caption file: coco_test_ids.npy belongs to coco_precomp_testall_caps.txt.gz."""
     parts = _CAPS.fullmatch(path.name)
     if parts is None:
         return
@@ -183,22 +180,20 @@ def _numbers_of_npy(path: Path) -> list[int]:
 
 
 def _image_of_caption() -> dict[str, int]:
-    """COCO's image of each annotation id of Karpathy's test split, from the data of the package eccv_caption."""
+    """COCO's image of each annotation id of Karpathy's test split, from the package eccv_caption."""
     spec = importlib.util.find_spec("eccv_caption")
     if spec is None:
         return {}
     path = Path(spec.origin).parent / "data" / "original_caption_to_image.json"
-    if not path.is_file():
-        return {}
-    return {caption: images[0] for caption, images in json.loads(path.read_text()).items()}
+    images_of = json.loads(path.read_text()) if path.is_file() else {}
+    return {caption: images[0] for caption, images in images_of.items()}
 
 
 def _read_mapping(path: Path) -> dict[str, str]:
     """`id_mapping.json` of VSE∞: image id -> path below the image folder. Empty if there is none."""
-    for file in (path.parent / "id_mapping.json", path.parent.parent / "id_mapping.json"):
-        if file.is_file():
-            break
-    else:
+    files = (folder / "id_mapping.json" for folder in (path.parent, path.parent.parent))
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
         return {}
     try:
         mapping = json.loads(read_text(file).decode("utf-8-sig"))
@@ -213,7 +208,7 @@ def _read_mapping(path: Path) -> dict[str, str]:
 
 
 def _candidates(one: int | str, mapping: dict[str, str]) -> tuple[str, ...]:
-    """Paths below the image folder where the image of this id may lie."""
+    """Possible paths of an image below the image folder."""
     mapped = (mapping[str(one)],) if str(one) in mapping else ()
     if isinstance(one, str):
         return (*mapped, one, f"{one}.jpg")

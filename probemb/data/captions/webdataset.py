@@ -16,19 +16,17 @@ from probemb.data.captions.dataset import (
     resolve_split,
     split_name,
 )
-from probemb.data.failures import BadSample, BadShard
-from probemb.data.image_loader import Images, Place, find_tars
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import Images, Place, find_tars, list_members
 from probemb.data.labelled.images import CLASS_FILES
 from probemb.data.shards.samples import (
     IMAGE_EXTENSIONS,
     TEXT_EXTENSIONS,
     Sample,
-    SampleSpan,
     group_members,
     parse_sample,
     read_sample,
 )
-from probemb.data.shards.tar import walk_tar
 from probemb.errors import UserError
 
 _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
@@ -37,27 +35,25 @@ _SPLIT_OF_TAR = re.compile(r"([A-Za-z]+)[-_.]")
 def read_shards(data: str | Path, split: str | None) -> CaptionDataset:
     """Images and captions of shards.
 
-    KEY.json may say "image_id" or "cocoid", and "caption_ids" in the order of its captions, or each caption as {"id",
-    "caption"}. What cannot be used is in `images.bad`, with its name and the reason. Raises UserError: no shards, no
-    such split, damaged shards, or no captioned image in them.
+    KEY.json may have "image_id" or "cocoid", and "caption_ids" in the order of its captions, or each caption as {"id",
+    "caption"}. Unusable samples are in `images.bad`, with name and reason. Raises UserError: no shards, no such split,
+    damaged shards, or no captioned image.
     """
     tars, split = _find(data, split)
     images, entries, metas = Images(places=[], source=str(data)), [], []
     for tar in tars:
         prefix = f"{tar.name}:" if len(tars) > 1 else ""
-        try:
-            spans = list(group_members(walk_tar(tar)))
-        except BadShard as error:
-            raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
+        members = list_members(tar)
         with open(tar, "rb") as file:
-            for span in spans:
+            for span in group_members(members):
                 name = prefix + span.key
                 image = next((span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts), None)
                 words = {ext: span.parts[ext] for ext in TEXT_EXTENSIONS if ext in span.parts}
                 if not words:
                     continue
                 try:
-                    sample = _sample(file.fileno(), span, words)
+                    content = read_sample(file.fileno(), span._replace(parts=words))
+                    sample = parse_sample({"jpg": b"-", **content}, span.key)
                     entry = _entry(sample, span.key)
                 except BadSample as error:
                     if image is not None:
@@ -84,7 +80,7 @@ def read_shards(data: str | Path, split: str | None) -> CaptionDataset:
 
 
 def _find(data: str | Path, split: str | None) -> tuple[list[Path], str | None]:
-    """The tars, and the split that they are: None where none was asked for."""
+    """The tars and their split, None where none was asked for."""
     path, tars = Path(data), find_tars(data)
     if not tars and path.is_dir():
         folders = {
@@ -111,15 +107,11 @@ def _find(data: str | Path, split: str | None) -> tuple[list[Path], str | None]:
         )
     named = [(found and split_name(found[1]), tar) for tar in tars for found in [_SPLIT_OF_TAR.match(tar.name)]]
     known = [name for name, _ in named if name]
-    split = resolve_split(split, known if path.is_dir() else ())  # a pattern or a tar was named as it is
+    split = resolve_split(split, known if path.is_dir() else ())
     if split is None or (path.is_dir() and split_name(path.resolve().name) == split):
         return tars, split
     chosen = choose_split(split, known, str(data))
     return [tar for name, tar in named if name in chosen], split
-
-
-def _sample(fd: int, span: SampleSpan, words: dict) -> Sample:
-    return parse_sample({"jpg": b"-", **read_sample(fd, span._replace(parts=words))}, span.key)
 
 
 def _entry(sample: Sample, key: str) -> Entry:
@@ -127,14 +119,14 @@ def _entry(sample: Sample, key: str) -> Entry:
     number = next((meta[key] for key in ("image_id", "cocoid") if meta.get(key) is not None), None)
     if number is not None and not is_id(number):
         raise BadSample("the image_id of the json is not a whole number from 0 on")
-    told, ids = meta.get("captions"), meta.get("caption_ids")
-    if ids is None and told and all(isinstance(one, dict) and "id" in one for one in told):
-        ids = [one["id"] for one in told]
+    rows, ids = meta.get("captions"), meta.get("caption_ids")
+    if ids is None and rows and all(isinstance(one, dict) and "id" in one for one in rows):
+        ids = [one["id"] for one in rows]
     if ids is not None:
         if not isinstance(ids, list) or not all(map(is_id, ids)):
             raise BadSample("the caption_ids of the json are not a list of whole numbers from 0 on")
-        if told and len(ids) == len(told):  # empty captions were dropped
-            texts = [one["caption"] if isinstance(one, dict) else one for one in told]
+        if rows and len(ids) == len(rows):  # empty captions were dropped
+            texts = [one["caption"] if isinstance(one, dict) else one for one in rows]
             ids = [one for one, text in zip(ids, texts) if text.strip()]
         if len(ids) != len(sample.captions):
             raise BadSample(f"there are {len(ids)} caption_ids for {len(sample.captions)} captions")
@@ -142,18 +134,16 @@ def _entry(sample: Sample, key: str) -> Entry:
 
 
 def read_scenes(metas: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
-    """(scene, captions) of each sample of the embedded world; None if any sample is not of it."""
+    """(scene, captions) of each sample of the embedded world; None if any sample is from elsewhere."""
     from probemb.data.scenes import sample_from_json
 
     found = []
     for meta, captions in zip(metas, texts):
-        if "scene" not in meta:
-            return None
         try:
-            scene, told = sample_from_json(meta)
+            scene, stated = sample_from_json(meta)
         except (TypeError, ValueError, AttributeError):
             return None
-        if [caption.text for caption in told] != list(captions):
+        if [caption.text for caption in stated] != list(captions):
             return None
-        found.append((scene, told))
+        found.append((scene, stated))
     return found

@@ -1,4 +1,4 @@
-"""The classes of a labelled set of images: their names, in the order of the labels."""
+"""Classes of a labelled set of images: their names, in the order of the labels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Classes:
     """The classes to choose from.
 
     Attributes:
-        names: as they stand in prompts, in the order of the labels.
-        keys: the name of each class in the data (a WordNet id, a folder), or None where only the order is known.
-        source: where they come from, for messages.
+        names: for prompts, in the order of the labels.
+        keys: name of each class in the data (a WordNet id, a folder), or None if only the order is known.
+        source: for messages.
     """
 
     names: tuple[str, ...]

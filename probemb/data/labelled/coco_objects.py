@@ -1,4 +1,4 @@
-"""The objects that images show, from COCO's annotations: the labels behind plausible matches (PMRP)."""
+"""Objects in images, from COCO's annotations: the labels for plausible matches (PMRP)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
         file: instances_val2014.json, or another JSON with "categories" and "annotations" of that form.
         image_ids: COCO's id of each image.
 
-    Raises UserError: the file is not there or has another form; none of the images occurs in it.
+    Raises UserError: the file is missing or malformed; none of the images occurs in it.
     """
     path = Path(file)
     remedy = "Give COCO's instances_val2014.json, from annotations_trainval2014.zip."

@@ -1,4 +1,4 @@
-"""Labelled images: class folders, webdataset shards, or a tar of either; and what their labels mean."""
+"""Labelled images in class folders, webdataset shards or tars, and the classes of their labels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from probemb.data.failures import BadSample, BadShard
-from probemb.data.image_loader import Images, Place, find_tars
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import Images, Place, find_tars, list_members
 from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes
 from probemb.data.shards.samples import IMAGE_EXTENSIONS, group_members, parse_sample
-from probemb.data.shards.tar import walk_tar
 from probemb.errors import UserError, nearest
 
 WNID = re.compile(r"n\d{8}")
@@ -22,11 +21,11 @@ MAKE_SCENES = "or make the embedded data with `python -m tools.make_scenes data/
 
 @dataclass(kw_only=True)
 class LabelledImages(Images):
-    """Images and what the data says about each.
+    """Images and their labels.
 
     Attributes:
-        marks: the label as the data states it: a class index, or the name of the class folder.
-        folders: all class folders in sorted order, the empty ones too; None where labels are indices.
+        marks: the label in the data: a class index, or the name of the class folder.
+        folders: all class folders in sorted order, including empty ones; None where labels are indices.
         class_file: classes.json or classes.txt beside the data.
     """
 
@@ -61,7 +60,7 @@ def find_images(data: str | Path, labels: str | Path | None = None) -> LabelledI
         why = f"; the first of {len(found.bad)} unusable samples: {': '.join(found.bad[0])}" if found.bad else ""
         raise UserError(
             f"{data} holds no labelled images{why}.",
-            "Images stand in one folder a class, or beside KEY.cls in webdataset shards, or are listed in --labels.",
+            "Put images into one folder a class, or beside KEY.cls in webdataset shards, or list them in --labels.",
         )
     return found
 
@@ -92,10 +91,7 @@ def _from_tars(tars: Sequence[Path], given: dict[str, int | str] | None) -> Labe
     images: list[Place] = []
     for tar in tars:
         prefix = f"{tar.name}:" if len(tars) > 1 else ""
-        try:
-            members = list(walk_tar(tar))
-        except BadShard as error:
-            raise UserError(f"{error}.", "Fetch that file again, or leave it out.") from error
+        members = list_members(tar)
         if not any(member.name.endswith(".cls") for member in members):
             images += [Place(prefix + m.name, str(tar), m.offset, m.size) for m in members if _is_image(m.name)]
             continue
@@ -124,12 +120,8 @@ def _from_tars(tars: Sequence[Path], given: dict[str, int | str] | None) -> Labe
         )
     marks = [image.name.rsplit("/", 2)[-2].rsplit(":", 1)[-1] for image in images]
     order = sorted(range(len(images)), key=lambda i: (marks[i], images[i].name))
-    return LabelledImages(
-        places=[images[i] for i in order],
-        marks=[marks[i] for i in order],
-        folders=sorted(set(marks)),
-        source=found.source,
-    )
+    places, marks = [images[i] for i in order], [marks[i] for i in order]
+    return LabelledImages(places=places, marks=marks, folders=sorted(set(marks)), source=found.source)
 
 
 def _class_index(fd: int, span) -> int:
@@ -171,7 +163,7 @@ def _listed(places: list[Place], given: dict[str, int | str], source: str) -> La
     missing = [place.name for place in places if _stem(place.name) not in given]
     if missing:
         raise UserError(
-            f"--labels says nothing about {len(missing)} of {len(places)} images, such as {missing[0]}.",
+            f"--labels lacks {len(missing)} of {len(places)} images, such as {missing[0]}.",
             "Give one line for every image.",
         )
     marks = [given[_stem(place.name)] for place in places]
@@ -182,20 +174,12 @@ def _listed(places: list[Place], given: dict[str, int | str], source: str) -> La
     return LabelledImages(places=places, marks=marks, folders=folders, source=source)
 
 
-# ------------------------------------------------------------------------------------------------ what labels mean
-
-
 def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes, list[int]]:
-    """The classes to choose from and the label of every image.
+    """The classes to choose from, and the index of each image's class.
 
-    Args:
-        wanted: --classes: a file, "imagenet", or None: classes.json or classes.txt beside the data, else the ImageNet
-            names where there are 1000 classes, else the names of the class folders.
-
-    Returns:
-        Classes, and one index into them for each image.
-
-    Raises UserError: the classes do not fit the labels.
+    `wanted` (--classes) is a file, "imagenet", or None: classes.json or classes.txt beside the data, else the ImageNet
+    names if there are 1000 classes, else the names of the class folders. Raises UserError: the classes do not fit the
+    labels.
     """
     n_marks = len(images.folders) if images.folders is not None else len(set(images.marks))
     if wanted == "imagenet":
@@ -218,7 +202,7 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
 
 
 def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
-    """Index of each image's class. Raises UserError where the classes do not fit."""
+    """Index of each image's class. Raises UserError if the classes do not fit."""
     if images.folders is None:
         for place, mark in zip(images.places, images.marks):
             if mark >= len(classes):
@@ -234,11 +218,9 @@ def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:
             return [place[mark] for mark in images.marks]
     if classes.keys is not None:
         unknown = next(folder for folder in images.folders if folder not in classes.keys)
-        raise UserError(
-            f"The class folder {unknown} of {images.source} is not in {classes.source}."
-            f"{nearest(unknown, classes.keys)}",
-            "Pass --classes the file that belongs to this data.",
-        )
+        what = f"The class folder {unknown} of {images.source} is not in {classes.source}."
+        remedy = "Pass --classes the file that belongs to this data."
+        raise UserError(what + nearest(unknown, classes.keys), remedy)
     if len(images.folders) != len(classes):
         raise UserError(
             f"{images.source} has {len(images.folders)} class folders, but there are {len(classes)} class names in "

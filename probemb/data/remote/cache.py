@@ -1,9 +1,9 @@
 """A bounded folder of fetched shards that many processes share; any of them may be killed at any moment.
 
     HASH.tar    a whole shard; its readers hold a shared lock on it
-    HASH.part   one being fetched, with its final size (sparse), which reserves its room; its fetcher holds an
+    HASH.part   one being fetched, with its final size (sparse), which reserves its space; its fetcher holds an
                 exclusive lock. Renamed when it is complete. Without a lock it was left by a killed process
-    lock        held exclusively while room is made
+    lock        held exclusively while space is made
 
 The locks are flock's, which the kernel releases with the process. The least recently opened shard is removed first,
 never one that is being read.
@@ -32,7 +32,7 @@ _TEMPORARY_PREFIX = "probemb-shards-"
 
 
 class CacheFull(UserError):
-    """No room for a shard: all others are being read."""
+    """No space for a shard: all others are being read."""
 
 
 class ShardCache:
@@ -42,7 +42,7 @@ class ShardCache:
         folder: made if it is missing; on a local file system, because locks over a network are unreliable.
         limit: bytes of all shards in it together, including those being fetched.
         policy: attempts and time limits of every fetch.
-        option: how a person raises `limit`, for messages.
+        option: the setting that raises `limit`, for messages.
 
     Attributes:
         versions: the version (see `TransferState`) of each file that this process has fetched from the web.
@@ -66,8 +66,8 @@ class ShardCache:
     def open(self, remote: Remote, size: int, wait: bool = True) -> BinaryIO:
         """The shard (`size` bytes), open for reading; fetched first if needed, and kept in the cache while it is open.
 
-        `wait`: while there is no room, wait for other fetches to end, since their shards can then be removed.
-        Raises BadShard: it cannot be fetched; CacheFull.
+        `wait`: without space, wait for other fetches to end, since their shards can then be removed. Raises BadShard:
+        it cannot be fetched; CacheFull.
         """
         if size > self.limit:
             raise CacheFull(
@@ -81,7 +81,7 @@ class ShardCache:
             if file is not None:
                 return file
             file = _lock_part(part)
-            if file is None:  # another process has just finished it, or given up
+            if file is None:  # another process has just finished or failed
                 self._raise_failure(part, began)
                 continue
             try:
@@ -96,7 +96,7 @@ class ShardCache:
                 self.versions[remote] = state.version
                 os.fsync(file.fileno())
                 _mark_used(file)
-                with self._making_room():  # a name that changes while room is counted would be missed
+                with self._making_room():  # which lists the names
                     part.rename(path)
             except BaseException as error:
                 if isinstance(error, BadShard):
@@ -110,7 +110,6 @@ class ShardCache:
             return file
 
     def path(self, remote: Remote, size: int) -> Path:
-        """The path of a shard in the cache."""
         name = hashlib.sha256(f"{remote.address}\0{size}".encode()).hexdigest()[:32]
         return self.folder / f"{name}.tar"
 
@@ -119,7 +118,7 @@ class ShardCache:
         self.path(remote, size).unlink(missing_ok=True)
 
     def _raise_failure(self, part: Path, began: float) -> None:
-        """Processes that waited for a failed fetch share its failure instead of retrying one after the other."""
+        """Share the failure of a fetch with the processes that waited for it, instead of retrying in each."""
         failed = part.with_suffix(".failed")
         with suppress(OSError):
             if failed.stat().st_mtime >= began:
@@ -132,7 +131,7 @@ class ShardCache:
             yield
 
     def _make_room(self, file: BinaryIO, part: Path, size: int, wait: bool) -> bool:
-        """Reserve `size` bytes for `part`; False if there may be room later. Raises CacheFull if there will not."""
+        """Reserve `size` bytes for `part`; False if there may be space later. Raises CacheFull if there will not."""
         with self._making_room():
             others = {}
             for path in self.folder.iterdir():
@@ -164,7 +163,7 @@ def _open_whole(path: Path, size: int) -> BinaryIO | None:
     except FileNotFoundError:
         return None
     fcntl.flock(file, fcntl.LOCK_SH)
-    if not _is_at(file, path):  # it was removed before we had the lock
+    if not _is_at(file, path):  # removed before it was locked
         file.close()
         return None
     if os.fstat(file.fileno()).st_size != size:  # modified from outside; the name states the size
@@ -176,12 +175,12 @@ def _open_whole(path: Path, size: int) -> BinaryIO | None:
 
 
 def _mark_used(file: BinaryIO) -> None:
-    now = time.time_ns()  # the kernel's own stamps are milliseconds apart, too coarse to tell which was first
+    now = time.time_ns()  # the kernel's own timestamps are milliseconds apart, too coarse for the order
     os.utime(file.fileno(), ns=(now, now))
 
 
 def _lock_part(part: Path) -> BinaryIO | None:
-    """The file to fetch into, locked exclusively; None if it is gone after waiting for the lock."""
+    """The file to fetch into, locked exclusively; None if it was removed before the lock was acquired."""
     file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
     fcntl.flock(file, fcntl.LOCK_EX)
     if _is_at(file, part):
@@ -223,7 +222,7 @@ class TemporaryCache:
         parent = parent or Path(tempfile.gettempdir())
         _sweep(parent)
         self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=parent))
-        self._owner = open(self.folder / ".owner", "ab")  # noqa: SIM115  its lock is the sign of life
+        self._owner = open(self.folder / ".owner", "ab")  # noqa: SIM115  its lock marks the folder as in use
         fcntl.flock(self._owner, fcntl.LOCK_EX)
         (self.folder / ".owner").rename(self.folder / "owner")
         # Finalize does nothing in forked workers.
@@ -235,7 +234,7 @@ def _remove_temporary(folder: Path, owner: BinaryIO) -> None:
     with suppress(OSError):
         folder.rename(ended)  # a fetch still in progress finds no folder to write into
         for path in ended.iterdir():
-            if path.name != "owner":  # removed last: it tells the next process that the folder is a leftover
+            if path.name != "owner":  # removed last: it marks the folder as a leftover
                 path.unlink()
     shutil.rmtree(ended, ignore_errors=True)
     owner.close()

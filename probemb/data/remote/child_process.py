@@ -1,4 +1,4 @@
-"""Programs that print a shard: killed when they are silent for too long, and with the process that runs them."""
+"""Programs that print a shard; killed when they are silent for too long, and together with their parent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from probemb.data.remote.transfer import CHUNK, TransferFailed, copy
 
-# The kernel closes our end of the program's standard input however we end, SIGKILL included; then a watcher kills the
+# When this process ends, even by SIGKILL, the kernel closes the program's standard input; then a watcher kills the
 # whole process group. The shell waits for both, because orphans stay zombies where nothing reaps them (in most
-# containers). Our other commands do not inherit our end, and a forked worker ends soon after us.
+# containers). Other commands do not inherit this end of the pipe, and forked workers end soon after their parent.
 _WATCHED = """
 exec 3<&0 </dev/null
 (exec >/dev/null 2>&1; read -r _ <&3; kill -KILL 0) &
@@ -36,13 +36,9 @@ def read_output(argv: list[str], file: BinaryIO, limit: int, timeout: float) -> 
     file.seek(0)
     with tempfile.TemporaryFile() as words:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHED, "sh", *argv],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=words,
-            start_new_session=True,
-            bufsize=0,
-        )
+            ["/bin/sh", "-c", _WATCHED, "sh", *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
+            start_new_session=True, bufsize=0,
+        )  # fmt: skip
         ready = select.poll()
         ready.register(process.stdout, select.POLLIN)
 
@@ -57,7 +53,7 @@ def read_output(argv: list[str], file: BinaryIO, limit: int, timeout: float) -> 
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
         finally:
-            with suppress(ProcessLookupError):  # children of the program may be left even when it has ended
+            with suppress(ProcessLookupError):  # the program's children may outlive it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             process.stdout.close()

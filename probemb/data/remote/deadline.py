@@ -24,7 +24,7 @@ class Deadline:
         self.end = time.monotonic() + self._seconds
 
     def left(self) -> float:
-        """Seconds. Raises TimeoutError."""
+        """Seconds left. Raises TimeoutError."""
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -35,11 +35,11 @@ class Deadline:
         return self.left() / addresses
 
     def check(self, address: str) -> None:
-        """Raises OSError for an address that must not be connected to."""
+        """Hook: raises OSError for a forbidden address."""
 
 
 class Answer(http.client.HTTPResponse):
-    """A server's response. Reads of the body end at `deadline`, too, unless it is restarted."""
+    """A server's response. Reads of the body also end at `deadline`, unless it is restarted."""
 
     def __init__(self, sock: _Socket | _TLSSocket, *args, **more):
         super().__init__(sock, *args, **more)

@@ -1,7 +1,7 @@
 """HTTP requests to untrusted servers: one request, through redirects, up to the body of the response.
 
-urllib's own time-out applies to each read separately, so that a server which sends a byte now and then blocks a thread
-indefinitely, and it follows redirects to ftp. Here a response has to begin within one deadline, connection, TLS and
+urllib's time-out applies to each read separately, so that a server which sends a byte now and then blocks a thread
+indefinitely, and it follows redirects to ftp. Here a response has to start within one deadline, connection, TLS and
 redirects included; only http and https are used; a user's name and password are sent only to the server they are for.
 Proxies are those of the environment, as urllib finds them.
 """
@@ -24,12 +24,7 @@ MOST_REDIRECTS = 10
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEMPORARY = {408, 416, 425, 429}  # temporary HTTP errors, besides all from 500 on
-_FORWARDED = {
-    "User-Agent",
-    "Accept-Encoding",
-    "Range",
-    "If-Range",
-}  # headers that are sent to another server after a redirect
+_FORWARDED = {"User-Agent", "Accept-Encoding", "Range", "If-Range"}  # headers for another server after a redirect
 _INVALID = (
     "it is no valid web address; spaces and what is not ASCII are written as %20 and so on, and / ? # @ : in a user's "
     "name or password as %2F %3F %23 %40 %3A"
@@ -73,7 +68,7 @@ def _ask(
         if isinstance(error.reason, OSError):
             raise error.reason from None
         raise TransferFailed(str(error.reason), wait=None) from None
-    except (http.client.InvalidURL, ValueError):  # whose own words may show a password or a query
+    except (http.client.InvalidURL, ValueError):  # their messages may contain a password or a query
         raise TransferFailed(_INVALID, wait=None) from None
 
 
@@ -88,9 +83,8 @@ def _refusal(answer: Answer) -> TransferFailed:
 class _Target:
     """The target of a request.
 
-    address  without a user's name and password
-    origin   scheme, host, port
-    login    name and password, as the header Authorization has them
+    address without a user's name and password origin scheme, host, port login name and password as the header
+    Authorization
     """
 
     address: str
@@ -99,7 +93,7 @@ class _Target:
 
     @classmethod
     def of(cls, address: str) -> _Target:
-        """Raises TransferFailed: not a valid address."""
+        """Parse an address. Raises TransferFailed: not a valid one."""
         try:
             parts = urlsplit(address)
             origin = (parts.scheme, parts.hostname or "", parts.port or _PORTS[parts.scheme])
@@ -113,7 +107,7 @@ class _Target:
 
     def redirected(self, answer: Answer) -> _Target:
         """The target of a redirect. Raises TransferFailed: it is not allowed."""
-        # http.client decodes headers as ISO-8859-1; as urllib does, spaces and the like are quoted.
+        # http.client decodes headers as ISO-8859-1; spaces are quoted, as urllib does.
         target = quote(answer.headers["Location"], encoding="iso-8859-1", safe=string.punctuation)
         try:
             target = urljoin(self.address, target)
@@ -128,7 +122,7 @@ class _Target:
         return replace(target, login=target.login or self.login) if self.trusts(target) else target
 
     def trusts(self, other: _Target) -> bool:
-        """Whether it is the same server, or the same with TLS, which may get the headers meant for this one."""
+        """Whether it is the same server, or the same with TLS, which may get this one's headers."""
         (scheme, host, port), (other_scheme, other_host, other_port) = self.origin, other.origin
         with_tls = (scheme, port, other_scheme, other_port) == ("http", 80, "https", 443)
         return host == other_host and (with_tls or (scheme, port) == (other_scheme, other_port))

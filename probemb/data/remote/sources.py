@@ -6,8 +6,8 @@
     pipe:ssh host cat cc3m/00000.tar   the output of a shell command
 
 fsspec runs in a process of its own, like a command: its event loop does not survive the fork of a data worker, and a
-process that hangs can be killed. Only the person who starts a run can name a command: the files of a corpus
-(index.json) can name shards beside themselves, and nothing else.
+hanging process can be killed. Only the user can name a command: the files of a corpus (index.json) can name shards
+beside themselves, and nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from probemb.errors import UserError, nearest
 Got = TypeVar("Got")
 WEB = ("http", "https")
 LONGEST_PAUSE = 60.0
-LONGEST_REASON = 300  # characters of what a server or a command says
+LONGEST_REASON = 300  # characters of a server's or command's message
 _REMOTE = re.compile(r"(pipe):.|([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _HOST = re.compile(r"[^:]*(:\d*)?|\[.*\](:\d*)?")
 _READ = """
@@ -46,7 +46,7 @@ with fsspec.open(sys.argv[1], "rb") as file:
 
 @dataclass(frozen=True)
 class Remote:
-    """The address of a remote shard. A type of its own, so that a file's path is never mistaken for a command.
+    """The address of a remote shard; a separate type, so that a file's path is never mistaken for a command.
 
     str() is for messages: without a user's name, password or query, which may hold a secret.
     """
@@ -64,7 +64,7 @@ class Remote:
         return f"{scheme}://{host}{slash}{path}"
 
     def hide(self, text: str) -> str:
-        """Someone else's text without the secrets of this address."""
+        """A text of the server or command without the secrets of this address."""
         text = text.replace(self.address, str(self))
         user = self.address.partition("://")[2].partition("/")[0].rpartition("@")[0]
         return text.replace(user, "…") if ":" in user and self.scheme != "pipe" else text
@@ -76,7 +76,7 @@ class Remote:
         return (found[1] or found[2]).lower()
 
     def beside(self, name: str) -> Remote:
-        """The file `name` in the folder that this address is. Raises ValueError for a name that leads elsewhere."""
+        """The file `name` in the folder of this address. Raises ValueError for a name that leads elsewhere."""
         if not name.isprintable() or any(mark in name for mark in ("/", "\\", "::", "*", "?", "[", "{")):
             raise ValueError(name)
         folder, query = self.split()
@@ -84,7 +84,7 @@ class Remote:
         return Remote(f"{folder.rstrip('/')}/{name}{query}")
 
     def split(self) -> tuple[str, str]:
-        """The address up to its query (as of a signed web address, which holds for the whole folder), and the query."""
+        """The address up to its query (of a signed web address, which covers the whole folder), and the query."""
         end = self.address.find("?") if self.scheme in WEB else -1
         return (self.address, "") if end < 0 else (self.address[:end], self.address[end:])
 
@@ -94,10 +94,10 @@ class FetchPolicy:
     """Attempts and time limits of a fetch.
 
     attempts  in all
-    timeout   seconds after which an attempt is given up that has had no answer (of a web server: all before the body,
-              redirects included), or then no byte, or fewer than 1 KiB a second
+    timeout   seconds after which an attempt fails without an answer (of a web server: everything before the body,
+              redirects included), without a further byte, or below 1 KiB a second
     backoff   seconds before the second attempt; doubled for every further one, up to a minute, and shortened at random
-              by up to a half, so that the workers of a cluster do not all come back at once
+              by up to a half, so that the workers of a cluster do not all retry at once
     """
 
     attempts: int = 5
@@ -114,7 +114,7 @@ def is_remote(source: str) -> bool:
 
 
 def check_scheme(remote: Remote) -> None:
-    """Raises UserError if nothing here can read from such an address; imports the package that will."""
+    """Raises UserError for an address that cannot be read from; imports the package of its scheme."""
     if remote.scheme in ("pipe", *WEB):
         return
     import fsspec
@@ -143,11 +143,11 @@ def fetch(
     limit: int = 1 << 50,
     state: TransferState | None = None,
 ) -> int:
-    """Write the whole of a remote file to `file` from its beginning on; returns the number of bytes.
+    """Write a whole remote file to `file`; returns the number of bytes.
 
-    `size` is what its index says, None if there is none: then at most `limit` bytes are taken. With the
-    `state` of an earlier call the transfer resumes at the end of `file` if the server still has the same version.
-    Raises BadShard, which names it and the reason, after the last attempt, or at once where another cannot help.
+    `size` comes from the index; without it at most `limit` bytes are accepted. With the `state` of an earlier call the
+    transfer resumes at the end of `file` if the server still has the same version. Raises BadShard, with address and
+    reason, after the last attempt, or at once where another cannot help.
     """
     attempt_one = {"pipe": _from_command, "http": _from_web, "https": _from_web}.get(remote.scheme, _from_fsspec)
     limit = limit if size is None else size
@@ -193,15 +193,12 @@ def fetch_bytes(remote: Remote, limit: int, policy: FetchPolicy) -> bytes:
 
 
 def version_of(remote: Remote, policy: FetchPolicy = DEFAULT_POLICY) -> str | None:
-    """The version of a file on a web server now: a strong ETag, or its date. None if the server states neither.
-
-    None for every other source as well. Raises BadShard: it cannot be reached.
-    """
+    """The version of a file on a web server now: a strong ETag, or its date; None for others. Raises BadShard."""
     if remote.scheme not in WEB:
         return None
 
     def ask() -> str | None:
-        # Not HEAD: a signed address is often good for GET alone. A server without ranges is not listened to for longer.
+        # Not HEAD: a signed address often allows only GET. The body is not read.
         with open_web(remote.address, {"Range": "bytes=0-0"}, policy.timeout) as response:
             return version_in(response.headers)
 
@@ -211,8 +208,8 @@ def version_of(remote: Remote, policy: FetchPolicy = DEFAULT_POLICY) -> str | No
 def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> bytes:
     """`size` bytes of a file on a web server, from `offset` on.
 
-    An attempt ends after `policy.timeout` seconds, however steadily the server trickles. Raises BadShard: the server
-    cannot be reached, serves no parts of files, or has other ones.
+    An attempt ends after `policy.timeout` seconds, even if bytes arrive. Raises BadShard: the server cannot be reached,
+    serves no ranges, or has another one.
     """
 
     def ask() -> bytes:
@@ -233,22 +230,22 @@ def fetch_range(remote: Remote, offset: int, size: int, policy: FetchPolicy) -> 
 
 @dataclass
 class TransferState:
-    """State that one attempt leaves for the next: the version of the file that the bytes so far belong to."""
+    """State of a transfer between attempts: the version of the file that the bytes so far belong to."""
 
     version: str | None = None
 
     def begin(self, file: BinaryIO, position: int) -> None:
-        """Seek to where an attempt writes. The file keeps its size, with which the cache has reserved its room."""
+        """Seek to where an attempt writes. The file keeps its size, with which the cache has reserved its space."""
         file.seek(position)
 
 
 def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, state: TransferState) -> None:
     start = file.tell() if state.version else 0
-    go_on = {"Range": f"bytes={start}-", "If-Range": state.version} if start else {}
+    resume = {"Range": f"bytes={start}-", "If-Range": state.version} if start else {}
     try:
-        response = open_web(remote.address, go_on, timeout)
+        response = open_web(remote.address, resume, timeout)
     except TransferFailed as error:
-        if error.code == 416:  # more bytes are here than there
+        if error.code == 416:  # the local file is longer
             state.version = None
         raise
     with response:
@@ -264,7 +261,7 @@ def _from_web(remote: Remote, file: BinaryIO, limit: int, timeout: float, state:
             return response.read1(CHUNK)
 
         copy(read, file, limit, timeout)
-        if response.length:  # what http.client still expects of the length that the header states
+        if response.length:  # bytes still missing of the stated length
             raise TransferFailed(f"the connection broke off {response.length:,} bytes before the end")
 
 

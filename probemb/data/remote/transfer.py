@@ -10,11 +10,11 @@ from typing import BinaryIO
 from probemb.errors import UserError
 
 CHUNK = 1 << 20
-SLOWEST = 1024  # bytes per second over one time-out: a trickling server blocks a run like a silent one
+SLOWEST = 1024  # bytes per second over one time-out; slower servers would block a run
 
 
 class TransferFailed(Exception):
-    """An attempt failed; `wait`: seconds that the server asks to wait, or None if no attempt can succeed."""
+    """A failed attempt; `wait`: seconds that the server asks to wait, or None if no attempt can succeed."""
 
     def __init__(self, reason: str, wait: float | None = 0.0, code: int | None = None):
         super().__init__(reason)
@@ -22,11 +22,11 @@ class TransferFailed(Exception):
 
 
 def copy(read: Callable[[], bytes], file: BinaryIO, limit: int, timeout: float) -> None:
-    """Append the chunks that `read` returns, until it returns an empty one."""
+    """Append the chunks that `read` returns, until one is empty. Raises TransferFailed, UserError: the disk is full."""
     since, count = time.monotonic(), 0
     while data := read():
         if file.tell() + len(data) > limit:
-            raise TransferFailed(f"it has more than {limit:,} bytes, which it should have at most", wait=None)
+            raise TransferFailed(f"it has more than the expected {limit:,} bytes", wait=None)
         _write(file, data)
         count += len(data)
         elapsed = time.monotonic() - since
@@ -45,6 +45,6 @@ def _write(file: BinaryIO, data: bytes) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise UserError(
-            f"There is no room left for fetched shards: {error.strerror}.",
+            f"There is no space left for fetched shards: {error.strerror}.",
             "Free some space, lower data.cache_gib (--cache-gib), or name another folder with data.cache (TMPDIR).",
         ) from None

@@ -2,9 +2,9 @@
 
 A scene has one to three objects with shape, colour, size and place, and camera settings (photo or drawing, light,
 focus). Its captions range from exact ("a dark photo of a large red circle left of a small blue square") to vague ("two
-shapes"). Each caption carries what it states as a predicate, so that which captions fit which images, and the share of
-all images that a caption fits, are computed exactly: there are no false negatives, and a learned uncertainty can be
-compared with the true one. `predicates.py` defines the meaning of words, `world.py` the distribution of scenes.
+shapes"). Each caption has a predicate, from which its matches and its ambiguity, the share of all images that it fits,
+are computed exactly: there are no false negatives, and a learned uncertainty can be compared with the true one.
+`predicates.py` defines the meaning of words, `world.py` the distribution of scenes.
 """
 
 from probemb.data.scenes.captions import draw_captions as draw_captions

@@ -1,8 +1,8 @@
-"""True captions of a scene, from exact to vague, in plain words and in the manner of zero-shot prompts.
+"""True captions of a scene, from exact to vague, in plain words and in the style of zero-shot prompts.
 
-Words of zero-shot prompts such as "dark", "bright", "blurry", "pixelated", "low resolution", "drawing", "photo",
-"large", "small", "close-up" and "one" are true or false of a scene here, so that a prompt that states something rare
-fits few images. "good", "nice", "cool", "picture" and the like state nothing.
+Words of zero-shot prompts such as "dark", "blurry", "pixelated", "drawing", "large", "close-up" and "one" are true or
+false of a scene here, so that a prompt that states something rare fits few images. "good", "nice", "cool" and "picture"
+state nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,8 @@ from probemb.data.scenes.world import MAX_OBJECTS, PLACES, RELATIONS, Scene, Thi
 LEVELS = 5  # 0 exact ... 4 vague
 
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
-_PLACE_WORDS = {
-    "left": "on the left",
-    "right": "on the right",
-    "top": "at the top",
-    "bottom": "at the bottom",
-    "middle": "in the middle",
-}
+_PLACE_WORDS = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
+_PLACE_WORDS["middle"] = "in the middle"
 _CAMERA_WORDS = {
     "photo": ("photo",),
     "drawing": ("drawing", "sketch", "doodle"),
@@ -46,7 +41,7 @@ def draw_captions(scene: Scene, count: int = LEVELS) -> list[Caption]:
 
 
 def _exact(scene: Scene, draw: random.Random) -> Caption:
-    """Every object with shape, colour and size; how they lie; the camera settings."""
+    """Every object with shape, colour and size; their relation; the camera settings."""
     things = _shuffled(scene.things, draw)
     patterns = [Pattern(thing.shape, thing.colour, thing.size) for thing in things]
     camera = _true_camera(scene, draw, 0.7, 0.7)
@@ -54,7 +49,7 @@ def _exact(scene: Scene, draw: random.Random) -> Caption:
 
 
 def _without_sizes(scene: Scene, draw: random.Random) -> Caption:
-    """Every object with shape and colour; sometimes how they lie."""
+    """Every object with shape and colour; sometimes their relation."""
     things = _shuffled(scene.things, draw)
     patterns = [Pattern(thing.shape, thing.colour) for thing in things]
     camera = _true_camera(scene, draw, 0.4, 0.3)
@@ -62,7 +57,7 @@ def _without_sizes(scene: Scene, draw: random.Random) -> Caption:
 
 
 def _one_object(scene: Scene, draw: random.Random) -> Caption:
-    """Shape and colour of one object, often as a prompt would put it."""
+    """Shape and colour of one object, often as a prompt."""
     thing = pick(draw, scene.things)
     pattern = Pattern(thing.shape, thing.colour, thing.size if draw.random() < 0.25 else None)
     camera = _true_camera(scene, draw, 0.6, 0.4)
@@ -87,7 +82,7 @@ def _one_attribute(scene: Scene, draw: random.Random) -> Caption:
 
 
 def _vague(scene: Scene, draw: random.Random) -> Caption:
-    """How many objects there are, that there is one at all, or only how the image was made."""
+    """Only the number of objects, one unnamed object, or only the camera settings."""
     kind = draw.random()
     if kind < 0.55:
         return _write_number(scene, Pattern(), _true_camera(scene, draw, 0.3, 0.2), draw)
@@ -99,14 +94,10 @@ def _vague(scene: Scene, draw: random.Random) -> Caption:
 
 
 def _write_list(
-    things: Sequence[Thing],
-    patterns: Sequence[Pattern],
-    camera: dict[str, str],
-    draw: random.Random,
-    place: float = 0.0,
-    relation: float = 0.0,
-) -> Caption:
-    """The objects by their patterns. place, relation: odds of saying where a single one is, how two of them lie."""
+    things: Sequence[Thing], patterns: Sequence[Pattern], camera: dict[str, str], draw: random.Random,
+    place: float = 0.0, relation: float = 0.0,
+) -> Caption:  # fmt: skip
+    """The objects by their patterns. place, relation: odds of stating a single one's place, the relation of two."""
     patterns, stated = list(patterns), None
     if len(things) == 1 and draw.random() < place:
         where = pick(draw, [name for name, cells in PLACES.items() if things[0].cell in cells])
@@ -117,7 +108,7 @@ def _write_list(
     adjectives, article = (), None
     prompt = bool(camera) or draw.random() < 0.15
     if prompt and len(patterns) == 1:
-        if patterns[0].size == "huge":  # said by the camera's words instead
+        if patterns[0].size == "huge":  # stated by the camera's words instead
             adjectives, patterns[0] = ("close-up",), replace(patterns[0], size=None)
         article = "the" if draw.random() < 0.3 else None
     names = [_noun_phrase(pattern, draw, article) for pattern in patterns]
@@ -129,7 +120,7 @@ def _write_list(
 
 
 def _write_number(scene: Scene, pattern: Pattern, camera: dict[str, str], draw: random.Random) -> Caption:
-    """How many objects fit the pattern: exactly, or "several"."""
+    """The number of objects that fit the pattern: exact, or "several"."""
     count = sum(map(pattern.fits, scene.things))
     several = count > 1 and draw.random() < 0.25
     number = (2, MAX_OBJECTS) if several else (count, count)
@@ -171,7 +162,7 @@ def _camera_words(camera: dict[str, str], draw: random.Random, adjectives: Seque
 def _finish(
     text: str, prompt: bool, camera: dict[str, str], draw: random.Random, adjectives: Sequence[str] = ()
 ) -> str:
-    """The text after the camera's words if it is to be a prompt; now and then with a full stop."""
+    """The text, after the camera's words if it is a prompt; sometimes with a full stop."""
     if prompt:
         text = f"{_camera_words(camera, draw, adjectives)} of {text}"
     return text + "." if draw.random() < 0.25 else text

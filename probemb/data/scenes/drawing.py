@@ -1,6 +1,6 @@
-"""Drawing a scene of the embedded world: shapes as polygons on a canvas, then light, noise and focus.
+"""Drawing of scenes: shapes as polygons on a canvas, then light, noise and focus.
 
-The objects' exact places, sizes and turns, the background, and the grain come from the scene's seed alone.
+The objects' exact places, sizes and rotations, the background, and the grain depend on the scene's seed alone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _RGB = {
 _PAPER = (226, 208, 176)
 _PAPER_LINES = (176, 176, 190)
 _INK = (40, 36, 44)
-# Shares of the image's side. At 64 pixels a small transformer learns shapes markedly slower from
-# objects that are smaller than this.
+# Shares of the image's side. At 64 pixels a small transformer learns shapes of smaller objects much more slowly.
 _RADIUS = {"small": (0.13, 0.145), "large": (0.195, 0.215), "huge": (0.34, 0.40)}
 _CENTRES = ((0.27, 0.27), (0.73, 0.27), (0.27, 0.73), (0.73, 0.73), (0.5, 0.5))
 _JITTER = 0.015
@@ -52,7 +51,7 @@ def render(scene: Scene, size: int = 64) -> Image.Image:
             y = int((row + first) * gap * side)
             pen.line((0, y, side, y), fill=_PAPER_LINES, width=max(1, side // 110))
     for thing in scene.things:
-        _draw_thing(canvas, pen, thing, drawing, background, draw)
+        _draw_thing(canvas, thing, drawing, background, draw)
     image = canvas.reduce(factor)
     if scene.focus == "blurry":
         image = image.filter(ImageFilter.GaussianBlur(size * 0.034))
@@ -64,13 +63,9 @@ def render(scene: Scene, size: int = 64) -> Image.Image:
 
 
 def _draw_thing(
-    canvas: Image.Image,
-    pen: ImageDraw.ImageDraw,
-    thing: Thing,
-    drawing: bool,
-    background: tuple[int, ...],
-    draw: random.Random,
+    canvas: Image.Image, thing: Thing, drawing: bool, background: tuple[int, ...], draw: random.Random
 ) -> None:
+    pen = ImageDraw.Draw(canvas)
     side = canvas.size[0]
     low, high = _RADIUS[thing.size]
     radius = side * (low + (high - low) * draw.random())

@@ -1,12 +1,11 @@
-"""What a caption of the embedded world states, which scenes it fits, and how large a share of all scenes that is.
+"""Meaning of captions of the embedded world: the scenes they fit, and their share of all scenes.
 
-Meaning, the same everywhere:
 - "a red circle" fits every scene with at least one red circle; there may be other objects. Several objects that are
   named together must be different ones.
 - A number is exact: "two circles" is exactly two circles (other objects may be there), "two shapes" is two objects in
   all. "several" is two or more.
-- "large" is large or huge, "huge" and "close-up" are huge alone.
-- "left of", "above" and their like compare the columns or rows of two objects, of which there are two each.
+- "large" is large or huge, "huge" and "close-up" are only huge.
+- "left of", "above", … compare the columns or rows of two objects, of which there are two each.
 - "photo", "drawing", "dark", "bright", "blurry", "pixelated" state how the image was made.
 """
 
@@ -39,7 +38,7 @@ NO_CELL = -1  # of an object that is not there
 
 @dataclass(frozen=True)
 class Pattern:
-    """What is stated about one object; None: not stated. `size` is a key of SIZE_WORDS, `place` of PLACES."""
+    """Stated attributes of one object; None: not stated. `size` is a key of SIZE_WORDS, `place` of PLACES."""
 
     shape: str | None = None
     colour: str | None = None
@@ -57,12 +56,11 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Predicate:
-    """All that a caption states: a conjunction.
+    """Everything that a caption states: a conjunction.
 
-    things    up to three objects that are there, all different
-    relation  holds between the first two of them (a key of RELATIONS)
-    number    (low, high): how many objects of the scene fit things[0], inclusive; then there is one pattern
-    medium, light, focus   camera settings (CAMERA)
+    things up to three different objects relation holds between the first two of them (a key of RELATIONS) number (low,
+    high): how many objects of the scene fit things[0], the only pattern then; inclusive medium, light, focus camera
+    settings (CAMERA)
     """
 
     things: tuple[Pattern, ...] = ()
@@ -90,7 +88,7 @@ class Predicate:
             raise ValueError("a relation needs two objects, a number exactly one pattern")
 
     def to_json(self) -> dict:
-        """A compact description that `predicate_from_json` reads: only what is stated."""
+        """A compact description that `predicate_from_json` reads."""
         row = {name: value for name, value in asdict(self).items() if value not in (None, ())}
         if self.things:
             row["things"] = [{k: v for k, v in asdict(thing).items() if v is not None} for thing in self.things]
@@ -100,7 +98,7 @@ class Predicate:
 
 
 def predicate_from_json(row: dict) -> Predicate:
-    """Inverse of `Predicate.to_json`. Raises ValueError if it is none."""
+    """Inverse of `Predicate.to_json`. Raises ValueError."""
     try:
         row = dict(row)
         things = tuple(Pattern(**thing) for thing in row.pop("things", ()))
@@ -115,7 +113,7 @@ def predicate_from_json(row: dict) -> Predicate:
 
 @dataclass(frozen=True)
 class Caption:
-    """A text and what exactly it states."""
+    """A text and its exact meaning."""
 
     text: str
     predicate: Predicate
@@ -138,7 +136,7 @@ def matches(caption: Caption | Predicate, scene: Scene) -> bool:
 
 
 def match_matrix(scenes: Sequence[Scene], captions: Sequence[Caption | Predicate]) -> np.ndarray:
-    """Which captions are true of which scenes: (N scenes, M captions) bool, equal to `matches` everywhere."""
+    """Whether captions are true of scenes: (N scenes, M captions) bool."""
     predicates = [_predicate(caption) for caption in captions]
     distinct = {predicate: i for i, predicate in enumerate(dict.fromkeys(predicates))}
     columns = np.empty((len(scenes), len(distinct)), dtype=bool)

@@ -1,7 +1,7 @@
-"""What there is in the embedded world, and how often: objects, camera, and the draw of a scene from a seed.
+"""Contents and distribution of the embedded world: objects, camera, and the draw of a scene from a seed.
 
-The distribution is small enough to be enumerated (`layouts`, uniform shapes and colours, independent camera
-settings), which is what makes the true ambiguity of a caption computable. The draw reads the same tables.
+The distribution is small enough to be enumerated (`layouts`, uniform shapes and colours, independent camera settings),
+so that the true ambiguity of a caption can be computed. The draw uses the same tables.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Scene:
 
 
 def scene_from_json(row: dict) -> Scene:
-    """Inverse of `Scene.to_json`. Raises ValueError if the description is of no scene of this world."""
+    """Inverse of `Scene.to_json`. Raises ValueError: not a scene of this world."""
     try:
         found = Scene(
             tuple(Thing(*thing) for thing in row["things"]), row["medium"], row["light"], row["focus"], row["seed"]
@@ -88,10 +88,10 @@ def scene_from_json(row: dict) -> Scene:
 
 @lru_cache
 def layouts(count: int) -> tuple[tuple[float, tuple[tuple[str, int], ...]], ...]:
-    """All (probability, ((size, cell) of each object)) that `count` objects can have; the probabilities sum to 1.
+    """All (probability, ((size, cell) of each object)) of `count` objects; the probabilities sum to 1.
 
-    One object: a huge one is in the middle, others in any of the five places. More: small or large, in corners of
-    their own. Raises KeyError for a count that does not occur.
+    One object: a huge one is in the middle, others in any of the five places. More: small or large, in different
+    corners. Raises KeyError for a count that does not occur.
     """
     OBJECT_COUNTS[count]
     if count == 1:
@@ -109,7 +109,7 @@ def layouts(count: int) -> tuple[tuple[float, tuple[tuple[str, int], ...]], ...]
 
 
 def pick(draw: random.Random, options: Sequence[_Choice]) -> _Choice:
-    """One of the options, uniformly. Uses only `random()`, whose stream Python promises never to change."""
+    """One of the options, uniformly. Uses only `random()`, whose stream is the same in all Python versions."""
     return options[int(draw.random() * len(options))]
 
 
@@ -133,7 +133,7 @@ def scene(seed: int | str, index: int) -> Scene:
 def single_scene(seed: int | str, index: int, shape: str, colour: str) -> Scene:
     """Like `scene`, with one object of this shape and colour."""
     draw = random.Random(f"single {seed} {index}")
-    draw.random(), draw.random()  # keeps the stream of earlier versions, which drew a shape and a colour here
+    draw.random(), draw.random()  # as in earlier versions, which drew a shape and a colour here
     return _finish(draw, [(shape, colour)])
 
 

@@ -46,13 +46,13 @@ def read_index(
     """Shards of a corpus in the order of its index; several sources are concatenated.
 
     A source is a folder that holds `index.json`, the path of such a file, one tar, or a pattern of tars in an indexed
-    folder (`data/cc3m/{00000..00331}.tar`, `data/cc3m/0*.tar`), which then selects a part of the index. All these may
-    begin with `https://host/` or `s3://bucket/`; `policy` bounds the attempts to fetch such an index. Or it is
-    `pipe:COMMAND`, where the command names the tar that it prints, with braces for several of them
-    (`pipe:ssh host cat cc3m/{00000..00331}.tar`), and prints the index when index.json stands in the tar's place.
+    folder (`data/cc3m/{00000..00331}.tar`, `data/cc3m/0*.tar`), which selects a part of the index. All these may start
+    with `https://host/` or `s3://bucket/`; `policy` limits the attempts to fetch such an index. Or it is `pipe:COMMAND`
+    (`pipe:ssh host cat cc3m/{00000..00331}.tar`), which prints the named tar, and the index if index.json takes the
+    tar's place.
 
-    Raises UserError: path missing, no tar or no index there, index malformed or empty, a file of the index missing
-    or of another size than the index says. Remote shards are checked when they are fetched.
+    Raises UserError: a missing path, tar or index, a malformed or empty index, a file of another size than the index
+    says. Remote shards are checked when they are fetched.
     """
     if isinstance(source, (str, os.PathLike)):
         source = [source]
@@ -70,7 +70,7 @@ def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
     """Write `folder/index.json`, atomically. Returns its path. Raises OSError."""
     path = Path(folder) / INDEX_NAME
     rows = [{"name": shard.name, "samples": shard.samples, "bytes": shard.bytes} for shard in shards]
-    # One shard a line, so that people can read it and tools can compare it.
+    # One shard a line, for readers and diffs.
     replace_text(path, '{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
     return path
 
@@ -122,7 +122,7 @@ def _choose(index: dict[str, Shard], name: str, label: str, command: str) -> lis
 
 
 def _read_remote(source: str, policy: FetchPolicy) -> list[Shard]:
-    """The shards of folders on a server that an address with braces and wildcards selects."""
+    """The shards in remote folders that an address with braces and wildcards selects."""
     indexes: dict[str, dict[str, Shard]] = {}
     chosen: dict[Remote, Shard] = {}
     for address in expand_braces(source):
@@ -187,8 +187,8 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
-    """One name at a time, so that an absurd range costs nothing."""
-    command = pattern.startswith("pipe:")  # in which braces have other uses, too
+    """Generate one name at a time, so that a huge range costs nothing."""
+    command = pattern.startswith("pipe:")  # a shell also uses braces otherwise
     braces = re.search(r"(?<!\$)\{([^{}\s]*(?:\.\.|,)[^{}\s]*)\}" if command else r"\{([^{}]*)\}", pattern)
     if braces is None:
         if not command and ("{" in pattern or "}" in pattern):
@@ -223,9 +223,8 @@ def read_index_file(folder: Path) -> list[Shard]:
     rebuild = f"Rebuild it with `{_index_command(folder)}`."
     if not path.is_file():
         if any(folder.glob("*.tar")):
-            raise UserError(
-                f"{folder} holds shards, but no index.json beside them.", f"Make it with `{_index_command(folder)}`."
-            )
+            remedy = f"Make it with `{_index_command(folder)}`."
+            raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
         raise UserError(f"{folder} holds no webdataset shards.", f"Name the folder of the .tar files, or {_EMBEDDED}.")
     with open(path, "rb") as file:
         content = file.read(MAX_INDEX_BYTES + 1)
@@ -262,14 +261,13 @@ def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remot
 
 
 def _check_files(shards: list[Shard], folder: Path) -> list[Shard]:
-    rebuild = f"If the shards are as they should be, bring the index up to date with `{_index_command(folder)}`."
+    rebuild = f"If the shards are correct, bring the index up to date with `{_index_command(folder)}`."
     for shard in shards:
         try:
             size = shard.path.stat().st_size
         except OSError:
-            raise UserError(
-                f"{folder / 'index.json'} names {shard.name}, which is not there or cannot be read.", rebuild
-            ) from None
+            what = f"{folder / 'index.json'} names {shard.name}, which is missing or cannot be read."
+            raise UserError(what, rebuild) from None
         if size != shard.bytes:
             raise UserError(f"{shard.path} has {size:,} bytes, but its index says {shard.bytes:,}.", rebuild)
     return shards

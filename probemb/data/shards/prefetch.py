@@ -27,7 +27,7 @@ class _Request:
 class Prefetcher:
     """Threads that fetch shards into the cache before they are needed; started with the first request.
 
-    They are daemons, so that a long fetch does not delay the end of the program; the cache removes what it leaves.
+    They are daemons, so that a long fetch does not delay the end of the program; the cache cleans up after them.
     """
 
     def __init__(self, cache: ShardCache, threads: int = 4):
@@ -40,7 +40,7 @@ class Prefetcher:
     def request(self, shard: Shard, keep: bool = False) -> None:
         """Queue a fetch, unless the shard is already requested or has just failed.
 
-        `keep`: hold it in the cache until it is taken.
+        `keep`: hold it in the cache until `take`.
         """
         known = self._requests.get(shard.path)
         if known and (not known.ended.is_set() or time.monotonic() - known.at < _FRESH_SECONDS):
@@ -62,7 +62,7 @@ class Prefetcher:
             raise BadShard(str(request.error))
 
     def take(self, shard: Shard, seconds: float) -> BinaryIO | None:
-        """A shard that was requested with `keep`, open; None if it has not arrived after so many seconds.
+        """The open file of a shard requested with `keep`; None if it has not arrived after so many seconds.
 
         Raises the error of its fetch: BadShard, UserError or OSError.
         """

@@ -1,6 +1,6 @@
-"""Samples in webdataset shards: where they lie in a tar, and how their bytes are read.
+"""Samples in webdataset shards: their places in a tar, and parsing of their bytes.
 
-Samples are found by walking the tar's headers, so that a reader can seek to any of them. Tars, captions and images are
+A walk over the tar's headers finds the samples, so that a reader can seek to any of them. Tars, captions and images are
 untrusted: sizes are checked before they are used, and unusable data raises `BadShard` or `BadSample` with the reason.
 """
 
@@ -29,7 +29,7 @@ _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
 
 
 class SampleSpan(NamedTuple):
-    """Where one sample lies in its tar: extension (lower case, without a dot) -> member."""
+    """The place of a sample in its tar: extension (lower case, without a dot) -> member."""
 
     key: str
     parts: dict[str, Member]
@@ -39,11 +39,9 @@ class SampleSpan(NamedTuple):
 class Sample:
     """One sample, not yet decoded.
 
-    key       its name in the shard
-    image     encoded image bytes (JPEG, PNG or WebP)
-    captions  non-empty, stripped strings; may be empty only where a label is there and no caption was demanded
-    label     class index of KEY.cls, or None
-    meta      the whole of KEY.json (for example "labels"), or {}
+    key its name in the shard image encoded image bytes (JPEG, PNG or WebP) captions non-empty, stripped strings; may be
+    empty for `parse_sample` without a required caption label class index of KEY.cls, or None meta the whole of
+    KEY.json, or {}
     """
 
     key: str
@@ -54,7 +52,7 @@ class Sample:
 
 
 def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
-    """Neighbouring members of the same key form one group (webdataset's rule); names without an extension are left out.
+    """Groups of neighbouring members with the same key (webdataset's rule); names without an extension are skipped.
 
     Of two members with the same name in one group the later one counts, as when the tar is unpacked.
     """
@@ -73,11 +71,9 @@ def group_members(members: Iterable[Member]) -> Iterator[SampleSpan]:
 
 
 def list_samples(file: str | os.PathLike | io.IOBase) -> tuple[list[SampleSpan], int]:
-    """Samples of one tar in their order, and the number of groups that are none.
+    """Samples of one tar in their order, and the number of other groups. Raises BadShard.
 
     A sample has an image and a text member (txt, json or cls); only the members that `parse_sample` reads are kept.
-    `tools.index_shards` counts these, so that the positions of an epoch are known without opening a shard.
-    Raises BadShard.
     """
     samples, others = [], 0
     for key, parts in group_members(walk_tar(file)):
@@ -114,7 +110,7 @@ def parse_sample(parts: Mapping[str, bytes], key: str = "", need_caption: bool |
     from KEY.json's "caption" (img2dataset writes both). They are strict UTF-8, stripped, cut at 2,000 characters; empty
     ones are dropped. The class index is KEY.cls.
 
-    Raises BadSample: no image; text that is not UTF-8, not JSON or not of this shape; no caption left (with
+    Raises BadSample: no image; text that is not UTF-8, not JSON or malformed; no caption left (with
     `need_caption=False`: neither a caption nor a class index; with None an image is enough).
     """
     image = next((parts[ext] for ext in IMAGE_EXTENSIONS if ext in parts), None)

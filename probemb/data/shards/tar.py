@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -30,8 +31,8 @@ class Member(NamedTuple):
 def walk_tar(file: str | os.PathLike | io.IOBase) -> Iterator[Member]:
     """Regular files of an uncompressed tar, in order. `file` is a path or an open file, whose position is unchanged.
 
-    Folders, links and devices are skipped. Raises BadShard: not a tar, damaged or cut off (also when cut between
-    two members: the end marker must be there), sparse or unknown member types.
+    Folders, links and devices are skipped. Raises BadShard: not a tar, damaged or cut off (also between two members:
+    the end marker is required), sparse or unknown member types.
     """
     if isinstance(file, (str, os.PathLike)):
         try:
@@ -59,7 +60,7 @@ def _walk(fd: int, label: str) -> Iterator[Member]:
             if following:
                 raise BadShard(f"{label}: ends after an extended header (byte {offset})")
             return
-        if not _checksum_fits(header):
+        if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:  # the checksum
             raise BadShard(f"{label}: {_why_no_header(fd, offset)}")
         kind = header[156:157]
         size = _number(header[124:136])
@@ -79,12 +80,12 @@ def _walk(fd: int, label: str) -> Iterator[Member]:
         if any(name.startswith("GNU.sparse.") for name in records):
             raise BadShard(f"{label}: holds a sparse file (byte {offset}), which is not supported")
         if "size" in records:
-            size = int(records["size"]) if _is_decimal(records["size"]) else None
+            size = int(records["size"]) if re.fullmatch("[0-9]{1,18}", records["size"]) else None
         if size is None or size < 0:
             raise BadShard(f"{label}: the header at byte {offset} states no valid size")
         name = records.get("path") or _header_name(header)
         if kind in _SKIPPED:
-            # Writers disagree whether data follows a link that states a size; a folder's size is only a hint.
+            # Writers disagree whether data follows a link with a size; a folder's size is only a hint.
             if size and kind != b"5":
                 raise BadShard(f"{label}: a {_SKIPPED[kind]} at byte {offset} states a size")
             offset = data
@@ -93,18 +94,13 @@ def _walk(fd: int, label: str) -> Iterator[Member]:
             raise BadShard(f"{label}: member type {kind!r} at byte {offset} is not supported")
         if data + size > end:
             raise BadShard(f"{label}: cut off: the member at byte {offset} states more bytes than the file has")
-        if not name.endswith("/"):  # an old way of writing a folder
+        if not name.endswith("/"):  # a folder, in old tars
             yield Member(name, data, size)
         offset = _padded(data + size)
 
 
 def _padded(offset: int) -> int:
     return -(-offset // BLOCK) * BLOCK
-
-
-def _checksum_fits(header: bytes) -> bool:
-    stated = _number(header[148:156])
-    return stated == sum(header) - sum(header[148:156]) + 8 * 32
 
 
 def _number(field: bytes) -> int | None:
@@ -134,10 +130,6 @@ def _extension(fd: int, label: str, offset: int, size: int | None, end: int) -> 
     if size is None or size > MAX_EXTENSION_BYTES or offset + BLOCK + size > end:
         raise BadShard(f"{label}: the extended header at byte {offset} states no valid size")
     return os.pread(fd, size, offset + BLOCK)
-
-
-def _is_decimal(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def _pax_records(payload: bytes, label: str) -> dict[str, str]:

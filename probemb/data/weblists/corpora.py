@@ -99,15 +99,14 @@ def find_lists(corpus: str, paths: Iterable[str]) -> list[Path]:
 def read_list(
     corpus: str, path: Path, advance: Advance = lambda n: None, clean: bool = True
 ) -> Iterator[Row | Dropped]:
-    """Rows of one list in their order, those that cannot be used as `Dropped`.
+    """Rows of one list in their order, unusable ones as `Dropped`.
 
     Args:
         corpus: a key of CORPORA.
         advance: called with the number of bytes read.
-        clean: captions go through `clean_caption`; otherwise they are only stripped.
+        clean: apply `clean_caption` to captions; otherwise they are only stripped.
 
-    Raises UserError: the file is empty, cannot be read, or is not in this corpus' format; names the corpus that it
-    fits.
+    Raises UserError: the file is empty, cannot be read, or is not in this corpus' format.
     """
     caption_of = clean_caption if clean else str.strip
     try:
@@ -123,7 +122,7 @@ def read_list(
 
 
 def clean_url(text: str) -> str | None:
-    """An http(s) address that can be asked for (blanks and other letters than ASCII are quoted), or None."""
+    """A requestable http(s) address (blanks and non-ASCII characters are quoted), or None."""
     text = re.sub(r"\\x([2-7][0-9a-f])", lambda code: chr(int(code[1], 16)), text.strip())  # "?itok\x3d…", from scripts
     if not text or len(text) > MAX_URL_CHARS or re.search(r"[\x00-\x1f\x7f]", text):
         return None
@@ -250,7 +249,7 @@ def _is_gzip(file: BinaryIO) -> bool:
 
 
 class _ProgressReader(io.RawIOBase):
-    """A file that reports how many bytes of it were read."""
+    """A file that reports the number of bytes read."""
 
     def __init__(self, raw: BinaryIO, advance: Advance):
         self._raw, self._advance = raw, advance

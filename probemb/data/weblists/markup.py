@@ -21,8 +21,8 @@ def clean_caption(text: str) -> str:
     """The caption without markup, in one line; "" if nothing is left.
 
     - `<PERSON>` (CC12M) and `<usr>`, `[USR]` (RedCaps) become "person".
-    - Character references are resolved, also doubled ones, and tags are removed, until nothing changes: CLIP's
-      tokenizer resolves references itself, and a "<end_of_text>" that came out of them would end the caption there.
+    - Character references are resolved, also doubled ones, and tags removed, until nothing changes: CLIP's tokenizer
+      resolves references itself, and a resulting "<end_of_text>" would end the caption there.
     - Control characters, changes of writing direction, line breaks and runs of blanks become one blank; the text is cut
       at 2,000 characters.
 

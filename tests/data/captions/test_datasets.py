@@ -280,7 +280,7 @@ def test_precomp_splits_and_coco_images(tmp_path):
             assert found.caption_ids is None
     assert find_captions(folder / "test_caps.txt", "test").image_ids == [391895]
     assert find_captions(folder, "testall").image_ids == [391895, 60623]
-    with pytest.raises(UserError, match="holds 4 files that could be meant"):
+    with pytest.raises(UserError, match="holds 4 files that match"):
         find_captions(folder)
     with pytest.raises(UserError, match="no split 'tiny', only test, train and val"):
         find_captions(folder, "tiny")
@@ -293,7 +293,7 @@ def test_precomp_without_ids_is_text_alone(tmp_path):
     found = find_captions(folder, "test")
     assert found.captions[3] == [f"caption {c} ." for c in range(15, 20)]
     assert len(set(found.image_ids)) == 4
-    with pytest.raises(UserError, match=r"4 of the 4 images .* are not here, the first is test:0"):
+    with pytest.raises(UserError, match=r"4 of the 4 images .* are missing, the first is test:0"):
         _ = found.images
     with pytest.raises(UserError, match=r"Nothing beside .* says which of the images"):
         find_captions(folder, "test", tmp_path)

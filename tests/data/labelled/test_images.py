@@ -77,7 +77,7 @@ def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
     images = find_images(tar, lists)
     assert images.folders == [f"n0000000{i}" for i in range(N_CLASSES)]
     lists.write_text(f"{members[0][0]} 0\n")
-    with pytest.raises(UserError, match="says nothing about 31 of 32"):
+    with pytest.raises(UserError, match="lacks 31 of 32"):
         find_images(tar, lists)
     lists.write_text("490\n361\n")
     with pytest.raises(UserError, match="Line 1"):
