@@ -1,7 +1,5 @@
 """Command lines with few options, and the errors that end every command."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

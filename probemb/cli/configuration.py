@@ -1,7 +1,5 @@
 """A command's configuration: a frozen dataclass read from YAML and dotted overrides, and written back."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Progress of a long step: a bar in a terminal, a line now and then elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Ranges of options as jsonargparse's types, beside its own (PositiveInt, ClosedUnitInterval, …), and their errors."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse.typing import restricted_number_type

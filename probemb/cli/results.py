@@ -1,7 +1,5 @@
 """Folders of results. A command replaces only files that it wrote itself."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Unusable samples: counted per shard or image, logged once each, and limited to a share."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

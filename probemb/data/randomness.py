@@ -1,7 +1,5 @@
 """Random numbers seeded per sample, without changing the global random states."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

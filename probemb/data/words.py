@@ -4,8 +4,6 @@ A vocabulary file is UTF-8 with one word a line, the most frequent first, each o
 count. A word is a run of lower-case ASCII letters and digits, possibly with an ending such as "'s".
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 from collections import Counter

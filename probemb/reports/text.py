@@ -1,7 +1,5 @@
 """Numbers and untrusted text for pages and figures."""
 
-from __future__ import annotations
-
 
 def printable(text: object) -> str:
     """Untrusted text with control characters, lone surrogates and changes of writing direction replaced."""

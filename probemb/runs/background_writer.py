@@ -1,7 +1,5 @@
 """Writes during training: one job at a time, in a thread of rank 0."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

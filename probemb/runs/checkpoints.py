@@ -4,8 +4,6 @@ Tensors are written from their own memory without a copy; writing and hashing re
 continues during a write in a thread.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Checks of a run folder before a run starts: checkpoint to resume from, files in the way, free space."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lock of a run folder: rank 0 holds it for the life of the run, and it ends with the process."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

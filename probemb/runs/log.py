@@ -1,7 +1,5 @@
 """The log of a run: metrics.jsonl, TensorBoard, and optionally Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets

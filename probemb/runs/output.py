@@ -1,7 +1,5 @@
 """Files that a run writes to its folder: config.yaml, metrics.jsonl, tensorboard/ and checkpoints/."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,15 +57,6 @@ class RunOutput:
         if self.log:
             self.log.write(step, values)
             print(self.line(step, values), flush=True)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a checkpoint could not be written, on this rank."""
-        return self.writer.failed
-
-    def check(self) -> None:
-        """Raise the error of any rank's writer on all of them; collective."""
-        self.writer.check()
 
     def write(self, take: Callable[[], Snapshot | None]) -> None:
         """Start to write the snapshot that `take` copies on rank 0; collective.

@@ -1,7 +1,5 @@
 """Means and speed over the steps between two log lines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ The bounds follow FAISS' own guide (exact search while it is fast, a graph while
 with compressed codes beyond); `tools.bench.search` measures their cost in recall.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@
 `writing.py` makes such a folder. FAISS does not check its files: load only your own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Vectors of a gallery that need not fit into memory, read partition by partition."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The folder of an unfinished index; its complete files survive an interrupted build."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -12,7 +12,6 @@ import torch
 from probemb import Gaussian, metrics
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.labelled.coco_objects import read_objects
-from probemb.data.scenes import matches
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings, refuse_too_many_exact_pairs
@@ -22,6 +21,7 @@ from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make
 from probemb.evaluation.uncertainty import erase_pixels, erase_words, evenly, extremes, projection, quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import create_model, load_model, save_model
+from tests.truth import matches
 from tests.world import jpeg, write_tar
 from zeroshot.retrieval import main
 

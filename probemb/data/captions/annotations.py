@@ -5,8 +5,6 @@ Flickr    Flickr8k.token.txt, results_20130124.token: NAME.jpg#0 TAB caption
 splits    Flickr_8k.trainImages.txt, …devImages.txt, …testImages.txt: one NAME.jpg a line
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

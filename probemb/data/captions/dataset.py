@@ -1,7 +1,5 @@
 """Images with captions, as all readers return them, and checks of splits, ids and files."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

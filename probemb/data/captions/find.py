@@ -5,8 +5,6 @@ find_captions("dataset_coco.json", split="train", images="data/coco")    Karpath
 find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
 """
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Finds the image files that an annotation file names."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Karpathy's json of COCO, Flickr30k and Flickr8k: captions and splits, beside folders of images."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path, PurePosixPath
 

@@ -1,7 +1,5 @@
 """The "precomp" caption files of VSE++ and SCAN: five lines an image, and optional ids."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

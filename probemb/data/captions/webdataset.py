@@ -1,7 +1,5 @@
 """Captions in webdataset shards: KEY.jpg beside KEY.txt or KEY.json."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

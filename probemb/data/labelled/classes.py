@@ -1,7 +1,5 @@
 """Classes of a labelled set of images: their names, in the order of the labels."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Objects in images, from COCO's annotations: the labels for plausible matches (PMRP)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

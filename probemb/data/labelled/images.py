@@ -1,7 +1,5 @@
 """Labelled images in class folders, webdataset shards or tars, and the classes of their labels."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from pathlib import Path
 
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images, Place, find_tars, list_members
-from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes
+from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes, read_text
 from probemb.data.shards.samples import IMAGE_EXTENSIONS, group_members, parse_sample
 from probemb.errors import UserError, nearest
 
@@ -134,14 +132,8 @@ def _class_index(fd: int, span) -> int:
 
 
 def _read_labels(path: Path) -> dict[str, int | str]:
-    if not path.is_file():
-        raise UserError(f"The label file {path} does not exist.", "Check the path given to --labels.")
     labels: dict[str, int | str] = {}
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"The label file {path} is not UTF-8 text.", "Save it as UTF-8.") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "label file", "--labels").splitlines(), 1):
         words = re.split(r"[,\s]+", line.strip())
         if words == [""] or (number == 1 and words[0].lower() in ("imageid", "name", "filename", "image")):
             continue

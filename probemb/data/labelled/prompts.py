@@ -1,7 +1,5 @@
 """Prompts: texts that name a class, from templates such as "a photo of a {}."."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 SINGLE_TEMPLATE = "a photo of a {}."

@@ -9,8 +9,6 @@ The locks are flock's, which the kernel releases with the process. The least rec
 never one that is being read.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Programs that print a shard; killed when they are silent for too long, and together with their parent."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """One attempt to fetch a remote file: copying its bytes to a local file, and the reason for a failure."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Callable

@@ -11,7 +11,6 @@ from probemb.data.scenes.captions import draw_captions as draw_captions
 from probemb.data.scenes.drawing import render as render
 from probemb.data.scenes.predicates import ambiguity as ambiguity
 from probemb.data.scenes.predicates import match_matrix as match_matrix
-from probemb.data.scenes.predicates import matches as matches
 from probemb.data.scenes.samples import class_label as class_label
 from probemb.data.scenes.samples import class_names as class_names
 from probemb.data.scenes.samples import class_scene as class_scene

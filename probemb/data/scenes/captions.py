@@ -5,8 +5,6 @@ false of a scene here, so that a prompt that states something rare fits few imag
 state nothing.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

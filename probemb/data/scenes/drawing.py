@@ -3,8 +3,6 @@
 The objects' exact places, sizes and rotations, the background, and the grain depend on the scene's seed alone.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from functools import lru_cache

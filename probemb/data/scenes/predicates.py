@@ -9,8 +9,6 @@
 - "photo", "drawing", "dark", "bright", "blurry", "pixelated" state how the image was made.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -119,22 +117,6 @@ class Caption:
     predicate: Predicate
 
 
-def matches(caption: Caption | Predicate, scene: Scene) -> bool:
-    """Whether the caption is true of the scene."""
-    stated = _predicate(caption)
-    if any(getattr(stated, name) not in (None, getattr(scene, name)) for name in CAMERA):
-        return False
-    if stated.number:
-        low, high = stated.number
-        return low <= sum(map(stated.things[0].fits, scene.things)) <= high
-    holds = RELATIONS.get(stated.relation)
-    return any(
-        all(pattern.fits(thing) for pattern, thing in zip(stated.things, chosen))
-        and (holds is None or holds(chosen[0].cell, chosen[1].cell))
-        for chosen in itertools.permutations(scene.things, len(stated.things))
-    )
-
-
 def match_matrix(scenes: Sequence[Scene], captions: Sequence[Caption | Predicate]) -> np.ndarray:
     """Whether captions are true of scenes: (N scenes, M captions) bool."""
     predicates = [_predicate(caption) for caption in captions]
@@ -148,9 +130,8 @@ def match_matrix(scenes: Sequence[Scene], captions: Sequence[Caption | Predicate
     for pattern in patterns:
         if pattern.place:
             fits[pattern] &= places[pattern.place]
-    relations = _relation_table()
     for predicate, column in distinct.items():
-        found = _objects_fit(predicate, [fits[pattern] for pattern in predicate.things], cells, relations)
+        found = _objects_fit(predicate, [fits[pattern] for pattern in predicate.things], cells)
         for name in CAMERA:
             if getattr(predicate, name) is not None:
                 found = found & (camera[name] == getattr(predicate, name))
@@ -181,7 +162,7 @@ def _share(stated: Predicate) -> float:
         spot_fits = [[[p.fits(Thing("", "", *spot)) for p in where] for spot in row] for _, row in spots]
         fits = (kind_fits & np.array(spot_fits, dtype=bool).reshape(1, *size[1:])).reshape(size[0] * size[1], *size[2:])
         cells = np.tile([[cell for _, cell in row] for _, row in spots], (size[0], 1))
-        found = _objects_fit(stated, list(np.moveaxis(fits, 2, 0)), cells, _relation_table())
+        found = _objects_fit(stated, list(np.moveaxis(fits, 2, 0)), cells)
         kind_share = np.prod([[classes[one] for one in kind] for kind in kinds], axis=1)
         total += share * float(kind_share @ found.reshape(size[:2]) @ [probability for probability, _ in spots])
     return camera * total
@@ -196,9 +177,7 @@ def _predicate(caption: Caption | Predicate) -> Predicate:
     return caption.predicate if isinstance(caption, Caption) else caption
 
 
-def _objects_fit(
-    stated: Predicate, fits: list[np.ndarray], cells: np.ndarray, relations: dict[str, np.ndarray]
-) -> np.ndarray:
+def _objects_fit(stated: Predicate, fits: list[np.ndarray], cells: np.ndarray) -> np.ndarray:
     """Whether the objects of K scenes are as stated. fits: for each pattern (K, n) bool; cells (K, n). -> (K,) bool."""
     if stated.number:
         low, high = stated.number
@@ -210,7 +189,7 @@ def _objects_fit(
         for fit, position in zip(fits, chosen):
             found &= fit[:, position]
         if stated.relation:
-            found &= relations[stated.relation][cells[:, chosen[0]], cells[:, chosen[1]]]
+            found &= RELATIONS[stated.relation](cells[:, chosen[0]], cells[:, chosen[1]])
         result |= found
     return result
 
@@ -235,16 +214,3 @@ def _pattern_table(pattern: Pattern) -> np.ndarray:
     """Whether an object of each code has the stated shape, colour and size: (codes,) bool."""
     anywhere = Pattern(pattern.shape, pattern.colour, pattern.size)
     return np.array([anywhere.fits(Thing(*kind, cell=NO_CELL)) for kind in _KINDS])
-
-
-@lru_cache
-def _relation_table() -> dict[str, np.ndarray]:
-    """For each relation whether it holds between two cells: (cells, cells) bool; never with the middle or NO_CELL."""
-    size = 6  # corners, the middle, and NO_CELL as the last row
-    tables = {}
-    for name, holds in RELATIONS.items():
-        table = np.zeros((size, size), dtype=bool)
-        for a, b in itertools.permutations(range(4), 2):
-            table[a, b] = holds(a, b)
-        tables[name] = table
-    return tables

@@ -1,7 +1,5 @@
 """Zero-shot classes of the embedded world, and the KEY.json of its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from probemb.data.scenes.predicates import Caption, predicate_from_json

@@ -4,8 +4,6 @@ The distribution is small enough to be enumerated (`layouts`, uniform shapes and
 so that the true ambiguity of a caption can be computed. The draw uses the same tables.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ SIZES = ("small", "large", "huge")  # huge: fills the picture, only where there 
 CORNERS = (0, 1, 2, 3)
 MIDDLE = 4
 PLACES = {"left": (0, 2), "right": (1, 3), "top": (0, 1), "bottom": (2, 3), "middle": (MIDDLE,)}
-RELATIONS = {  # name -> does it hold between two corners
+RELATIONS = {  # name -> does it hold between corners a and b, numbers or arrays
     "left of": lambda a, b: a % 2 < b % 2,
     "right of": lambda a, b: a % 2 > b % 2,
     "above": lambda a, b: a // 2 < b // 2,

@@ -4,8 +4,6 @@ A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name
 `python -m tools.index_shards FOLDER`. The folder may be remote (see `probemb/data/remote/sources.py`).
 """
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import json

@@ -4,8 +4,6 @@ A walk over the tar's headers finds the samples, so that a reader can seek to an
 untrusted: sizes are checked before they are used, and unusable data raises `BadShard` or `BadSample` with the reason.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

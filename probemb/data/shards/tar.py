@@ -4,8 +4,6 @@ Python's tarfile keeps all members in memory, accepts a tar that was cut between
 size beyond the end of the file. Here every number is checked before it is used.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -8,10 +8,7 @@ Any of them may be gzipped. Lists are untrusted text: lines and files are bounde
 accepted (not `file:///etc/passwd`).
 """
 
-from __future__ import annotations
-
 import gzip
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -111,11 +108,15 @@ def read_list(
     caption_of = clean_caption if clean else str.strip
     try:
         with open(path, "rb") as raw:
-            read = io.BufferedReader(_ProgressReader(raw, advance), 1 << 20)
-            file = gzip.GzipFile(fileobj=read) if _is_gzip(raw) else read
+            file = gzip.GzipFile(fileobj=raw) if _is_gzip(raw) else raw
             rows = _json_rows(file, path) if corpus == "redcaps" else _table_rows(CORPORA[corpus], file, path)
+            reported = 0
             for row in rows:
                 yield row if isinstance(row, Dropped) else _checked(*row, caption_of)
+                if raw.tell() - reported >= 1 << 20:
+                    advance(raw.tell() - reported)
+                    reported = raw.tell()
+            advance(raw.tell() - reported)
     except (OSError, EOFError, gzip.zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read: {reason}.", "Fetch the list again.") from None
@@ -246,18 +247,3 @@ def _is_gzip(file: BinaryIO) -> bool:
     start = file.read(2)
     file.seek(0)
     return start == b"\x1f\x8b"
-
-
-class _ProgressReader(io.RawIOBase):
-    """A file that reports the number of bytes read."""
-
-    def __init__(self, raw: BinaryIO, advance: Advance):
-        self._raw, self._advance = raw, advance
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        count = self._raw.readinto(buffer)
-        self._advance(count)
-        return count

@@ -1,7 +1,5 @@
 """Cleans captions of web corpora: removes markup, and replaces anonymised names by words."""
 
-from __future__ import annotations
-
 import html
 import re
 

@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from probemb.data.scenes import ambiguity, draw_captions, match_matrix, matches, scene
+from probemb.data.scenes import ambiguity, draw_captions, match_matrix, scene
 from probemb.data.scenes.predicates import Caption, Pattern, Predicate
 from probemb.data.scenes.world import COLOURS, OBJECT_COUNTS, RELATIONS, SHAPES, Scene, Thing
+from tests.truth import matches
 
 WORDS = {  # word -> the predicate's field and value that it stands for
     "photo": ("medium", "photo"),

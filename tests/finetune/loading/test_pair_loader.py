@@ -19,8 +19,9 @@ from finetune.loading.noise import NOISE_FILE, assign_captions, load_noise, nois
 from finetune.loading.noise import shuffle_captions as shuffle
 from finetune.loading.pair_loader import PairLoader, epoch_order
 from probemb.data.captions.find import find_captions
-from probemb.data.scenes import draw_captions, matches, sample_to_json, scene
+from probemb.data.scenes import draw_captions, sample_to_json, scene
 from probemb.errors import UserError
+from tests.truth import matches
 from tests.world import jpeg, write_tar
 
 N, PER_IMAGE = 12, 3
