@@ -121,7 +121,7 @@ def train(config: Config, preemption: Preemption) -> int:
     trainer = Trainer(
         accelerator, joint, optimizer, loader, make_schedule(config, len(networks), loader.steps), config,
         samples=position["samples"], epoch=position["epoch"], average=average, report=folder.report,
-        end_epoch=end_epoch, save=save, stop=lambda: preemption.asked() or folder.writer.failed, window=window,
+        end_epoch=end_epoch, save=save, stop=lambda: preemption.asked() or folder.failed, window=window,
     )  # fmt: skip
     try:
         stopped = trainer.fit()

@@ -241,12 +241,12 @@ class Trainer:
 
     def _finish_step(self, evidence: Evidence, keys: list[str] | None) -> dict[str, Tensor] | None:
         """Step, if all ranks can: everything that ranks must agree on in a step is in this one collective."""
-        failed = self.recorder.writer.failed if self.recorder else False
+        failed = self.recorder.failed if self.recorder else False
         nonfinite, self.stopping, failed = distributed.any_rank(
             [evidence.nonfinite(), self.stop(), failed], self.device
         )
         if failed:
-            self.recorder.writer.check()
+            self.recorder.check()
         if not nonfinite:
             self.engine.step()
             self._skipped_in_a_row = 0

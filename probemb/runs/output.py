@@ -58,6 +58,15 @@ class RunOutput:
             self.log.write(step, values)
             print(self.line(step, values), flush=True)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written, on this rank."""
+        return self.writer.failed
+
+    def check(self) -> None:
+        """Raise the error of any rank's writer on all of them; collective."""
+        self.writer.check()
+
     def write(self, take: Callable[[], Snapshot | None]) -> None:
         """Start to write the snapshot that `take` copies on rank 0; collective.
 

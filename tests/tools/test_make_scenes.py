@@ -18,7 +18,6 @@ from probemb.data.scenes import (
     class_names,
     class_scene,
     match_matrix,
-    matches,
     render,
     sample_from_json,
     scene,
@@ -27,6 +26,7 @@ from probemb.data.shards.index import read_index
 from probemb.data.words import find_vocabulary
 from probemb.errors import UserError
 from tests.shards import iterate_samples
+from tests.truth import matches
 from tools.make_scenes import Plan, main, make
 
 PLAN = Plan(train=25, val=8, classes_images=70, size=32, shard_size=10)
