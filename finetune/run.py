@@ -92,37 +92,18 @@ def train(config: Config, preemption: Preemption) -> int:
 
     lock = take_lock(config.out)
     folder = RunFolder(config, identity, step, steps)
-    on_main(lambda: noisy_captions(clean, config.noise_ratio, config.seed, out), out, "Choose another --out.")
-    say(describe(config, joint, loader, accelerator, precision, steps, step, earlier))
-
-    def save() -> None:
-        position.update(samples=trainer.samples, epoch=trainer.epoch)
-        folder.save(joint, optimizer, average, trainer.step, position, trainer.window.state())
-
-    def end_epoch(epoch: int) -> None:
-        folder.finish()  # validation forks workers, which no thread should be writing beside
-        remedy = "Make room, or make the folder writable, and go on with --resume."
-        on_main(lambda: select(epoch), out, remedy)  # on the first process; the others wait
-        save()  # last, so that a run that is killed before does all of this again
-
-    def select(epoch: int) -> None:
-        best = True
-        if validation is not None:
-            values = validate(evaluated, tokenizer, transforms, validation, config, accelerator)
-            best = position["best"] is None or values["rsum"] > position["best"]
-            folder.report(trainer.step, {"samples": trainer.samples, **values, "is_best": best})
-            if best:
-                position.update(best=values["rsum"], best_epoch=epoch)
-        if best:
-            folder.save_models(networks)
-        if average and epoch == config.epochs:
-            finish_average(folder, average, tokenizer, transforms, validation, config, accelerator)
-
-    trainer = Trainer(
-        accelerator, joint, optimizer, loader, make_schedule(config, len(networks), loader.steps), config,
-        samples=position["samples"], epoch=position["epoch"], average=average, report=folder.report,
-        end_epoch=end_epoch, save=save, stop=lambda: preemption.asked() or folder.failed, window=window,
-    )  # fmt: skip
+    on_main(
+        lambda: noisy_captions(clean, config.noise_ratio, config.seed, folder.path),
+        folder.path,
+        "Choose another --out.",
+    )
+    say(describe(config, state.joint, loader, accelerator, steps, step, earlier))
+    selection = Selection(config, state, folder, validator)
+    hooks = Hooks(
+        folder.report, selection.end_epoch, partial(folder.save, state), lambda: preemption.asked() or folder.failed
+    )
+    schedule = make_schedule(config, len(networks), loader.steps)
+    trainer = Trainer(accelerator, state, loader, schedule, config, hooks, window)
     try:
         stopped = trainer.fit()
         folder.finish()

@@ -240,7 +240,7 @@ class Trainer:
         return self._finish_step(Evidence(loss, terms, leaves[:4], list(grads[:4]), gradient_norm(self.engine)), keys)
 
     def _finish_step(self, evidence: Evidence, keys: list[str] | None) -> dict[str, Tensor] | None:
-        """Step, if all ranks can: everything that ranks must agree on in a step is in this one collective."""
+        """Step, if all ranks can. Everything that they must agree on is in one collective."""
         failed = self.recorder.failed if self.recorder else False
         nonfinite, self.stopping, failed = distributed.any_rank(
             [evidence.nonfinite(), self.stop(), failed], self.device

@@ -126,7 +126,7 @@ def test_flickr_has_names_in_place_of_ids(tmp_path):
 def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
     alone = find_captions(coco, "train")  # text alone, until somebody asks for images
     assert alone.n_captions == 15
-    with pytest.raises(UserError, match=r"3 of the 3 images of .* not here, .* train2014/COCO_train2014_0+9\."):
+    with pytest.raises(UserError, match=r"3 of the 3 images of .* are missing, .* train2014/COCO_train2014_0+9\."):
         _ = alone.images
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="3 of the 3 images"):
