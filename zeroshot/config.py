@@ -7,7 +7,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 
 from probemb.cli.ranges import Count, Workers
 
-# These mark the files of each command, so that it replaces nobody else's.
+# Marks in each command's files, so that it replaces no others.
 GENERATOR = "probemb zeroshot"
 RETRIEVAL_GENERATOR = "probemb retrieval"
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"

@@ -23,7 +23,7 @@ from zeroshot.filters import (
 )
 
 ZERO_SHOT, ORACLE = "zero-shot", "oracle"
-SIGNIFICANT = 2  # standard errors that a gain must exceed to be coloured: about 95 % confidence
+SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
 UPPER_BOUND = "best-topk, rivals at the same K"
 
 
@@ -38,8 +38,8 @@ class Row:
         top1, top5: accuracies in [0, 1].
         gain: top1 minus that of `all`.
         gain_se: its standard error, paired over images; None for a single image.
-        note: "zero-shot" (nothing was chosen on labelled images), "oracle" (chosen on the images that are scored),
-            or "honest (...)" (chosen on other images, which are named).
+        note: "zero-shot" (nothing chosen on labelled images), "oracle" (chosen on the scored images), or "honest (...)"
+            (chosen on other images, which are named).
     """
 
     filter: str
@@ -75,11 +75,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that was measured.
+    """All results.
 
     Attributes:
         rows: the table.
-        curve1, curve5: (P,) accuracy with a common K = 1..P, or None where no filter asked for it.
+        curve1, curve5: (P,) accuracy with a common K = 1..P, or None if no filter needs it.
         class_k: (C,) K of each class, chosen on the evaluation images (oracle), or None.
         kept: (C,) prompts that each class keeps in the report.
         order: (C, P) prompts of each class from the most to the least certain.
@@ -145,8 +145,8 @@ def evaluate_embeddings(
         image_mean: (N, D), unit length; labels: (N,) int64; image_names: N names, which decide the folds.
         prompts: Gaussian (C, P, D).
         filters: names in FILTERS.
-        options: `k` is the K of `topk` where the user fixed it.
-        selection: where K is chosen besides the oracle; "train" needs `select_data`.
+        options: `k` is the user's K for `topk`, or None.
+        selection: images on which K is chosen besides the oracle; "train" needs `select_data`.
 
     Raises:
         UserError: folds are not possible, or K is out of range.
@@ -270,7 +270,7 @@ class _Scorer:
         ]
 
     def _honest(self, name: str, choose: Callable, apply: Callable[..., Tensor]) -> list[Row]:
-        """The row for which K was chosen on other images; none without splits."""
+        """The row with K chosen on other images; none without splits."""
         if not self.splits:
             return []
         ranks, chosen = torch.empty_like(self.base), []

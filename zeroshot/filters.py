@@ -3,12 +3,11 @@
 A filter is a pure function from uncertainties u (C, P) to weights (C, P) that sum to one over the prompts of a class.
 C classes, P prompts of a class, K prompts kept, N images. Source: PCME++ §3.5, Table 5 and §C.6.
 
-How K is chosen. For a common K all classes keep their K most certain prompts; acc_c(K) is then the accuracy of the
-images of class c, and acc(K) that of all images. `topk` takes the K with the best acc(K), `best-topk` for each class
-the K with the best acc_c(K). Ties go to the largest K. The paper does not say what the other classes keep while K is
-chosen for one class; here they keep the same K. So `best-topk` has two numbers: the accuracy of the classifier in which
-each class has its own K, and the mean over classes of max_K acc_c(K), which no single classifier need reach. If K is
-chosen on the images that are scored, all of these are oracles.
+Choice of K: with a common K all classes keep their K most certain prompts; acc_c(K) is the accuracy of the images of
+class c, acc(K) that of all images. `topk` takes the K with the best acc(K), `best-topk` for each class the K with the
+best acc_c(K); ties go to the largest K. The paper leaves open how many prompts the other classes keep meanwhile; here
+the same K. So `best-topk` has two numbers: the accuracy of the classifier with a K for each class, and the mean over
+classes of max_K acc_c(K), an upper bound. Chosen on the scored images, all of these are oracles.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def topk(u: Tensor, options: FilterOptions) -> Tensor:
 def weighted(u: Tensor, options: FilterOptions) -> Tensor:
     """Soft weights: softmax of -z / temperature, z the uncertainty standardised within its class.
 
-    Standardising makes the weights independent of the scale of u, which differs between models and classes. Prompts
-    that are all equally certain get equal weights.
+    Standardising makes the weights independent of the scale of u, which differs between models and classes.
     """
     spread = u.std(dim=1, keepdim=True, correction=0)
     z = torch.where(spread > 0, (u - u.mean(dim=1, keepdim=True)) / spread, 0.0)
@@ -90,7 +88,7 @@ FILTERS: dict[str, Callable[[Tensor, FilterOptions], Tensor]] = {
 
 
 def filter_names(wanted: str) -> list[str]:
-    """The filters in the table for --filter: `single` and `all` to compare with, then the chosen one, or every one.
+    """The filters in the table for --filter: `single`, `all` and the chosen one, or every one.
 
     Raises:
         UserError: an unknown name.
@@ -155,10 +153,10 @@ def parse_selection(text: str) -> Selection:
 
 
 def stratified_folds(labels: Sequence[int], names: Sequence[str], n_folds: int) -> Tensor:
-    """Distribute the images of each class over folds: a function of labels and names, whatever their order.
+    """Distribute the images of each class over folds, as a function of labels and names in any order.
 
-    Within a class, images are dealt in turn, ordered by the hash of their name; each class starts where the last one
-    stopped, so that the sizes of folds differ by at most one image.
+    Within a class, images are ordered by the hash of their name and dealt round-robin; each class continues where the
+    last one stopped, so that fold sizes differ by at most one image.
 
     Returns:
         (N,) int64 fold of each image.

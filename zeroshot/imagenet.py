@@ -4,7 +4,7 @@
     python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # embedded data
 
 Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
-A number for which anything was chosen on the images that it scores is labelled "oracle".
+A number with anything chosen on the scored images is labelled "oracle".
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OUTPUTS = ("results.json", "report.html")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Everything that can be refused is refused before the model is loaded."""
+    """Run the command; wrong options are refused before the model is loaded."""
     from probemb.cli.results import claim_files, results_folder
 
     config = parse_config(ImagenetConfig, PROG, DESCRIPTION, argv)
     if config.data == DEFAULT_DATA and not Path(config.data).exists():
         raise UserError(
-            f"ImageNet is not at {DEFAULT_DATA}, which is where it is looked for without --data.",
+            f"There is no ImageNet in {DEFAULT_DATA}, the default of --data.",
             "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
@@ -143,7 +143,7 @@ def _check_selection(config: ImagenetConfig, filters: Sequence[str], selection: 
 
 
 def print_table(outcome: Outcome, n_classes: int) -> None:
-    """The table on stdout; as wide as it needs to be where there is no terminal."""
+    """Print the table; 120 columns wide without a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -166,7 +166,7 @@ def print_table(outcome: Outcome, n_classes: int) -> None:
 
 
 def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Device) -> dict:
-    """Everything that results.json holds. Accuracies are shares in [0, 1]; K counts prompts."""
+    """The content of results.json. Accuracies are shares in [0, 1]; K counts prompts."""
     from dataclasses import asdict
 
     from probemb.metrics import uncertainty_bins

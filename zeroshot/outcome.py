@@ -1,4 +1,4 @@
-"""From a model, images and class names to an `Outcome`: embed every prompt and image once, then score all filters."""
+"""Zero-shot evaluation of a model: embed every prompt and image once, then score all filters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeroshot.prompts import embed_prompts
 
 @dataclass(frozen=True)
 class Outcome:
-    """An evaluation with the embeddings and labels behind it.
+    """An evaluation with its embeddings and labels.
 
     Attributes:
         evaluation: the numbers.

@@ -44,12 +44,12 @@ def read_templates(path: str | Path | None) -> list[str]:
             )
     if len(set(templates)) < len(templates):
         twice = next(t for t in templates if templates.count(t) > 1)
-        raise UserError(f"The template {twice[:80]!r} stands twice in {path}.", "Keep one of them.")
+        raise UserError(f"The template {twice[:80]!r} occurs twice in {path}.", "Keep one of them.")
     return templates
 
 
 def single_index(templates: Sequence[str]) -> int:
-    """The index of the template of `single`: "a photo of a {}.", or the first where a list does not have it."""
+    """The index of the template of `single`: "a photo of a {}.", or else the first."""
     return list(templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in templates else 0
 
 
@@ -66,8 +66,7 @@ def embed_prompts(embedder: Embedder, texts: Sequence[str], cache: str | Path | 
     """Embed texts, or read their embeddings from the cache folder.
 
     The file is named by a SHA-256 over the model's weights, its configuration, the precision and the tokens. It also
-    holds the tokens and a checksum of the embeddings, which are both checked. A file that is damaged or has other
-    content is computed again and replaced, and `message` says so.
+    holds the tokens and a checksum; a file with other content is recomputed and replaced, and `message` says so.
 
     Args:
         cache: folder of cache files; None computes and writes nothing.
@@ -117,7 +116,7 @@ def _checksum(gaussian: Gaussian) -> str:
 
 
 def _read_cache(file: Path, identity: str, tokens: Tensor) -> Gaussian:
-    """Raises ValueError with the reason when the file is not what its name says."""
+    """Read a cache file. Raises ValueError with the reason if its content is not the expected one."""
     import torch
     from safetensors import SafetensorError, safe_open
 

@@ -4,8 +4,8 @@
     python -m zeroshot.retrieval --model runs/x --data dataset_coco.json --images data/coco     # with COCO's benchmarks
     python -m zeroshot.retrieval --model runs/scenes --data data/scenes --split val             # embedded data
 
-Prints one table and writes results.json and report.html. All captions of an image are its positives; in the embedded
-data it is known which caption fits which image, and COCO's test split also has CxC, ECCV Caption and plausible matches.
+Prints one table and writes results.json and report.html. All captions of an image are its positives; the embedded
+data have exact positives, and COCO's test split has CxC, ECCV Caption and plausible matches.
 A run with two networks is evaluated by the mean of their similarities (`--second`). Source: PCME++ §4.1, §C.5.
 """
 
@@ -35,7 +35,7 @@ DIRECTIONS = {"i2t": "image → text", "t2i": "text → image"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Everything that can be refused is refused before the model is loaded."""
+    """Run the command; wrong options are refused before the model is loaded."""
     config = parse_config(RetrievalConfig, PROG, DESCRIPTION, argv)
     check(config)
     from probemb.cli.results import claim_files, results_folder
@@ -134,7 +134,7 @@ def second_model(config: RetrievalConfig) -> list[str]:
 
 
 def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:
-    """The benchmarks that need no whole test split, where images are missing. Raises UserError if others were named."""
+    """The benchmarks that work with missing images. Raises UserError if others were named."""
     lost = [name for name in benchmarks if name != "pmrp"]
     if lost and config.benchmarks is not None:
         raise UserError(f"Images are left out, so {', '.join(lost)} cannot be measured.", "Fetch those images again.")

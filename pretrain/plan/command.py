@@ -1,10 +1,10 @@
-"""What a pretraining run will need, before it is started: parameters, memory, network, data, hours, disk.
+"""Plan of a pretraining run: its parameters, memory, network, data, hours and disk.
 
     python -m pretrain.plan --config pretrain/configs/vit_b16_cc3m_cc12m_redcaps.yaml --nodes 4 --gpus-per-node 8 \\
         --samples-per-epoch 27000000 --peak-tflops 989 --efficiency 0.35 --gpu-memory-gib 80
 
-It takes every option of `pretrain.run`, reads index.json of the shards if they are here, builds the model without
-weights, and writes nothing. What is counted, and how far it is from measurements, is in docs/scaling.md.
+Takes every option of `pretrain.run`, reads index.json of local shards, builds the model without weights, and writes
+nothing. docs/scaling.md compares it with measurements.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ RANDOM_STATE = 15_000  # bytes of one rank's random state in a checkpoint
 
 @dataclass(frozen=True)
 class Plan(Config):
-    """What a pretraining run will need. Takes every key of a pretraining configuration, and:
+    """Requirements of a pretraining run. Takes every key of a pretraining configuration, and:
 
     Args:
         nodes: machines.
         gpus_per_node: GPUs of each, one rank on each.
-        device: cuda or cpu: what the ranks run on. It decides what precision auto is, and the number of buckets.
-        gpu_memory_gib: memory of one GPU in GiB; warn when a rank needs more. 0 does not look.
+        device: of the ranks, cuda or cpu; decides precision auto and the number of buckets.
+        gpu_memory_gib: memory of one GPU in GiB; warn when a rank needs more. 0 checks nothing.
         samples_per_epoch: samples in all of data.train, each times its weight; 0 reads index.json in the folders.
         text_tokens: tokens of the longest text in a batch, to which batches are cut; 0 takes the whole context.
         peak_tflops: of one GPU at the run's precision, in TFLOP/s, from its data sheet.
         efficiency: share of it that the run reaches, recomputation included.
-        images_per_second: measured, over all ranks; takes the place of peak_tflops and efficiency.
+        images_per_second: measured, over all ranks; replaces peak_tflops and efficiency.
         json: print JSON for programs.
     """
 
@@ -72,10 +72,10 @@ def main() -> None:
 
 
 def make_plan(o: Plan) -> dict[str, Any]:
-    """Everything that is printed, as JSON takes it; bytes, seconds and counts are plain numbers.
+    """The whole plan, ready for JSON; bytes, seconds and counts are plain numbers.
 
     Raises:
-        UserError: a value that no run could have, or data that is not here and `samples_per_epoch` not given.
+        UserError: an invalid value, or neither the data nor `samples_per_epoch`.
     """
     warnings = check_options(o)
     from pretrain.plan.cost import flops, network
@@ -138,7 +138,7 @@ def make_plan(o: Plan) -> dict[str, Any]:
 
 
 def memory_warnings(o: Plan, by_stage: list, variants: dict) -> list[str]:
-    """A rank that needs more than its GPU has, and up to three settings that would fit."""
+    """A warning if a rank needs more than its GPU has, with up to three settings that would fit."""
     limit, peak = o.gpu_memory_gib * GIB, by_stage[o.engine.zero_stage].peak
     if not limit or peak <= limit:
         return []
@@ -153,12 +153,12 @@ def memory_warnings(o: Plan, by_stage: list, variants: dict) -> list[str]:
 
 
 def check_options(o: Plan) -> list[str]:
-    """Warnings: what `pretrain.run` would refuse on so many ranks, though a plan can be made.
+    """Warnings for settings that `pretrain.run` would refuse on so many ranks.
 
     Raises:
-        UserError: what no plan can be made of.
+        UserError: settings that cannot be planned.
     """
-    check(replace(o, engine=replace(o.engine, accumulation=1)), 1)  # everything but who gets which rows
+    check(replace(o, engine=replace(o.engine, accumulation=1)), 1)  # everything but the division into ranks and parts
     warnings = []
     try:
         check(o, o.world_size)
@@ -179,7 +179,7 @@ def check_options(o: Plan) -> list[str]:
 
 
 def count_data(o: Plan) -> dict[str, Any]:
-    """Samples, steps and, where the shards are here, bytes; rounded as the stream and the trainer round."""
+    """Samples, steps and, for local shards, bytes; rounded as in the stream and the trainer."""
     size, per_sample = o.samples_per_epoch, None
     if not size:
         from probemb.data.shards.index import read_index
@@ -188,11 +188,11 @@ def count_data(o: Plan) -> dict[str, Any]:
             corpora = [read_index(path) for path in o.train_paths]
         except UserError as error:
             if o.samples:
-                corpora = []  # the length of the run is given, and an epoch is only for information
+                corpora = []  # the length of the run is given
             else:
                 raise UserError(
                     error.what,
-                    "Where the shards are not on this machine, pass --samples-per-epoch with the number of samples.",
+                    "If the shards are not on this machine, pass --samples-per-epoch with the number of samples.",
                 ) from None
         weights = o.data.weights or [1.0] * len(corpora)
         counts = [sum(shard.samples for shard in shards) for shards in corpora]
@@ -218,7 +218,7 @@ def count_data(o: Plan) -> dict[str, Any]:
 
 
 def images_per_second(o: Plan, work: dict[str, float]) -> float | None:
-    """Over all ranks: as measured, or as the arithmetic takes; None if neither can be said."""
+    """Speed over all ranks, measured or computed; None if unknown."""
     if o.images_per_second:
         return o.images_per_second
     if o.peak_tflops:
@@ -245,7 +245,7 @@ def time_needed(o: Plan, work: dict[str, float], steps: int) -> dict[str, Any]:
 
 
 def loader(o: Plan, work: dict[str, float], data: dict[str, Any]) -> dict[str, Any]:
-    """What the data must deliver so that no step waits for it."""
+    """Data rates at which no step waits."""
     speed = images_per_second(o, work)
     workers = max(1, o.data.workers)
     return {
@@ -261,7 +261,7 @@ def loader(o: Plan, work: dict[str, float], data: dict[str, Any]) -> dict[str, A
 
 
 def disk(o: Plan, model) -> dict[str, int]:
-    """A checkpoint (weights, two moments, random states), model/, and what the run folder grows to."""
+    """Bytes of a checkpoint (weights, two moments, random states), model/, and the run folder at most."""
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     moments = 2 * 4 * sum(p.numel() for p in model.parameters())
     checkpoint = weights + moments + RANDOM_STATE * o.world_size
@@ -269,6 +269,6 @@ def disk(o: Plan, model) -> dict[str, int]:
         "checkpoint": checkpoint,
         "model_folder": weights,
         "keep_checkpoints": o.keep_checkpoints,
-        # One more than are kept while the next is written, and model/ beside the one that it replaces.
+        # While writing there is one more checkpoint and a second model/.
         "run_folder": (o.keep_checkpoints + 1) * checkpoint + 2 * weights,
     }

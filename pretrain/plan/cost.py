@@ -1,4 +1,4 @@
-"""What one step of a pretraining run computes and sends."""
+"""FLOPs and network traffic of a pretraining step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ MAX_REUSE = 1_000_000_000  # elements: ZeRO 3 keeps gathered parameters that it 
 def flops(model: DualEncoder, s: Setting) -> dict[str, float]:
     """FLOPs of one step over all ranks, two for a multiplication with its addition; matrix products only.
 
-    `model_per_step`: forward and backward. `executed_per_step`: with what is computed again, for accumulation and for
-    gradient checkpointing.
+    `model_per_step`: forward and backward. `executed_per_step`: with recomputation for accumulation and checkpointing.
     """
     part, plain = trace_part(model, s), trace_part(model, replace(s, checkpointing=False))
     again, loss = part.forward_flops if s.parts > 1 else 0, trace_loss(model, s).flops
@@ -26,7 +25,7 @@ def flops(model: DualEncoder, s: Setting) -> dict[str, float]:
 
 
 def network(model: DualEncoder, s: Setting) -> dict[str, int]:
-    """Bytes that each rank sends in a step, and receives as many, if collectives run as rings.
+    """Bytes that each rank sends, and receives, in a step, if collectives run as rings.
 
     Gaussians are float32, packed as (n, 4, D). Gradients and weights are float32 too (communication_data_type).
     ZeRO 1 and 2 of DeepSpeed all-reduce their buckets, from which each rank keeps its partition.
@@ -38,13 +37,13 @@ def network(model: DualEncoder, s: Setting) -> dict[str, int]:
     times = s.parts if stage >= 2 else 1  # stages 2 and 3 reduce after every part
     if stage == 3:
         gradients = times * share
-        # Gathered once where the backward pass finds the weights still there. With accumulation every part goes forward
-        # twice, and what DeepSpeed recorded of the one pass is not the order of the other: it gathers for each.
+        # Gathered once if the backward pass finds the weights still there. With accumulation every part goes forward
+        # twice, in another order than DeepSpeed recorded, and it gathers for each pass.
         passes = 3 * s.parts if s.parts > 1 else 1 if elements <= MAX_REUSE else 2
         weights = passes * share
     else:
         gradients = times * 2 * share
-        weights = share if stage else 0  # what every rank has updated, to all
+        weights = share if stage else 0  # every rank sends its updated part
     # Backward is a reduce-scatter with NCCL, and an all-reduce with gloo.
     parts = {"gaussians_forward": gaussians, "gaussians_backward": gaussians * (1 if s.gpu else 2)}
     parts |= {"gradients": gradients, "weights": weights}

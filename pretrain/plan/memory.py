@@ -34,8 +34,8 @@ def count_parameters(model: DualEncoder) -> dict[str, int]:
 class Memory:
     """Bytes on one rank.
 
-    `weights`, `master`, `moments` and `batch` are there all the time; `peak` is the most that is there at one moment.
-    `gradients`, `buckets`, `gathered_weights`, `activations` and `loss` are each one's own largest.
+    `weights`, `master`, `moments` and `batch` are held all the time; `peak` is the largest total.
+    `gradients`, `buckets`, `gathered_weights`, `activations` and `loss` are separate maxima.
     """
 
     weights: int
@@ -57,7 +57,7 @@ class Memory:
 
 
 def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
-    """What a rank holds in a step of the trainer and DeepSpeed; `exact` as in `trace_part`."""
+    """Memory of a rank in a step of the trainer and DeepSpeed; `exact` as in `trace_part`."""
     towers, loss = trace_part(model, s, exact), trace_loss(model, s)
     p = FP32 * sum(q.numel() for q in model.parameters())
     stage, several = s.zero_stage, s.parts > 1

@@ -1,7 +1,7 @@
 """One forward and backward pass on fake tensors: bytes and FLOPs of any model, without its memory or its time.
 
-Fake tensors have shapes, types and storages of a size, but no values; torch's own operators and autograd run on them.
-They stand on the CPU, so that no GPU is needed. `Likeness` adds what a GPU does differently.
+Fake tensors have shapes, types and storage sizes but no values; torch's operators and autograd run on them. They are on
+the CPU, so no GPU is needed. `Likeness` adds a GPU's differences.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ FLOAT32_ON_A_GPU = {
 def build(config: Config) -> DualEncoder:
     """The model of a pretraining configuration with fake weights, in a fraction of a second; draws no random number.
 
-    Pretrained weights do not change shapes and are not looked at.
-
     Raises:
         UserError: the configuration names no model that can be built.
     """
@@ -62,7 +60,7 @@ def build(config: Config) -> DualEncoder:
 
 
 def fake(make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` returns, with fake weights, and with their `fake_mode` as an attribute."""
+    """The result of `make` with fake weights, and with their `fake_mode` as an attribute."""
     with torch.random.fork_rng(devices=[]), init_empty_weights():
         model = make()
     with FakeTensorMode(allow_non_fake_inputs=True) as model.fake_mode:
@@ -120,8 +118,8 @@ class Tracker(TorchDispatchMode):
     """Follows the storages that operators make until they are freed, and counts FLOPs of matrix products.
 
     Args:
-        known: tensors that are there before and are not counted.
-        parameters: whose gradients are told apart from everything else.
+        known: existing tensors, which are not counted.
+        parameters: their gradients are counted separately.
     """
 
     def __init__(self, known: Iterable[Tensor], parameters: Iterable[nn.Parameter] = ()):
@@ -252,7 +250,7 @@ def trace(
             outputs = tuple(out for out in forward() if out.requires_grad)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
-                f"The plan cannot follow this model: what {error.func} gives depends on the values of a batch.",
+                f"The plan cannot follow this model: the result of {error.func} depends on the values of a batch.",
                 "Measure a short run instead, with pretrain.run --stop-at-step 50.",
             ) from error
         kept, forward_flops = tracker.alive, tracker.flops

@@ -1,4 +1,4 @@
-"""How much smaller a JPEG may be decoded, given the crop that the transform is going to take of it."""
+"""Reduced decoding of JPEGs, given the crop that the transform will take."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 
 
 class CropDraft:
-    """For a transform that begins with torchvision's RandomResizedCrop; for any other, nothing is ever reduced.
+    """Reduced size of a JPEG for a transform that starts with torchvision's RandomResizedCrop; no other reduces.
 
     A JPEG can be decoded at 1/8, 1/4 or 1/2 of its size, at a fraction of the cost. The crop is drawn as the transform
-    will draw it of the smaller image, from the same seed, and the smallest size is taken at which the crop has at least
-    as many pixels in both directions as the transform's result: nothing is ever enlarged that would not have been.
-    The crop has the size that it would have in the whole image; its place is a draw of its own.
+    will draw it, from the same seed; the smallest size is taken at which it has at least as many pixels in both
+    directions as the transform's result. The crop's size is that in the whole image; its place is drawn separately.
 
     Args:
         transform: the crop itself, or a Compose whose first step is one.
@@ -26,7 +25,7 @@ class CropDraft:
         self._height, self._width = size if self._crop else (0, 0)
 
     def needed(self, width: int, height: int, seed: Callable[[], None]) -> tuple[int, int] | None:
-        """Width and height to ask of the decoder, or None for all; `seed` sets the random state of the transform."""
+        """Width and height for the decoder, or None for full size; `seed` sets the transform's random state."""
         if self._crop is None or width < 2 * self._width or height < 2 * self._height:
             return None
         for factor in self._factors(width, height):

@@ -1,7 +1,7 @@
-"""Where the bytes of a training sample come from: one reader for each open shard, and a bounded number of open shards.
+"""Readers of single samples in shards, for a bounded number of open shards.
 
-A reader knows where every sample of its shard lies after one walk over the tar headers, and then reads single samples.
-A remote shard is fetched whole into a cache before, if possible in the background while the one before it is used.
+A reader walks over the tar headers once, then reads single samples. A remote shard is first fetched whole into a cache,
+if possible in the background.
 """
 
 import errno
@@ -29,10 +29,9 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class TarReader:
-    """An open shard: a tar read at the places that its headers name. Samples are counted as `tools.index_shards` does.
+    """An open shard, a tar file; samples are numbered as in `tools.index_shards`.
 
-    The places are kept in arrays: as Python objects they would take about a kilobyte a sample, times the samples of
-    all shards that are open at the same time.
+    Places are kept in arrays, as Python objects would take about a kilobyte per sample.
     """
 
     def __init__(self, file: BinaryIO, path: str):
@@ -54,7 +53,7 @@ class TarReader:
         self._places = np.array(places, np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
-        """How many samples the shard really holds."""
+        """Number of samples found in the shard."""
         return len(self._keys)
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
@@ -68,18 +67,18 @@ class TarReader:
             raise _unreadable(key, error) from None
 
     def close(self) -> None:
-        """Give back what the reader holds open."""
+        """Close the file."""
         self._file.close()
 
 
 class OpenShards:
-    """The shards that are open now, at most `limit`, the longest unused one closed first.
+    """At most `limit` open shards; the least recently used one is closed first.
 
-    A shard that cannot be opened is remembered as such, so that its thousands of samples fail at no cost.
-    `spare` of them are kept open only while there is room for others in the cache.
+    A shard that cannot be opened is remembered, so that its samples fail at no cost. `spare` of them stay open only
+    while the cache has room for others.
 
     Attributes:
-        while_waiting: called again and again while a remote shard is waited for; what it raises ends the wait.
+        while_waiting: called repeatedly while waiting for a remote shard; its exceptions end the wait.
     """
 
     def __init__(self, limit: int, spare: int = 0, cache: ShardCache | None = None):
@@ -105,7 +104,7 @@ class OpenShards:
         return reader
 
     def prepare(self, shards: Iterable[Shard]) -> None:
-        """Fetch the remote ones among these that are not open, in this order and in the background."""
+        """Fetch the remote shards that are not open, in this order and in the background."""
         if self._prefetcher:
             for shard in shards:
                 if isinstance(shard.path, Remote) and shard.path not in self._open:
@@ -130,7 +129,7 @@ class OpenShards:
         return self._cache.open(shard.path, shard.bytes)
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all shards."""
         if self._prefetcher:
             self._prefetcher.close()
         while self._open:
@@ -138,8 +137,9 @@ class OpenShards:
 
 
 def _in_thread(work: Callable[[], BinaryIO], while_waiting: Callable[[], None] | None) -> BinaryIO:
-    """What `work` gives. A thread does it where something else is to be done meanwhile: a silent server, or another
-    process that holds a lock, would keep this one for minutes. A thread that is given up ends with the program.
+    """The result of `work`, run in a thread if `while_waiting` must be called meanwhile.
+
+    A silent server or a locked file may block for minutes. An abandoned thread ends with the program.
     """
     if while_waiting is None:
         return work()
@@ -163,7 +163,7 @@ def _close(reader: TarReader | BadSample) -> None:
 
 
 def _unreadable(what: str, error: OSError) -> BadSample:
-    if error.errno in _OUT_OF_RESOURCES:  # says nothing about the data
+    if error.errno in _OUT_OF_RESOURCES:  # not a fault of the data
         raise UserError(
             f"{what} cannot be read: {error.strerror}.", "Raise the limit (ulimit -n), or use fewer lanes or workers."
         )

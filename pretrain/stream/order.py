@@ -1,16 +1,16 @@
 """The order of training samples: a pure function of the shard sizes, a seed and a position.
 
-Nothing here reads a file or keeps state that matters: the same arguments give the same slots on every rank, in every
-worker and after every restart. One epoch is laid out in four steps, each drawn from (seed, epoch):
+The same arguments give the same slots on every rank, in every worker and after every restart. One epoch is laid out in
+four steps, each drawn from (seed, epoch):
 
-1. the shards are permuted; the slots (shard, index inside it) of all shards, one after the other, form one long line;
+1. the shards are permuted; the slots (shard, index inside it) of all shards, one after the other, form one line;
 2. the line is cut to a whole number of global batches; the slots cut off, fewer than one batch, differ each epoch;
-3. what is left is cut into `lanes` equally long pieces; a lane walks through its shards one after the other and feeds
-   the same rows of every global batch, so that a batch draws from as many places of the corpus as there are lanes;
-4. inside a lane, slots are shuffled within windows, which begin anew at each shard and after every `window` slots.
+3. the rest is cut into `lanes` equal pieces; a lane reads its shards one after the other and feeds the same rows of
+   every global batch, so that a batch draws from as many places of the corpus as there are lanes;
+4. inside a lane, slots are shuffled within windows, which restart at each shard and after every `window` slots.
 
 Random numbers are SplitMix64 values of counters (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", 2014) rather than a library's generator, whose streams may change from one version to the next.
+generators", 2014), which no library version changes.
 """
 
 import math
@@ -25,7 +25,7 @@ from probemb.errors import UserError
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_PASS, _LAYOUT, _WINDOW = 1, 2, 3  # what a random number is for: keeps the draws independent of each other
+_PASS, _LAYOUT, _WINDOW = 1, 2, 3  # uses of random numbers
 
 
 def draw(*keys: int) -> int:
@@ -41,7 +41,7 @@ def draw(*keys: int) -> int:
 
 def permutation(n: int, *keys: int) -> np.ndarray:
     """A random order of range(n), (n,) int64, that is a pure function of the integers given."""
-    # The counters are distinct and every step below is invertible, so there are no ties for the sort to break.
+    # The counters are distinct and every step is invertible, so the sort has no ties.
     x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(draw(*keys))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FACTOR_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_FACTOR_2)
@@ -54,7 +54,7 @@ def default_lanes(batch_size: int) -> int:
 
 
 class Slots(NamedTuple):
-    """Places in the corpus, three arrays (n,) int64: the shard, the index inside it, and which pass over the corpus."""
+    """Places in the corpus, three arrays (n,) int64: the shard, the index inside it, the pass over the corpus."""
 
     shard: np.ndarray
     index: np.ndarray
@@ -71,7 +71,7 @@ class _Layout(NamedTuple):
 
 
 class Order:
-    """Which sample stands where, for every epoch.
+    """The place of every sample, for every epoch.
 
     Args:
         shard_sizes: samples in each shard.
@@ -80,9 +80,9 @@ class Order:
         window: number of slots that are shuffled together.
         seed: any integer.
         corpus: for a mixture, the number 0, 1, … of the corpus that each shard belongs to.
-        weights: for a mixture, how often an epoch goes through each corpus: 1 uses every sample once, 2 twice, and 0.5
-            half of the samples in one epoch and the other half in the next. A corpus of n samples contributes
-            round(weight · n) slots to every epoch and goes on where the epoch before stopped.
+        weights: for a mixture, passes over each corpus in an epoch; 0.5 uses half of the samples in one epoch and the
+            other half in the next. A corpus of n samples contributes round(weight · n) slots to every epoch and
+            continues where the epoch before stopped.
 
     Attributes:
         slots_per_epoch: N, before the remainder is dropped.
@@ -92,7 +92,7 @@ class Order:
         share: rows that a lane feeds in a global batch, B / L.
 
     Raises:
-        UserError: if the lanes do not divide the batch, or there are fewer slots than one batch.
+        UserError: the lanes do not divide the batch, or there are fewer slots than one batch.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class Order:
         self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
     def locate(self, samples_seen: int) -> tuple[int, int]:
-        """The epoch, and the step inside it, that follow after `samples_seen` samples.
+        """The epoch and step of the batch after `samples_seen` samples.
 
         Raises:
-            UserError: if that is not a whole number of global batches.
+            UserError: that is not a whole number of global batches.
         """
         if samples_seen < 0 or samples_seen % self.batch_size:
             raise UserError(
@@ -160,7 +160,7 @@ class Order:
     def slots(self, epoch: int, lane: int, start: int, stop: int) -> Slots:
         """Slots [start, stop) of a lane, 0 <= start <= stop <= lane_length; step s uses [s · share, (s + 1) · share).
 
-        Costs one look-up a slot and at most one permutation a window; holds a few windows, never a whole epoch.
+        Holds a few shuffled windows, never a whole epoch.
         """
         if not 0 <= start <= stop <= self.lane_length or not 0 <= lane < self.lanes:
             raise IndexError(f"slots [{start}, {stop}) of lane {lane}; {self.lanes} lanes have {self.lane_length} each")
@@ -191,7 +191,7 @@ class Order:
         return Slots(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
 
     def shards_ahead(self, epoch: int, lane: int, slot: int) -> tuple[int, int]:
-        """The shard that a lane is in at a slot of it, and the next one that it comes to, perhaps in another epoch."""
+        """A lane's shard at a slot, and its next shard, perhaps of the next epoch."""
         layout, end = self._layout(epoch), (lane + 1) * self.lane_length
         i = int(np.searchsorted(layout.start, lane * self.lane_length + slot, side="right")) - 1
         if layout.start[i + 1] < end:
@@ -206,7 +206,7 @@ class Order:
             for c, (members, take) in enumerate(zip(self._members, self._takes, strict=True)):
                 if take == 0:
                     continue
-                # A corpus is an endless line of its own, pass after pass; this epoch takes the next `take` slots.
+                # A corpus is an endless line, pass after pass; this epoch takes the next `take` slots.
                 total = int(self.sizes[members].sum())
                 for visit in range(epoch * take // total, (epoch * take + take - 1) // total + 1):
                     order = members[permutation(len(members), self.seed, _PASS, c, visit)]

@@ -1,7 +1,7 @@
-"""From slots to rows of a batch: read, decode, transform, tokenise; and what stands in for an unusable sample.
+"""Read, decode, transform and tokenise the samples of slots; replace unusable samples.
 
-Everything is a function of the seed and the slot: the caption that is drawn and the random numbers that the transform
-uses do not depend on the rank, on the worker, or on what was read before.
+Everything is a function of the seed and the slot: the drawn caption and the transform's random numbers do not depend on
+the rank, the worker, or earlier samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ from probemb.data.shards.index import Shard
 from probemb.data.shards.samples import parse_sample
 from probemb.errors import UserError
 
-_CAPTION, _TRANSFORM = 11, 12  # what a random number is for
-_SEARCH_LIMIT = 20_000  # samples tried in place of a bad one before the data is given up
+_CAPTION, _TRANSFORM = 11, 12  # uses of random numbers
+_SEARCH_LIMIT = 20_000  # samples tried in place of a bad one
 _LONGEST_REASON = 300
 
 
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     images: torch.Tensor  # (b, 3, H, W) float32
     tokens: torch.Tensor  # (b, L) int64
     slots: torch.Tensor  # (b, 2) int64: shard and index of the slot
-    replaced: torch.Tensor  # (b,) bool: another sample stands in for the one of the slot
+    replaced: torch.Tensor  # (b,) bool: the slot's own sample is unusable
 
     def part(self, start: int, stop: int) -> "Rows":
         """Views of rows [start, stop)."""
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What is known of some rows besides their tensors."""
+    """Keys and failures of some rows."""
 
     keys: list[str]  # "shard/key" of the sample that each row shows
     failures: list[tuple[int, str]]  # shard and reason for every slot whose own sample cannot be used
@@ -59,13 +59,13 @@ class SampleMaker:
     """Makes rows [start, stop) of every global batch.
 
     Args:
-        order, shards: which samples, and where they are.
-        labels: of the shards, for people.
+        order, shards: the samples and their places.
+        labels: readable names of the shards.
         transform: PIL image -> (3, H, W) float32; may use the global random numbers of torch, numpy and Python.
         tokenizer: list of n strings -> (n, L) int64.
         caption: "random" or "first" of a sample's captions.
         draft: see `CropDraft`.
-        cache: where remote shards are put; None if there are none.
+        cache: of remote shards; None if there are none.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SampleMaker:
         """(3, H, W) of a transformed image, and L of the tokens, found by trying.
 
         Raises:
-            UserError: if the transform's or tokenizer's result is not of the kind that a batch holds.
+            UserError: the transform or tokenizer returns another type or number of dimensions.
         """
         with isolated_randomness():
             seed_all(0)
@@ -116,7 +116,7 @@ class SampleMaker:
     def fill(self, samples_seen: int, rows: Rows, while_waiting: Callable[[], None] | None = None) -> Report:
         """Fill these rows of the global batch that follows after `samples_seen` samples.
 
-        Uses up the global random numbers of the process: see `isolated_randomness`. `while_waiting`: see `OpenShards`.
+        Draws from the global random numbers, see `isolated_randomness`. `while_waiting`: see `OpenShards`.
         """
         self._open.while_waiting = while_waiting
         epoch, step = self.order.locate(samples_seen)
@@ -153,7 +153,7 @@ class SampleMaker:
         self._open.close()
 
     def _prepare(self, epoch: int, step: int) -> None:
-        """Have the shards of all lanes fetched, and then those that the lanes will come to next."""
+        """Fetch the shards of all lanes, then the lanes' next ones."""
         ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in self._lanes]
         self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
 
@@ -178,17 +178,14 @@ class SampleMaker:
             return self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0]
         except (UserError, MemoryError):
             raise
-        except (
-            Exception
-        ) as error:  # an odd image or caption must not stop a run; a wrong transform fails on all of them
+        except Exception as error:  # one bad image or caption must not stop a run
             raise BadSample(f"the transform or tokenizer failed ({type(error).__name__}: {error})") from None
 
     def _stand_in(self, epoch: int, step: int, i: int) -> _Example:
-        """The last good sample of the same row in this epoch, just as it was; before the first good one, that one.
+        """The last good sample of the same row in this epoch, or the first good one if there is none before.
 
-        The row rather than the lane: a lane's last sample may be in this very batch, where a repeat would be a
-        false negative. Reading it again, instead of keeping it, makes the answer the same after a restart. A row
-        without any good sample, as tiny data may have, takes the first good one of the next row that has one.
+        Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative. It is
+        read again, so that a restart gives the same sample. A row without any good sample takes the next row's.
         """
         order, row = self.order, self.start + i
         known = [tuple(self._good[i].tolist())] if self._good[i, 0] >= 0 else []
@@ -206,11 +203,11 @@ class SampleMaker:
             return example
         raise UserError(
             f"Not one of the {tried} samples tried in place of a bad one can be used (the last: {printable(last)}).",
-            "Check the shards: most of what is in them is damaged or has no captions.",
+            "Check the shards: most of their samples are damaged or have no captions.",
         )
 
 
 def printable(text: str) -> str:
-    """Names in a tar may hold anything, also what a terminal obeys or a log cannot encode."""
+    """Escape characters of names in a tar that a terminal obeys or a log cannot encode."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"

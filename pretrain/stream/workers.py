@@ -1,9 +1,8 @@
-"""Processes that make batches ahead of the training step, straight into memory that they share with it.
+"""Worker processes that prepare batches ahead, in memory shared with the training process.
 
-Each worker owns the same rows of every batch. The memory holds a few whole batches and is allocated once, as an
-anonymous mapping that the forked workers inherit: no file in /dev/shm, which is small in containers, and no allocation
-per batch. A worker that fails hands its error over, one that is killed is noticed at once, and none outlives the
-process that started it.
+Each worker owns the same rows of every batch. The memory holds a few batches and is an anonymous mapping that forked
+workers inherit, as /dev/shm is small in containers. Errors and deaths of workers surface at once, and no worker
+outlives its parent.
 """
 
 import mmap
@@ -22,7 +21,7 @@ import torch
 from pretrain.stream.open_shards import LOOK_UP_SECONDS
 from probemb.errors import UserError
 
-_LOOK_AROUND_SECONDS = 1.0  # how often an idle worker looks whether its parent still lives
+_LOOK_AROUND_SECONDS = 1.0  # between an idle worker's checks for its parent
 
 
 def shared_tensors(*shapes_and_types: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
@@ -39,11 +38,11 @@ def shared_tensors(*shapes_and_types: tuple[tuple[int, ...], torch.dtype]) -> li
 
 
 class Team:
-    """Workers that run jobs 0, 1, 2, … in step with each other, each at most `ahead` jobs ahead of `release`.
+    """Workers that run jobs 0, 1, 2, …, each at most `ahead` jobs ahead of `release`.
 
     Args:
-        jobs: one function for each worker; called with 0, 1, 2, … it does its part and returns something picklable.
-        ahead: number of jobs that may be done or in progress before the first of them is released.
+        jobs: for each worker a function of the job's number, with a picklable result.
+        ahead: number of jobs that may be done or in progress before the first is released.
     """
 
     def __init__(self, jobs: list[Callable[[int], Any]], ahead: int):
@@ -70,14 +69,14 @@ class Team:
             self._processes.append(process)
 
     def collect(self, while_waiting: Callable[[], None] | None = None) -> list[Any]:
-        """What the workers returned for the next job, in their order; waits for it.
+        """Wait for the workers' results of the next job, in the workers' order.
 
         Args:
-            while_waiting: called again and again meanwhile; what it raises ends the wait.
+            while_waiting: called repeatedly meanwhile; its exceptions end the wait.
 
         Raises:
-            UserError: the one that a worker raised, or if a worker was killed.
-            RuntimeError: with the traceback of any other exception in a worker.
+            UserError: a worker raised it, or was killed.
+            RuntimeError: another exception in a worker, with its traceback.
         """
         results = []
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -87,7 +86,7 @@ class Team:
                 if not connection.poll():
                     raise EOFError
                 result, error = connection.recv()
-            except (EOFError, OSError):  # OSError: also one that was killed in the middle of its message
+            except (EOFError, OSError):  # OSError: killed in the middle of its message
                 process.join(1)
                 raise UserError(
                     f"{process.name} was ended from outside (exit code {process.exitcode}).",
@@ -101,14 +100,13 @@ class Team:
         return results
 
     def release(self) -> None:
-        """The results of the oldest job are used up: its memory may be written again."""
+        """Allow the memory of the oldest job to be overwritten."""
         for connection in self._connections:
-            with suppress(BrokenPipeError, ConnectionResetError):  # of a dead worker, collect() tells in its turn
+            with suppress(BrokenPipeError, ConnectionResetError):  # collect() reports a dead worker
                 connection.send(None)
 
 
 def _end(processes: list[multiprocessing.Process], connections: list[Connection]) -> None:
-    # Workers hold nothing that could be damaged, so there is no need to ask them and wait.
     for process in processes:
         process.kill()
     for process in processes:
@@ -120,10 +118,10 @@ def _end(processes: list[multiprocessing.Process], connections: list[Connection]
 def _work(
     connection: Connection, parents_ends: list[Connection], parent: int, job: Callable[[int], Any], ahead: int
 ) -> None:
-    # Ctrl-C and a scheduler's warnings reach the whole process group; the parent decides what happens then.
+    # Ctrl-C and a scheduler's warnings reach the whole process group; the parent handles them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    for end in parents_ends:  # so that a write fails, instead of blocking, once the parent is gone
+    for end in parents_ends:  # so that a write fails once the parent is gone
         end.close()
     torch.set_num_threads(1)
     done, allowed = 0, ahead
@@ -140,5 +138,5 @@ def _work(
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except BaseException as error:
-        with suppress(OSError):  # the parent may be gone by now
+        with suppress(OSError):  # the parent may be gone
             connection.send((None, error if isinstance(error, UserError) else traceback.format_exc()))

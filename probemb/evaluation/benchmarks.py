@@ -55,7 +55,7 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
         has_objects: whether the objects of the images are known (--instances).
 
     Raises:
-        UserError: an unknown name; COCO's where the ids are not COCO's; pmrp without objects, or the reverse.
+        UserError: an unknown name; COCO's benchmarks without COCO's ids; pmrp without objects, or the reverse.
     """
     if wanted is None:
         objects = ["pmrp"] if has_objects else []
@@ -73,7 +73,7 @@ def choose_benchmarks(wanted: str | None, captions: CaptionDataset, has_objects:
         _check_ids(captions)
     if "pmrp" in names and not has_objects:
         raise UserError(
-            "Plausible matches need to know which objects the images show.",
+            "Plausible matches need the objects that the images show.",
             "Name COCO's instances_val2014.json with --instances.",
         )
     if has_objects and "pmrp" not in names:
@@ -87,7 +87,7 @@ def _check_ids(captions: CaptionDataset) -> None:
 
 
 def refuse_too_many_exact_pairs(captions: CaptionDataset) -> None:
-    """The exact positives of the scenes need a byte for each pair. Raises UserError if those are too many."""
+    """Raise UserError if the scenes' exact positives, a byte for each pair, are too many."""
     n_pairs = len(captions) * captions.n_captions
     if captions.scenes is not None and n_pairs > MAX_EXACT_PAIRS:
         raise UserError(
@@ -167,7 +167,7 @@ class _Table:
         def rank(images: Tensor, texts: Tensor, depth: tuple[int, int]):
             known = len(images) == len(ranked.i2t) and len(texts) == len(ranked.t2i)
             known = known and all(torch.equal(rows, torch.arange(len(rows))) for rows in (images, texts))
-            if known:  # the data is the test split as it is: ranked already
+            if known:  # the data is the test split, already ranked
                 lists.append((ranked.i2t[:, : depth[0]], ranked.t2i[:, : depth[1]]))
             else:
                 lists.append(ranker(images, texts, depth))
@@ -179,7 +179,7 @@ class _Table:
             self._keep_coco(ids, lists[0])
 
     def _keep_coco(self, ids: tuple[list, list], lists: tuple[Tensor, Tensor]) -> None:
-        """Spread the values of the test split over all rows of the data: NaN where a row is not in it."""
+        """Spread the values of the test split over all rows of the data, NaN elsewhere."""
         image_rows, caption_rows = coco_rows(*ids)
         places = {"i2t": ("images", image_rows, len(ids[0])), "t2i": ("captions", caption_rows, len(ids[1]))}
         for name, directions in coco_query_metrics(lists, self.coco).items():

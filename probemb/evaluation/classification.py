@@ -1,7 +1,5 @@
 """Zero-shot classification: embeddings of prompts -> class vectors -> ranks of the true class.
 
-Pure functions on tensors, which the zero-shot stage and the evaluation during pretraining share.
-
 Shapes: N images, C classes, P prompts of a class, K = 1..P prompts kept, D dimensions.
 Source: PCME++ §3.5 and §C.6; class vectors are means of the prompts' means, as in CLIP's prompt ensembles.
 """
@@ -25,7 +23,7 @@ def class_vectors(mean: Tensor, weights: Tensor) -> Tensor:
         weights: (C, P), not negative, each class with at least one positive weight.
 
     Returns:
-        (C, D) float32. Summed in float64, so that equal weights give equal vectors whatever the order of summation.
+        (C, D) float32. Summed in float64, so that equal weights give equal vectors in any order.
     """
     return normalise(torch.einsum("cp,cpd->cd", weights.double(), mean.double())).float()
 
@@ -33,8 +31,7 @@ def class_vectors(mean: Tensor, weights: Tensor) -> Tensor:
 def prefix_vectors(mean: Tensor, uncertainty: Tensor, class_chunk: int = 64) -> Tensor:
     """Class vectors from the K most certain prompts, for every K = 1..P at once.
 
-    One cumulative sum over each class' prompts in the order of their uncertainty; ties keep the order of the
-    templates. `prefix_vectors(...)[P - 1]` are the vectors of the plain mean.
+    Prompts of equal uncertainty keep the order of the templates.
 
     Args:
         mean: (C, P, D); uncertainty: (C, P).
@@ -52,10 +49,9 @@ def prefix_vectors(mean: Tensor, uncertainty: Tensor, class_chunk: int = 64) -> 
 
 
 def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int = 20_000_000) -> Tensor:
-    """How many classes score above the true one, for one classifier or for a stack of them.
+    """Number of classes that score above the true one, for one classifier or a stack of them.
 
-    A class that ties with the true one counts as above if it comes first, as under argmax: two classes of the same
-    name share one vector.
+    A class that ties with the true one counts as above if it comes first, as under argmax.
 
     Args:
         images: (N, D), unit length.
@@ -80,7 +76,7 @@ def true_ranks(images: Tensor, vectors: Tensor, labels: Tensor, max_scores: int 
                 label = labels[n : n + image_step]
                 scores = (images[n : n + image_step] @ block.reshape(-1, dim).T).view(len(label), len(block), n_classes)
                 own = scores.take_along_dim(label.view(-1, 1, 1), dim=2)  # (n, k, 1)
-                above = (~(scores <= own)).sum(dim=2, dtype=torch.int32)  # NaN is above everything: never right
+                above = (~(scores <= own)).sum(dim=2, dtype=torch.int32)  # NaN counts as above
                 tied = scores == own
                 if int(tied.sum(dtype=torch.int32)) > tied.shape[0] * tied.shape[1]:
                     tied &= before < label.view(-1, 1, 1)

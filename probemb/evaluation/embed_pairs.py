@@ -1,4 +1,4 @@
-"""Embeddings of images with their captions, which every evaluation of retrieval starts from."""
+"""Embeddings of images with their captions, for evaluations of retrieval."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def exact_match(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:
     from probemb.data.scenes import match_matrix
 
     scenes = [captions.scenes[i][0] for i in kept]
-    told = [caption for i in kept for caption in captions.scenes[i][1]]
-    return torch.from_numpy(match_matrix(scenes, told))
+    described = [caption for i in kept for caption in captions.scenes[i][1]]
+    return torch.from_numpy(match_matrix(scenes, described))
 
 
 def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:

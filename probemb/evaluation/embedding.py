@@ -1,7 +1,7 @@
 """Embeddings of images and texts, in batches.
 
-`encode_images` and `encode_texts` take a function, the model's `encode_image` or `encode_text`. `Embedder` is a model
-with everything that a command says about running it.
+`encode_images` and `encode_texts` take the model's `encode_image` or `encode_text`; `Embedder` is a model with its
+inputs' preparation and a command's settings.
 
 N images, T texts, L tokens, D dimensions.
 """
@@ -37,8 +37,7 @@ def encode_texts(
 ) -> Gaussian:
     """Encode tokens (T, L), padded with zeros, in batches.
 
-    A text that occurs several times is encoded once. Texts of similar length share a batch, so that cutting its padding
-    saves most of the time for short prompts.
+    Repeated texts are encoded once. Texts of similar length share a batch, whose padding is cut.
 
     Args:
         encode: the model's `encode_text`; cut: its `cut_padding`.
@@ -48,7 +47,7 @@ def encode_texts(
     """
     distinct, place = torch.unique(tokens, dim=0, return_inverse=True)
     position = torch.arange(1, tokens.shape[1] + 1)
-    length = (position * (distinct != 0)).amax(dim=1)  # up to the end token, which is not zero
+    length = (position * (distinct != 0)).amax(dim=1)  # includes the end token
     order = length.argsort(stable=True)
     batches = (cut(distinct[part]) for part in order.split(batch_size))
     found = encode_images(encode, batches, device=device, progress=progress, total=len(tokens))
@@ -95,7 +94,7 @@ def encode_images(
             "The model gives embeddings that are not finite numbers.",
             "Its training has diverged or its file is damaged: evaluate an earlier checkpoint.",
         )
-    return Gaussian(both.mean.clone(), both.log_var.clone())  # out of inference mode: usable under autograd as well
+    return Gaussian(both.mean.clone(), both.log_var.clone())  # out of inference mode, for autograd
 
 
 class EmbeddedImages(NamedTuple):
@@ -114,7 +113,7 @@ class EmbeddedImages(NamedTuple):
 
 @dataclass(frozen=True)
 class Embedder:
-    """A model with what prepares its inputs, and how to run it.
+    """A model with its tokenizer and transform, and settings to run it.
 
     Attributes:
         model: in evaluation mode, on `device`.

@@ -1,7 +1,7 @@
 """Rankings at test time: by distances, and by FAISS with and without re-ranking. Source: PCME++ Table C.7.
 
 N images, M captions. A ranker maps rows of the images and of the captions, and a depth, to the ranked lists of both
-directions: what `probemb.metrics.coco_benchmarks` takes.
+directions, as for `probemb.metrics.coco_benchmarks`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,7 @@ class ScoreRanker:
 
 
 class SearchRanker:
-    """Ranks by searching an index of the other side, built again for every gallery.
-
-    Attributes:
-        build_seconds: spent on building indexes in the last call.
-    """
+    """Ranks by searching an index of the other side, built for every gallery, in `build_seconds` for the last call."""
 
     def __init__(self, images: Gaussian, captions: Gaussian, name: str, options: RankingOptions):
         self.images, self.captions, self.name, self.options = images, captions, name, options
@@ -122,7 +118,7 @@ def make_ranker(name: str, images: Gaussian, captions: Gaussian, options: Rankin
 
 
 def describe_ranking(name: str, options: RankingOptions) -> str:
-    """How a ranking is computed, in a few words."""
+    """Short description of a ranking's computation."""
     return {
         "csd": "closed form",
         "mean": "cosine of the means",
@@ -159,7 +155,7 @@ def own_captions(owner: Tensor, n_images: int) -> Positives:
 
 
 def depth_for(positives: Sequence[Positives]) -> tuple[int, int]:
-    """How deep the lists of both directions must go for these positives of images."""
+    """Needed depth of both directions' lists for these positives of images."""
     pairs = [(p, p.transposed()) for p in positives]
     return tuple(max(max(KS), *(int(pair[way].counts.max()) for pair in pairs)) for way in (0, 1))
 
@@ -172,7 +168,7 @@ def both_directions(ranked: Ranked, positives: Positives) -> dict:
 
 
 def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: str | None = None) -> dict:
-    """RSUM and its parts under one ranking: the quick measure by which finetuning chooses its model.
+    """RSUM and its parts under one ranking, by which finetuning selects its model.
 
     Args:
         ranking: "csd" or another of TITLES; by default "csd", and "mean" for a point model.

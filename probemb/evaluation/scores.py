@@ -49,8 +49,8 @@ class DotScores:
 class SampledScores:
     """PCME's match probability by Monte Carlo, (N, M); see `distances.match_probability`.
 
-    The samples are the same for all rows. One of the J sets of samples is held at a time and drawn again when it is
-    needed: for 25,000 captions all sets would take a gigabyte.
+    The samples are the same for all rows. One of the J sets is held at a time and redrawn when needed: for 25,000
+    captions all sets would take a gigabyte.
     """
 
     left: Gaussian
@@ -84,7 +84,7 @@ class SampledScores:
         return len(self.left), len(self.right)
 
     def only(self, rows: Tensor, columns: Tensor) -> SampledScores:
-        """The scores of these rows and columns alone, with new samples unless they are all."""
+        """The scores of these rows and columns alone; with new samples, unless these are all."""
         return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
 
     def transposed(self) -> SampledScores:
@@ -104,10 +104,7 @@ def _take(x, index: Tensor):
 def both_ways(
     scores: Scores, most: int = WHOLE_ELEMENTS
 ) -> tuple[Tensor | Callable[[slice], Tensor], Tensor | Callable[[slice], Tensor]]:
-    """Scores and their transpose, to be read several times.
-
-    Up to `most` scores are computed once and held; beyond that, blocks are computed whenever they are read.
-    """
+    """Scores and their transpose for repeated reading: computed once if at most `most`, else at every read."""
     rows, columns = scores.shape
     if rows * columns > most:
         return scores, scores.transposed()
@@ -138,7 +135,7 @@ def wasserstein2_scores(a: Gaussian, b: Gaussian) -> DotScores:
 
 @torch.no_grad()
 def mean_scores(a: Gaussian, b: Gaussian) -> DotScores:
-    """Dot product of the means, which is their cosine where they have unit length."""
+    """Dot product of the means, their cosine at unit length."""
     return DotScores(at_least_float32(a.mean), at_least_float32(b.mean))
 
 

@@ -30,7 +30,7 @@ def findings(
     per_query: dict[str, dict[str, Tensor]],
     erased: int,
 ) -> dict:
-    """Everything on uncertainty that results.json holds.
+    """The uncertainty part of results.json.
 
     Args:
         per_query: as for `quality`; erased: number of images, and of captions, to erase parts of.
@@ -83,7 +83,7 @@ def evenly(n: int, wanted: int) -> list[int]:
 
 
 def erase_pixels(pixels_BCHW: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """A grey square over a share of each image, anywhere in it. Grey is 0 after normalisation, the mean colour."""
+    """A grey square over a share of each image, at a random place. Grey is 0, the mean colour."""
     out = pixels_BCHW.clone()
     height, width = out.shape[2:]
     h, w = round(height * share**0.5), round(width * share**0.5)
@@ -118,7 +118,7 @@ def erase(
     for i in chosen:
         try:
             pixels.append(embedder.transform(captions.images.open(i)))
-        except BadSample:  # readable a moment ago: the file has changed since
+        except BadSample:  # the file has changed
             continue
     texts, whole = [captions.captions[i][0] for i in chosen], torch.stack(pixels)
     uncertainty: dict[str, list[Tensor]] = {"pixels": [], "words": []}

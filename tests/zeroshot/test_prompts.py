@@ -25,7 +25,7 @@ def test_templates_come_from_clip_or_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "is empty"), ("a photo\n", "Line 1"), ("a {}\n{} and {}\n", "Line 2"), ("a {}\na {}\n", "stands twice")],
+    [("", "is empty"), ("a photo\n", "Line 1"), ("a {}\n{} and {}\n", "Line 2"), ("a {}\na {}\n", "occurs twice")],
 )
 def test_templates_that_are_none_are_refused(tmp_path, content, message):
     file = tmp_path / "t.txt"

@@ -83,7 +83,7 @@ def _curves(e: Evaluation) -> list[Chart]:
 
 
 def _chosen(e: Evaluation) -> dict | None:
-    """How many classes are classified best at each K: an oracle."""
+    """Number of classes that are classified best at each K: an oracle."""
     if e.class_k is None:
         return None
     hopeless = (e.class_max == 0) | (e.counts == 0)
@@ -111,8 +111,7 @@ def _bins(uncertainty: dict) -> list[tuple[str, Chart, dict]]:
 
 
 def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:
-    """Groups of classes to show, none twice: by gain where K was chosen per class, else by uncertainty; and some at
-    random, always the same."""
+    """Disjoint groups of classes to show: by gain if K was chosen per class, else by uncertainty; and at random."""
     with_images = [c for c in range(len(e.counts)) if e.counts[c] > 0]
     if e.class_best is not None:
         score = (e.class_best - e.class_all).tolist()
@@ -153,7 +152,7 @@ def _pictures(mine: Tensor, outcome: Outcome, images: LabelledImages) -> list[di
     for i in mine.tolist()[:: max(1, len(mine) // IMAGES_A_CLASS)][:IMAGES_A_CLASS]:
         try:
             source = thumbnail(images.open(outcome.places[i]))
-        except BadSample:  # it was readable before: the file has changed since
+        except BadSample:  # the file has changed
             continue
         verdict = "right" if bool(outcome.evaluation.correct[i]) else "wrong"
         shown.append({"src": source, "note": f"{images.places[outcome.places[i]].name}: {verdict}", "kind": verdict})

@@ -1,4 +1,4 @@
-"""The page of `zeroshot.retrieval`: rankings, what uncertainty says about recall, the embeddings, extreme items."""
+"""The page of `zeroshot.retrieval`: rankings, uncertainty against recall, the embeddings, extreme items."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _tiles(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
 
 
 def _sides(shown: dict, key: str, draw: Callable[[str, dict], Chart]) -> list[tuple[str, Chart, dict]]:
-    """For images and captions as queries, where it could be computed: title, chart, numbers."""
+    """Title, chart and numbers for images and captions as queries, if computed."""
     return [(SIDES[side], draw(side, both[key]), both[key]) for side, both in shown.items() if both[key]]
 
 
@@ -105,9 +105,9 @@ def _projection(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, siz
     for side, colour, marker in (("captions", ORANGE, "^"), ("images", BLUE, "o")):
         points = []
         for row, x, y, u in zip(*(found[side][key].tolist() for key in ("rows", "x", "y", "uncertainty"))):
-            told = texts[row] if side == "captions" else captions.images.places[pairs.kept[row]].name
+            label = texts[row] if side == "captions" else captions.images.places[pairs.kept[row]].name
             size, about = (2 + 4 * (u - low) / ((high - low) or 1), f": u = {number(u)}") if sized else (3, "")
-            points.append((x, y, size, f"{told[:120]}{about}"))
+            points.append((x, y, size, f"{label[:120]}{about}"))
         chart.cloud(points, side, colour, marker)
     return chart
 
@@ -120,7 +120,7 @@ def _images(
         i = pairs.kept[row]
         try:
             source = thumbnail(captions.images.open(i))
-        except BadSample:  # it was readable before: the file has changed since
+        except BadSample:  # the file has changed
             continue
         verdict = "right" if bool(right[row]) else "wrong"
         note = f"{captions.images.places[i].name}: {verdict}"
