@@ -27,7 +27,7 @@ from probemb.data.image_loader import ImageBatches, Images, image_digest
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
 from probemb.models import DualEncoder
-from probemb.models.feature_layout import FeatureLayout, feature_layout
+from probemb.models.features import FeatureLayout
 
 FEATURES, ABOUT = "features.f16", "about.json"
 
@@ -79,7 +79,7 @@ def cache_features(
     height, width = tower.image_size
     for network in networks:
         network.image_tower.feature_layout = None
-    layout = feature_layout(tower, torch.linspace(-1, 1, 6 * height * width, device=device).view(2, 3, height, width))
+    layout = tower.layout(torch.linspace(-1, 1, 6 * height * width, device=device).view(2, 3, height, width))
     key, *others = (cache_key(network, layout, dataset.images) for network in networks)
     if any(other != key for other in others):
         raise UserError(

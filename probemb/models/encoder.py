@@ -14,16 +14,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
-
-if TYPE_CHECKING:
-    from probemb.models.feature_layout import FeatureLayout
+from probemb.models.features import FeatureLayout, Features
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
 # precision, and which still has a finite inverse and logarithm.
@@ -64,20 +63,6 @@ class Encoded:
         return len(self.gaussian)
 
 
-class Features(NamedTuple):
-    """A trunk's output, before any head.
-
-    Attributes:
-        tokens: (B, T, W).
-        pooled: (B, P), the tower's own summary of its tokens.
-        mask: (B, T) bool, True for tokens that take part; None if all do.
-    """
-
-    tokens: Tensor
-    pooled: Tensor
-    mask: Tensor | None = None
-
-
 class Place(NamedTuple):
     """Where a parameter stands in its tower.
 
@@ -104,7 +89,7 @@ class Encoder(nn.Module):
         image_size: (height, width) in pixels; image towers only.
         n_tokens: T of an image of that size; image towers only.
         context_length: largest L; text towers only.
-        feature_layout: set where features that were computed before come in place of inputs; see `feature_layout.py`.
+        feature_layout: set where features that were computed before come in place of inputs; see `features.py`.
     """
 
     mean_head: nn.Module | None
@@ -174,6 +159,20 @@ class Encoder(nn.Module):
         if mask is None:
             mask = mean_features.tokens.new_ones(mean_features.tokens.shape[:2], dtype=torch.bool)
         return mean, log_var, self.mean_head.embed_tokens(mean_features.tokens), mask
+
+    @torch.no_grad()
+    def layout(self, inputs: Tensor) -> FeatureLayout:
+        """How features of such inputs are kept.
+
+        Raises:
+            UserError: the uncertainty branch has blocks of its own, which would have to be trained.
+        """
+        if any(self.place(name).part == "branch" for name, _ in self.named_parameters()):
+            raise UserError(
+                "The image tower's uncertainty branch has blocks of its own, so its features change while it trains.",
+                "Set model.n_unc_layers to 0, or to two numbers such as [0, 1], or leave data.cache_features out.",
+            )
+        return FeatureLayout.of(*self.features(inputs), with_tokens=getattr(self.mean_head, "reads_tokens", False))
 
     def encode(self, inputs: Tensor, token_mask: Tensor | None = None, want_tokens: bool = False) -> Encoded:
         """`forward`, as an `Encoded`."""

@@ -19,7 +19,7 @@ from probemb.models import (
     save_model,
 )
 from probemb.models.architectures import build_stock
-from probemb.models.encoder import Features
+from probemb.models.features import Features
 from tests.ranks import run_ranks
 
 NAME = "ViT-Micro-32"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from probemb.models.encoder import Features
+from probemb.models.features import Features
 from probemb.models.heads.linear import FullPrecisionLinear, start_log_var, start_mean
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from probemb.gaussian import at_least_float32
-from probemb.models.encoder import Features
+from probemb.models.features import Features
 from probemb.models.heads.linear import FullPrecisionLinear, full_precision, start_log_var, start_mean
 
 if TYPE_CHECKING:

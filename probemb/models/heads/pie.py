@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from probemb.gaussian import at_least_float32
-from probemb.models.encoder import Features
+from probemb.models.features import Features
 from probemb.models.heads.linear import FullPrecisionLinear, full_precision, start_log_var, start_mean
 
 if TYPE_CHECKING:

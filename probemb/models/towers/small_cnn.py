@@ -16,7 +16,8 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from probemb.models.architectures import check_n_unc_layers
-from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.encoder import Encoder, Place
+from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
 
 STAGE = re.compile(r"(stages|branch)\.(\d+)\.")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from probemb.errors import UserError, nearest
 from probemb.models.architectures import check_n_unc_layers
-from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.encoder import Encoder, Place
+from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
 from probemb.models.word_tokenizer import FIRST_WORD, PADDING, UNKNOWN
 

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
-from probemb.models.encoder import Features
+from probemb.models.features import Features
 from probemb.models.heads.pie import PIEHead, TokenAttention
 
 NAMES = {

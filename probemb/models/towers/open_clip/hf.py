@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from probemb.gaussian import at_least_float32
 from probemb.models.architectures import check_n_unc_layers, stock_text_tower
-from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.encoder import Encoder, Place
+from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
 from probemb.models.towers.branch import Branch
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from probemb.errors import UserError
 from probemb.gaussian import at_least_float32
 from probemb.models.architectures import check_n_unc_layers, stock_image_tower
-from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.encoder import Encoder, Place
+from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")

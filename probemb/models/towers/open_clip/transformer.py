@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import at_least_float32
 from probemb.models.architectures import check_n_unc_layers, stock_image_tower, stock_text_tower
-from probemb.models.encoder import Encoder, Features, Place
+from probemb.models.encoder import Encoder, Place
+from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
 from probemb.models.heads.gpo import length_mask
 from probemb.models.heads.linear import full_precision

@@ -1,15 +1,27 @@
-"""FeatureLayout: a frozen trunk's features as rows of numbers, so that they can be computed once and kept."""
+"""A trunk's output before any head, and its layout as rows of numbers, so that a frozen one's can be kept."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from probemb.errors import UserError
-from probemb.models.encoder import Encoder, Features
+
+class Features(NamedTuple):
+    """A trunk's output, before any head.
+
+    Attributes:
+        tokens: (B, T, W).
+        pooled: (B, P), the tower's own summary of its tokens.
+        mask: (B, T) bool, True for tokens that take part; None if all do.
+    """
+
+    tokens: Tensor
+    pooled: Tensor
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,17 @@ class FeatureLayout:
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     probabilistic: bool
+
+    @staticmethod
+    def of(mean: Features, unc: Features | None, with_tokens: bool) -> FeatureLayout:
+        """The layout of a small batch of features; without tokens where no head reads them."""
+        held = _named(mean, unc)
+        if not with_tokens:
+            held = {name: x for name, x in held.items() if "tokens" not in name}
+        for name in ("tokens", "pooled"):
+            if f"unc_{name}" in held and torch.equal(held[f"unc_{name}"], held[name]):
+                del held[f"unc_{name}"]
+        return FeatureLayout(tuple((name, tuple(x.shape[1:])) for name, x in held.items()), unc is not None)
 
     @property
     def width(self) -> int:
@@ -44,28 +67,6 @@ class FeatureLayout:
         if not self.probabilistic:
             return mean, None
         return mean, Features(held.get("unc_tokens", tokens), held.get("unc_pooled", mean.pooled))
-
-
-def feature_layout(tower: Encoder, inputs: Tensor) -> FeatureLayout:
-    """The layout of a tower's features, found with one small batch of inputs.
-
-    Raises:
-        UserError: the tower has an uncertainty branch with blocks of its own, which would have to be trained.
-    """
-    if any(tower.place(name).part == "branch" for name, _ in tower.named_parameters()):
-        raise UserError(
-            "The image tower's uncertainty branch has blocks of its own, so its features change while it trains.",
-            "Set model.n_unc_layers to 0, or to two numbers such as [0, 1], or leave data.cache_features out.",
-        )
-    with torch.no_grad():
-        mean, unc = tower.features(inputs)
-    held = _named(mean, unc)
-    if not getattr(tower.mean_head, "reads_tokens", False):
-        held = {name: x for name, x in held.items() if "tokens" not in name}
-    for name in ("tokens", "pooled"):
-        if f"unc_{name}" in held and torch.equal(held[f"unc_{name}"], held[name]):
-            del held[f"unc_{name}"]
-    return FeatureLayout(tuple((name, tuple(x.shape[1:])) for name, x in held.items()), unc is not None)
 
 
 def _named(mean: Features, unc: Features | None) -> dict[str, Tensor]:
