@@ -1,1 +1,1 @@
-"""Batch scripts for Slurm (pretrain.sh, zeroshot.sh) and the same through submitit (submit.py)."""
+"""Batch scripts for Slurm, and submission through submitit."""

@@ -1,30 +1,30 @@
 # shellcheck shell=bash
-# What the batch scripts of this folder share. They source it from the project's folder, where they were submitted:
-# sbatch runs a copy of the script in a spool folder, so `$0` says nothing of where the project is.
+# Common part of the batch scripts. They source it from the project's folder, where they were submitted: sbatch runs a
+# copy of the script in a spool folder, so `$0` does not locate the project.
 
 # --------------------------------------------------------------------------------------------- edit: the environment
 # module load cuda
 # export https_proxy=http://proxy:3128            # for downloads
 PYTHON=${PROBEMB_PYTHON:-.venv/bin/python}        # must be on a file system that all nodes see
 
-# NCCL finds its way on most clusters; uncomment where it does not (docs/slurm.md says how to tell).
+# NCCL needs no settings on most clusters; uncomment where it does (see docs/slurm.md).
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}             # INFO shows which network it uses
-# export NCCL_SOCKET_IFNAME=ib0                   # the interface that the nodes reach each other through
+# export NCCL_SOCKET_IFNAME=ib0                   # network interface between the nodes
 # export GLOO_SOCKET_IFNAME=$NCCL_SOCKET_IFNAME   # the same for the CPU's collectives
 # export NCCL_IB_HCA=mlx5                         # InfiniBand adapters to use
-# export NCCL_IB_DISABLE=1                        # no InfiniBand here: go through sockets
+# export NCCL_IB_DISABLE=1                        # no InfiniBand: use sockets
 # export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True   # less fragmentation when memory is tight
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}      # for data workers; trainers set their own with --engine.threads
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 ulimit -c 0                                       # no core files of many GB from a crashed rank
 
 # ------------------------------------------------------------------------------------------ nothing to edit from here
-PREEMPTED=85  # how a stage exits when it was told to stop, and has saved
+PREEMPTED=85  # exit code of a stage that was asked to stop and has saved
 
 refuse() { printf 'error: %s\n       %s\n' "$1" "$2" >&2; exit 2; }
 say() { echo "== $(date '+%F %T') $*"; }
 
-# require_job SCRIPT: a job of Slurm, and a Python.
+# require_job SCRIPT: refuses to run outside a job of Slurm, or without a Python.
 require_job() {
   [ -n "${SLURM_JOB_ID:-}" ] || refuse "This is a batch script for Slurm." "Start it with: sbatch slurm/$1 ARGUMENTS"
   [ -x "$PYTHON" ] || PYTHON=$(command -v "$PYTHON") || refuse \
@@ -32,7 +32,7 @@ require_job() {
     "Run make install in $PWD, or set PROBEMB_PYTHON to another interpreter."
 }
 
-# require_gpu_per_task [WHAT]: a run that computes on CPUs because somebody forgot the GPUs wastes a day before anyone notices.
+# require_gpu_per_task [WHAT]: forgotten GPUs are refused, because a run on CPUs may go unnoticed for a day.
 require_gpu_per_task() {
   local gpus=${SLURM_GPUS_ON_NODE:-0} tasks=${SLURM_NTASKS_PER_NODE:-1}
   if [ "${PROBEMB_ALLOW_CPU:-}" != 1 ]; then
@@ -41,11 +41,11 @@ require_gpu_per_task() {
     [ "$gpus" = "$tasks" ] || refuse "The job has $gpus GPUs but $tasks tasks on each node; every GPU needs one." \
       "Give sbatch --gpus-per-node and --ntasks-per-node with the same number."
   elif [ "$gpus" = 0 ]; then
-    export CUDA_VISIBLE_DEVICES=  # the node may have GPUs, but they are not this job's
+    export CUDA_VISIBLE_DEVICES=  # GPUs of the node are not this job's
   fi
 }
 
-# torch_sees N: whether torch has N GPUs on this node; says so where not.
+# torch_sees N: fails with a message unless torch sees N GPUs on this node.
 torch_sees() {
   [ "${PROBEMB_ALLOW_CPU:-}" = 1 ] && return
   "$PYTHON" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < int(sys.argv[1]))' "$1" && return
@@ -63,7 +63,7 @@ seconds() {
   echo $((10#$days * 86400 + 10#${parts[0]} * 3600 + 10#${parts[1]} * 60 + 10#${parts[2]}))
 }
 
-# The time limit must leave more than what the script's --signal line keeps for the last checkpoint.
+# The time limit must exceed the margin that the script's --signal line keeps for the last checkpoint.
 require_time_to_save() {
   local limit margin
   limit=$(squeue --noheader --job "$SLURM_JOB_ID" --format %l)
@@ -74,8 +74,8 @@ require_time_to_save() {
   fi
 }
 
-# take_arguments WORD…: sets `arguments` of the stage, with --resume. `--sweep FILE` adds this array task's line of it
-# (blank lines and comments do not count) at the end, where it wins; `sweep` is then set.
+# take_arguments WORD…: sets `arguments` of the stage, with --resume. `--sweep FILE` appends this array task's line of it
+# (without blank lines and comments), which takes precedence; `sweep` is then set.
 take_arguments() {
   local line words
   arguments=(--resume) sweep=
@@ -100,9 +100,9 @@ take_arguments() {
   arguments+=("${words[@]}")
 }
 
-# rank MODULE WORD…: what every task does. USR1 is ignored until Python has a handler for it, or it would kill a rank
-# that is starting; the signal is repeated. A rank that fails ends the others with USR2, as they would wait for it; a
-# rank that has saved does not, as others may still be writing: srun's own --kill-on-bad-exit cannot tell the two apart.
+# rank MODULE WORD…: one task. USR1 is ignored until Python has a handler, or it would kill a starting rank; the signal
+# is repeated. A failed rank ends the others with USR2, as they would wait for it; a rank that has saved does not, as
+# others may still be writing: srun's --kill-on-bad-exit cannot tell the two apart.
 rank() {
   trap '' USR1
   trap : TERM
@@ -120,32 +120,32 @@ rank() {
   exit "$code"
 }
 
-# follow NOTIFY COMMAND…: run it in the background, as bash runs no trap while it waits for a command; sets `code`.
-# `told` is set by USR1 (the time limit is near, or somebody wants the nodes), and NOTIFY PID is called then; `ended` by
-# TERM (scancel, the time limit itself, a failed node), which reaches the tasks by itself.
-step='' told='' ended='' interrupted='' notify=''
-told() { told=1 interrupted=1; [ -z "$step" ] || "$notify" "$step"; }
+# follow NOTIFY COMMAND…: runs COMMAND in the background, because bash runs no trap while it waits for a command in the
+# foreground; sets `code`. USR1 (time limit near, or preemption) sets `asked` and calls NOTIFY PID; TERM (scancel, time
+# limit, failed node), which Slurm also sends to the tasks, sets `ended`.
+step='' asked='' ended='' interrupted='' notify=''
+ask_to_stop() { asked=1 interrupted=1; [ -z "$step" ] || "$notify" "$step"; }
 follow() {
   notify=$1
-  trap told USR1
+  trap ask_to_stop USR1
   trap 'ended=1 interrupted=1' TERM
   "${@:2}" &
   step=$!
-  [ -z "$told" ] || told
+  [ -z "$asked" ] || ask_to_stop
   local status
   code=1
   while :; do
     interrupted=''
     wait "$step"
     status=$?
-    [ "$status" = 127 ] || code=$status  # 127: the wait before had its status already
+    [ "$status" = 127 ] || code=$status  # 127: the previous wait returned its status
     [ -n "$interrupted" ] || break
   done
 }
 
-# requeue WHERE: back into the queue, and the end of this script; WHERE it resumes completes the sentence for people.
+# requeue WHERE: requeues the job and ends this script; WHERE says for people where it resumes.
 requeue() {
-  say "told to stop: back into the queue"
+  say "asked to stop: back into the queue"
   scontrol requeue "$SLURM_JOB_ID" && exit 0
   echo "error: Slurm does not requeue the job." >&2
   echo "       Submit it again: it resumes $1." >&2
@@ -154,10 +154,9 @@ requeue() {
 repeat_usr1() { (while kill -USR1 "$1" 2>/dev/null; do sleep 5; done) & }
 late() { scontrol show job "$SLURM_JOB_ID" | grep -q Reason=TimeLimit; }  # saved, but only after the time limit
 
-# run_ranks MODULE: `arguments` on every rank; requeues a run that was told to stop, and exits.
-# The ranks meet at the job's first node, never localhost, at a port below those that systems hand out by themselves,
-# another one for every job that may share the node. All GPUs of a node are shown to all of its ranks: NCCL needs that
-# to copy between them. What scancel ends must not come back.
+# run_ranks MODULE: runs it with `arguments` on every rank; requeues a run that was asked to stop, and exits.
+# The ranks meet at the job's first node, never localhost, at a port below the ephemeral range that differs between
+# jobs. All ranks of a node see all of its GPUs, which NCCL needs to copy between them. A cancelled job is not requeued.
 run_ranks() {
   MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   export MASTER_ADDR MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) PYTHON PREEMPTED
@@ -168,7 +167,7 @@ run_ranks() {
     bash -c "$(declare -f torch_sees rank); rank \"\$@\"" rank "$1" "${arguments[@]}"
   if [ -n "$ended" ] && ! { [ "$code" = "$PREEMPTED" ] && late; }; then
     say "ended by Slurm (scancel, time limit or a failed node)"
-  elif [ "$code" = "$PREEMPTED" ] || { [ -n "$told" ] && [ "$code" = 138 ]; }; then  # 138: USR1 before a rank began
+  elif [ "$code" = "$PREEMPTED" ] || { [ -n "$asked" ] && [ "$code" = 138 ]; }; then  # 138: USR1 before a rank started
     requeue "from its newest checkpoint"
   fi
   exit "$code"

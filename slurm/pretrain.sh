@@ -5,11 +5,11 @@
 #   sbatch --nodes=2 --gpus-per-node=4 --ntasks-per-node=4 --time=12:00:00 slurm/pretrain.sh --config …
 #   sbatch --array=1-6 slurm/pretrain.sh --sweep sweep.txt --config …      # line i of sweep.txt is added to run i
 #
-# Submit from the project's folder. The job saves and requeues itself before its time limit, and goes on in the same
-# run folder until the run is finished. docs/slurm.md says what else happens.
+# Submit from the project's folder. The job saves and requeues itself before its time limit, and resumes in the same run
+# folder until the run is finished. More in docs/slurm.md.
 #
 # ---------------------------------------------------------------------------------------------- edit: what to ask for
-# Options of sbatch's command line win over these lines. One task for each GPU: the two numbers must agree.
+# sbatch's command line takes precedence over these lines. One task for each GPU: the two numbers must agree.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=4
 #SBATCH --gpus-per-node=8
@@ -20,8 +20,8 @@
 ##SBATCH --account=my-project
 ##SBATCH --exclusive
 #
-# Keep these: %j stays the same when a job is requeued, so its log goes on in one file. The signal comes 300 s before
-# the time limit, to this script alone (B:), which passes it on; raise it if a step and a checkpoint take longer.
+# Keep these: %j stays the same when a job is requeued, so its log stays in one file. The signal comes 300 s before the
+# time limit, only to this script (B:), which passes it on; raise it if a step and a checkpoint take longer.
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue

@@ -1,7 +1,7 @@
-"""The task that submitit runs on every rank of a job: one rank of a stage, as a process of its own.
+"""Run one rank of a stage under submitit.
 
-The stage is a child process, so that a signal finds the trainer's own handlers, and submitit's stay in this one:
-submitit hears USR2, has rank 0 call `checkpoint`, and requeues the job when that returns.
+The stage is a child process, so that it has the trainer's signal handlers and this one submitit's: on USR2 submitit
+has rank 0 call `checkpoint`, and requeues the job when that returns.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ SECONDS_BETWEEN_SIGNALS = 5
 
 @dataclass
 class Stage:
-    """`python -m module arguments`, as the rank that submitit's environment describes.
+    """`python -m module arguments` as the rank that submitit's environment describes.
 
     Args:
-        module: of the stage, pretrain.run for instance.
-        arguments: passed on.
         gpus: that torch must see on every node; 0 for a run on CPUs.
     """
 
@@ -39,14 +37,14 @@ class Stage:
         """Run to the end; returns 0.
 
         Raises:
-            RuntimeError: the stage failed, or was ended by scancel (it has saved then, and is not requeued).
-            SystemExit: another rank than 0 was told to stop; rank 0 has the job requeued.
+            RuntimeError: the stage failed, or was ended by scancel (then it has saved, and is not requeued).
+            SystemExit: a rank other than 0 was asked to stop; rank 0 has the job requeued.
         """
         import submitit
 
         environment = rank_environment(submitit.JobEnvironment())
         if not self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # the node may have GPUs, but they are not this job's
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # GPUs of the node are not this job's
         elif environment["LOCAL_RANK"] == "0":
             require_gpus(self.gpus)
         print(f"== start on {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}, rank {environment['RANK']}")
@@ -62,13 +60,13 @@ class Stage:
             raise RuntimeError(
                 f"{self.module} was ended by Slurm, after it had saved."
                 if code == REQUEUE
-                else f"{self.module} ended with code {code}; what it said stands above."
+                else f"{self.module} ended with code {code}; see its output above."
             )
         return 0
 
     def _wait(self) -> int:
         while True:
-            # A handler that ran inside poll() would wait for the lock that poll() holds.
+            # A handler that runs inside poll() would wait for the lock that poll() holds.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             code = self.child.poll()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
@@ -77,7 +75,7 @@ class Stage:
             time.sleep(0.1)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "child": None}  # a process does not travel
+        return {**self.__dict__, "child": None}  # a process cannot be pickled
 
 
 @dataclass
@@ -85,10 +83,10 @@ class ResumableStage(Stage):
     """A stage that saves on USR1, exits with 85, and resumes with --resume."""
 
     def checkpoint(self):
-        """Have the run saved; submitit calls this on rank 0, and requeues the job with what it returns.
+        """Make the run save; submitit calls this on rank 0 and requeues the job with the returned value.
 
         Raises:
-            RuntimeError: the run ended in another way than by saving or finishing.
+            RuntimeError: the run failed instead.
         """
         import submitit
 
@@ -99,12 +97,12 @@ class ResumableStage(Stage):
                 last = time.monotonic()
             time.sleep(0.1)
         if self.child and code not in (0, REQUEUE):
-            raise RuntimeError(f"{self.module} ended with code {code} when it was told to save.")
+            raise RuntimeError(f"{self.module} ended with code {code} when it was asked to save.")
         return submitit.helpers.DelayedSubmission(self)
 
 
 def rank_environment(job) -> dict[str, str]:
-    """RANK, WORLD_SIZE and so on from submitit's JobEnvironment; ranks meet at the job's first node."""
+    """RANK, WORLD_SIZE, … from submitit's JobEnvironment; ranks meet at the job's first node."""
     here = job.cluster == "local"
     return {
         "RANK": str(job.global_rank),
@@ -112,16 +110,12 @@ def rank_environment(job) -> dict[str, str]:
         "LOCAL_RANK": str(job.local_rank),
         "LOCAL_WORLD_SIZE": str(job.num_tasks // job.num_nodes),
         "MASTER_ADDR": "127.0.0.1" if here else job.hostnames[0],
-        "MASTER_PORT": str(10_000 + int(job.raw_job_id) % 20_000),  # below the ports that systems hand out themselves
+        "MASTER_PORT": str(10_000 + int(job.raw_job_id) % 20_000),  # below the ephemeral ports
     }
 
 
 def require_gpus(wanted: int) -> None:
-    """Stop where torch sees fewer GPUs than the job was given: the run would continue on CPUs.
-
-    Raises:
-        RuntimeError: names the node.
-    """
+    """Raise RuntimeError if torch sees fewer GPUs than the job was given: the run would continue on CPUs."""
     check = "import sys, torch; sys.exit(torch.cuda.device_count() < int(sys.argv[1]))"
     if subprocess.run([sys.executable, "-c", check, str(wanted)]).returncode:
         raise RuntimeError(
@@ -131,7 +125,7 @@ def require_gpus(wanted: int) -> None:
 
 
 def _prepare_child() -> None:
-    """USR2 is submitit's; USR1 must not end a child that is still importing; none outlives this process."""
+    """Ignore USR2, which is submitit's, and USR1 until the trainer has its handler; end with the parent."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,8 +7,8 @@
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --sweep sweep.txt -- --config …
     python -m slurm.submit embed --gpus-per-node 1 --parts 16 -- --model runs/x --data data/cc12m --out embeddings/x
 
-What stands after `--` goes to the stage. Several methods, the lines of a sweep, or parts become a job array. A run
-saves `margin` seconds before the time limit, is requeued and resumes.
+Words after `--` go to the stage. Several methods, the lines of a sweep, or parts become a job array. A run saves
+`margin` seconds before the time limit, is requeued and resumes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ STAGES = {
     "embed": "tools.embed",
 }
 ONE_PROCESS = ("zeroshot", "retrieval")
-RESUMABLE = ("pretrain", "finetune", "embed")
+TRAINERS = ("pretrain", "finetune")
+SRUN_OPTIONS = ("--gpu-bind=none", "--kill-on-bad-exit=1", "--wait=600")
 ROOT = Path(__file__).resolve().parents[1]
-MAX_TIMEOUTS = 1000  # submitit gives up after so many; a run of weeks needs more than its default of three
+MAX_TIMEOUTS = 1000  # a run of weeks needs more requeues than submitit's default of three
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class Submission:
         cpus_per_task: cores for each rank and its data workers.
         mem_gb: memory of each node in GB; empty for the cluster's default.
         time: limit of one start, as D-HH:MM:SS, HH:MM:SS, MM:SS or minutes.
-        margin: seconds before the time limit at which the run is told to save.
+        margin: seconds before the time limit at which the run is asked to save.
         partition: of the cluster.
         account: to charge.
         qos: quality of service.
         constraint: features that nodes must have.
-        sbatch: more options of sbatch, as KEY=VALUE, --sbatch '["reservation=course", "exclusive"]'.
+        sbatch: further options of sbatch, as KEY=VALUE, --sbatch '["reservation=course", "exclusive"]'.
         methods: finetuning methods, separated by commas: a job array, each in the folder of its name in --out.
         sweep: a file with one line of arguments for each run, with an --out of its own: a job array.
         parts: jobs that share the shards of `embed`: a job array.
@@ -96,12 +97,11 @@ class Submission:
 
     @property
     def ranks_per_node(self) -> int:
-        """One for each GPU, or as many as were asked for on CPUs."""
         return (self.tasks_per_node or 1) if self.cpu else self.gpus_per_node
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; everything that can be refused is refused before anything is written."""
+    """Run the command; every check comes before anything is written."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     own, passed_on = words[:end], words[end + 1 :]
@@ -124,11 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def seconds(text: str) -> int:
-    """Slurm's way to write a time, in seconds.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Seconds of a time in one of Slurm's forms. Raises UserError."""
     days, _, clock = str(text).rpartition("-")
     parts = clock.split(":")
     if not re.fullmatch(r"(\d+-\d+(:\d+){0,2})|(\d+(:\d+){0,2})", str(text)):
@@ -145,11 +141,7 @@ def seconds(text: str) -> int:
 
 
 def check(stage: str, given: Submission) -> None:
-    """Refuse a submission that cannot run.
-
-    Raises:
-        UserError: names the option.
-    """
+    """Refuse a submission that cannot run. Raises UserError."""
     if given.cpu and given.gpus_per_node:
         raise UserError("--cpu and --gpus-per-node exclude each other.", "Leave one of them out.")
     if not given.cpu and (given.gpus_per_node or 0) < 1:
@@ -169,23 +161,22 @@ def check(stage: str, given: Submission) -> None:
     if given.local and given.nodes != 1:
         raise UserError(f"--local has one machine, not {given.nodes}.", "Leave --nodes out.")
     if not (given.local or given.dry_run) and not shutil.which("sbatch"):
-        raise UserError("There is no sbatch here.", "Submit from a login node of the cluster, or add --local.")
+        raise UserError("This machine has no sbatch.", "Submit from a login node of the cluster, or add --local.")
 
 
 def make_stage(stage: str, given: Submission, arguments: list[str]):
-    """The task of every rank of the job."""
+    """Build the task of every rank of the job."""
     from slurm.rank import ResumableStage, Stage
 
     gpus = 0 if given.cpu else given.gpus_per_node
-    if stage == "embed":  # resumes by itself where a job stopped
-        return ResumableStage(STAGES[stage], arguments, gpus)
-    if stage in RESUMABLE:
-        return ResumableStage(STAGES[stage], ["--resume", f"--engine.threads={given.cpus_per_task}", *arguments], gpus)
-    return Stage(STAGES[stage], arguments, gpus)
+    if stage in TRAINERS:
+        arguments = ["--resume", f"--engine.threads={given.cpus_per_task}", *arguments]
+    kind = ResumableStage if stage in (*TRAINERS, "embed") else Stage  # embed always resumes
+    return kind(STAGES[stage], arguments, gpus)
 
 
 def parameters(stage: str, given: Submission) -> dict:
-    """For submitit's Slurm executor."""
+    """Parameters of submitit's Slurm executor."""
     more = [given.sbatch] if isinstance(given.sbatch, str) else given.sbatch
     pairs = [option.lstrip("-").partition("=") for option in more]
     wanted = {
@@ -209,13 +200,8 @@ def parameters(stage: str, given: Submission) -> dict:
             "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NCCL_DEBUG=${NCCL_DEBUG:-WARN}",
             "unset SUBMITIT_PREEMPT_SIGNAL",
         ],
-        # srun takes no --cpus-per-task over from sbatch; NCCL wants all GPUs of a node to be seen by all its ranks.
-        "srun_args": [
-            f"--cpus-per-task={given.cpus_per_task}",
-            "--gpu-bind=none",
-            "--kill-on-bad-exit=1",
-            "--wait=600",
-        ],
+        # srun does not inherit --cpus-per-task from sbatch; with NCCL all ranks of a node must see all of its GPUs.
+        "srun_args": [f"--cpus-per-task={given.cpus_per_task}", *SRUN_OPTIONS],
     }
     return {key: value for key, value in wanted.items() if value is not None}
 
@@ -231,7 +217,7 @@ def sbatch_file(stage: str, given: Submission, runs: int = 1) -> str:
 
 
 def submit(stage: str, given: Submission, runs: list[list[str]]) -> int:
-    """Hand the job to Slurm, an array if there are several runs, and say how to watch it."""
+    """Submit the job, an array for several runs, and print how to watch it."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -240,14 +226,12 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> int:
     try:
         jobs = executor.submit_array([make_stage(stage, given, arguments) for arguments in runs])
     except (FailedJobError, FailedSubmissionError, OSError) as error:
-        said = " ".join(str(error).split())[-300:].rstrip(".")
-        raise UserError(f"Slurm refused the job: {said}.", f"Look at it with {PROG} {stage} … --dry-run.") from error
+        reason = " ".join(str(error).split())[-300:].rstrip(".")
+        raise UserError(f"Slurm refused the job: {reason}.", f"Inspect it with {PROG} {stage} … --dry-run.") from error
     ranks = given.nodes * given.ranks_per_node
+    size = f"{given.nodes} nodes, {ranks} ranks on {'CPUs' if given.cpu else 'GPUs'}"
     for job, arguments in zip(jobs, runs):
-        which = "" if len(runs) == 1 else f" ({' '.join(arguments)})"
-        print(
-            f"job {job.job_id}: {stage}, {given.nodes} nodes, {ranks} ranks on {'CPUs' if given.cpu else 'GPUs'}{which}"
-        )
+        print(f"job {job.job_id}: {stage}, {size}{f' ({shlex.join(arguments)})' if len(runs) > 1 else ''}")
         print(f"log {job.paths.stdout} (rank 0)")
     number = jobs[0].job_id.split("_")[0]
     print(f"see squeue --job {number}; end it with scancel {number}")
@@ -255,7 +239,7 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> int:
 
 
 def run_here(stage: str, given: Submission, arguments: list[str]) -> int:
-    """The same job on this machine: shows rank 0's log, waits for the end, returns 0 or 1."""
+    """Run the job on this machine and show rank 0's log; returns 0 or 1."""
     from submitit.local.local import LocalExecutor
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

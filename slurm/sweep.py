@@ -1,4 +1,4 @@
-"""Several runs in one submission: finetuning methods, parts of an embedding, or a file with a line for each run."""
+"""Arguments of the runs of a job array: finetuning methods, parts of an embedding, or the lines of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from probemb.errors import UserError, nearest
 
-MAX_PARTS = 1000  # a job array has no more where nobody has changed Slurm's MaxArraySize
+MAX_PARTS = 1000  # Slurm's default MaxArraySize
 
 
 def argument_lists(
@@ -18,18 +18,15 @@ def argument_lists(
     sweep: str | None = None,
     parts: int | None = None,
 ) -> list[list[str]]:
-    """Arguments of every run of a submission: `arguments` alone, or with more behind them, which win.
+    """Arguments of every run of a submission: `arguments`, followed by the run's own, which take precedence.
 
     Args:
-        stage: name of the stage.
-        arguments: of all runs.
         methods: finetuning methods, separated by commas; each gets the folder of its name in --out.
-        sweep: a file with one line of arguments for each run, as in a shell; lines beginning with # do not count.
+        sweep: a file with one line of arguments for each run, as in a shell; comments start with #.
         parts: runs that share the shards of the stage `embed`.
 
     Raises:
-        UserError: methods that do not exist or have no --out, a file or line that cannot be used, parts of a stage that
-            has none.
+        UserError: unknown methods or no --out, an unusable file or line, or parts of another stage.
     """
     if parts is not None:
         return [[*arguments, "--part", part] for part in _parts(stage, arguments, parts, methods, sweep)]
@@ -65,12 +62,12 @@ def _of_methods(stage: str, arguments: Sequence[str], methods: str) -> list[list
         if name not in METHODS:
             raise UserError(f"There is no method '{name}'.{nearest(name, METHODS)}", remedy)
     if not names:
-        raise UserError("--methods names none.", remedy)
+        raise UserError("--methods is empty.", remedy)
     if _value("--method", arguments) is not None:
         raise UserError("--methods and the stage's own --method exclude each other.", "Leave one of them out.")
     out = _value("--out", arguments)
     if not out:
-        raise UserError("Several methods need --out after `--`.", "Each method gets a folder of its own in it.")
+        raise UserError("Several methods need --out after `--`.", "Each method gets its own folder in it.")
     return [["--method", name, "--out", str(Path(out) / name)] for name in names]
 
 
@@ -78,7 +75,7 @@ def _of_sweep(path: Path) -> list[list[str]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not a text in UTF-8"
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"The list of a sweep, {path}, cannot be read: {why}.", "Name a text file.") from None
     found, folders = [], set()
     for number, line in enumerate(lines, start=1):
@@ -100,7 +97,7 @@ def _of_sweep(path: Path) -> list[list[str]]:
 
 
 def _value(option: str, words: Sequence[str]) -> str | None:
-    """What the last `option` is set to, in either way of writing; None if it does not occur."""
+    """The value of the last `--option VALUE` or `--option=VALUE`; None if there is none."""
     value = None
     for i, word in enumerate(words):
         if word == option:

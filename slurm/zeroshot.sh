@@ -16,7 +16,7 @@
 ##SBATCH --partition=gpu
 ##SBATCH --account=my-project
 #
-# Keep these. After a failed node the evaluation starts again, from its first image.
+# Keep these. After a failed node the evaluation restarts from its first image.
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue

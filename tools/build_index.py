@@ -125,7 +125,7 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
     else:
         choice = Choice(options.factory, f"{options.factory}, as asked for.", default_effort(options.factory))
     if options.effort and not takes_effort(choice.factory):
-        raise UserError(f"The index '{choice.factory}' looks at everything.", "Leave --effort out.")
+        raise UserError(f"The index '{choice.factory}' always searches everything.", "Leave --effort out.")
     if options.effort and count and options.effort > count:
         raise UserError(f"--effort is {options.effort:,} of {count:,} items.", "Give fewer.")
     plan = read_plan(options.out)

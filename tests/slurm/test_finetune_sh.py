@@ -46,7 +46,7 @@ def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
     seen = jobs.ended(job, "COMPLETED")
     assert seen["Restarts"] == "1"
     first, second = jobs.log(job).split("start 2, on ")
-    assert "told to stop: back into the queue" in first
+    assert "asked to stop: back into the queue" in first
     assert "engine  2 x cpu" in first
     assert "resumed at step" in second
     assert f"step {STEPS}/{STEPS}" in second

@@ -36,7 +36,7 @@ def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):
     seen = jobs.ended(job, "COMPLETED")
     assert seen["Restarts"] == "1"
     first, second = jobs.log(job).split("start 2, on ")
-    assert "told to stop: back into the queue" in first
+    assert "asked to stop: back into the queue" in first
     assert "start 1, on " in first  # one log for both starts
     assert "resumed at step" in second
     at = int(second.split("resumed at step ")[1].split()[0])
@@ -63,7 +63,7 @@ def test_slurm_s_own_signal_before_the_time_limit(jobs):
     longer = {"samples": 16 * 2000, "save-every": 1000}
     job = jobs.submit(*jobs.arguments("cut", **longer), sbatch=(*TWO_NODES[:-1], "--time=6"), **CPU)
     jobs.cluster.until("the requeue", lambda: "start 2, on " in jobs.log(job), job, seconds=400)
-    assert "told to stop: back into the queue" in jobs.log(job)
+    assert "asked to stop: back into the queue" in jobs.log(job)
     jobs.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # it needs no third start
     jobs.ended(job, "COMPLETED")
     assert "resumed at step" in jobs.log(job)
@@ -79,7 +79,7 @@ def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobod
     jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
     jobs.cluster.until("the requeue", lambda: jobs.cluster.job(job)["Restarts"] == "1", job)
     assert "stopped by SIGUSR1" in jobs.log(job)
-    assert "told to stop: back into the queue" in jobs.log(job)
+    assert "asked to stop: back into the queue" in jobs.log(job)
 
 
 def test_a_job_on_two_nodes_is_preempted_requeued_and_finished(jobs):

@@ -72,7 +72,7 @@ REFUSALS = {
     "parts and a sweep": (["embed", *GPUS, "--parts", "4", "--sweep", "x"], "--parts excludes --methods", "Leave"),
     "no such sweep": (["finetune", *GPUS, "--sweep", "x"], "The list of a sweep, x, cannot be read", "text file"),
     "many nodes here": (["pretrain", *GPUS, "--local"], "--local has one machine, not 4.", "Leave --nodes out"),
-    "no Slurm": (["pretrain", *GPUS], "There is no sbatch here.", "--local"),
+    "no Slurm": (["pretrain", *GPUS], "This machine has no sbatch.", "--local"),
 }
 
 

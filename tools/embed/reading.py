@@ -1,7 +1,7 @@
-"""The samples of many shards as batches that know where they belong: decoded and tokenised in worker processes.
+"""Read many shards in batches, decoded and tokenised in worker processes.
 
-One loader serves all shards, so that workers go on decoding while a shard is being written. Batches come in order and
-never mix shards: what an image is embedded to does not depend on where a run was interrupted.
+One loader serves all shards, so workers keep decoding while a shard is being written. Batches come in order and never
+mix shards, so an embedding does not depend on where a run was interrupted.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
     import torch
 
-AHEAD = 3  # remote shards that are fetched while one is read
-MOMENT = 0.05  # seconds
+PREFETCH = 3  # remote shards that are fetched while one is read
+POLL_SECONDS = 0.05
 
 
 @dataclass
-class Work:
-    """A shard to embed: which kinds of it are wanted, and what has come of it so far.
+class ShardTask:
+    """A shard to embed and its results so far.
 
     Attributes:
         shard: the tar; name: of its partitions.
-        kinds: of KINDS, those that are not there yet.
+        kinds: those of KINDS that are missing.
         damage: why it cannot be used, "" if it can.
-        file: where it could be read; version: of a remote one, as its server stated when it was fetched.
-        spans: its samples, once it was walked; skipped: groups of files that are none.
+        file: the local file; version: of a remote shard, as its server stated when it was fetched.
+        spans: its samples; skipped: number of file groups without an image.
         images: rows of `spans` whose image was embedded.
         failures: (key, reason) of samples that were left out.
-        captions: of each row of `spans`; None for one that cannot be read.
+        captions: of each row of `spans`; None for an unreadable sample.
         tokens: one tensor (n, L) for each batch.
     """
 
@@ -71,11 +71,10 @@ class Work:
 
     @property
     def path(self) -> Path | Remote:
-        """Where the shard lies."""
         return self.shard.path
 
 
-class Job(NamedTuple):
+class ReadRequest(NamedTuple):
     """One sample to read; `span` is None in the message that ends a shard."""
 
     number: int
@@ -89,11 +88,11 @@ class Batch(NamedTuple):
     """Samples of shard `number`.
 
     Attributes:
-        rows: of those whose image is in `pixels` (B, 3, H, W); None if none is.
-        tokens: (n, L) of all captions of the batch, or None.
-        captions: row -> its captions, or None for a sample that cannot be read.
+        rows: of the images in `pixels` (B, 3, H, W).
+        pixels, tokens: None if there are none; tokens (n, L) of all captions of the batch.
+        captions: by row; None for an unreadable sample.
         failures: (row, reason).
-        last: whether the shard is read to its end.
+        last: the shard ends here.
     """
 
     number: int
@@ -106,14 +105,14 @@ class Batch(NamedTuple):
 
 
 class _Samples:
-    """Map-style data set for a DataLoader whose keys are `Job`s."""
+    """Map-style data set whose keys are `ReadRequest`s."""
 
     def __init__(self, transform: Callable, tokenizer: Callable):
         self.transform, self.tokenizer = transform, tokenizer
         self._path, self._file = "", None
 
-    def __getitem__(self, job: Job):
-        """job, pixels or None, tokens or None, captions or None, why there are none."""
+    def __getitem__(self, job: ReadRequest):
+        """(job, pixels, tokens, captions, reason of a failure); each of the middle three may be None."""
         if job.span is None:
             return job, None, None, None, ""
         try:
@@ -122,7 +121,7 @@ class _Samples:
                 self._file, self._path = open(job.path, "rb", buffering=0), job.path  # noqa: SIM115 - one at a time
             parts = read_sample(self._file.fileno(), wanted)
             if "image" not in job.kinds:
-                parts["jpg"] = b"-"  # parse_sample wants one, and does not look at it
+                parts["jpg"] = b"-"  # parse_sample requires one and does not read it
             sample = parse_sample(parts, job.span.key, need_caption=None)
         except OSError as error:
             return job, None, None, None, f"cannot be read ({error.strerror})"
@@ -145,10 +144,7 @@ class _Samples:
 
 
 def list_images(path: Path) -> tuple[list[SampleSpan], int]:
-    """Samples of a tar that have an image, with or without captions, and the number of groups that are none.
-
-    Raises BadShard.
-    """
+    """Samples of a tar that have an image, and the number of other file groups. Raises BadShard."""
     samples, others = [], 0
     for key, parts in group_members(walk_tar(path)):
         image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
@@ -168,7 +164,6 @@ def _collate(rows: list) -> Batch | None:
 
     if not rows:
         return None
-
     good = [(job.row, pixels) for job, pixels, *_ in rows if pixels is not None]
     tokens = [tokens for _, _, tokens, _, _ in rows if tokens is not None]
     return Batch(
@@ -182,36 +177,36 @@ def _collate(rows: list) -> Batch | None:
     )
 
 
-class Shelf:
-    """Shards as files: what lies elsewhere is fetched, a few of them ahead, and removed once it has been read.
+class ShardFiles:
+    """Local files of all shards: remote ones are prefetched, and removed after they were read.
 
     Args:
         limit: bytes that fetched shards may take together; at least those of the largest.
     """
 
-    def __init__(self, works: Sequence[Work], limit: int):
-        self._works, self._limit = works, limit
-        self._temporary_cache = TemporaryCache() if any(isinstance(work.path, Remote) for work in works) else None
-        self._cache = self._temporary_cache and ShardCache(self._temporary.folder, limit, option="--cache-gib")
+    def __init__(self, tasks: Sequence[ShardTask], limit: int):
+        self._tasks, self._limit = tasks, limit
+        self._temporary_cache = TemporaryCache() if any(isinstance(task.path, Remote) for task in tasks) else None
+        self._cache = self._temporary_cache and ShardCache(self._temporary_cache.folder, limit, option="--cache-gib")
         self._prefetcher = self._temporary_cache and Prefetcher(self._cache)
-        self._requested = 0  # shards before this one have been asked for
-        self._room: dict[int, int] = {}  # bytes of those that are here or on their way
+        self._requested = 0  # all shards before this one were requested
+        self._room: dict[int, int] = {}  # bytes of fetched and requested shards
         self._open: dict[int, BinaryIO] = {}
 
     def take(self, number: int) -> bool:
-        """Say in a work where its file is; False if that is not known yet, after a moment.
+        """Set the file of a task; False if it is not fetched yet, which may need that `give_back` makes room.
 
-        It may then be that a shard must be given back first. Raises BadShard: it cannot be fetched, and UserError.
+        Raises BadShard: it cannot be fetched; UserError: it cannot be stored.
         """
-        work = self._works[number]
-        if isinstance(work.path, Path):
-            work.file = work.path
+        task = self._tasks[number]
+        if isinstance(task.path, Path):
+            task.file = task.path
             return True
-        self._request(number + 1 + AHEAD)
+        self._request(number + 1 + PREFETCH)
         if number >= self._requested:
             return False
         try:
-            file = self._prefetcher.take(work.shard, MOMENT)
+            file = self._prefetcher.take(task.shard, POLL_SECONDS)
         except OSError as error:
             raise UserError(
                 f"A fetched shard cannot be kept in {self._temporary_cache.folder}: {error.strerror}.",
@@ -220,13 +215,13 @@ class Shelf:
         if file is None:
             return False
         self._open[number] = file
-        work.file, work.version = self._cache.path(work.path, work.shard.bytes), self._cache.versions.get(work.path)
+        task.file, task.version = self._cache.path(task.path, task.shard.bytes), self._cache.versions.get(task.path)
         return True
 
     def _request(self, end: int) -> None:
-        """Ask for the shards before `end`, in their order, as far as there is room for them."""
-        for number in range(self._requested, min(end, len(self._works))):
-            shard = self._works[number].shard
+        """Request the shards before `end` in order, as far as there is room."""
+        for number in range(self._requested, min(end, len(self._tasks))):
+            shard = self._tasks[number].shard
             if isinstance(shard.path, Remote):
                 if sum(self._room.values()) + shard.bytes > self._limit:
                     return
@@ -235,14 +230,13 @@ class Shelf:
             self._requested = number + 1
 
     def give_back(self, number: int) -> None:
-        """Its batches have all come."""
+        """Remove a shard whose batches were all read."""
         if number in self._open:
             self._open.pop(number).close()
-            self._cache.remove(self._works[number].path, self._works[number].shard.bytes)
+            self._cache.remove(self._tasks[number].path, self._tasks[number].shard.bytes)
         self._room.pop(number, None)
 
     def close(self) -> None:
-        """Remove what is left."""
         for number in list(self._open):
             self.give_back(number)
         if self._temporary_cache:
@@ -251,33 +245,33 @@ class Shelf:
 
 
 def read_batches(
-    works: Sequence[Work], transform: Callable, tokenizer: Callable, batch_size: int, workers: int, limit: int
+    tasks: Sequence[ShardTask], transform: Callable, tokenizer: Callable, batch_size: int, workers: int, limit: int
 ) -> Iterator[Batch | None]:
-    """Batches of all shards in their order, each shard ended by one with `last`; fills `spans` and `damage`.
+    """Batches of all shards in order, the last one of a shard with `last`; fills `spans` and `damage`.
 
-    None comes instead, many times a second, while a shard is waited for. `limit`: see `Shelf`.
+    Yields None many times a second while it waits for a shard. `limit`: see `ShardFiles`.
     """
     import torch
 
-    shelf = Shelf(works, limit)
+    files = ShardFiles(tasks, limit)
 
-    def jobs() -> Iterator[list[Job]]:
-        for number, work in enumerate(works):
+    def jobs() -> Iterator[list[ReadRequest]]:
+        for number, task in enumerate(tasks):
             try:
-                while not shelf.take(number):
-                    yield []  # what is being read comes meanwhile, and is given back
-                work.spans, work.skipped = list_images(work.file)
-                if len(work.spans) < work.shard.samples:
-                    raise BadShard(f"holds {len(work.spans):,} samples, but its index says {work.shard.samples:,}")
+                while not files.take(number):
+                    yield []  # lets the batches of earlier shards through, which gives room back
+                task.spans, task.skipped = list_images(task.file)
+                if len(task.spans) < task.shard.samples:
+                    raise BadShard(f"holds {len(task.spans):,} samples, but its index says {task.shard.samples:,}")
             except BadShard as error:
-                work.damage = str(error).removeprefix(f"{work.file}: ").removeprefix(f"{work.path}: ")
+                task.damage = str(error).removeprefix(f"{task.file}: ").removeprefix(f"{task.path}: ")
             except OSError as error:
-                work.damage = f"cannot be read ({error.strerror})"
-            work.captions = [None] * len(work.spans)
-            every = [Job(number, row, str(work.file), span, work.kinds) for row, span in enumerate(work.spans)]
+                task.damage = f"cannot be read ({error.strerror})"
+            task.captions = [None] * len(task.spans)
+            every = [ReadRequest(number, row, str(task.file), span, task.kinds) for row, span in enumerate(task.spans)]
             for start in range(0, len(every), batch_size):
                 yield every[start : start + batch_size]
-            yield [Job(number, -1, "", None, work.kinds)]
+            yield [ReadRequest(number, -1, "", None, task.kinds)]
 
     loader = make_loader(
         _Samples(transform, tokenizer),
@@ -286,15 +280,15 @@ def read_batches(
         collate_fn=_collate,
         pin_memory=torch.cuda.is_available(),
     )
-    with closing(shelf), closing(read(loader)) as batches:
+    with closing(files), closing(read(loader)) as batches:
         for batch in batches:
             yield batch
             if batch and batch.last:
-                shelf.give_back(batch.number)
+                files.give_back(batch.number)
 
 
 def default_workers(wanted: int | None, device: str, samples: int) -> int:
-    """Processes that read: `wanted`, or none for a few samples, else at most 8 and half of the cores beside a CPU."""
+    """Reading processes of this rank: `wanted`, or what suits the machine and the number of samples."""
     from probemb.cli.device import loader_workers
 
     shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Which shards `tools.embed` is given, which of them are embedded already, and what their partitions are called."""
+"""Find the shards to embed, name their partitions, and detect which are embedded already."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from probemb.data.shards.index import INDEX_NAME, Shard, read_index, read_index_
 from probemb.data.shards.samples import SampleSpan
 from probemb.errors import UserError
 from probemb.search.embeddings import Embeddings
-from tools.embed.reading import Work, list_images
+from tools.embed.reading import ShardTask, list_images
 
 MAX_NAME = 200  # bytes of a partition's name
-LOOKING = 16  # questions to a server at a time
+REQUESTS = 16  # to a server at a time
 
 
 def find_corpora(data: Sequence[str]) -> dict[str, list[Shard]]:
-    """The shards of each of --data by its name: an absolute path, or an address without what may be a secret in it.
+    """The shards of each --data by its name: an absolute path, or an address without possible secrets.
 
-    What lies elsewhere is found as pretraining finds it, in an index.json. Raises UserError.
+    Remote shards are listed in an index.json, as in pretraining. Raises UserError.
     """
     found: dict[str, list[Shard]] = {}
     for one in data:
@@ -43,7 +43,7 @@ def find_corpora(data: Sequence[str]) -> dict[str, list[Shard]]:
 
 
 def local_shards(data: str) -> list[Shard]:
-    """Tars here, which need no index: how many samples and bytes they have is not said (0)."""
+    """Local tars, which need no index; their samples and bytes are unknown (0)."""
     paths = [Path(os.path.abspath(tar)) for tar in find_tars(data)]  # a link keeps its own name
     return [Shard(path.name, path, 0, 0) for path in paths]
 
@@ -54,7 +54,7 @@ def distinct(corpora: Iterable[Sequence[Shard]]) -> list[Shard]:
 
 
 def partition_names(shards: Sequence[Shard]) -> list[str]:
-    """FOLDER-SHARD for each tar. Raises UserError if two tars would have the same, or for a name that is too long."""
+    """FOLDER-SHARD for each tar. Raises UserError: two are the same, or one is too long."""
     names = [partition_name(shard) for shard in shards]
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
@@ -69,7 +69,7 @@ def partition_names(shards: Sequence[Shard]) -> list[str]:
 
 
 def partition_name(shard: Shard) -> str:
-    """FOLDER-SHARD; of an address only what cannot lead elsewhere is kept in it."""
+    """FOLDER-SHARD; in names from addresses, characters with a meaning in paths are replaced."""
     if isinstance(shard.path, Path):
         return f"{shard.path.parent.name}-{shard.path.stem}".encode("utf-8", "backslashreplace").decode()
     text = str(shard.path)
@@ -79,16 +79,16 @@ def partition_name(shard: Shard) -> str:
     return re.sub(r"[^\w.-]", "_", f"{folder}-{Path(shard.name).stem}")
 
 
-def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequence[str]) -> list[Work]:
-    """What is left to do of these shards.
+def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequence[str]) -> list[ShardTask]:
+    """The shards that are not embedded, or not as they are now.
 
-    Raises UserError: a partition is another shard's, or it cannot be found out whether a remote shard has changed.
+    Raises UserError: a partition is another shard's, or the version of a remote shard cannot be looked up.
     """
     markers = {(kind, name): out.marker(kind, name) for _, name in shards for kind in kinds}
     versions = look_up(
         [shard for shard, name in shards if any(was_fetched(shard, markers[kind, name]) for kind in kinds)]
     )
-    works = []
+    tasks = []
     for shard, name in shards:
         left = []
         for kind in kinds:
@@ -101,23 +101,23 @@ def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequenc
             if not marker or not is_unchanged(shard, marker, versions):
                 left.append(kind)
         if left:
-            works.append(Work(shard, name, tuple(left)))
-    return works
+            tasks.append(ShardTask(shard, name, tuple(left)))
+    return tasks
 
 
 def was_fetched(shard: Shard, marker: dict | None) -> bool:
-    """Whether a marker is that of a remote shard which has been read, and of as many bytes as its index says now."""
+    """Whether a marker is of a remote shard that could be read and has the same size in its index."""
     remote = isinstance(shard.path, Remote) and marker is not None
     return remote and marker.get("bytes") == shard.bytes and bool(marker.get("members"))
 
 
 def look_up(shards: Sequence[Shard]) -> dict[Remote, str | None]:
-    """The versions that servers have of these shards now; None of one that states none. Raises UserError."""
+    """Current versions of remote shards; None if the server states none. Raises UserError."""
     paths = [shard.path for shard in shards]
     if not paths:
         return {}
     try:
-        with ThreadPool(LOOKING) as pool:  # whose threads nobody waits for after Ctrl-C
+        with ThreadPool(REQUESTS) as pool:  # its threads do not delay Ctrl-C
             return dict(zip(paths, pool.imap(version_of, paths)))
     except BadShard as error:
         raise UserError(
@@ -129,14 +129,14 @@ def look_up(shards: Sequence[Shard]) -> dict[Remote, str | None]:
 def is_unchanged(shard: Shard, marker: dict, versions: Mapping[Remote, str | None]) -> bool:
     """Whether a shard is the one that was embedded.
 
-    A file here: of the same time or, as after copying, with the same members. What lies elsewhere: of the same size in
-    its index and, if the server states a version (ETag or date), of that.
+    A local file: same time or, as after copying, same members. A remote one: same size in its index and same version
+    (ETag or date), if its server states one.
     """
     if isinstance(shard.path, Remote):
         return was_fetched(shard, marker) and marker.get("version") == versions[shard.path]
     try:
         status = shard.path.stat()
-    except OSError:  # a link that leads nowhere
+    except OSError:  # a broken link
         return False
     if marker.get("bytes") != status.st_size:
         return False
@@ -148,40 +148,40 @@ def is_unchanged(shard: Shard, marker: dict, versions: Mapping[Remote, str | Non
         return False
 
 
-def identity(work: Work) -> dict:
-    """What a marker says of a shard, by which `is_unchanged` knows it again."""
-    members = members_digest(work.spans)
-    if isinstance(work.path, Remote):  # without members if it could not be fetched: then it is tried again
-        return {"bytes": work.shard.bytes, "version": work.version, "members": members if work.file else None}
+def identity(task: ShardTask) -> dict:
+    """The part of a marker by which `is_unchanged` recognises the shard."""
+    members = members_digest(task.spans)
+    if isinstance(task.path, Remote):  # without members it is fetched again by the next command
+        return {"bytes": task.shard.bytes, "version": task.version, "members": members if task.file else None}
     try:
-        status = work.path.stat()
-    except OSError:  # tried again, too
+        status = task.path.stat()
+    except OSError:
         return {"bytes": None, "modified": None, "members": None}
     return {"bytes": status.st_size, "modified": status.st_mtime_ns, "members": members}
 
 
 def members_digest(spans: Sequence[SampleSpan]) -> str:
-    """SHA-256 over the names, places and sizes of a shard's samples."""
+    """SHA-256 of the names, offsets and sizes of a shard's samples."""
     return hashlib.sha256(repr([(span.key, sorted(span.parts.items())) for span in spans]).encode()).hexdigest()
 
 
-def count_samples(works: Sequence[Work]) -> int:
-    """Samples of the shards, as their indexes say or else as their headers do; 0 for one that cannot be read."""
+def count_samples(tasks: Sequence[ShardTask]) -> int:
+    """Samples of the shards by their indexes or else their headers; 0 for an unreadable one."""
     known: dict[Path, dict[str, int]] = {}
     total = 0
-    for work in works:
-        if isinstance(work.path, Remote):
-            total += work.shard.samples
+    for task in tasks:
+        if isinstance(task.path, Remote):
+            total += task.shard.samples
             continue
-        folder = work.path.parent
+        folder = task.path.parent
         if folder not in known:
             known[folder] = {}
-            with contextlib.suppress(UserError):  # it is another's, or none: nothing else is taken from it
+            with contextlib.suppress(UserError):  # not an index
                 if (folder / INDEX_NAME).is_file():
                     known[folder] = {shard.name: shard.samples for shard in read_index_file(folder)}
-        if work.path.name in known[folder]:
-            total += known[folder][work.path.name]
+        if task.path.name in known[folder]:
+            total += known[folder][task.path.name]
             continue
         with contextlib.suppress(BadShard, OSError):
-            total += len(list_images(work.path)[0])
+            total += len(list_images(task.path)[0])
     return total

@@ -1,8 +1,8 @@
-"""Measure, on a validation set, how precise answers are for queries below each uncertainty.
+"""Measure on a validation set how precise answers are for queries below each uncertainty.
 
-Every caption of the validation set is a query (in an index of captions: every image), and right if the closest item of
-the validation set (or one of the K closest) is its own: that it fits others, too, is what makes a query ambiguous.
-Queries of two and three texts are captions of one image, composed.
+Every caption of the validation set is a query (every image for an index of captions). The answer is correct if the
+query's own item is among the K closest of the validation set; other fitting items make a query ambiguous. Queries of
+two and three texts are composed captions of one image.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from probemb.metrics import PrecisionCurve
     from tools.search.query import Searcher
 
-MOST_TEXTS = 3  # parts of a query
+MAX_TEXTS = 3  # of a query
 RIVALS = ("validation", "index")
-SAME = 2e-3  # distances closer than this may be the same item, once with its mean in float16
+SAME = 2e-3  # distances closer than this may be the same item, with its mean in float16 and not
 SLICE = 4096  # queries at a time
 
 
@@ -31,12 +31,12 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
 
     Args:
         data: as `find_captions` takes it.
-        rivals: "validation", or "index": then the items of the index count, too, none of them as the right one.
-        within: a query is right if its own item is among so many.
+        rivals: "validation", or "index" to rank the items of the index too, as wrong answers.
+        within: K; an answer is correct if the query's own item is among the K closest.
         show: as `probemb.cli.progress.progress`.
 
     Raises:
-        UserError: the data cannot be read or is smaller than `within`, or another kind of rivals.
+        UserError: the data cannot be read or is smaller than `within`, or unknown rivals.
     """
     from probemb.cli.progress import silent
     from probemb.data.captions.find import find_captions
@@ -44,7 +44,7 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
     from probemb.evaluation.embed_pairs import embed_pairs
 
     if rivals not in RIVALS:
-        raise UserError(f"There are no rivals '{rivals}'.{nearest(rivals, RIVALS)}", f"Say {' or '.join(RIVALS)}.")
+        raise UserError(f"There are no rivals '{rivals}'.{nearest(rivals, RIVALS)}", f"Use {' or '.join(RIVALS)}.")
     weights, captions = searcher.index.weights or "", find_captions(data)
     if not 1 <= within <= len(captions):
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
@@ -52,12 +52,10 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
     owner = embedded.owner.tolist()
     if searcher.index.kind == "text":
         groups = [[row] for row in range(len(embedded.images))]
-        curves = {
-            1: measure(searcher, embedded.images, embedded.texts, groups, range(len(groups)), owner, rivals, within)
-        }
-        return Calibration("image", curves, weights, str(data), len(embedded.texts), rivals, within)
+        curve = measure(searcher, embedded.images, embedded.texts, groups, range(len(groups)), owner, rivals, within)
+        return Calibration("image", {1: curve}, weights, str(data), len(embedded.texts), rivals, within)
     curves, places = {}, range(len(embedded.images))
-    for parts in range(1, MOST_TEXTS + 1):
+    for parts in range(1, MAX_TEXTS + 1):
         groups = caption_groups(owner, parts)
         if groups:
             curves[parts] = measure(searcher, embedded.texts, embedded.images, groups, owner, places, rivals, within)
@@ -65,7 +63,7 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
 
 
 def caption_groups(owner: Sequence[int], parts: int, seed: int = 0) -> list[list[int]]:
-    """Rows of captions in groups of `parts`, each of one image and no caption in two of them."""
+    """Rows of captions in disjoint groups of `parts`, each of one image."""
     of_image: dict[int, list[int]] = {}
     for row, image in enumerate(owner):
         of_image.setdefault(image, []).append(row)
@@ -81,10 +79,11 @@ def measure(
     searcher: Searcher, queries: Gaussian, gallery: Gaussian, groups: list[list[int]], asked: Sequence[int],
     holds: Sequence[int], rivals: str, within: int,
 ) -> PrecisionCurve:  # fmt: skip
-    """The curve of queries that are compositions of groups of equal length.
+    """The curve of composed queries; `groups` are rows of `queries`, all of the same length.
 
     Args:
-        asked: image of each query part; holds: image of each gallery item.
+        asked: image of each query part.
+        holds: image of each gallery item.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""From which uncertainty on a query is refused: what the index folder says about it.
+"""Calibration of an index: the uncertainty above which a query is refused.
 
-For each number of parts of a query it has a curve: thresholds, the share of queries that they answer, the share of
-those that is right, and its lower bound. `calibrating.py` measures them.
+One curve per number of query parts: thresholds, the share of queries that they answer, the share of correct answers,
+and its lower bound. `calibrating.py` measures them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ GENERATOR = "probemb tools.search --calibrate"
 
 @dataclass(frozen=True)
 class Calibration:
-    """What INDEX/calibration.json says.
+    """Content of INDEX/calibration.json.
 
     Attributes:
         kind: of the queries, "text" or "image".
         curves: number of parts -> PrecisionCurve.
         weights: digest of the model's weights.
         data, gallery: the validation set and its size.
-        rivals, within: among what the right item had to be how close.
+        rivals, within: see `calibrate`.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Calibration:
     within: int = 1
 
     def curve(self, kinds: Sequence[str]) -> PrecisionCurve:
-        """The curve for a query of these parts. Raises UserError: there were no such queries."""
+        """The curve for a query of these parts. Raises UserError: such queries were not calibrated."""
         if set(kinds) != {self.kind} or len(kinds) not in self.curves:
             most = max(self.curves)
             asked = " and ".join(
@@ -51,7 +51,7 @@ class Calibration:
             raise UserError(
                 f"The calibration of this index is for queries of 1{f' to {most}' if most > 1 else ''} {self.kind}"
                 f"{'s' if most > 1 else ''}, and this one has {asked}.",
-                "Say --max-uncertainty instead of a precision.",
+                "Use --max-uncertainty instead of a precision.",
             )
         return self.curves[len(kinds)]
 
@@ -62,16 +62,15 @@ class Calibration:
         curve = self.curve(kinds)
         threshold = highest_threshold(curve, precision)
         if threshold is None:
+            most = f"the validation set promises at most {max(curve.at_least):.3f}"
             raise UserError(
-                f"A precision of {precision:g} is out of reach: the validation set promises at most "
-                f"{max(curve.at_least):.3f}.",
-                "Ask for less, or calibrate on more queries.",
+                f"A precision of {precision:g} is out of reach: {most}.", "Ask for less, or calibrate on more queries."
             )
         return threshold
 
 
 def save_calibration(folder: Path, calibration: Calibration) -> Path:
-    """Write it beside the index. Raises UserError: the folder cannot be written."""
+    """Write calibration.json beside the index. Raises UserError: the folder cannot be written."""
     from probemb.cli.results import write_json
 
     content = {"format": 1, **asdict(calibration)}
@@ -86,7 +85,7 @@ def save_calibration(folder: Path, calibration: Calibration) -> Path:
 
 
 def load_calibration(folder: Path, weights: str) -> Calibration | None:
-    """The calibration of an index; None if there is none. Raises UserError: broken, or of another model."""
+    """The calibration of an index, or None. Raises UserError: broken, or of another model."""
     from probemb.metrics import PrecisionCurve
 
     path = folder / NAME
@@ -112,7 +111,7 @@ def load_calibration(folder: Path, weights: str) -> Calibration | None:
 
 
 def is_curve(curve: PrecisionCurve) -> bool:
-    """Whether what was read has the shape of a curve."""
+    """Whether a curve read from JSON holds lists of numbers of equal length."""
     lists = (curve.threshold, curve.coverage, curve.precision, curve.at_least)
     whole = all(isinstance(one, list) and len(one) == len(curve.threshold) > 0 for one in lists)
     return whole and all(type(x) in (int, float) for one in lists for x in one)

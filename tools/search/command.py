@@ -2,12 +2,12 @@
 
     python -m tools.search "two dogs on grass" --index index/cc3m                      # a table
     python -m tools.search "the same, at night" --image x.jpg --index index/cc3m --json
-    python -m tools.search --serve --index index/cc3m                                  # a page for people
-    python -m tools.search --calibrate data/val --index index/cc3m                     # when to refuse a query
+    python -m tools.search --serve --index index/cc3m                                  # a search page
+    python -m tools.search --calibrate data/val --index index/cc3m                     # calibrate refusals
     python -m tools.search "a dog" --min-precision 0.8 --index index/cc3m
 
-Several texts and images are one query: the product of their normals (MPC). Results are ranked by CSD. A query whose
-uncertainty is above --max-uncertainty, or above the threshold calibrated for --min-precision, is refused: exit code 1.
+Several texts and images form one query, the product of their normals (MPC). Results are ranked by CSD. A query more
+uncertain than --max-uncertainty, or than the threshold calibrated for --min-precision, is refused with exit code 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from probemb.errors import UserError
 
 PROG = "python -m tools.search"
 REFUSED = 1
-BELONGS = {  # options that only mean something to some
+BELONGS = {  # options of some modes only
     **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision"), ("a query",)),
     **dict.fromkeys(("rivals", "within"), ("--calibrate",)),
     **dict.fromkeys(("host", "port", "allow_host", "max_upload"), ("--serve",)),
@@ -32,7 +32,6 @@ WANTED = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # precisions in the table of a calib
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
     options = parse(argv)
     if options.serve:
         return serve_page(options)
@@ -42,97 +41,95 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Options, with those refused that do not go together. Raises UserError."""
+    """Options. Raises UserError: they are out of range or exclude each other."""
+    parser = add_options()
+    options = parser.parse_intermixed_args(argv)  # texts may precede and follow options
+    check_mode(parser, options)
+    if options.rerank is not None and options.rerank < options.top:
+        raise UserError(f"--rerank is {options.rerank}, --top {options.top}.", "Use at least as many candidates.")
+    return options
+
+
+def add_options() -> Parser:
+    """All options."""
+    from jsonargparse.typing import PositiveInt, restricted_number_type
+
+    port = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
+    mebibytes = restricted_number_type("Mebibytes", int, [(">=", 1), ("<=", 1024)])
     parser = Parser(prog=PROG, description="Search an index with texts and images; several are one query.")
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts of the query")
     parser.add_argument("--index", type=Path, metavar="FOLDER", help="index folder of tools.build_index")
-    parser.add_argument(
-        "--image", type=Path, action="append", default=[], help="an image of the query; may be repeated"
-    )
+    image = "an image of the query; may be repeated"
+    parser.add_argument("--image", type=Path, action="append", default=[], help=image)
     parser.add_argument("--model", help="run, model folder or hub name (default: the one the index was made with)")
     parser.add_argument("--top", type=int, default=10, help="results (default: %(default)s)")
     parser.add_argument("--max-uncertainty", type=float, metavar="U", help="refuse a query more uncertain than this")
     parser.add_argument("--max-item-uncertainty", type=float, metavar="U", help="leave out results above this")
+    precision = "refuse a query above the threshold calibrated for this"
+    parser.add_argument("--min-precision", type=float, metavar="P", help=precision)
     parser.add_argument(
-        "--min-precision", type=float, metavar="P", help="refuse a query above the threshold calibrated for this"
+        "--effort", type=PositiveInt, help="cells (IVF) or nodes (HNSW) that an approximate index searches"
     )
-    parser.add_argument("--effort", type=int, help="cells (IVF) or nodes (HNSW) that an approximate index looks at")
-    parser.add_argument(
-        "--rerank", type=int, metavar="N", help="of an index of means (--form mean): candidates that CSD sorts anew"
-    )
+    rerank = "candidates that CSD re-ranks in an index of means (--form mean)"
+    parser.add_argument("--rerank", type=int, metavar="N", help=rerank)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     parser.add_argument("--precision", default="auto", help="auto, fp32, bf16, fp16 (default: %(default)s)")
     calibration = parser.add_argument_group("calibration")
-    calibration.add_argument(
-        "--calibrate", metavar="DATA", help="validation images with captions: writes calibration.json"
-    )
-    calibration.add_argument(
-        "--rivals", default="validation", metavar="WHICH",
-        help="what the right item must be closest among: validation, or index for both (default: %(default)s)",
-    )  # fmt: skip
-    calibration.add_argument(
-        "--within", type=int, default=1, metavar="K",
-        help="a query is right if the right item is among the K closest (default: %(default)s)",
-    )  # fmt: skip
+    data = "validation images with captions: writes calibration.json"
+    calibration.add_argument("--calibrate", metavar="DATA", help=data)
+    rivals = "items that compete with the correct one: validation, or index for both (default: %(default)s)"
+    calibration.add_argument("--rivals", default="validation", metavar="WHICH", help=rivals)
+    within = "an answer is correct if the correct item is among the K closest (default: %(default)s)"
+    calibration.add_argument("--within", type=PositiveInt, default=1, metavar="K", help=within)
     page = parser.add_argument_group("page")
     page.add_argument("--serve", action="store_true", help="serve a search page")
-    page.add_argument(
-        "--host", default="127.0.0.1", help="address to serve at (default: %(default)s: this machine only)"
-    )
-    page.add_argument("--port", type=int, default=8000, help="port, 0 for a free one (default: %(default)s)")
-    page.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further name of this server; may be repeated",
-    )
-    page.add_argument("--max-upload", type=int, default=16, metavar="MIB", help="of one query (default: %(default)s)")
-    options = parser.parse_intermixed_args(argv)  # texts may stand on both sides of options
+    host = "address to serve at (default: %(default)s: this machine only)"
+    page.add_argument("--host", default="127.0.0.1", help=host)
+    page.add_argument("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
+    name = "a further name of this server; may be repeated"
+    page.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=name)
+    upload = "limit of one query (default: %(default)s)"
+    page.add_argument("--max-upload", type=mebibytes, default=16, metavar="MIB", help=upload)
+    return parser
+
+
+def check_mode(parser: Parser, options: argparse.Namespace) -> None:
+    """Refuse several modes, options of another mode, and empty queries. Raises UserError."""
     if options.index is None:
         raise UserError("--index is missing.", "Name the folder that tools.build_index has made.")
     asked = bool(options.texts or options.image)
     if options.serve + bool(options.calibrate) + asked > 1:
-        raise UserError("A query, --serve and --calibrate are three different things.", "Do one at a time.")
+        raise UserError("A query, --serve and --calibrate exclude each other.", "Use one at a time.")
     doing = "--serve" if options.serve else "--calibrate" if options.calibrate else "a query"
     for name, belongs in BELONGS.items():
         if doing not in belongs and getattr(options, name) != parser.get_default(name):
             raise UserError(f"--{name.replace('_', '-')} does not belong to {doing}.", "Leave it out.")
-    if not options.serve and not options.calibrate and not any(map(str.strip, options.texts)) and not options.image:
+    if doing != "a query":
+        return
+    if not any(map(str.strip, options.texts)) and not options.image:
         raise UserError("The query is empty.", f'Write `{PROG} "two dogs on grass" --index FOLDER`, or give --image.')
-    if not options.serve and not options.calibrate and not all(map(str.strip, options.texts)):
+    if not all(map(str.strip, options.texts)):
         raise UserError("One of the texts is empty.", "Leave it out.")
-    if not 0 <= options.port <= 65535:
-        raise UserError(f"There is no port {options.port}.", "Give a number from 0 to 65535.")
-    if not 1 <= options.max_upload <= 1024:
-        raise UserError(f"--max-upload is {options.max_upload}.", "Give 1 to 1024 MiB.")
-    if options.effort is not None and options.effort < 1:
-        raise UserError(f"--effort is {options.effort}.", "Give a whole number from 1 on.")
-    if options.rerank is not None and not options.top <= options.rerank:
-        raise UserError(f"--rerank is {options.rerank}, --top {options.top}.", "Take at least as many candidates.")
-    if options.within < 1:
-        raise UserError(f"--within is {options.within}.", "Give a whole number from 1 on.")
-    return options
 
 
 def open_searcher(options: argparse.Namespace, calibrated: bool = True):
-    """The index, the model that made it, and their calibration. Raises UserError."""
+    """A searcher of the index with the model that made it. Raises UserError."""
     from probemb.cli.device import choose_device
     from probemb.search import load_index, require_model, set_effort
 
     device = choose_device(options.device, options.precision)
-    on_gpu = options.serve and device.name.startswith("cuda")  # a single query is answered before it is there
+    on_gpu = options.serve and device.name.startswith("cuda")  # one query takes less time than the copy
     index = load_index(options.index, device="auto" if on_gpu else "cpu")
     if options.rerank is not None and index.form == "csd":
         raise UserError(
-            f"{options.index} ranks by CSD itself and has nothing to re-rank.",
+            f"{options.index} already ranks by CSD.",
             "Leave --rerank out, or build an index of the means with `python -m tools.build_index --form mean`.",
         )
     if options.effort is not None and options.effort > len(index):
         raise UserError(f"--effort is {options.effort:,} of {len(index):,} items.", "Give fewer.")
     if options.effort is not None and set_effort(index, options.effort) is None:
-        raise UserError(f"The index '{index.factory}' looks at everything.", "Leave --effort out.")
+        raise UserError(f"The index '{index.factory}' always searches everything.", "Leave --effort out.")
     from probemb.models import load_model, weights_sha256
     from tools.search.calibration import load_calibration
     from tools.search.query import Searcher
@@ -144,7 +141,7 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
         if options.model:
             raise
         raise UserError(
-            error.what, f"The index {options.index} was made with it; --model names it where it lies now."
+            error.what, f"The index {options.index} was made with it; --model names its present location."
         ) from None
     require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
     calibration = load_calibration(options.index, index.weights) if calibrated else None
@@ -171,7 +168,7 @@ def search_once(options: argparse.Namespace) -> int:
 
 
 def print_answer(answer: dict) -> None:
-    """The answer as a table."""
+    """Print the answer as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -182,12 +179,13 @@ def print_answer(answer: dict) -> None:
     if not console.is_terminal:
         console = Console(width=140)
     query = answer["query"]
-    told = f"uncertainty of the query: {query['uncertainty']:.4g}"
+    line = f"uncertainty of the query: {query['uncertainty']:.4g}"
     if len(query["parts"]) > 1:
-        told += f" (its parts: {', '.join(format(part['uncertainty'], '.4g') for part in query['parts'])})"
-    console.print(told, highlight=False)
+        line += f" (its parts: {', '.join(format(part['uncertainty'], '.4g') for part in query['parts'])})"
+    console.print(line, highlight=False)
     if answer["refused"]:
-        console.print(f"refused: that is above {answer['limit']:.4g}; say more, or tolerate more", highlight=False)
+        limit = f"refused: that is above {answer['limit']:.4g}; make the query more specific, or raise the limit"
+        console.print(limit, highlight=False, soft_wrap=True)
         return
     table = Table()
     for heading in ("rank", "distance", "uncertainty"):
@@ -202,11 +200,11 @@ def print_answer(answer: dict) -> None:
     if answer["results"]:
         console.print(table)
     else:
-        console.print(f"no result as certain as that among the {answer['looked_at']:,} closest", highlight=False)
+        console.print(f"no certain enough result among the {answer['looked_at']:,} closest", highlight=False)
 
 
 def calibrate_index(options: argparse.Namespace) -> int:
-    """Measure when to refuse, and keep it beside the index."""
+    """Measure a calibration and store it beside the index."""
     from probemb.cli.progress import progress
     from tools.search.calibrating import calibrate
     from tools.search.calibration import save_calibration
@@ -224,20 +222,20 @@ def calibrate_index(options: argparse.Namespace) -> int:
 
 
 def replaced(folder: Path, weights: str) -> str:
-    """Which calibration a new one takes the place of, for the line that names the file; "" if none that can be read."""
+    """Describe the calibration that a new one replaces; "" if there is none or it is unreadable."""
     from tools.search.calibration import load_calibration
 
     try:
         before = load_calibration(folder, weights)
     except UserError:
-        return ""
+        before = None
     if before is None:
         return ""
-    return f" (in place of one with {before.curves[min(before.curves)].queries:,} queries of {before.data})"
+    return f" (replaces one with {before.curves[min(before.curves)].queries:,} queries of {before.data})"
 
 
 def print_calibration(calibration) -> None:
-    """Thresholds for some precisions."""
+    """Print thresholds for some precisions."""
     from rich.console import Console
     from rich.table import Table
 
@@ -266,7 +264,7 @@ def serve_page(options: argparse.Namespace) -> int:
     from tools.search.page import addresses, is_loopback, make_app, make_server
 
     if not is_loopback(options.host):
-        print(f"Everybody who can reach {options.host} can search, and see the pictures.", file=sys.stderr)
+        print(f"Everyone who can reach {options.host} can search and see the pictures.", file=sys.stderr)
     max_upload = options.max_upload << 20
     app = make_app(open_searcher(options), options.host, options.allow_host, max_upload)
     server = make_server(app, options.host, options.port, max_upload)

@@ -1,13 +1,12 @@
-"""The search page: a small web application around a `Searcher`, for people on one machine or a trusted network.
+"""Search page: a small web application around a `Searcher`, for one machine or a trusted network.
 
 GET /                the page
 POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision -> the answer
-GET /picture/ROW     an item's picture, made anew from the shard and small; /picture/ROW/large up to 1600 pixels;
-                     503 with Retry-After while too many others are being made
+GET /picture/ROW     a thumbnail of an item; /picture/ROW/large up to 1600 pixels; 503 with Retry-After under load
 
-What other sites could do through a visitor's browser is refused: a request must name this server as its host (not a
-foreign name that was made to point here), and a form must come from this page. Pictures are decoded and encoded again,
-so that no byte of a shard or an upload reaches the browser as it is. No script but the page's own may run.
+Against requests by other sites through a visitor's browser, the Host header must name this server (against DNS
+rebinding) and a form must come from this page. Pictures are re-encoded, so that no untrusted bytes reach the browser.
+Only the page's own script may run.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ STATIC = Path(__file__).with_name("static")
 SMALL, LARGE = 480, 1600  # pixels of the longer side
 FORM_BYTES = 256 << 10  # of all texts of a form
 THREADS = 16
-PICTURES = 12  # threads that may be busy with them: however slow the server is that has their shards, searches find one
-SAMPLED = 64  # items of the gallery whose uncertainties give the sliders their ends
+PICTURES = 12  # threads for pictures; the rest stay free for searches while a shard's server is slow
+SAMPLED = 64  # gallery items whose uncertainties set the ends of the sliders
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -54,53 +53,21 @@ def make_app(
     """The application.
 
     Args:
-        host: what it is bound to. names: further host names under which it may be called.
+        host: address that it is bound to.
+        names: further host names of this server.
         max_upload: bytes of one request.
     """
-    from flask import Flask, Response, abort, jsonify, render_template, request
-    from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+    from flask import Flask, jsonify, render_template, request
 
-    from tools.search.query import MAX_PARTS, MAX_TEXT, MAX_TOP
+    from tools.search.query import MAX_PARTS, MAX_TEXT, MAX_TOP, QueryImage, Wish
 
     app = Flask("probemb search", template_folder=str(STATIC), static_folder=str(STATIC), static_url_path="/static")
     app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
     app.json.sort_keys = False
-    known, one_at_a_time = host_check(host, names), Lock()  # of large pictures, so that memory stays bounded
-    places = BoundedSemaphore(PICTURES)
+    guard(app, host_check(host, names))
+    handle_errors(app, max_upload)
+    serve_pictures(app, searcher)
     about = describe(searcher) | {"max_upload": max_upload, "max_results": MAX_TOP, "max_text": MAX_TEXT}
-
-    @app.before_request
-    def refuse_strangers():
-        if not known(request.host):
-            return problem(421, "This server is not known by that name.", "Start it with --allow-host NAME.")
-        origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != request.host.lower():
-            return problem(403, "The request comes from another site.", "Use the page of this server.")
-        if request.method == "POST" and request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
-            return problem(403, "The request comes from another site.", "Use the page of this server.")
-        return None
-
-    @app.after_request
-    def harden(response):
-        response.headers.update(HEADERS)
-        response.headers.setdefault("Cache-Control", "no-store")
-        return response
-
-    @app.errorhandler(UserError)
-    def user_error(error):
-        return problem(400, error.what, error.remedy)
-
-    @app.errorhandler(RequestEntityTooLarge)
-    def too_large(_):
-        what = f"The upload is too large: at most {max_upload / (1 << 20):g} MiB are taken."
-        return problem(413, what, "Choose a smaller image, or fewer parts.")
-
-    @app.errorhandler(HTTPException)
-    def other(error):
-        return problem(error.code, f"{error.name}.", "Go back to the page.")
-
-    def problem(code: int, what: str, remedy: str):
-        return jsonify(error=printable(what), remedy=printable(remedy)), code
 
     @app.get("/")
     def page():
@@ -112,8 +79,6 @@ def make_app(
 
     @app.post("/search")
     def search():
-        from tools.search.query import QueryImage, Wish
-
         form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
         if len(uploads) > MAX_PARTS:
             raise UserError(f"The query has more than {MAX_PARTS} parts.", "Leave some out.")
@@ -127,6 +92,62 @@ def make_app(
         )
         return jsonify(shown(searcher.answer(wish)))
 
+    return app
+
+
+def problem(code: int, what: str, remedy: str):
+    """An error as JSON."""
+    from flask import jsonify
+
+    return jsonify(error=printable(what), remedy=printable(remedy)), code
+
+
+def guard(app: Flask, known: Callable[[str], bool]) -> None:
+    """Refuse requests for other hosts and from other sites; set the security headers."""
+    from flask import request
+
+    @app.before_request
+    def refuse_strangers():
+        if not known(request.host):
+            return problem(421, "This server is not known by that name.", "Start it with --allow-host NAME.")
+        origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "none")
+        foreign = origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+        if foreign or (request.method == "POST" and site not in ("same-origin", "none")):
+            return problem(403, "The request comes from another site.", "Use the page of this server.")
+        return None
+
+    @app.after_request
+    def harden(response):
+        response.headers.update(HEADERS)
+        response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+
+def handle_errors(app: Flask, max_upload: int) -> None:
+    """Answer errors with JSON."""
+    from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+    @app.errorhandler(UserError)
+    def user_error(error):
+        return problem(400, error.what, error.remedy)
+
+    @app.errorhandler(RequestEntityTooLarge)
+    def too_large(_):
+        what = f"The upload is too large: the limit is {max_upload / (1 << 20):g} MiB."
+        return problem(413, what, "Choose a smaller image, or fewer parts.")
+
+    @app.errorhandler(HTTPException)
+    def other(error):
+        return problem(error.code, f"{error.name}.", "Go back to the page.")
+
+
+def serve_pictures(app: Flask, searcher: Searcher) -> None:
+    """Add the pictures of items."""
+    from flask import Response, abort
+
+    decoding = Lock()  # one large picture at a time: memory stays bounded
+    places = BoundedSemaphore(PICTURES)
+
     @app.get("/picture/<int:row>")
     def picture(row: int):
         return jpeg(row, SMALL)
@@ -138,13 +159,13 @@ def make_app(
     def jpeg(row: int, side: int) -> Response:
         if row >= len(searcher.index):
             abort(404)
-        if not places.acquire(blocking=False):  # to wait for one would take a thread as well
-            response, code = problem(503, "Too many pictures are asked for at once.", "Ask again in a moment.")
+        if not places.acquire(blocking=False):  # waiting would occupy a thread too
+            response, code = problem(503, "Too many pictures were requested at once.", "Try again in a moment.")
             response.headers["Retry-After"] = "1"
             return response, code
         try:
-            fetched = searcher.fetched_picture(row)  # not in turn: a server that is slow must not hold up the others
-            with one_at_a_time:
+            fetched = searcher.fetched_picture(row)  # outside the lock: a slow server must not delay the others
+            with decoding:
                 data = shrink(fetched or searcher.picture(row), side)
         except LookupError as error:
             return problem(404, f"The picture is not there: {error}.", "Put the shards back where they were indexed.")
@@ -152,11 +173,9 @@ def make_app(
             places.release()
         return Response(data, mimetype="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
 
-    return app
-
 
 def read_number(form, name: str, kind: Callable, default=None):
-    """A number of a form; `default` where it is absent or empty. Raises UserError."""
+    """A number of a form; `default` if it is absent or empty. Raises UserError."""
     text = form.get(name, "").strip()
     if not text:
         return default
@@ -169,7 +188,7 @@ def read_number(form, name: str, kind: Callable, default=None):
 
 
 def shown(answer: dict) -> dict:
-    """An answer for the page: texts printable, addresses of pictures in place of shards."""
+    """An answer for the page: printable texts, and addresses of pictures instead of shards."""
     for result in answer["results"]:
         result["picture"] = f"/picture/{result['row']}" if result.pop("shard") else None
         result["key"] = printable(result["key"])
@@ -179,7 +198,7 @@ def shown(answer: dict) -> dict:
 
 
 def shrink(data: bytes, side: int) -> bytes:
-    """An image as a JPEG of at most so many pixels a side. Raises LookupError: it cannot be decoded."""
+    """An image as a JPEG of at most `side` pixels a side. Raises LookupError: it cannot be decoded."""
     from probemb.data.failures import BadSample
     from probemb.data.images import decode_image
 
@@ -198,10 +217,9 @@ def shrink(data: bytes, side: int) -> bytes:
 
 
 def host_check(host: str, names: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a Host header means this server.
+    """Whether a Host header means this server: --host, --allow-host, localhost, or a numeric address.
 
-    On the loopback: its names. Elsewhere any address in numbers, which no foreign name can stand for, and what was
-    named by --host and --allow-host.
+    On the loopback only loopback addresses count; numeric ones are safe, as DNS rebinding needs a name.
     """
     allowed = {name.lower().rstrip(".") for name in (*names, host)} | {"localhost"}
     loopback = is_loopback(host)
@@ -223,7 +241,7 @@ def host_check(host: str, names: Sequence[str]) -> Callable[[str], bool]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that is bound to `host`."""
+    """Whether a server bound to `host` is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -231,13 +249,13 @@ def is_loopback(host: str) -> bool:
 
 
 def describe(searcher: Searcher) -> dict:
-    """What the page says of the index and its sliders: ends of the uncertainties of queries and items, curves."""
+    """Facts for the page: the index, ends of the sliders for queries and items, and calibration curves."""
     index = searcher.index
     rows = sorted({i * len(index) // SAMPLED for i in range(SAMPLED)})
     items = sorted(float(index.uncertainty[row]) for row in rows)
-    curves = {}
-    calibration = searcher.calibration
-    if calibration:
+    curves, calibrated = {}, None
+    if calibration := searcher.calibration:
+        calibrated = {name: getattr(calibration, name) for name in ("kind", "gallery", "within")}
         curves = {
             str(parts): {"u": curve.threshold, "coverage": curve.coverage, "precision": curve.at_least}
             for parts, curve in calibration.curves.items()
@@ -249,15 +267,12 @@ def describe(searcher: Searcher) -> dict:
         "items": [items[0], items[-1]],
         "queries": query_range(searcher, rows),
         "curves": curves,
-        "calibrated": {name: getattr(calibration, name) for name in ("kind", "gallery", "within")}
-        if calibration
-        else None,
+        "calibrated": calibrated,
     }
 
 
 def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:
-    """Lowest and highest uncertainty that a query of one part is expected to have: that of the gallery's items and of
-    their captions."""
+    """Expected uncertainties of queries of one part: the range over sampled items and their captions."""
     captions = [caption for row in rows for caption in list(searcher.index.item(row).get("captions") or [])[:1]]
     texts = [caption[:200] for caption in captions if caption.strip()]
     u = [float(searcher.index.uncertainty[row]) for row in rows]
@@ -267,10 +282,10 @@ def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:
 
 
 def make_server(app: Flask, host: str, port: int, max_upload: int):
-    """A waitress server, bound but not running. Raises UserError: the address is taken or none."""
+    """A waitress server, bound but not running. Raises UserError: the address is in use or invalid."""
     from waitress import create_server
 
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # "task queue depth": every page asks for 24 pictures
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # "task queue depth": a page requests 24 pictures
     try:
         return create_server(
             app, host=host, port=port, threads=THREADS, ident=None, connection_limit=200, channel_timeout=30,
@@ -284,6 +299,6 @@ def make_server(app: Flask, host: str, port: int, max_upload: int):
 
 
 def addresses(server) -> list[str]:
-    """Where a server can be reached: one address, or several of a name that stands for several."""
+    """The URLs of a server: several if its name resolves to several addresses."""
     pairs = getattr(server, "effective_listen", None) or [(server.effective_host, server.effective_port)]
     return [f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/" for host, port in pairs]

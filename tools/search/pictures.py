@@ -1,7 +1,7 @@
-"""The pictures of results, read from their shards: a file here, or a part of one on a web server.
+"""Read pictures of results from their shards, local files or parts of files on web servers.
 
-The address of a shard is the one that a person gave to `tools.embed`, with the name of a shard that is listed there. No
-command (`pipe:`) is run for a picture, and nothing but http and https is asked.
+The address of a shard is the one given to `tools.embed`, with the name of a shard listed there. For pictures only http
+and https are used, and no command (`pipe:`) is run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from probemb.data.remote.sources import WEB, FetchPolicy, Remote, fetch_range, i
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
 
 MAX_REMOTE_BYTES = 32 << 20
-HOW = FetchPolicy(attempts=1, timeout=10.0)
+POLICY = FetchPolicy(attempts=1, timeout=10.0)
 
 
 def read_picture(shard: str, offset: int, size: int) -> bytes:
-    """Bytes of an image in a shard, wherever that lies. Raises LookupError: it is not at hand."""
+    """Bytes of an image in a local or remote shard. Raises LookupError: it is not available."""
     return fetch_member(Remote(shard), offset, size) if is_remote(shard) else read_member(Path(shard), offset, size)
 
 
@@ -30,13 +30,13 @@ def fetch_member(shard: Remote, offset: int, size: int) -> bytes:
     if offset < 0 or not 0 < size <= MAX_REMOTE_BYTES:
         raise LookupError(f"the index states {size:,} bytes at {offset:,}")
     try:
-        return fetch_range(shard, offset, size, HOW)
+        return fetch_range(shard, offset, size, POLICY)
     except BadShard as error:
         raise LookupError(f"its shard {str(error).removeprefix(f'{shard}: ')}") from None
 
 
 def read_member(shard: Path, offset: int, size: int) -> bytes:
-    """Bytes of an image in a shard. Raises LookupError."""
+    """Bytes of an image in a local shard. Raises LookupError."""
     if offset < 0 or not 0 < size <= MAX_IMAGE_BYTES:
         raise LookupError(f"the index states {size:,} bytes at {offset:,}")
     try:

@@ -1,4 +1,4 @@
-"""Answering queries: texts and images to one normal, the closest items of an index, and when to refuse."""
+"""Answer queries: compose texts and images into one normal, find the closest items, refuse uncertain queries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 MAX_PARTS = 8
 MAX_TEXT = 2_000  # characters
 MAX_TOP = 1_000
-MOST_LOOKED_AT = 2_048  # neighbours among which items that are certain enough are looked for; FAISS' most on a GPU
+MAX_NEIGHBOURS = 2_048  # among which certain enough items are searched; FAISS' limit on a GPU
 
 
 class QueryImage(NamedTuple):
-    """An image of a query, still encoded, and what to call it in messages."""
+    """An encoded image of a query and its name in messages."""
 
     name: str
     data: bytes
@@ -35,14 +35,14 @@ class QueryImage(NamedTuple):
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked.
+    """A query and its limits.
 
     Attributes:
-        texts, images: at least one of them all.
-        top: results.
-        max_uncertainty: of the whole query; more, and it is refused.
-        max_item_uncertainty: of a result; items above it are left out.
-        min_precision: refuse by the calibrated threshold of this precision.
+        texts, images: at least one in all.
+        top: number of results.
+        max_uncertainty: a query above it is refused.
+        max_item_uncertainty: items above it are left out.
+        min_precision: a query above the threshold calibrated for this precision is refused.
     """
 
     texts: Sequence[str] = ()
@@ -54,7 +54,7 @@ class Wish:
 
 
 class Found(NamedTuple):
-    """Results, closest first: row in the gallery, CSD, uncertainty."""
+    """A result: row in the gallery, CSD, uncertainty."""
 
     row: int
     distance: float
@@ -62,11 +62,11 @@ class Found(NamedTuple):
 
 
 class Searcher:
-    """A model and an index that belong together. Safe from several threads.
+    """A model and its index; thread-safe.
 
     Args:
         loaded: `probemb.models.LoadedModel`, on `device`.
-        candidates: of an index of the means, how many are re-ranked at least; by default 10 times the results.
+        candidates: least number that is re-ranked with an index of means; by default 10 times the results.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Searcher:
         self.candidates = candidates
         model, tokenizer, transforms = loaded
         self.embedder = Embedder(model, tokenizer, transforms.evaluate, device or CPU)
-        self._one_at_a_time = Lock()  # of the model: memory stays bounded, and the tokenizer's cache whole
+        self._one_at_a_time = Lock()  # for the model: bounds memory and protects the tokenizer's cache
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
-        self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources are for one thread
+        self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources serve one thread
 
     def embed(self, texts: Sequence[str], images: Sequence[QueryImage]) -> Gaussian:
-        """The parts of a query, texts first, (K, D). Raises UserError: nothing is asked or too much, or no image."""
+        """The parts of a query, texts first, (K, D). Raises UserError: an empty, too large or undecodable query."""
         import torch
 
         from probemb.gaussian import Gaussian
@@ -116,11 +116,10 @@ class Searcher:
         return Gaussian.cat(parts)
 
     def answer(self, wish: Wish) -> dict:
-        """The answer as plain JSON types; captions and keys are texts of unknown origin. docs/search.md has its form.
+        """The answer as plain JSON types (docs/search.md); its captions and keys are untrusted text.
 
         Raises:
-            UserError: the query is empty, has too many or too long parts, an image that is none, or numbers out of
-                range.
+            UserError: as `embed`, or numbers out of range.
         """
         from probemb.compose import as_query, compose
 
@@ -153,26 +152,26 @@ class Searcher:
         }
 
     def limit(self, kinds: Sequence[str], max_uncertainty: float | None, min_precision: float | None) -> float | None:
-        """The uncertainty above which a query of these parts is refused; of two limits the lower one."""
+        """The uncertainty above which a query of these parts is refused, the lower of both limits."""
         limits = [] if max_uncertainty is None else [max_uncertainty]
         if min_precision is not None:
             if self.calibration is None:
                 raise UserError(
-                    "This index has no calibration that says how precise its answers are.",
-                    "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or say --max-uncertainty.",
+                    "This index has no calibration, so the precision of its answers is unknown.",
+                    "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or use --max-uncertainty.",
                 )
             limits.append(self.calibration.threshold(kinds, min_precision))
         return min(limits, default=None)
 
     def closest(self, query: Gaussian, top: int, max_uncertainty: float | None) -> tuple[list[Found], int]:
-        """At most `top` items and how many neighbours were looked at; the query is (1, D)."""
+        """At most `top` items, and the number of neighbours that were searched; the query is (1, D)."""
         from probemb.search import rerank, search
         from probemb.search.index import CANDIDATES
 
         def look(k: int):
             if self.index.form == "csd":
                 return search(self.index, query, k)
-            return rerank(self.index, query, k, max(k, self.candidates or min(CANDIDATES * k, MOST_LOOKED_AT)))
+            return rerank(self.index, query, k, max(k, self.candidates or min(CANDIDATES * k, MAX_NEIGHBOURS)))
 
         k = min(top, len(self.index))
         while True:
@@ -185,25 +184,23 @@ class Searcher:
                 for row, distance, u_row in zip(rows, distances[0].tolist(), u)
                 if row >= 0 and (max_uncertainty is None or u_row <= max_uncertainty)
             ]
-            if max_uncertainty is None or len(found) >= top or k >= min(len(self.index), MOST_LOOKED_AT):
+            if max_uncertainty is None or len(found) >= top or k >= min(len(self.index), MAX_NEIGHBOURS):
                 return found[:top], k
-            k = min(4 * k, len(self.index), MOST_LOOKED_AT)
+            k = min(4 * k, len(self.index), MAX_NEIGHBOURS)
 
     def describe(self, rank: int, found: Found) -> dict:
-        """A result with what the index knows of its item."""
+        """A result with the metadata of its item."""
         item = self.index.item(found.row)
         return {
             "rank": rank,
-            "row": found.row,
-            "distance": found.distance,
-            "uncertainty": found.uncertainty,
+            **found._asdict(),
             "key": item["key"],
             "captions": list(item.get("captions") or []),
             "shard": item.get("shard"),
         }
 
     def picture(self, row: int) -> bytes:
-        """The encoded image of an item as it lies in its shard. Raises LookupError: it is not at hand."""
+        """The encoded image of an item from its shard. Raises LookupError: it is not available."""
         from tools.search.pictures import read_picture
 
         item = self.index.item(row)
@@ -212,7 +209,7 @@ class Searcher:
         return read_picture(item["shard"], int(item["offset"]), int(item["size"]))
 
     def fetched_picture(self, row: int) -> bytes | None:
-        """`picture` of an item whose shard is not a file here, else None. Raises LookupError."""
+        """`picture` of an item in a remote shard, else None. Raises LookupError."""
         from probemb.data.remote.sources import is_remote
 
         return self.picture(row) if is_remote(self.index.item(row).get("shard") or "") else None
@@ -223,7 +220,7 @@ def check_wish(wish: Wish) -> None:
     import math
 
     if not 1 <= wish.top <= MAX_TOP:
-        raise UserError(f"{wish.top} results are asked.", f"Ask for 1 to {MAX_TOP:,}.")
+        raise UserError(f"{wish.top} results were requested.", f"Request 1 to {MAX_TOP:,}.")
     for name, value in (
         ("largest uncertainty of the query", wish.max_uncertainty),
         ("largest uncertainty of a result", wish.max_item_uncertainty),
@@ -235,11 +232,11 @@ def check_wish(wish: Wish) -> None:
 
 
 def read_image(path: Path) -> QueryImage:
-    """An image of the person's own as a query. Raises UserError: it cannot be read or decoded."""
+    """A local image file as part of a query. Raises UserError: it cannot be read or decoded."""
     from probemb.data.shards.samples import MAX_IMAGE_BYTES
 
     try:
-        with open(path, "rb") as file:  # which may be a pipe or a device without an end
+        with open(path, "rb") as file:  # may be an endless pipe or device
             data = file.read(MAX_IMAGE_BYTES + 1)
     except OSError as error:
         raise UserError(f"The image {path} cannot be read ({error.strerror}).", "Check the path.") from None
@@ -251,7 +248,7 @@ def read_image(path: Path) -> QueryImage:
 
 
 def decode_query(image: QueryImage) -> Image.Image:
-    """Decode an image that is a query. Raises UserError."""
+    """Decode an image of a query. Raises UserError."""
     from probemb.data.failures import BadSample
     from probemb.data.images import decode_image
 

@@ -269,7 +269,7 @@ def test_a_picture_that_is_not_at_hand(served):
 def test_a_server_that_trickles_a_picture_is_left(served, monkeypatch):
     from probemb.data.remote.sources import FetchPolicy
 
-    monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=0.3))
+    monkeypatch.setattr("tools.search.pictures.POLICY", FetchPolicy(attempts=1, timeout=0.3))
     with serve(served) as site:
         for trouble in "trickle", "silence", "stall":
             site.troubles["00000.tar"] = [trouble]

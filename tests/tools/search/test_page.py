@@ -370,7 +370,7 @@ def test_an_upload_that_only_the_server_knows_to_be_too_large(page, tmp_path, si
     page.wait("document.querySelectorAll('.given').length === 1")
     page.click("#go")
     page.wait(f"{STATUS}.className === 'problem'")
-    said = "The upload is too large: at most 2 MiB are taken. Choose a smaller image, or fewer parts."
+    said = "The upload is too large: the limit is 2 MiB. Choose a smaller image, or fewer parts."
     assert page.run(f"{STATUS}.textContent") == said
     page.click(".given .remove")
     search_for(page, "a red circle")
@@ -427,7 +427,7 @@ def test_pictures_that_are_gone(browser, gallery, searcher, tmp_path):  # noqa: 
             browser.open(f"http://127.0.0.1:{server.effective_port}/")
             browser.wait("document.body.dataset.ready === 'yes'")
             search_for(browser, "a red circle")
-            browser.wait("document.querySelector('.frame').textContent === 'The picture is not there.'")
+            browser.wait("document.querySelector('.frame').textContent === 'The picture is missing.'")
         finally:
             hidden.rename(gallery.tar)
 
@@ -464,7 +464,7 @@ def test_pictures_of_shards_on_a_web_server(browser, elsewhere, gallery):  # noq
 
 
 def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
-    monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=6))
+    monkeypatch.setattr("tools.search.pictures.POLICY", FetchPolicy(attempts=1, timeout=6))
     site, remote = elsewhere
     with serving(remote) as server, ThreadPoolExecutor(48) as pool:
         port = int(server.effective_port)
@@ -485,7 +485,7 @@ def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
 
 def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):
     """Of a server that has too many to make, and then is silent: the next search is answered all the same."""
-    monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=3))
+    monkeypatch.setattr("tools.search.pictures.POLICY", FetchPolicy(attempts=1, timeout=3))
     site, remote = elsewhere
     with serving(remote) as server, ThreadPoolExecutor(PICTURES) as pool:
         port = int(server.effective_port)
@@ -502,7 +502,7 @@ def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):
         assert "503" in browser.complaints[0]  # Chromium's own line
         assert all(one.done() for one in waiting)
 
-        monkeypatch.setattr("tools.search.pictures.HOW", FetchPolicy(attempts=1, timeout=6))
+        monkeypatch.setattr("tools.search.pictures.POLICY", FetchPolicy(attempts=1, timeout=6))
         site.troubles["00000.tar"] = ["silence"] * 24
         browser.call("Network.clearBrowserCache")
         search_for(browser, "a blue star")

@@ -1,14 +1,14 @@
 "use strict";
-// Captions, keys and file names are texts of unknown origin: they reach the page as textContent and attributes only.
+// Captions, keys and file names are untrusted: they reach the page only as textContent and attributes.
 
 const $ = (id) => document.getElementById(id);
 const STEPS = 100; // of a slider; the last one stands for "any"
 let about = null;
 let files = [];
 let outer = null; // lowest and highest uncertainty of the queries so far, times their parts
-const PAGE = 24; // results that are asked for at first, and with every "More"
+const PAGE = 24; // results requested at first, and with every "More"
 let wanted = PAGE;
-let asked = 0; // queries sent, so that a late answer does not replace a newer one
+let asked = 0; // queries sent, so that a late answer cannot replace a newer one
 
 function make(tag, className, text) {
   const node = document.createElement(tag);
@@ -48,7 +48,7 @@ function addText(value = "") {
 
 const isTooLarge = (several) => several.reduce((sum, file) => sum + file.size, 0) > about.max_upload - 65536;
 const tooLarge = () =>
-  `The upload is too large: at most ${Math.floor(about.max_upload / 1048576)} MiB are taken. Choose a smaller image, or fewer parts.`;
+  `The upload is too large: the limit is ${Math.floor(about.max_upload / 1048576)} MiB. Choose a smaller image, or fewer parts.`;
 
 function addFiles(chosen) {
   for (const file of chosen) {
@@ -83,8 +83,8 @@ function say(text, kind = "") {
 
 // ------------------------------------------------------------------------------------------------ the two sliders
 
-// A slider's place is a share of the range that is expected. A product of k normals has about a k-th of the uncertainty of
-// one, so that the range of a query depends on the number of its parts.
+// A slider selects a share of the expected range. A product of k normals has about a k-th of the uncertainty of one, so
+// the range of a query depends on the number of its parts.
 
 const texts = () => [...$("texts").querySelectorAll("input")].map((input) => input.value).filter((text) => text.trim());
 const kindsNow = () => [...texts().map(() => "text"), ...files.map(() => "image")];
@@ -99,7 +99,7 @@ function queryRange(kinds) {
   const curve = curveOf(kinds);
   let [low, high] = curve ? [curve.u[0], curve.u.at(-1)] : about.queries.map((u) => u / parts);
   if (outer) [low, high] = [Math.min(low, outer[0] / parts), Math.max(high, outer[1] / parts)];
-  const margin = 0.05 * (high - low) + 1e-6 * high; // so that the lowest setting is below what is expected
+  const margin = 0.05 * (high - low) + 1e-6 * high; // the lowest setting lies below the expected range
   return [Math.max(0, low - margin), high + margin];
 }
 
@@ -148,9 +148,9 @@ async function ask(results = PAGE) {
   say("Searching …");
   try {
     const response = await fetch("/search", { method: "POST", body: form });
-    const answer = await response.json().catch(() => null); // of what is far too large the server says so in plain text
+    const answer = await response.json().catch(() => null); // a far too large upload is answered in plain text
     const problem = response.status === 413 ? await whyBroken(true) : answer ? `${answer.error} ${answer.remedy}`
-      : `The server answered ${response.status}. Search again, or load this page anew.`;
+      : `The server answered ${response.status}. Search again, or reload this page.`;
     if (number !== asked) return;
     if (response.ok && answer) show(answer);
     else fail(problem);
@@ -162,15 +162,15 @@ async function ask(results = PAGE) {
   }
 }
 
-// Why an upload was refused or broke off: a server ends the connection of one that is too large before all of it is sent,
-// and may have been started again, with another limit, since this page was opened.
+// Why an upload was refused or interrupted: the server closes the connection during an upload that is too large, and may
+// have been restarted with another limit since this page was opened.
 async function whyBroken(refused) {
   try {
     about.max_upload = (await (await fetch("/about")).json()).max_upload;
   } catch {
-    return "The server does not answer. See whether it is still running, and search again.";
+    return "The server does not answer. Check whether it is still running, and search again.";
   }
-  return refused || isTooLarge(files) ? tooLarge() : "The connection to the server broke off. Search again.";
+  return refused || isTooLarge(files) ? tooLarge() : "The connection to the server was interrupted. Search again.";
 }
 
 function fail(text) {
@@ -197,7 +197,7 @@ function show(answer) {
     const short = count ? "" : ` No result is as certain as that${among}.`;
     say(`Uncertainty of the query: ${shorten(u)}${several}. ${count} result${count === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${short}`);
   }
-  if ($("query-limit").value === String(STEPS)) { // else a slider that somebody has set would move
+  if ($("query-limit").value === String(STEPS)) { // a slider that was set must not move
     outer = [Math.min(outer?.[0] ?? Infinity, u * kinds.length), Math.max(outer?.[1] ?? 0, u * kinds.length)];
   }
   const [low, high] = queryRange(kinds);
@@ -213,8 +213,8 @@ function show(answer) {
 
 // ------------------------------------------------------------------------------------------------ the pictures
 
-const AT_ONCE = 4; // of a browser's six connections to a server, so that a search finds one while pictures are slow
-const PATIENCE = 30000; // ms for which the server may say that it has too many pictures to make
+const AT_ONCE = 4; // of a browser's six connections to a server; the rest stay free for searches
+const PATIENCE = 30000; // ms of retries while the server answers 503
 
 // The pictures of one answer, fetched in their order.
 class Pictures {
@@ -241,16 +241,16 @@ class Pictures {
     });
   }
 
-  async put(image, source, told) {
+  async put(image, source, description) {
     try {
       const response = await this.ask(source);
       if (response.ok) {
         image.src = URL.createObjectURL(await response.blob());
-        image.alt = told;
+        image.alt = description;
         await image.decode().finally(() => URL.revokeObjectURL(image.src));
-      } else image.replaceWith(response.status === 503 ? "The picture is not to be had now." : "The picture is not there.");
+      } else image.replaceWith(response.status === 503 ? "The server is too busy for this picture." : "The picture is missing.");
     } catch {
-      if (!this.ended.signal.aborted) image.replaceWith("The picture is not there.");
+      if (!this.ended.signal.aborted) image.replaceWith("The picture is missing.");
     }
   }
 
@@ -311,7 +311,7 @@ async function start() {
   $("add-text").addEventListener("click", () => addText().focus());
   $("file").addEventListener("change", () => {
     addFiles($("file").files);
-    $("file").value = ""; // so that the same file can be chosen again
+    $("file").value = ""; // the same file can be chosen again
   });
   $("add-image").addEventListener("keydown", (event) => {
     if (event.key === "Enter" || event.key === " ") $("file").click();
