@@ -2,18 +2,19 @@
 
     python -m tools.bench.embedding --model ViT-B-32 --images 256
 
-The loop is the usual one: webdataset's stages, open_clip's transform and tokenizer in worker processes, batches as they
-come, every caption at its full context length, results kept in memory. It runs with this project's model and with
-open_clip's own of the same architecture, which has no uncertainty and so a few blocks fewer. tools.embed also writes
-its partitions. Each repeat starts everything anew, in turn, but for loading the model.
+The loop is the usual one: webdataset's stages, open_clip's transform and tokenizer in worker processes, captions at
+full context length, results in memory. It runs with this project's model and with open_clip's of the same
+architecture, which has no uncertainty blocks. tools.embed also writes its partitions. Each repeat restarts everything
+except for loading the model, in turn.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 from probemb.cli.command import Parser, run_command
 
@@ -48,25 +49,24 @@ def main() -> None:
         draw_shards(shards, options.size, options.images)
         for items in options.items:
             captions = items == "both"
+            run_loop = partial(
+                loop, transform=transform, tokenizer=tokenizer, shards=shards, captions=captions, options=options,
+                device=device,
+            )  # fmt: skip
             variants = {
-                "open_clip loop": lambda c=captions: loop(stock, transform, tokenizer, shards, c, options, device),
-                "its loop, this model": lambda c=captions: loop(
-                    model, transform, tokenizer, shards, c, options, device
-                ),
-                "tools.embed": lambda i=items: ours(loaded, shards, i, options, device),
+                "open_clip loop": partial(run_loop, stock),
+                "its loop, this model": partial(run_loop, model),
+                "tools.embed": partial(ours, loaded, shards, items, options, device),
             }
             seconds = time_in_turn(variants, options.repeats, warmup=1)
-            rates = {
-                name: {"images/s": f"{options.images / statistics.median(times):,.1f}"}
-                for name, times in seconds.items()
-            }
+            rates = {name: {"images/s": f"{options.images / median(times):,.1f}"} for name, times in seconds.items()}
             title = f"{options.model}, {options.images} JPEGs of {options.size} px, {items}, {options.workers} workers"
             target = "tools.embed at most the time of the loop with this model (images/s at least 1.0)"
             report(title, seconds, "its loop, this model", target, rates)
 
 
 def loop(model, transform, tokenizer, shards: Path, captions: bool, options: Namespace, device) -> list:
-    """What people write: one pass over the shards, embeddings of every batch on the CPU."""
+    """One pass over the shards; returns the embeddings of every batch on the CPU."""
     import torch
     import webdataset as wds
 
@@ -85,17 +85,12 @@ def loop(model, transform, tokenizer, shards: Path, captions: bool, options: Nam
         for images, tokens in wds.WebLoader(
             dataset, batch_size=None, num_workers=options.workers, pin_memory=torch.cuda.is_available()
         ):
-            found.append(to_cpu(model.encode_image(images.to(device.name, non_blocking=True))))
+            found.append(model.encode_image(images.to(device.name, non_blocking=True)).to("cpu"))
             if captions:
-                found.append(to_cpu(model.encode_text(tokens.to(device.name, non_blocking=True))))
+                found.append(model.encode_text(tokens.to(device.name, non_blocking=True)).to("cpu"))
     if sum(map(len, found)) != options.images * (1 + captions):
         raise RuntimeError(f"the loop embedded {sum(map(len, found))} items")
     return found
-
-
-def to_cpu(found):
-    """A Gaussian, or open_clip's tensor."""
-    return found.to("cpu")
 
 
 def ours(loaded, shards: Path, items: str, options: Namespace, device) -> None:
@@ -114,8 +109,8 @@ def ours(loaded, shards: Path, items: str, options: Namespace, device) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         out = Embeddings(Path(folder), "x", "x", loaded.model.embed_dim, {})
         tars = local_shards(str(shards))
-        works = pending(out, list(zip(tars, partition_names(tars))), kinds)
-        embed(loaded, out, works, given, device, Preemption())
+        tasks = pending(out, list(zip(tars, partition_names(tars))), kinds)
+        embed(loaded, out, tasks, given, device, Preemption())
         done = sum(part.count for kind in kinds for part in out.partitions(kind))
     if done != options.images * len(kinds):
         raise RuntimeError(f"tools.embed embedded {done} items")

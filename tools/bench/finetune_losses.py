@@ -16,21 +16,21 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--model", default="ViT-Micro-32")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--written-out", action="store_true", help="time PCME's loops over samples too (minutes on a CPU)"
-    )
+    loops = "time PCME's loops over samples too (minutes on a CPU)"
+    parser.add_argument("--written-out", action="store_true", help=loops)
     options = parser.parse_args()
 
-    from tools.bench.timing import peak_memory, report, time_in_turn
+    from tools.bench.loss import loss_step
+    from tools.bench.timing import assert_equal, peak_memory, report, time_in_turn
 
     b, d = options.batch, options.dim
     losses = {"PCME": pcme, "PCME++": pcmepp}
     alone = losses | ({"PCME written out": pcme_written_out} if options.written_out else {})
-    peaks = {name: peak_memory(lambda make=make: loss_step(b, d, make)) for name, make in alone.items()}
+    peaks = {name: peak_memory(lambda make=make: loss_step(b, d, make(), -8.0)) for name, make in alone.items()}
     memory = {name: {"peak": f"{peak / 2**20:,.0f} MiB"} for name, peak in peaks.items()}
-    assert_equal(loss_step(16, 32, pcme), loss_step(16, 32, pcme_written_out))
+    assert_equal(loss_step(16, 32, pcme(), -8.0), loss_step(16, 32, pcme_written_out(), -8.0), atol=1e-4)
     target = "PCME++ at most 0.8 of PCME's time"
-    variants = {name: loss_step(b, d, make) for name, make in alone.items()}
+    variants = {name: loss_step(b, d, make(), -8.0) for name, make in alone.items()}
     title = f"the loss, forward and backward, B = {b}, D = {d}, 8 samples"
     report(title, time_in_turn(variants, options.repeats), "PCME", target, memory)
 
@@ -40,28 +40,30 @@ def main() -> None:
 
 
 def pcmepp():
-    """The recipe's own: all pairs, pseudo-positives, bottleneck."""
+    """The recipe's loss: all pairs, pseudo-positives, bottleneck."""
     from probemb.losses import PairwiseMatchLoss
+    from tools.bench.timing import device
 
-    return PairwiseMatchLoss()
+    return PairwiseMatchLoss().to(device())
 
 
 def pcme():
-    """The library's."""
     import torch
 
     from probemb.losses import PCMELoss
+    from tools.bench.timing import device
 
-    loss, noise = PCMELoss(), torch.Generator(device()).manual_seed(0)
+    loss, noise = PCMELoss().to(device()), torch.Generator(device()).manual_seed(0)
     return lambda image, text: loss(image, text, generator=noise)
 
 
 def pcme_written_out():
-    """The definition as it stands: one (B, B, D) difference for every pair of samples, one after the other."""
+    """The definition of PCME's loss: a loop over pairs of samples, each with a (B, B, D) difference."""
     import torch
     from torch.nn import functional as F
 
     from probemb.losses import LossOutput, vib_kl
+    from tools.bench.timing import device
 
     noise = torch.Generator(device()).manual_seed(0)
 
@@ -78,36 +80,8 @@ def pcme_written_out():
     return loss
 
 
-def device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def loss_step(b: int, d: int, make):
-    """A closure that computes the loss and the gradients of both modalities."""
-    import torch
-    from torch.nn import functional as F
-
-    from probemb import Gaussian
-
-    g = torch.Generator().manual_seed(0)
-    mean = [F.normalize(torch.randn(b, d, generator=g), dim=1) for _ in range(2)]
-    log_var = [torch.randn(b, d, generator=g) - 8 for _ in range(2)]
-    leaves = [t.to(device()).requires_grad_() for t in (*mean, *log_var)]
-    loss = make()
-    if isinstance(loss, torch.nn.Module):
-        loss.to(device())
-
-    def run():
-        out = loss(Gaussian(leaves[0], leaves[2]), Gaussian(leaves[1], leaves[3])).loss
-        return out, torch.autograd.grad(out, leaves)
-
-    return run
-
-
 def model_step(name: str, b: int, d: int, make):
-    """A closure of forward, loss, backward and optimizer, with the same model for every loss."""
+    """A closure of forward, loss, backward and optimizer; the model is the same for every loss."""
     import torch
 
     from probemb.models import create_model
@@ -115,22 +89,10 @@ def model_step(name: str, b: int, d: int, make):
 
     torch.manual_seed(0)
     model = create_model(name, embed_dim=d, head="gpo")
-    images, tokens = batch_for(model.image_size, b, torch.device(device()))
+    images, tokens = batch_for(model.image_size, b)
     tokens = tokens[:, -model.context_length :]
     loss = make()
-    if isinstance(loss, torch.nn.Module):
-        loss.to(device())
-    return closure(model, lambda out: loss(out.image, out.text).loss, images, tokens, torch.device(device()), False)[0]
-
-
-def assert_equal(first, second) -> None:
-    """A comparison of speed means something only between equal results: the same noise, the same loss and gradients."""
-    import torch
-
-    (loss_a, grads_a), (loss_b, grads_b) = first(), second()
-    torch.testing.assert_close(loss_a, loss_b, rtol=1e-4, atol=1e-4)
-    for x, y in zip(grads_a, grads_b):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+    return closure(model, lambda out: loss(out.image, out.text).loss, images, tokens, False)[0]
 
 
 if __name__ == "__main__":

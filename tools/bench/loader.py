@@ -2,12 +2,11 @@
 
     python -m tools.bench.loader --workers 2
 
-open_clip_train.data does not run with the webdataset that this project has (it needs 0.2.86), so the pipeline is
-composed here of the same stages in the same order: tarfile_to_samples, shuffle, select (an image and a caption), decode
-("pilrgb"), rename, map_dict (transform, tokenizer), to_tuple, batched, in a WebLoader. Both sides read the same shards,
-of JPEGs drawn for the purpose, with the same transform (open_clip's, to 224 px), tokenizer, batch and workers. The
-stream runs with draft decoding, as in training, and without. Every repeat starts each loader anew, in turn, and the
-clock runs only after the first batches, so that neither start-up nor what was made ahead counts.
+open_clip_train.data needs webdataset 0.2.86, so its stages are composed here in the same order: tarfile_to_samples,
+shuffle, select (an image and a caption), decode ("pilrgb"), rename, map_dict (transform, tokenizer), to_tuple, batched,
+in a WebLoader. Both sides read the same generated JPEGs with the same transform (open_clip's, to 224 px), tokenizer,
+batch and workers. The stream runs with draft decoding, as in training, and without. Each repeat restarts every loader
+in turn; timing starts after the first batches, so that neither start-up nor prefetched batches count.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:
-    """JPEGs with structure at all scales, as photographs have, and their index."""
+    """Write JPEGs with structure at all scales, like photographs, and their index."""
     import numpy as np
     from PIL import Image
 
@@ -93,14 +92,14 @@ def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:
 
 
 def parts():
-    """The transform and the tokenizer of both."""
+    """The transform and the tokenizer of both sides."""
     from probemb.models.inputs import Tokenizer, create_transforms
 
     return create_transforms({"preprocess": {"size": IMAGE_SIZE}}).train, Tokenizer(77)
 
 
 def stream_batches(folder: str, batch: int, workers: int, draft: bool) -> Iterator:
-    """Endless batches of the stream."""
+    """Infinite batches of the stream."""
     from pretrain.stream.stream import Settings, Stream
     from probemb.data.shards.index import read_index
 
@@ -112,7 +111,7 @@ def stream_batches(folder: str, batch: int, workers: int, draft: bool) -> Iterat
 
 
 def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:
-    """Endless batches of open_clip's stages."""
+    """Infinite batches of open_clip's stages."""
     import webdataset as wds
 
     transform, tokenizer = parts()
@@ -131,7 +130,7 @@ def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:
 
 
 def time_batches(batches: Iterator, count: int, warmup: int) -> float:
-    """Seconds for `count` batches, once the loader is running."""
+    """Seconds for `count` batches after `warmup` ones."""
     for _ in range(warmup):
         next(batches)
     began = time.perf_counter()

@@ -1,15 +1,15 @@
-"""Retrieval metrics of 5,000 images and 25,000 captions against the published loops with an argsort for each query.
+"""Retrieval metrics of 5,000 images and 25,000 captions, as in COCO's test split, against the published loops.
 
     python -m tools.bench.metrics
     python -m tools.bench.metrics --dim 512
 
-The set is as large as COCO's test split. All begin with the embeddings. Two tables:
-R@1, R@5, R@10 of COCO 5K and COCO 1K, CxC and ECCV Caption. The loops are the published evaluation written out plainly:
-the whole similarity matrix, one argsort for each image and each caption, again for each of the five folds, and the
-first 500 ids of each query handed to the package eccv_caption. As published, all of it is float64, because embeddings
-are collected in numpy's default (PCME++, VSE infinity); --peer-float32 measures what that makes.
-PMRP with zeta = 0, 1, 2, of drawn labels (80 categories, about three an image): the published loops rank in the same
-way, compare the labels of all pairs of images, and count for each zeta and query.
+Two tables, both from embeddings:
+R@1, R@5, R@10 of COCO 5K and COCO 1K, CxC and ECCV Caption. The loops follow the published evaluation: the whole
+similarity matrix, one argsort for each image and each caption, again for each of the five folds, and the first 500 ids
+of each query for the package eccv_caption. As published, they use float64, numpy's default (PCME++, VSE infinity);
+--peer-float32 measures the effect.
+PMRP with zeta = 0, 1, 2 for random labels (80 categories, about three an image): the loops rank in the same way,
+compare the labels of all pairs of images, and count for each zeta and query.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def main() -> None:
     parser = Parser(prog="python -m tools.bench.metrics", description=__doc__.splitlines()[0])
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peer-float32", action="store_true", help="the loops in float32, which nobody published")
+    parser.add_argument(
+        "--peer-float32", action="store_true", help="run the loops in float32, unlike the published ones"
+    )
     options = parser.parse_args()
 
     from tools.bench.timing import peak_memory, report, time_in_turn
@@ -56,7 +58,7 @@ def main() -> None:
 
 
 def embeddings(dim: int):
-    """Images and captions (Gaussians) whose captions lie around their image."""
+    """Gaussians of images, and of captions close to their images."""
     import torch
     from torch.nn import functional as F
 
@@ -99,7 +101,7 @@ def own_ranks(scores) -> dict:
 
 
 def argsort_loops(embedded, precision: str) -> dict:
-    """One query after the other."""
+    """The metrics of COCO, CxC and ECCV Caption, query by query."""
     import numpy as np
 
     from probemb.metrics.coco import coco_test_ids, package_metrics
@@ -134,7 +136,7 @@ def argsort_loops(embedded, precision: str) -> dict:
 
 
 def ours(embedded) -> dict:
-    """The library's."""
+    """The same metrics by the library."""
     from probemb.evaluation.scores import csd_scores
     from probemb.metrics import coco_benchmarks, rank_both
     from probemb.metrics.coco import coco_test_ids
@@ -162,14 +164,12 @@ def drawn_labels():
 
 
 def pmrp_loops(embedded, precision: str) -> dict:
-    """One query after the other; images without a label are left out of all rankings, as in PCME's code."""
+    """PMRP, query by query; images without a label are left out of all rankings, as in PCME's code."""
     import numpy as np
 
     scores, labels = similarities(embedded, precision), drawn_labels().numpy().astype("float64")
     labelled = labels.any(1)
-    differ = np.zeros((N_IMAGES, N_IMAGES))
-    for i, label in enumerate(labels):
-        differ[i] = np.sum(np.abs(labels - label), axis=1)
+    differ = np.stack([np.sum(np.abs(labels - label), axis=1) for label in labels])
     out = {}
     for way, image, matrix in (("i2t", np.arange(N_CAPTIONS) // 5, scores), ("t2i", np.arange(N_IMAGES), scores.T)):
         precisions = {zeta: [] for zeta in ZETAS}
@@ -188,7 +188,7 @@ def pmrp_loops(embedded, precision: str) -> dict:
 
 
 def our_pmrp(embedded) -> dict:
-    """The library's."""
+    """PMRP by the library."""
     from probemb.evaluation.scores import both_ways, csd_scores
     from probemb.metrics import plausible_match_r_precision
 
@@ -201,7 +201,7 @@ def our_pmrp(embedded) -> dict:
 
 
 def assert_equal(expected: dict, got: dict) -> None:
-    """A comparison of speed means something only between equal results; float32 may swap neighbours that nearly tie."""
+    """Check that both give the same metrics; float32 may swap neighbours that nearly tie."""
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         assert abs(value - got[name]) <= 1e-3, f"{name}: {value} by loops, {got[name]} here"

@@ -1,14 +1,14 @@
-"""Search through D + 1 dimensions: against the means alone, against brute force, and against the two-step form.
+"""CSD search in D + 1 dimensions against the means alone, brute force, and re-ranking.
 
     python -m tools.bench.search --items 100000
     python -m tools.bench.search --items 1000000 --factories HNSW32 OPQ64_512,IVF8192,PQ64np    # an hour on two cores
 
-Three tables: exact search with and without the uncertainty, in turn; recall of the ten closest against queries per
-second for each approximate index; and at equal recall the same factory over the means, re-ranked (PCME++ §C.5), with
-the cheapest number of candidates that reaches it, up to the highest recall of either; these pairs are timed in turn.
+Three tables: exact search with and without the uncertainty; recall of the ten closest against queries per second for
+each approximate index; and, at equal recall, the same factory over the means with re-ranking (PCME++ §C.5) of the
+cheapest number of candidates that reaches it. Compared pairs are timed in turn.
 
-The items are synthetic: directions around clustered centres in a space of 64 dimensions, turned into D, with a little
-noise in all of them; uncertainties are log-normal, so that they change the ranking. Queries lie near items.
+The items are synthetic: directions around clustered centres in 64 dimensions, rotated into D, with a little noise;
+uncertainties are log-normal, so that they change the ranking. Queries lie near items.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from argparse import Namespace
 from probemb.cli.command import Parser, run_command
 
 K = 10
-NODES = (4, 8, 16, 32, 64, 128, 256, 512)  # of a graph to look at; of an inverted file up to all of its cells
+NODES = (4, 8, 16, 32, 64, 128, 256, 512)  # efforts for graphs; for inverted files up to all cells
 CANDIDATES = (10, 20, 50, 100, 200, 500, 1000)
 TURNS = 5  # times the repeats
 RECALLS = (0.7, 0.8, 0.9, 0.95, 0.99)
@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--factories", nargs="*", help="by default HNSW32 and the IVF-PQ that suits")
-    parser.add_argument("--no-two-step", action="store_true", help="leave the comparison with re-ranking out")
+    parser.add_argument("--factories", nargs="*", help="default: HNSW32 and a suitable IVF-PQ")
+    parser.add_argument("--no-two-step", action="store_true", help="no comparison with re-ranking")
     options = parser.parse_args()
 
     from probemb.search import choose_factory
@@ -44,7 +44,7 @@ def main() -> None:
     factories = options.factories
     if factories is None:
         factories = ["HNSW32", choose_factory(options.items, options.dim, 0).factory]
-    gallery, queries = synthetic(options.items, options.dim), None
+    gallery = synthetic(options.items, options.dim)
     queries = near(gallery, options.queries)
     truth = exact(gallery, queries, options)
     for factory in factories:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def synthetic(items: int, dim: int, latent: int = 64, seed: int = 0):
-    """Means (N, D) float32 of unit length and uncertainties (N,), made piece by piece."""
+    """Means (N, D) float32 of unit length and uncertainties (N,)."""
     import numpy as np
 
     r = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def synthetic(items: int, dim: int, latent: int = 64, seed: int = 0):
 
 
 def near(gallery, count: int, seed: int = 1):
-    """Queries (Q, D) around items, as captions lie around their images."""
+    """Queries (Q, D) near items, as captions near their images."""
     import numpy as np
 
     r = np.random.default_rng(seed)
@@ -80,7 +80,7 @@ def near(gallery, count: int, seed: int = 1):
 
 
 def as_gaussian(mean, u=None):
-    """Means, and uncertainties shared out evenly."""
+    """Gaussians of the means, with the uncertainties distributed evenly over the dimensions."""
     import torch
 
     from probemb import Gaussian
@@ -91,7 +91,7 @@ def as_gaussian(mean, u=None):
 
 
 def build(gallery, factory: str, form: str):
-    """An index, filled piece by piece as an index folder's is, and the seconds that it took."""
+    """An index, filled like that of an index folder, and the seconds that it took."""
     import numpy as np
     import torch
 
@@ -113,7 +113,7 @@ def build(gallery, factory: str, form: str):
 
 
 def exact(gallery, queries, options: Namespace):
-    """The first table; returns the true ten of every query, (Q, 10), found by brute force."""
+    """Print the first table; returns the ten closest items of every query by brute force, (Q, 10)."""
     import torch
 
     from probemb.search import search
@@ -147,7 +147,7 @@ def exact(gallery, queries, options: Namespace):
 
 
 def unpadded(gallery):
-    """Flat under CSD in D + 1 dimensions and no more, to see what the zeros behind them are worth."""
+    """Flat under CSD in exactly D + 1 dimensions, to measure the effect of padding."""
     import faiss
     import torch
 
@@ -167,7 +167,7 @@ def rows(q):
 
 
 def brute_force(mean, u, queries):
-    """Distances without the query's own u, and items, of the ten closest of every query; piece by piece."""
+    """Distances (without the query's u) and rows of the ten closest items of every query."""
     import torch
 
     best, truth = None, None
@@ -182,7 +182,7 @@ def brute_force(mean, u, queries):
 
 
 def efforts_of(factory: str) -> tuple[int, ...]:
-    """What a search looks at, from little to much."""
+    """Search efforts of an index, ascending."""
     found = re.search(r"IVF(\d+)", factory)
     return NODES if found is None else tuple(2**i for i in range(int(found[1]).bit_length()))
 
@@ -241,7 +241,7 @@ def approximate(gallery, queries, truth, factory: str, options: Namespace) -> No
 
 
 def measure(run, truth, repeats: int) -> dict:
-    """Recall of the true ten, and queries a second in the fastest of the repeats."""
+    """Recall of the ten closest, and queries per second in the fastest repeat."""
     found, seconds = run(), []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -252,13 +252,13 @@ def measure(run, truth, repeats: int) -> dict:
 
 
 def dominates(one: dict, other: dict) -> bool:
-    """Whether one is at least as fast and as good, and better in one of the two."""
+    """Whether one is at least as fast and as good as the other, and better in one of the two."""
     pairs = [(one[key], other[key]) for key in ("recall", "queries_s")]
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
 def equal_recall(ours: list[dict], theirs: list[dict], one_step, two_steps, count: int, repeats: int):
-    """The fastest point of each form that reaches a recall, timed in turn; also at the highest recall of either."""
+    """A table of the fastest point of each form that reaches a recall, also at the highest recall of either."""
     import statistics
 
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""What the benchmarks share: variants timed in turn in one run, so that ratios hold on a noisy machine."""
+"""Time variants in turn within one run, so that ratios hold on a noisy machine; measure memory; report."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def time_in_turn(variants: dict[str, Variant], repeats: int, warmup: int = 1) ->
     return seconds
 
 
+def device() -> str:
+    """ "cuda" or "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     import torch
@@ -38,10 +45,20 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def peak_memory(make: Callable[[], Variant]) -> int:
-    """Bytes that the variant's first run adds to the peak: on a GPU that of its allocator, else of a fresh process.
+def assert_equal(first: Variant, second: Variant, atol: float = 1e-6) -> None:
+    """Check that two variants give the same (loss, gradients): only then is a comparison of their speed fair."""
+    import torch
 
-    To be measured before this process has computed with several threads: what is forked from it then waits for ever.
+    (loss_a, grads_a), (loss_b, grads_b) = first(), second()
+    torch.testing.assert_close(loss_a, loss_b, rtol=1e-4, atol=atol)
+    for x, y in zip(grads_a, grads_b):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=atol)
+
+
+def peak_memory(make: Callable[[], Variant]) -> int:
+    """Bytes that the variant's first run adds to the peak: of the GPU's allocator, or else of a forked process.
+
+    Must come before this process computes with several threads, after which a forked one would hang.
     """
     import torch
 
@@ -83,22 +100,21 @@ def report(
     table = Table(title=f"{title}\n{machine()}", title_justify="left")
     for name in ("variant", "median", "min", "max", f"time / {peer}", *columns):
         table.add_column(name, justify="left" if name == "variant" else "right")
-    base = statistics.median(seconds[peer])
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    # Pair by pair, because both ran at about the same time.
+    ratios = {name: statistics.median(a / b for a, b in zip(times, seconds[peer])) for name, times in seconds.items()}
     for name, values in seconds.items():
-        # pair by pair, as both ran in the same moment of the machine
-        ratio = statistics.median(mine / other for mine, other in zip(values, seconds[peer]))
-        row = [f"{statistics.median(values):.4g} s", f"{min(values):.4g}", f"{max(values):.4g}", f"{ratio:.3f}"]
+        row = [f"{medians[name]:.4g} s", f"{min(values):.4g}", f"{max(values):.4g}", f"{ratios[name]:.3f}"]
         table.add_row(name, *row, *(str(extra.get(name, {}).get(c, "")) for c in columns))
     console = Console()
     console.print(table)
     console.print(f"target: {target}")
-    record = {"title": title, "peer": peer, "median_s": {n: statistics.median(v) for n, v in seconds.items()}}
-    ratios = {n: statistics.median(a / b for a, b in zip(v, seconds[peer])) for n, v in seconds.items()}
-    print(json.dumps(record | {"ratio": ratios, "extra": extra, "base_s": base, "torch": torch.__version__}))
+    record = {"title": title, "peer": peer, "median_s": medians, "ratio": ratios, "extra": extra}
+    print(json.dumps(record | {"base_s": medians[peer], "torch": torch.__version__}))
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """The hardware and torch version."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,9 +1,9 @@
-"""Zero-shot evaluation with every filter and all K, against the `all` filter alone; both from images and class names.
+"""Zero-shot evaluation with every filter and all K against the `all` filter alone, from images and class names.
 
     python -m tools.bench.zeroshot                                # random weights, embedded images, 64 classes
     python -m tools.bench.zeroshot --model RUN --data data/imagenet/val
 
-Nothing is cached: each repeat embeds every prompt and every image again, as a first evaluation does.
+Nothing is cached: each repeat embeds every prompt and image again, like a first evaluation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from probemb.cli.command import Parser, run_command
 
 def main() -> None:
     parser = Parser(prog="python -m tools.bench.zeroshot", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model", help="a run, a folder or a published name; ViT-Tiny-64 with random weights if left out"
-    )
-    parser.add_argument("--data", help="labelled images; 1,000 embedded ones if left out")
-    parser.add_argument("--classes", help="a class-name file; the one beside the data if left out")
+    parser.add_argument("--model", help="a run, a folder or a hub name (default: ViT-Tiny-64, random weights)")
+    parser.add_argument("--data", help="labelled images (default: 1,000 embedded ones)")
+    parser.add_argument("--classes", help="a class-name file (default: the one beside the data)")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
 
@@ -60,7 +58,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> None:
 
 
 def load(name: str | None, device: str):
-    """The model to time; its speed does not depend on its weights."""
+    """The named model, or one with random weights: its speed is the same."""
     from probemb.models import create_model, create_tokenizer, create_transforms, load_model
 
     if name:
