@@ -4,8 +4,8 @@
     python -m tools.build_index --embeddings embeddings/x --out indexes/x-graph --factory HNSW32
     python -m tools.build_index --embeddings embeddings/x --out indexes/x-two-step --form mean       # for re-ranking
 
-Distances are CSD, through one more dimension than the embeddings have. Without --factory the index follows from the
-number of items and the memory, and the command says why; with it any of FAISS' factory strings will do.
+Distances are CSD, through one more dimension than the embeddings have. Without --factory the command chooses an index
+by the number of items and the memory, and prints the reason; --factory takes any of FAISS' factory strings.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 
 PROG = "python -m tools.build_index"
 GIB = 1 << 30
-MIN_GIB = 0.001  # less holds no part of any index
-MAX_PARTS = 1_000  # a search opens every one of them
+MIN_GIB = 0.001
+MAX_PARTS = 1_000  # a search opens all of them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
     options = parse(argv)
 
     from probemb.search.embeddings import open_embeddings, same_model
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             raise UserError(
                 f"The {options.kind} embeddings of {source.folder} are not complete.",
-                "Let tools.embed finish, or take what is there with --incomplete.",
+                "Let tools.embed finish, or index the finished part with --incomplete.",
             )
     count = sum(part.count for source in sources for part in source.partitions(options.kind))
     if count and options.train_items and options.train_items > count:
@@ -70,24 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """The options, checked as far as they can be without reading anything."""
+    """Options, checked as far as possible without reading anything."""
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("--embeddings", required=True, nargs="+", type=Path, help="folders that tools.embed wrote")
     parser.add_argument("--out", required=True, type=Path, help="folder for the index")
     parser.add_argument("--kind", choices=("image", "text"), default="image", help="what is searched (%(default)s)")
     parser.add_argument("--factory", default="auto", help="FAISS factory string, or auto (%(default)s)")
-    parser.add_argument(
-        "--form", choices=("csd", "mean"), default="csd", help="CSD, or the means alone, to re-rank (%(default)s)"
-    )
-    parser.add_argument(
-        "--memory-gib", type=float, help="memory that the index may take in search; by default half of this machine's"
-    )
+    form = "CSD, or the means alone for re-ranking (%(default)s)"
+    parser.add_argument("--form", choices=("csd", "mean"), default="csd", help=form)
+    memory = "memory that the index may take in search; by default half of this machine's"
+    parser.add_argument("--memory-gib", type=float, help=memory)
     parser.add_argument("--part-items", type=int, help="items in one FAISS file; by default what the memory holds")
     parser.add_argument("--train-items", type=int, help="items to train on; by default as the factory needs")
-    parser.add_argument("--effort", type=int, help="cells (IVF) or nodes (HNSW) that a search looks at")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of the items to train on (%(default)s)")
+    parser.add_argument("--effort", type=int, help="cells (IVF) or nodes (HNSW) that a search visits")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of the training items (%(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="for training (%(default)s)")
-    parser.add_argument("--incomplete", action="store_true", help="take what has been embedded so far")
+    parser.add_argument("--incomplete", action="store_true", help="index what is embedded so far")
     options = parser.parse_args(argv)
     for name in "memory_gib", "part_items", "train_items", "effort":
         value = getattr(options, name)
@@ -99,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     if options.memory_gib is not None and options.memory_gib > machine:
         raise UserError(
             f"--memory-gib is {options.memory_gib:g}, and this machine has {machine:.1f}.",
-            "Give less; for a search on a larger machine say --factory, and --part-items for what is filled at a time.",
+            "Give less; for a search on a larger machine use --factory, and --part-items for the items of a part.",
         )
     if options.seed < 0:
         raise UserError(f"--seed is {options.seed}.", "Give 0 or more.")
@@ -107,14 +104,14 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def refuse_repeated(sources: Sequence[Embeddings]) -> None:
-    """Raises UserError for a folder that is named twice."""
+    """Raises UserError if a folder is named twice."""
     folders = [source.folder.resolve() for source in sources]
     if len(set(folders)) < len(folders):
         raise UserError("A folder of embeddings is named twice.", "Name each once.")
 
 
 def choose(options: Namespace, count: int, dim: int) -> Choice:
-    """The factory that was asked for, or the one that suits."""
+    """The requested factory, or a suitable one; sets the defaults of part_items and train_items. Raises UserError."""
     from probemb.search import Choice, choose_factory
     from probemb.search.choice import bytes_per_item, default_effort, takes_effort, training_count
     from probemb.search.unfinished import read_plan
@@ -123,13 +120,13 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
     if options.factory == "auto":
         choice = choose_factory(count, dim, memory)
     else:
-        choice = Choice(options.factory, f"{options.factory}, as asked for.", default_effort(options.factory))
+        choice = Choice(options.factory, f"{options.factory}, as requested.", default_effort(options.factory))
     if options.effort and not takes_effort(choice.factory):
         raise UserError(f"The index '{choice.factory}' always searches everything.", "Leave --effort out.")
     if options.effort and count and options.effort > count:
         raise UserError(f"--effort is {options.effort:,} of {count:,} items.", "Give fewer.")
     plan = read_plan(options.out)
-    if (plan.get("factory"), plan.get("count")) == (choice.factory, count):  # it goes on on any machine
+    if (plan.get("factory"), plan.get("count")) == (choice.factory, count):  # resumable on any machine
         options.part_items = options.part_items or plan.get("rows")
         options.train_items = options.train_items or plan.get("train_items")
     each = bytes_per_item(choice.factory, dim)
@@ -158,7 +155,7 @@ def machine_memory() -> int:
 
 
 def use_gpu(device: str) -> bool:
-    """Whether to train on GPUs. Raises UserError where there is none."""
+    """Whether to train on GPUs. Raises UserError if there is none."""
     import faiss
 
     gpus = getattr(faiss, "get_num_gpus", lambda: 0)()
@@ -168,7 +165,7 @@ def use_gpu(device: str) -> bool:
 
 
 def print_table(index, folder: Path) -> None:
-    """What was made."""
+    """Print a summary of the index."""
     from rich.console import Console
     from rich.table import Table
 

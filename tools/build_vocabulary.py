@@ -4,8 +4,8 @@
     python -m tools.build_vocabulary dataset_coco.json --split train --out coco.txt --min-count 4
 
 DATA are webdataset shards (a folder, a pattern or one tar), a Karpathy json, a caption file or a folder of them.
-OUT has one word and its count a line, the most frequent first. `model.vocabulary` of a run names it; without that a run
-looks for vocabulary.txt in the folder of its training data and in the folder above.
+OUT has one word and its count per line, the most frequent first. A run uses the file that `model.vocabulary` names, or
+else vocabulary.txt in the folder of its training data or the folder above.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("data", nargs="+", metavar="DATA", help="shards, a Karpathy json, or caption files")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--split", help="train, val, test, or another that the data names (default: all)")
-    parser.add_argument("--min-count", type=int, default=4, help="occurrences that a word needs (default: 4)")
+    parser.add_argument("--min-count", type=int, default=4, help="least occurrences of a word (default: 4)")
     parser.add_argument("--max-words", type=int, help="keep so many of the most frequent words (default: all)")
     options = parser.parse_args(argv)
     for name in ("min_count", "max_words"):
@@ -52,16 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
-    """Count the words of all captions of a path into `counts`; the number of captions. Raises UserError."""
+    """Add the words of all captions of a path to `counts`; returns the number of captions. Raises UserError."""
     from probemb.cli.progress import progress
     from probemb.data.captions.find import find_captions
     from probemb.data.image_loader import find_tars
     from probemb.data.words import count_words
 
     shards = find_tars(data) if split is None else []
-    if not all(shard.suffix == ".tar" for shard in shards):  # a caption file
-        shards = []
-    if not shards:
+    if not shards or any(shard.suffix != ".tar" for shard in shards):  # caption files
         captions = find_captions(data, split=split).flat()
         count_words(captions, counts)
         return len(captions)
@@ -78,7 +76,7 @@ def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
 
 
 def read_captions(shard: Path) -> list[str]:
-    """All captions of a tar that can be read. Raises UserError if the tar itself cannot."""
+    """All readable captions of a tar. Raises UserError if the tar itself is unreadable."""
     from probemb.data.failures import BadSample, BadShard
     from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sample, read_sample
     from probemb.data.shards.tar import walk_tar
@@ -92,7 +90,7 @@ def read_captions(shard: Path) -> list[str]:
                     texts = read_sample(file.fileno(), span._replace(parts=parts))
                     captions += parse_sample({"jpg": b"-", **texts}, need_caption=None).captions
                 except BadSample:
-                    continue  # training replaces it, too
+                    continue  # training replaces it too
     except (BadShard, OSError) as error:
         raise UserError(f"{shard} cannot be read: {error}.", "Fetch it again, or leave it out.") from error
     return captions

@@ -15,7 +15,6 @@ from probemb.errors import UserError
 
 
 def main() -> int:
-    """Load, check that nothing would be overwritten, write."""
     parser = Parser(prog="python -m tools.export", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a run, a model folder, a .safetensors file or a hub name")
     parser.add_argument("--out", required=True, type=Path, help="an empty or new folder")

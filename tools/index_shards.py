@@ -2,14 +2,14 @@
 
     python -m tools.index_shards data/cc3m
 
-Walks the headers of every .tar in the folder, counts the samples (keys with an image and a caption or class index),
-and writes `{"shards": [{"name", "samples", "bytes"}]}` beside them, which gives training every position without
-opening a shard. Nothing is decoded. A tar that cannot be read stops the command before anything is written.
+Reads the headers of every .tar in the folder, counts the samples (keys with an image and a caption or class index),
+and writes `{"shards": [{"name", "samples", "bytes"}]}` beside them, from which training computes every position.
+Nothing is decoded. An unreadable tar stops the command before anything is written.
 
     python -m tools.index_shards --verify data/cc3m --report damage.json
 
-Reads and decodes everything as training does, and prints the damage: exit code 0 if there is none, else 1. The index is
-compared with the shards but not changed; --write-index rebuilds it from the readable shards.
+Decodes everything as training does, and prints the damage: exit code 0 if there is none, else 1. The index is compared
+with the shards; --write-index rebuilds it from the readable ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def find_shards(folder: Path) -> list[Path]:
         raise UserError(f"There is no folder {folder}.", "Name the folder that holds the .tar files.")
     paths = sorted(path for path in folder.glob("*.tar") if path.is_file() and not path.name.startswith("."))
     if not paths:
-        raise UserError(f"{folder} holds no .tar files.", "Name the folder in which the .tar files lie themselves.")
+        raise UserError(f"{folder} holds no .tar files.", "Name the folder that holds the .tar files.")
     return paths
 
 
@@ -50,18 +50,15 @@ def print_table(whole: Sequence[Verified], left_out: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m tools.index_shards", description="Write the index.json of a folder of webdataset shards."
-    )
+    parser = Parser(prog="python -m tools.index_shards", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that holds the .tar files")
-    parser.add_argument("--skip-damaged", action="store_true", help="leave tars that cannot be read out of the index")
-    parser.add_argument(
-        "--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: %(default)s)"
-    )
+    parser.add_argument("--skip-damaged", action="store_true", help="leave unreadable tars out of the index")
+    cores = min(16, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=cores, help="processes (default: %(default)s)")
     parser.add_argument("--verify", action="store_true", help="decode everything and report damage")
     parser.add_argument("--report", type=Path, metavar="FILE", help="with --verify: write all damage as JSON")
-    parser.add_argument("--labelled", action="store_true", help="with --verify: KEY.cls is enough, without a caption")
-    parser.add_argument("--write-index", action="store_true", help="with --verify: write index.json, too")
+    parser.add_argument("--labelled", action="store_true", help="with --verify: accept KEY.cls instead of a caption")
+    parser.add_argument("--write-index", action="store_true", help="with --verify: write index.json too")
     options = parser.parse_args(argv)
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} is too small.", "Give at least one process.")

@@ -7,8 +7,8 @@
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
-Each shard folder has its index.json. The same arguments give the same bytes. Everything is written beside OUT and
-renamed into place when it is complete; a complete set made with the same arguments is kept as it is.
+Each shard folder has its index.json. The same arguments give the same bytes. The set is written beside OUT and renamed
+when it is complete; a complete set of the same arguments is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ JPEG_QUALITY = 90
 
 @dataclass(frozen=True)
 class Plan:
-    """Images of each part, their side in pixels, the seed, images per shard, captions per image."""
+    """Arguments of a set: images of each part, their side in pixels, images per shard, captions per image."""
 
     train: int = 20_000
     val: int = 1_000
@@ -49,7 +49,7 @@ class Plan:
     captions: int = 5
 
     def parts(self) -> dict[str, int]:
-        """Folder -> number of samples, without empty parts."""
+        """Number of samples by folder, without empty parts."""
         parts = {"train": self.train, "val": self.val, "classes": self.classes_images}
         return {name: count for name, count in parts.items() if count}
 
@@ -84,7 +84,7 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
 
 
 def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
-    """Write one tar; its bytes depend only on the task. Also returns the counts of the words in its captions."""
+    """Write one tar, a pure function of the task; returns also the word counts of its captions."""
     words: Counter[str] = Counter()
     with open(task.path, "wb") as file, tar_writer(file) as tar:
         for index in range(task.first, task.first + task.count):
@@ -96,17 +96,12 @@ def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
 
 def plan_shards(plan: Plan, folder: Path) -> list[ShardTask]:
     """All tars of the set, in order."""
-    return [
-        ShardTask(
-            plan,
-            part,
-            folder / part / f"{first // plan.shard_size:05d}.tar",
-            first,
-            min(plan.shard_size, count - first),
-        )
-        for part, count in plan.parts().items()
-        for first in range(0, count, plan.shard_size)
-    ]
+    tasks = []
+    for part, count in plan.parts().items():
+        for number, first in enumerate(range(0, count, plan.shard_size)):
+            path = folder / part / f"{number:05d}.tar"
+            tasks.append(ShardTask(plan, part, path, first, min(plan.shard_size, count - first)))
+    return tasks
 
 
 def write_set(plan: Plan, folder: Path, workers: int) -> None:
@@ -143,7 +138,7 @@ def _write_all(tasks: list[ShardTask], workers: int) -> Iterator[tuple[Shard, Co
 
 
 def describe(plan: Plan) -> dict:
-    """The arguments, and a fingerprint of some samples, by which a set of another version is recognised."""
+    """The arguments and a fingerprint of some samples, which detects sets of another version."""
     digest = hashlib.sha256()
     for part in plan.parts():
         for index in range(8):
@@ -153,7 +148,7 @@ def describe(plan: Plan) -> dict:
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
-    """Whether the folder is a complete set of the same arguments, with shards of the sizes in its indexes."""
+    """Whether the folder is a complete set of the same arguments."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -167,7 +162,7 @@ def is_finished(plan: Plan, folder: Path) -> bool:
 
 
 def make(plan: Plan, out: Path, workers: int) -> bool:
-    """Make the set in `out`; False if the same set is there already. Raises UserError if something else is there."""
+    """Make the set in `out`; False if it exists already. Raises UserError if `out` holds something else."""
     if is_finished(plan, out):
         return False
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -207,10 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.make_scenes", description="Write the embedded world as webdataset shards.")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     for name, (_, text) in OPTIONS.items():
-        default = getattr(Plan, name, 2)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} (default: {default})"
-        )
+        text += " (default: %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Plan, name, 2), help=text)
     options = parser.parse_args(argv)
     for name, (least, _) in OPTIONS.items():
         value = getattr(options, name)
@@ -220,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--size {options.size} is too large.", "Give at most 1024 pixels.")
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
     if not plan.parts():
-        raise UserError("No images were asked for.", "Give --train, --val or --classes-images a number above 0.")
+        raise UserError("No images were requested.", "Give --train, --val or --classes-images a number above 0.")
     fresh = make(plan, options.out, options.workers)
     counts = ", ".join(f"{count:,} {part}" for part, count in plan.parts().items())
     print(f"{'wrote' if fresh else 'kept, already complete,'} {options.out}: {counts} images")

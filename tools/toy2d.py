@@ -1,15 +1,14 @@
-"""Points in a plane that are optimised directly: does the training distance put uncertainty where it belongs?
+"""Optimise points in a plane directly, to compare the uncertainties that training distances lead to.
 
     python -m tools.toy2d                          # CSD and 2-Wasserstein, a table and toy2d.html
     python -m tools.toy2d --distance csd --seeds 5
 
-Three classes of 500 points; 150 of each are confusable: whenever such a point is drawn, its class is its own or another
-one, by chance. Mean and log-variance of every point are the parameters; the loss is the match loss of PCME++ between
-the points of a batch. Under a distance that knows uncertainty the confusable points end up with the larger variance.
+Three classes of 500 points; 150 of each are confusable: whenever one is drawn, its class is its own or another one at
+random. The parameters are mean and log-variance of every point; the loss is PCME++'s match loss between the points of a
+batch. Under a suitable distance the confusable points get the larger variance.
 Source: PCME++ §A.2 (Adam 0.02, 500 epochs, batch 128), which reports mean variances of 1.68 and 3.05 for certain and
-confusable points under CSD, and 2.69 and 2.80 under 2-Wasserstein. Where its text has lost a number (how points are
-drawn, a and b), it is chosen here: centroids on a circle of radius 2, points from N(centroid, I), log-variances from
-U(1/2, 3/2), and a and b learned from 1 and 1.
+confusable points under CSD, and 2.69 and 2.80 under 2-Wasserstein. Chosen here, as the paper does not state them:
+centroids on a circle of radius 2, points from N(centroid, I), log-variances from U(1/2, 3/2), a and b learned from 1.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ PAPER = {"csd": (1.68, 3.05), "wasserstein2": (2.69, 2.80)}
 
 
 class Toy(NamedTuple):
-    """Where the points ended, (P, ...) on the CPU.
+    """The optimised points, on the CPU.
 
-    own, other    classes; a certain point's are the same
+    own, other    (P,) classes; the same for certain points
     mean          (P, 2)
-    variance      (P,) mean of the two variances
+    variance      (P,) mean of both variances
     """
 
     own: object
@@ -79,7 +78,6 @@ def train(distance: str, seed: int = 0, epochs: int = 500, batch: int = 128, lr:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
     parser = Parser(prog="python -m tools.toy2d", description="Uncertainty of points in a plane, by training distance.")
     parser.add_argument("--distance", action="append", help="a training distance (default: csd and wasserstein2)")
     parser.add_argument("--seeds", type=int, default=3, help="draws of the points (default: 3)")
@@ -124,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(path: Path, toys: Sequence[tuple[str, Toy]]) -> None:
-    """One page with a chart of each distance's first seed: a point's radius is its standard deviation."""
+    """Write a page with a chart of each distance's first seed; radius: standard deviation."""
     from probemb.reports.figures import BLUE, GREY, Chart
     from probemb.reports.pages import write_page
 

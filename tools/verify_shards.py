@@ -1,4 +1,4 @@
-"""Finds damaged samples in a folder of shards by decoding everything as training does (--verify)."""
+"""Find damaged samples in shards by decoding everything as training does."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from probemb.data.shards.samples import list_samples, parse_sample, read_sample
 from probemb.errors import UserError
 from probemb.pools import process_pool
 
-MOST_NAMED = 1000  # damaged samples of one shard that are named; all are counted
+MAX_NAMED = 1000  # damaged samples of one shard that are named; all are counted
 _SHOWN = 20
 
 
 @dataclass
 class Verified:
-    """Findings about one shard: samples in its index and in the tar, damage of the shard and of samples.
+    """Findings about one shard; `indexed`: samples according to the index.
 
-    `skipped` counts groups of files that are not samples, such as a KEY.jpg without a caption; training ignores them.
+    `skipped` counts file groups that are not samples, such as KEY.jpg without a caption; training ignores them.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Verified:
 
 
 def verify_shard(path: Path, row: tuple[int, int] | None, need_caption: bool = True, decode: bool = True) -> Verified:
-    """Check one tar; `row`: its samples and bytes according to the index; without `decode` only headers are read."""
+    """Check one tar; `row`: its samples and bytes in the index; without `decode` only headers are read."""
     result = Verified(path.name, row[0] if row else None)
     try:
         result.bytes = path.stat().st_size
@@ -59,7 +59,7 @@ def verify_shard(path: Path, row: tuple[int, int] | None, need_caption: bool = T
                 if reason is None:
                     continue
                 result.bad += 1
-                if len(result.bad_samples) < MOST_NAMED:
+                if len(result.bad_samples) < MAX_NAMED:
                     result.bad_samples.append({"index": number, "key": _plain(span.key), "reason": reason})
     except BadShard as error:
         result.damage.append(_plain(str(error)).removeprefix(f"{path}: "))
@@ -87,7 +87,7 @@ def verify_folder(
     need_caption: bool = True,
     decode: bool = True,
 ) -> list[Verified]:
-    """Check all shards in `workers` processes, with progress; results sorted by name."""
+    """Check all shards in `workers` processes; results sorted by name."""
     index = index or {}
     missing = index.keys() - {path.name for path in paths}
     results = [Verified(name, index[name][0], damage=["is not there"]) for name in missing]
@@ -103,7 +103,7 @@ def verify_folder(
 
 
 def print_damage(results: Sequence[Verified]) -> None:
-    """Print the damaged shards and their damage, the largest losses first."""
+    """Print the damaged shards, the largest losses first."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -155,7 +155,7 @@ def write_report(path: Path, folder: Path, results: Sequence[Verified]) -> None:
 
 
 def read_rows(folder: Path) -> dict[str, tuple[int, int]] | None:
-    """Samples and bytes by name of the shard according to index.json; None without one. The shards are not checked."""
+    """(samples, bytes) by shard name from index.json; None without one."""
     from probemb.data.shards.index import INDEX_NAME, read_index_file
 
     if not (folder / INDEX_NAME).exists():

@@ -272,7 +272,7 @@ def test_an_index_of_another_model_is_refused(embeddings, tmp_path):
         (["--memory-gib", "0"], r"--memory-gib is 0\.0"),
         (["--memory-gib", "-1"], r"--memory-gib is -1\.0"),
         (["--memory-gib", "inf"], "--memory-gib is inf, and this machine has"),
-        (["--memory-gib", "1e9"], r"--memory-gib is 1e\+09, and this machine has .*say --factory"),
+        (["--memory-gib", "1e9"], r"--memory-gib is 1e\+09, and this machine has .*use --factory"),
         (["--memory-gib", "0.000001"], r"--memory-gib is 1e-06, which holds no index\. Give at least 0\.001"),
         (["--effort", "5"], "The index 'Flat' always searches everything"),
         (["--effort", "0"], "--effort is 0"),

@@ -59,7 +59,7 @@ REFUSALS = {
         "There is no method 'vsee'. Did you mean 'vse'?",
         "pcmepp",
     ),
-    "methods without a folder": (["finetune", *GPUS, "--methods", "vse"], "need --out after `--`", "of its own"),
+    "methods without a folder": (["finetune", *GPUS, "--methods", "vse"], "need --out after `--`", "its own folder"),
     "methods and a method": (
         ["finetune", *GPUS, "--methods", "vse", "--", "--method=daa"],
         "exclude each other",

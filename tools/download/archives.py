@@ -65,7 +65,7 @@ class Task:
 
 
 def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
-    """COCO or Flickr8k, from its archives to its report."""
+    """Fetch COCO or Flickr8k and write shards, indexes and report."""
     if options.part or options.retry_failed or options.prepare:
         raise UserError(
             f"--part, --retry-failed and --prepare are for lists of addresses, and {corpus} comes in archives.",
@@ -80,8 +80,7 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
     if not sources:
         raise UserError(
             f"No archive of {TITLES[corpus]} was named.",
-            "Name its zip files or their addresses"
-            + (", or 2014 for all published ones." if corpus == "coco" else "."),
+            f"Name its zip files or their addresses{', or 2014 for all published ones' if corpus == 'coco' else ''}.",
         )
     if (state := read_state(folder)) is not None:
         check_same(folder, state, corpus, settings)
@@ -90,11 +89,7 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
     try:
         paths = [fetch_archive(one, folder / STATE / "archives", options.patience) for one in sources]
         splits, images, dropped = _read(corpus, paths)
-        started = {
-            "corpus": corpus,
-            "settings": settings,
-            "format": 1,
-        }  # only now, so that a wrong archive fixes nothing
+        started = {"corpus": corpus, "settings": settings, "format": 1}  # stored only after the archives were accepted
         replace_text(folder / STATE / "state.json", json.dumps(started) + "\n")
         done = {name: _write_split(folder / name, chosen, images, settings, options) for name, chosen in splits.items()}
         asked = sum(map(len, splits.values())) + sum(dropped.values())
@@ -118,7 +113,7 @@ def _finish(
     settings: dict,
     as_json: bool,
 ) -> dict:
-    """Indexes and report."""
+    """Write indexes and report."""
     tars = []
     for split, found in done.items():
         shards = [(ShardPaths(folder / split, one.shard).tar, one) for one in found if one.samples]
@@ -183,7 +178,7 @@ def _read_coco(texts: dict, images: dict[str, Place]) -> tuple[dict[str, list[Pi
         dropped["no caption"] += without
     if not any(splits.values()):
         raise UserError(
-            "The archives hold no captions (captions_train2014.json or the like).",
+            "The archives hold no captions, such as captions_train2014.json.",
             "Name annotations_trainval2014.zip beside the images.",
         )
     return splits, images, +dropped
@@ -221,7 +216,7 @@ def _run(tasks: Sequence[Task], processes: int):
 
 
 def write_shard(task: Task) -> Marker:
-    """One shard of an archive's images. Raises OSError, NotWritten."""
+    """Write one shard. Raises OSError, NotWritten."""
     writer = ShardWriter(task.folder, task.number, unique=False)
     try:
         for picture, place in zip(task.pictures, task.places):

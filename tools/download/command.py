@@ -1,15 +1,15 @@
-"""Fetch a corpus by its published lists, and turn it into the shards that training streams.
+"""Fetch a corpus by its published lists and write it as shards for training.
 
     python -m tools.download cc3m Train_GCC-training.tsv --out data/cc3m
     python -m tools.download cc12m cc12m.tsv --out data/cc12m --processes 16 --threads 64
     python -m tools.download redcaps annotations --out data/redcaps      # a folder of SUBREDDIT_YEAR.json
-    python -m tools.download cc3m --out data/cc3m --retry-failed         # what may work the second time
+    python -m tools.download cc3m --out data/cc3m --retry-failed         # retry temporary failures
     python -m tools.download coco 2014 --out data/coco                   # or its zip archives, as files or addresses
     python -m tools.download flickr8k Flickr8k_Dataset.zip Flickr8k_text.zip --out data/flickr8k
 
 Writes shards of KEY.jpg, KEY.txt and KEY.json with their index.json into --out, and into its folder `download` a
 record of every row (`records`), report.json and report.html. The same command resumes an interrupted download; lists
-that are named later are added. docs/download.md says what is lost and why.
+named later are added. docs/download.md explains losses.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Download:
         respect_opt_out: leave out images whose server says noai, noimageai, noindex or noimageindex.
         private_hosts: also contact hosts in private networks, including this machine.
         distributor: multiprocessing, pyspark or ray.
-        processes: at a time, one shard each.
+        processes: concurrent processes, one shard each.
         threads: concurrent requests per process.
         part: fetch only part I/N of the shards, as a task of a job array; a command without it finishes the corpus.
         retry_failed: retry images that failed for a temporary cause.
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_config(
         Download,
         f"{PROG} {{{','.join([*CORPORA, *ARCHIVES])}}} LIST …",
-        "Fetch a corpus by its published lists, and turn it into indexed shards.",
+        "Fetch a corpus by its published lists and write it as indexed shards.",
         words[own:],
     )
     if corpus is None:
@@ -134,17 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def restore_settings(options: Download, words: Sequence[str]) -> Download:
-    """Take settings that were not typed from the folder's state. Raises UserError."""
+    """Use the folder's stored settings for options that were not typed. Raises UserError."""
     from tools.download.plan import read_state
 
     typed = {word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words if word[:2] == "--"}
     state = read_state(Path(options.out))
     if state is None or "config" in typed:
         return options
-    return replace(
-        options,
-        **{name: state.settings[name] for name in STORED_SETTINGS if name in state.settings and name not in typed},
-    )
+    stored = {name: state.settings[name] for name in STORED_SETTINGS if name in state.settings and name not in typed}
+    return replace(options, **stored)
 
 
 def _stop(*_) -> None:
@@ -152,11 +150,7 @@ def _stop(*_) -> None:
 
 
 def check(options: Download) -> tuple[int, int]:
-    """Refuse values out of range, before anything is read; returns the part as (i, n).
-
-    Raises:
-        UserError: names the option.
-    """
+    """Check options before anything is read; returns the part as (i, n). Raises UserError."""
     if not options.out:
         raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
     if options.distributor != "multiprocessing" and not importlib.util.find_spec(options.distributor):
@@ -177,7 +171,7 @@ def check(options: Download) -> tuple[int, int]:
 
 
 def fetch_lists(corpus: str, sources: Sequence[str], options: Download, part: tuple[int, int]) -> int:
-    """A web corpus, from its lists to its report."""
+    """Fetch a web corpus and write shards, index and report."""
     from tools.download import plan
     from tools.download.shard import STATE
 
@@ -207,7 +201,7 @@ def fetch_lists(corpus: str, sources: Sequence[str], options: Download, part: tu
             raise
         if options.prepare:
             asked = sum(one.rows for one in state.lists)
-            print(f"{state.rows:,} rows, {asked:,} to be asked for, {state.shards:,} shards")
+            print(f"{state.rows:,} rows, {asked:,} to be requested, {state.shards:,} shards")
             return 0
         run(folder, state, options, part)
         if part[1] > 1:
@@ -217,7 +211,7 @@ def fetch_lists(corpus: str, sources: Sequence[str], options: Download, part: tu
             causes = [cause for one in options.retry_causes.split(",") if (cause := one.strip())]
             count, others = plan.plan_retry(folder, state, causes)
             kept = f"; not for: {', '.join(others)}" if others and not count else ""
-            print(f"asking again for {count:,} images{kept}", file=sys.stderr)
+            print(f"retrying {count:,} images{kept}", file=sys.stderr)
             run(folder, state, options, part)
         finish(folder, state, options)
         shutil.rmtree(folder / STATE / "work", ignore_errors=True)
@@ -243,7 +237,7 @@ def _lock_part(state: Path, part: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def _wait_for_lock(path: Path) -> Iterator[None]:
-    """Tasks of an array start together; one of them reads the lists for all."""
+    """Wait for a lock: tasks of an array start together, and one of them reads the lists for all."""
     from probemb.runs.lock import RunLock
 
     waiting = False
@@ -263,7 +257,7 @@ def _wait_for_lock(path: Path) -> Iterator[None]:
 
 
 def run(folder: Path, state, options: Download, part: tuple[int, int]) -> None:
-    """Fetch the shards that are not finished."""
+    """Fetch the unfinished shards."""
     from tools.download.plan import pending
     from tools.download.run import fetch_shards
 

@@ -1,4 +1,4 @@
-"""Fetches a shard of addresses with img2dataset, of which three parts are replaced:
+"""Fetch a shard of addresses with img2dataset, of which three parts are replaced:
 
 - requests have limits (`tools.download.web`),
 - responses are decoded by `probemb.data.images.decode_image` alone; img2dataset resizes and encodes the pixels,
@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it would ask a server for its latest version
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no request for its latest version
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import pyarrow as pa
@@ -80,7 +80,7 @@ class RowWriter:
     def __init__(self, number, output_folder, save_caption, oom_shard_count, schema, encode_format, *, fetch):
         self.fetch, self.writer = fetch, ShardWriter(fetch.folder, number)
         fetch.writer = self.writer
-        self._told = time.monotonic()
+        self._counted = time.monotonic()
 
     def write(self, img_str, key, caption, meta) -> None:
         record = Record(meta["id"], meta["url"], GOT, words=len(caption.split()))
@@ -92,19 +92,13 @@ class RowWriter:
         else:
             hashed = meta[self.fetch.compute_hash]
             record.width, record.height, record.hash = meta["original_width"], meta["original_height"], hashed
-            about = {
-                "url": meta["url"],
-                "width": meta["width"],
-                "height": meta["height"],
-                "original_width": meta["original_width"],
-                "original_height": meta["original_height"],
-                self.fetch.compute_hash: hashed,
-            }
+            names = ("url", "width", "height", "original_width", "original_height", self.fetch.compute_hash)
+            about = {name: meta[name] for name in names}
             self.writer.add(record, img_str, [caption], json.loads(meta["extra"]) | about)
         if self.writer.problem is not None:
             self.fetch.opener.stopped = True
-        if time.monotonic() - self._told > COUNT_EVERY:
-            self._told = time.monotonic()
+        if time.monotonic() - self._counted > COUNT_EVERY:
+            self._counted = time.monotonic()
             with suppress(OSError):  # only for the progress bar
                 self.writer.paths.count.write_text(str(len(self.writer.records)))
 
@@ -113,7 +107,7 @@ class RowWriter:
 
 
 class Fetcher(Downloader):
-    """img2dataset's downloader of one shard; called with (number, path of the plan), returns (success, that).
+    """img2dataset's downloader of one shard; takes (number, path of the plan), returns (success, (number, path)).
 
     Args:
         folder: of the corpus.

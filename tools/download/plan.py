@@ -76,9 +76,8 @@ def read_state(folder: Path) -> State | None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--out {folder} is a file.", "Name a folder.")
         if folder.is_dir() and any(not one.name.startswith(".") and one.name != STATE for one in folder.iterdir()):
-            raise UserError(
-                f"{folder} holds files that this command did not write.", "Name a new or empty folder with --out."
-            )
+            what = f"{folder} holds files that this command did not write."
+            raise UserError(what, "Name a new or empty folder with --out.")
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -98,15 +97,9 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def check_same(folder: Path, state: State, corpus: str, settings: dict) -> None:
-    """Refuse to mix corpora or settings in one folder.
-
-    Raises:
-        UserError: names both.
-    """
+    """Refuse to mix corpora or settings in one folder. Raises UserError."""
     if state.corpus != corpus:
-        raise UserError(
-            f"{folder} holds {state.corpus}, and {corpus} was asked for.", "Name another folder with --out."
-        )
+        raise UserError(f"{folder} holds {state.corpus}, not {corpus}.", "Name another folder with --out.")
     for name, value in settings.items():
         if name in state.settings and state.settings[name] != value:
             raise UserError(
@@ -146,7 +139,7 @@ def extend(folder: Path, state: State, paths: Sequence[Path]) -> int:
         dropped = sum((Counter(one.dropped) for one in state.lists), Counter())
         why = ", ".join(f"{count:,} {cause}" for cause, count in dropped.most_common())
         raise UserError(
-            f"The lists hold no row that can be asked for{f' ({why})' if why else ''}.",
+            f"The lists hold no usable row{f' ({why})' if why else ''}.",
             f"Check that they are the published lists of {CORPORA[state.corpus].title}.",
         )
     batch.finish({})

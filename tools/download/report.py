@@ -23,18 +23,17 @@ SHOWN_PICTURES = 18
 
 @dataclass
 class Outcome:
-    """Everything that the report is made of.
+    """Data of the report.
 
     Args:
         title: of the corpus.
         asked: rows of the published lists (images of the archives).
-        dropped: rows that were never asked for, by cause.
+        dropped: rows that were never requested, by cause.
         markers: of the finished shards.
-        retried: causes of failures that were asked for again, and are counted there.
-        shards: how many there are to be.
+        retried: causes of failures that were retried, which count there.
+        shards: number of planned shards.
         tars: of the finished shards.
-        lists: what each list held, for the JSON.
-        settings: for the JSON.
+        lists, settings: for the JSON.
     """
 
     title: str
@@ -124,7 +123,7 @@ def _size(count: int) -> str:
 
 
 def _pictures(tars: Sequence[Path]) -> list[dict]:
-    """A few samples drawn at random, the same for the same shards."""
+    """A few random samples, always the same for the same shards."""
     draw = random.Random(len(tars))
     chosen = draw.sample(list(tars), min(3, len(tars)))
     shown = []
@@ -135,7 +134,7 @@ def _pictures(tars: Sequence[Path]) -> list[dict]:
                 try:
                     sample = parse_sample(read_sample(file.fileno(), span), span.key)
                     source = thumbnail(decode_image(sample.image))
-                except BadSample:  # damaged since; --verify of tools.index_shards says so
+                except BadSample:  # damaged since; see --verify of tools.index_shards
                     continue
                 shown.append({"src": source, "note": f"{span.key}: {sample.captions[0]}", "kind": ""})
     return shown

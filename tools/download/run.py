@@ -1,4 +1,4 @@
-"""Fetches shards in several local processes, or through Spark or Ray."""
+"""Fetch shards in several local processes, or through Spark or Ray."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def _check_end(worker) -> None:
         code = worker.exitcode
         if 0 < code < 255:  # 255: the fork server was killed
             raise UserError(
-                f"A process ended with exit code {code}; see its output above.", "Start the same command again."
+                f"A process ended with exit code {code}; see its output above.", "Restart the same command."
             )
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code} in the middle of its work"
         raise UserError(
             f"A process {how}, probably out of memory.",
-            "Start the same command again, with fewer --processes or --threads; it resumes.",
+            "Restart the same command with fewer --processes or --threads; it resumes.",
         )
 
 

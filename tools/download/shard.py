@@ -1,7 +1,7 @@
 """One finished shard: a tar of KEY.jpg, KEY.txt and KEY.json, a record of every row, and a done-marker.
 
-    OUT/00012.tar                        there as a whole or not at all
-    OUT/download/records/00012.parquet   a row an image that was asked for: key, url, cause, detail, sizes, hash
+    OUT/00012.tar                        complete or absent
+    OUT/download/records/00012.parquet   a row per requested image: key, url, cause, detail, sizes, hash
     OUT/download/records/00012.json      written last: counts by cause, histograms, samples and bytes of the tar
 
 A shard without its marker is fetched again.
@@ -148,8 +148,8 @@ class ShardWriter:
         return write_records(self.paths, self.number, self.records, got, size)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
-        with suppress(OSError, ValueError):  # no room for what was buffered; or closed already
+        """Remove the unfinished tar."""
+        with suppress(OSError, ValueError):  # no room for buffered data, or already closed
             self._tar.close()
         with suppress(OSError):
             self._file.close()

@@ -33,11 +33,11 @@ PLACEHOLDERS = (  # redirects for removed images, whose placeholders would be st
 class Limits:
     """Limits for one address.
 
-    seconds    in all: redirects, waiting and the transfer
+    seconds    in total: redirects, waiting and the transfer
     patience   seconds without a byte
     size       bytes of the answer
-    redirects  that are followed
-    private    whether hosts of private networks, and this machine, may be asked
+    redirects  followed at most
+    private    also contact hosts in private networks and this machine
     """
 
     seconds: float = 60.0

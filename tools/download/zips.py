@@ -1,4 +1,4 @@
-"""Reads files inside untrusted archives by name; nothing is unpacked."""
+"""Read files inside untrusted archives by name, without unpacking."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def fetch_archive(source: str, folder: Path, patience: float = 60.0) -> Path:
         return path
     remote = Remote(source)
     if remote.scheme not in ("http", "https"):
-        raise UserError(f"{remote} is no web address.", "Name a file, a folder or an http(s) address.")
+        raise UserError(f"{remote} is not a web address.", "Name a file, a folder or an http(s) address.")
     name = Path(remote.split()[0]).name
     path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:8]}-{name}"
     if path.exists():
         return path
     folder.mkdir(exist_ok=True)
     part, mark = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "version"))
-    print(f"asking for {remote}", file=sys.stderr, flush=True)  # a server may take a while to answer
+    print(f"requesting {remote}", file=sys.stderr, flush=True)  # a server may take a while to answer
     with progress(f"Fetching {name}", _stated_size(remote)) as advance:
         try:
             with _ProgressFile(part, advance) as file:
@@ -155,7 +155,7 @@ def read_text(place: Place, label: str) -> bytes:
     try:
         return read_bytes(place, MAX_TEXT_BYTES)
     except BadSample as error:
-        raise UserError(f"{label} is of no use: {error}.", "Fetch the archive again.") from None
+        raise UserError(f"{label} is unusable: {error}.", "Fetch the archive again.") from None
 
 
 def read_bytes(place: Place, limit: int) -> bytes:

@@ -133,10 +133,10 @@ def test_subreddits_fill_shards_together(tmp_path, capsys):
     (folder / "empty_2017.json").write_text('{"annotations": []}')
     words = ["redcaps", str(folder), "--out", str(out), "--prepare", "--shard-size", "10"]
     assert main(words) == 0
-    assert "12 rows, 12 to be asked for, 2 shards" in capsys.readouterr().out
+    assert "12 rows, 12 to be requested, 2 shards" in capsys.readouterr().out
     (folder / "birds_2017.json").write_text(json.dumps({"annotations": [{"url": "http://a.b/c.jpg", "caption": "x"}]}))
     assert main(words) == 0
-    assert "13 rows, 13 to be asked for, 3 shards" in capsys.readouterr().out
+    assert "13 rows, 13 to be requested, 3 shards" in capsys.readouterr().out
     state = json.loads((out / "download" / "state.json").read_text())
     assert [one["name"] for one in state["lists"]][-1] == "birds_2017.json"
     keys = [
@@ -193,7 +193,7 @@ def test_how_to_ask_again_depends_on_the_cause(site, cc3m, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["got"] == 1
     with pytest.raises(UserError, match="No image was fetched"):
         main(["cc3m", "--out", str(tmp_path / "lasting"), *quick, "--retry-failed", "--retry-causes", "gone"])
-    assert "asking again for 0 images; not for: HTTP 404" in capsys.readouterr().err
+    assert "retrying 0 images; not for: HTTP 404" in capsys.readouterr().err
 
 
 def test_a_folder_goes_on_with_its_own_settings(cc3m, tmp_path, capsys):
@@ -276,8 +276,8 @@ def test_folders_of_others(site, cc3m, tmp_path):
     assert main(["cc3m", path, "--out", str(out), "--prepare", *QUICK]) == 0
     other = tmp_path / "other.tsv"
     other.write_text("http://a.b/c.jpg\ta dog\n")
-    assert "holds cc3m, and cc12m was asked for" in refused("cc12m", str(other), "--out", str(out))
-    assert "holds cc3m, and coco was asked for" in refused("coco", str(other), "--out", str(out))
+    assert "holds cc3m, not cc12m" in refused("cc12m", str(other), "--out", str(out))
+    assert "holds cc3m, not coco" in refused("coco", str(other), "--out", str(out))
     told = refused("cc3m", path, "--out", str(out), "--image-size", "300")
     assert "started with --image-size 256, not 300" in told
     Path(path).write_text("changed\thttp://a.b/c.jpg\n")
@@ -293,7 +293,7 @@ def test_folders_of_others(site, cc3m, tmp_path):
 def test_preparing_asks_nobody(site, cc3m, tmp_path, capsys):
     before = sum(site.requests.values())
     assert main(["cc3m", cc3m(["ok/1", "ok/2", "ok/1"]), "--out", str(tmp_path / "out"), "--prepare", *QUICK]) == 0
-    assert "3 rows, 2 to be asked for, 1 shards" in capsys.readouterr().out
+    assert "3 rows, 2 to be requested, 1 shards" in capsys.readouterr().out
     assert sum(site.requests.values()) == before
 
 
