@@ -13,7 +13,7 @@ from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
 from tools.claims import command as claims
 from tools.claims.findings import FAILS, HOLDS, ONE_SEED, PRETRAINING, WITHIN, Value, compare, value, verdict
-from tools.claims.queue import TrainingStore
+from tools.claims.queue import Kept
 from tools.claims.training import CHOSEN, GRID, Settings, Training
 from tools.claims.world import MemoryLoader, Sizes, draw_world
 
@@ -91,7 +91,7 @@ def test_batches_come_in_finetunes_order(world):
     assert len(list(loader.epoch(0, start_step=loader.steps - 1))) == 1
 
 
-def test_a_tiny_run_and_its_resumption(tmp_path, capsys):
+def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     torch.set_num_threads(1)
     content = claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
     assert len(content["trainings"]) == 21
@@ -102,7 +102,7 @@ def test_a_tiny_run_and_its_resumption(tmp_path, capsys):
     assert page.count("<svg") == 9
     out = capsys.readouterr().out
     assert "left]" in out
-    assert "4. Meaning of the uncertainty" in out
+    assert "4. What the uncertainty" in out
 
     lost = tmp_path / "claims" / "trainings" / "vse-seed-0.json"
     stamps = {path: path.stat().st_mtime_ns for path in lost.parent.iterdir() if path != lost}
@@ -114,7 +114,7 @@ def test_a_tiny_run_and_its_resumption(tmp_path, capsys):
     kept = lost.read_text()
     after = json.loads(kept)["found"]
     assert after["retrieval"] == before["retrieval"]  # the same training gives the same numbers
-    assert "20 of 21 trainings are stored" in capsys.readouterr().out
+    assert "20 of 21 trainings are kept" in capsys.readouterr().out
 
     os.remove(lost)
     with pytest.raises(UserError, match="No seed is finished"):
@@ -126,15 +126,15 @@ def test_a_tiny_run_and_its_resumption(tmp_path, capsys):
     assert told.count("###") == 6
 
     with pytest.raises(UserError, match="other settings"):
-        TrainingStore(tmp_path / "claims", Settings())
+        Kept(tmp_path / "claims", Settings())
 
 
-def test_a_stored_training_with_other_values_is_not_used(tmp_path):
-    store = TrainingStore(tmp_path, SETTINGS)
-    store.write(Training("vse", 0, "vse"), {"x": 1})
-    assert store.read(Training("vse", 0, "vse")) == {"x": 1}
-    assert store.read(Training("vse", 0, "vse", chosen=(("lr", 0.1),))) is None
-    assert store.read(Training("vse", 1, "vse")) is None
+def test_a_kept_training_with_other_values_is_not_used(tmp_path):
+    keep = Kept(tmp_path, SETTINGS)
+    keep.write(Training("vse", 0, "vse"), {"x": 1})
+    assert keep.read(Training("vse", 0, "vse")) == {"x": 1}
+    assert keep.read(Training("vse", 0, "vse", chosen=(("lr", 0.1),))) is None
+    assert keep.read(Training("vse", 1, "vse")) is None
 
 
 def test_arguments_are_checked():

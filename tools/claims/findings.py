@@ -1,4 +1,4 @@
-"""Tables and verdicts from the results of `tools.claims`."""
+"""From the trainings of `tools.claims` to tables and verdicts: plain numbers, nothing is trained or drawn here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 NAMES = {"infonce": "InfoNCE", "vse": "VSE∞", "pcme": "PCME", "pcmepp": "PCME++"}
 PAPERS_START = "pcmepp a=5"  # PCME++ with the paper's a = b = 5 at first, instead of what validation chose
-WITH_CLIP = "pcmepp with CLIP"  # PCME++ plus the CLIP loss
+WITH_CLIP = "pcmepp with CLIP"  # PCME++ with the CLIP loss beside it
 PRETRAINING = "csd with CLIP"  # the same without PP and MSDA: the loss of the paper's pretraining
 CLIP_BESIDE = {WITH_CLIP: "PCME++ with the CLIP loss", PRETRAINING: "as in pretraining"}
 HOLDS, FAILS, WITHIN, ONE_SEED = "holds", "does not hold", "within the spread", "one seed, no spread"
@@ -17,21 +17,21 @@ Get = Callable[[dict], float | None]
 
 @dataclass(frozen=True)
 class Value:
-    """Mean and sample standard deviation (None for one seed) of the seeds' numbers."""
+    """Mean and standard deviation (of a sample) over the seeds' numbers; the latter None for one seed."""
 
     mean: float
     spread: float | None
     numbers: tuple[float, ...]
 
     def text(self, factor: float = 100.0, digits: int = 1, sign: str = "") -> str:
-        """ "12.3 ± 0.4", by default in percent."""
+        """ "12.3 ± 0.4", in percent unless `factor` says otherwise."""
         mean = f"{factor * self.mean:{sign}.{digits}f}"
         text = mean if self.spread is None else f"{mean} ± {factor * self.spread:.{digits}f}"
         return text.replace("-", "\N{MINUS SIGN}")
 
 
 def value(numbers: Sequence[float | None]) -> Value | None:
-    """Mean and spread; None if any seed has no number (a correlation with a constant)."""
+    """None if any seed has no number (a correlation with a constant)."""
     if any(number is None for number in numbers):
         return None
     n, mean = len(numbers), sum(numbers) / len(numbers)
@@ -40,10 +40,10 @@ def value(numbers: Sequence[float | None]) -> Value | None:
 
 
 def verdict(difference: float, spread: float | None) -> str:
-    """Verdict on a difference that should be positive: above the spread, below its negative, or neither.
+    """Whether a difference that should be positive is larger than the spread, smaller than minus it, or neither.
 
-    The spread is the standard deviation over the seeds of the difference within a seed: compared variants share scenes,
-    order and start, and seeds differ far more than methods.
+    The spread is the standard deviation over the seeds of the difference within a seed, because what is compared has
+    its scenes, their order and its start in common: seeds differ far more from each other than methods do.
     """
     if spread is None:
         return ONE_SEED
@@ -51,7 +51,7 @@ def verdict(difference: float, spread: float | None) -> str:
 
 
 def compare(what: str, better: Value | None, worse: Value | None, unit: str = "points", factor: float = 100.0) -> dict:
-    """Compare two variants; the claim says that `better` is better."""
+    """One comparison that the claim decides in favour of `better`."""
     if better is None or worse is None:
         return {"what": what, "verdict": "undefined", "difference": None, "spread": None, "text": "undefined"}
     within = value([a - b for a, b in zip(better.numbers, worse.numbers, strict=True)])
@@ -67,7 +67,7 @@ def compare(what: str, better: Value | None, worse: Value | None, unit: str = "p
 
 
 class Found:
-    """Results by variant and seed."""
+    """What was measured, by variant, one after the other of its seeds."""
 
     def __init__(self, trainings: Sequence, found: dict[str, dict], name: Callable):
         self._by: dict[str, list[dict]] = {}
@@ -75,16 +75,16 @@ class Found:
             self._by.setdefault(training.name, []).append(found[name(training)])
 
     def of(self, variant: str, get: Get) -> Value | None:
-        """Mean and spread over the seeds."""
+        """Mean and spread of a number."""
         return value([get(one) for one in self._by[variant]])
 
     def all(self, variant: str) -> list[dict]:
-        """The results of every seed."""
+        """Every seed's."""
         return self._by[variant]
 
 
 def retrieval(direction: str, metric: str, ranking: str = "own") -> Get:
-    """Getter of a metric in one direction, or the mean of "both"."""
+    """A metric of one direction, or of "both": their mean."""
 
     def get(found: dict) -> float:
         ways = ("i2t", "t2i") if direction == "both" else (direction,)
@@ -94,7 +94,7 @@ def retrieval(direction: str, metric: str, ranking: str = "own") -> Get:
 
 
 def correlation(key: str, kind: str = "pearson") -> Get:
-    """Getter of a correlation of u with recall or the true ambiguity: pearson over bins or spearman over items."""
+    """Of u with recall (or with the true ambiguity), over bins or over single items."""
     return lambda found: found["uncertainty"][key][kind]
 
 
@@ -110,7 +110,14 @@ _RETRIEVAL = (
 
 def judge(found: Found) -> list[dict]:
     """The six claims, each with "title", "claim", "head", "rows", "comparisons" and "notes"."""
-    return [part(found) for part in (_methods, _noise, _distance, _uncertainty, _parts, _prompts)]
+    return [
+        _methods(found),
+        _noise(found),
+        _distance(found),
+        _uncertainty(found),
+        _parts(found),
+        _prompts(found),
+    ]
 
 
 def _cell(one: Value | None, factor: float = 100.0, digits: int = 1, sign: str = "") -> str:
@@ -140,8 +147,8 @@ def _methods(found: Found) -> dict:
         ],
         "notes": [
             "Percent. mAP@R alone and R@1 in the comparisons are means of both directions. a and b of PCME++ start "
-            "from values chosen on validation scenes; a = b = 5 is the paper's start. The last two rows add the CLIP "
-            "loss; the last one has no PP and MSDA, as the paper's pretraining."
+            "from what the validation scenes chose; a = b = 5 is the paper's start. The last two rows add the CLIP "
+            "loss; the very last one is without PP and MSDA, as the paper's pretraining."
         ],
     }
 
@@ -199,7 +206,7 @@ _AGAINST_RECALL = (
 
 
 def _sign(what: str, found: Value | None, sign: int) -> dict:
-    """Compare a correlation's sign with the claim's, 1 or -1."""
+    """Whether a correlation has the sign that the claim says, 1 or -1."""
     signed = None if found is None else value([sign * number for number in found.numbers])
     zero = None if found is None else value([0.0] * len(found.numbers))
     return {**compare(what, signed, zero), "text": f"correlation {_cell(found, 1.0, 2, '+')}"}
@@ -224,17 +231,17 @@ def _uncertainty(found: Found) -> dict:
         rows.append([f"{title}: captions, true ambiguity", _cell(bins, 1, 2, "+"), _cell(single, 1, 2, "+")])
         comparisons.append(_sign(f"u rises with the true ambiguity: {title} (Spearman)", single, 1))
     others = {"pcme": "PCME", "csd": "CSD without PP and MSDA", "wasserstein2": "2-Wasserstein"}
-    listed = ", ".join(f"{title} {_cell(found.of(name, _spearman), 1, 2, '+')}" for name, title in others.items())
+    told = ", ".join(f"{title} {_cell(found.of(name, _spearman), 1, 2, '+')}" for name, title in others.items())
     return {
-        "title": "4. Meaning of the uncertainty of PCME++",
+        "title": "4. What the uncertainty of PCME++ means",
         "claim": "Captions that fit many images are given a large variance, and uncertain queries are retrieved worse.",
         "head": ["u against", "Pearson over ten bins", "Spearman over single items"],
         "rows": rows,
         "comparisons": comparisons,
         "notes": [
-            f"The same rank correlation with the ambiguity for others: {listed}.",
-            "Own image alone: as in most data sets, where a vague caption rarely finds the one image that it was "
-            "written for. All true images: any image that the caption fits counts.",
+            f"The same rank correlation with the ambiguity for others: {told}.",
+            "Own image alone: as in most data sets, where a vague caption has little chance to find the one image that "
+            "it was written for. All true images: where it has many chances to find a right one.",
         ],
     }
 
@@ -292,8 +299,8 @@ def _prompts(found: Found) -> dict:
         "comparisons": comparisons,
         "notes": [
             "64 classes x 80 prompts, 1,280 single-object images. honest (folds:5): K is chosen on four fifths of the "
-            "images and scored on the rest. oracle: K is chosen on the scored images, as in the paper. As in "
-            "pretraining: with VIB and the CLIP loss, without PP and MSDA."
+            "images and scored on the rest. oracle: K is chosen on the images that are scored, as the paper does. "
+            "As in pretraining: with VIB and the CLIP loss, without PP and MSDA."
         ],
     }
 

@@ -1,4 +1,4 @@
-"""Measurements of `tools.claims` on a trained model: retrieval, uncertainty, and zero-shot prompts.
+"""What `tools.claims` measures of a trained model: retrieval, uncertainty, and zero-shot prompts.
 
 D dimensions, N images, M captions.
 """
@@ -15,7 +15,15 @@ from finetune.methods import METHODS
 from probemb.evaluation.embedding import encode_images, encode_texts
 from probemb.evaluation.scores import csd_scores, match_probability_scores, mean_scores, wasserstein2_scores
 from probemb.gaussian import Gaussian
-from probemb.metrics import Positives, average_ranks, mean_metrics, pearson, query_metrics, rank_both, uncertainty_bins
+from probemb.metrics import (
+    Positives,
+    average_ranks,
+    mean_metrics,
+    pearson,
+    query_metrics,
+    rank_both,
+    uncertainty_bins,
+)
 from probemb.models import DualEncoder
 from tools.claims.world import Part, World
 
@@ -26,15 +34,16 @@ def embed(model: DualEncoder, part: Part) -> tuple[Gaussian, Gaussian]:
     """Gaussians (N, D) of the images and (M, D) of the captions."""
     training = model.training
     model.eval()
-    batches = (part.images(rows) for rows in torch.arange(len(part.pixels)).split(250))
-    images = encode_images(model.encode_image, batches)
+    images = encode_images(
+        model.encode_image, (part.images(rows) for rows in torch.arange(len(part.pixels)).split(250))
+    )
     texts = encode_texts(model.encode_text, part.tokens, cut=model.cut_padding)
     model.train(training)
     return images, texts
 
 
 def own_scores(model: DualEncoder, config: Config, images: Gaussian, texts: Gaussian):
-    """Scores by the distance that the method trains."""
+    """Scores by the distance that the method trains: each ranks in its own way."""
     if config.method == "pcme":
         return match_probability_scores(images, texts, model.scale.item(), model.shift.item(), 8)
     if config.distance == "wasserstein2":
@@ -43,7 +52,7 @@ def own_scores(model: DualEncoder, config: Config, images: Gaussian, texts: Gaus
 
 
 def both_ways(model: DualEncoder, config: Config, part: Part) -> dict[str, float]:
-    """mAP@R, R-Precision and recalls with the exact positives, means of both directions."""
+    """mAP@R, R-Precision and recalls with the exact positives, mean of both directions."""
     images, texts = embed(model, part)
     i2t, t2i = (mean_metrics(found) for found in per_query(own_scores(model, config, images, texts), part))
     return {name: (i2t[name] + t2i[name]) / 2 for name in i2t}
@@ -59,15 +68,17 @@ def per_query(scores, part: Part, match: Positives | None = None) -> tuple[dict[
 
 
 def measure(model: DualEncoder, config: Config, world: World) -> dict:
-    """All numbers for the claims, on the test scenes."""
+    """All that the claims need, on the test scenes: plain numbers."""
     part = world.test
     images, texts = embed(model, part)
     rankings = {"own": own_scores(model, config, images, texts)}
     if METHODS[config.method].probabilistic:
         rankings |= {"csd": csd_scores(images, texts), "mean": mean_scores(images, texts)}
-    found = {"retrieval": {}}
+    found = {}
     for name, scores in rankings.items():
-        found["retrieval"][name] = dict(zip(("i2t", "t2i"), map(mean_metrics, per_query(scores, part))))
+        i2t, t2i = (mean_metrics(one) for one in per_query(scores, part))
+        found[name] = {"i2t": i2t, "t2i": t2i}
+    found = {"retrieval": found}
     if METHODS[config.method].probabilistic:
         found["uncertainty"] = uncertainty(rankings["own"], images, texts, part)
     if config.method == "pcmepp" and config.distance == "csd":
@@ -76,7 +87,7 @@ def measure(model: DualEncoder, config: Config, world: World) -> dict:
 
 
 def uncertainty(scores, images: Gaussian, texts: Gaussian, part: Part) -> dict:
-    """Captions' u against their ambiguity, and u of both sides against recall in bins."""
+    """Captions' u against the share of all images that they fit; u of both sides against recall, in bins."""
     ambiguity = part.ambiguity
     u_text, u_image = texts.uncertainty().double(), images.uncertainty().double()
     owner = torch.tensor(part.dataset.owner())
@@ -85,17 +96,19 @@ def uncertainty(scores, images: Gaussian, texts: Gaussian, part: Part) -> dict:
         "spearman": pearson(average_ranks(u_text), average_ranks(ambiguity)),
         "mean_u": {"images": float(u_image.mean()), "captions": float(u_text.mean())},
     }
-    out["ambiguity"] = vars(uncertainty_bins(u_text, ambiguity, BINS))
+    bins = uncertainty_bins(u_text, ambiguity, BINS)
+    out["ambiguity"] = vars(bins)
     for name, match in (("exact", None), ("own", own_pairs)):
         i2t, t2i = per_query(scores, part, match)
         for side, u, metrics in (("images", u_image, i2t), ("captions", u_text, t2i)):
             for metric in ("r@1", "map_at_r"):
-                out[f"{side} {metric} {name}"] = vars(uncertainty_bins(u, metrics[metric], BINS))
+                bins = uncertainty_bins(u, metrics[metric], BINS)
+                out[f"{side} {metric} {name}"] = vars(bins)
     return out
 
 
 def prompts(model: DualEncoder, world: World, folds: int = 5) -> dict:
-    """Zero-shot classification with every filter; K chosen on folds and, as oracle, on the scored images."""
+    """Zero-shot classification by every filter, K chosen on folds and, as an oracle, on the scored images."""
     from zeroshot.evaluation import evaluate_embeddings
     from zeroshot.filters import Selection
 

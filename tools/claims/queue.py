@@ -1,12 +1,12 @@
-"""Run the trainings of `tools.claims`, several at a time in forked processes; results are stored on disk."""
+"""The trainings of `tools.claims`, several at a time in forked processes, each kept on disk when it is finished."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -15,13 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from probemb.errors import UserError
-from probemb.pools import follow_parent
 
-LOG_EVERY = 15.0  # seconds
-STEP_COST = {"infonce": 1.0, "vse": 1.0, "pcme": 2.0, "pcmepp": 1.5}  # relative to InfoNCE
+TELL_EVERY = 15.0  # seconds
+STEP_COST = {"infonce": 1.0, "vse": 1.0, "pcme": 2.0, "pcmepp": 1.5}  # of a training step, in steps of InfoNCE
 
 
-class TrainingStore:
+class Kept:
     """Finished trainings on disk: OUT/trainings/NAME.json, and OUT/pretraining/SEED.pt.
 
     Raises:
@@ -32,24 +31,24 @@ class TrainingStore:
         from probemb.files import replace_text
 
         self.out = out
-        path, content = out / "settings.json", json.dumps(asdict(settings), indent=1) + "\n"
+        mark, told = out / "settings.json", json.dumps(asdict(settings), indent=1) + "\n"
         try:
-            if path.exists() and path.read_text(encoding="utf-8") != content:
+            if mark.exists() and mark.read_text(encoding="utf-8") != told:
                 raise UserError(f"{out} holds trainings with other settings.", "Name another --out, or remove it.")
-            replace_text(path, content)
+            replace_text(mark, told)
         except OSError as error:
             raise UserError(f"{out} cannot be written ({error.strerror}).", "Name another --out.") from None
 
     def name(self, training) -> str:
-        """File name without extension: "pcmepp-noise-20-seed-0"."""
+        """Of the file, without its ending: "pcmepp-noise-20 seed 0"."""
         return f"{training.name} seed {training.seed}".replace(" ", "-").replace("%", "").replace("=", "")
 
     def start(self, seed: int) -> Path:
-        """File of a pretraining's weights."""
+        """Weights of a pretraining."""
         return self.out / "pretraining" / f"{seed}.pt"
 
     def read(self, training) -> dict | None:
-        """The results of this training, None if it is not finished."""
+        """What was measured, if the same training is finished."""
         path = self.out / "trainings" / f"{self.name(training)}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -58,7 +57,7 @@ class TrainingStore:
         return content["found"] if content.get("training") == self._identity(training) else None
 
     def write(self, training, found: dict) -> None:
-        """Store results atomically."""
+        """Keep it; a whole file or none."""
         from probemb.files import replace_text
 
         path = self.out / "trainings" / f"{self.name(training)}.json"
@@ -70,23 +69,23 @@ class TrainingStore:
         return json.loads(json.dumps({**asdict(training), "values": CHOSEN[training.method]}))
 
 
-_SHARED: dict = {}  # inherited by forked workers: world, settings, store, steps done, test
+_WORK: dict = {}  # what forked workers inherit: world, settings, keep, steps done
 
 
 def train_all(
     settings,
     trainings: Sequence,
-    store: TrainingStore,
+    keep: Kept,
     workers: int,
     test: bool = True,
-    log: Callable[[str], object] | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> dict:
-    """Train what is not stored, `workers` at a time, after their pretraining; returns results by name."""
-    log = log or (lambda line: print(line, flush=True))
-    found = {store.name(one): store.read(one) for one in trainings}
-    missing = [one for one in trainings if found[store.name(one)] is None]
+    """Train what is not kept, `workers` at a time, after the pretraining they start from; returns found by name."""
+    tell = tell or (lambda line: print(line, flush=True))
+    found = {keep.name(one): keep.read(one) for one in trainings}
+    missing = [one for one in trainings if found[keep.name(one)] is None]
     if len(missing) < len(trainings):
-        log(f"{len(trainings) - len(missing)} of {len(trainings)} trainings are stored already")
+        tell(f"{len(trainings) - len(missing)} of {len(trainings)} trainings are kept from before")
     if not missing:
         return found
     import torch
@@ -95,44 +94,37 @@ def train_all(
 
     torch.set_num_threads(1)
     seeds = list(dict.fromkeys(one.seed for one in missing))
-    world = draw_world(settings.sizes, seeds, log)
-    # Compute and import once, before the fork.
-    _ = world.validation.positives, world.test.positives, test and world.test.ambiguity
-    for module in ("accelerate", "timm.optim", "zeroshot.evaluation"):
-        importlib.import_module(module)
+    world = draw_world(settings.sizes, seeds, tell)
+    for part in (world.validation, world.test):
+        _ = part.positives
+    if test:
+        _ = world.test.ambiguity
     context = multiprocessing.get_context("fork")
-    _SHARED.update(world=world, settings=settings, store=store, done=context.Value("d", 0.0), test=test)
-    try:
-        _run_pool(missing, workers, context, found, log)
-    finally:
-        _SHARED.clear()
-    return found
+    done = context.Value("d", 0.0)
+    _WORK.update(world=world, settings=settings, keep=keep, done=done, test=test)
+    for _module in ("accelerate", "timm.optim", "zeroshot.evaluation"):
+        __import__(_module)  # once, before the fork
 
-
-def _run_pool(missing: Sequence, workers: int, context, found: dict, log: Callable[[str], object]) -> None:
-    """Pretrain and train in a pool of processes; adds the results to `found`."""
-    world, settings, store, done = (_SHARED[name] for name in ("world", "settings", "store", "done"))
-    seeds = list(dict.fromkeys(one.seed for one in missing))
     steps = len(world.training[seeds[0]].tokens) // settings.batch_size * settings.epochs
     first = len(world.pretraining[seeds[0]].tokens) // settings.batch_size * settings.pretraining_epochs
     waiting = {seed: [one for one in missing if one.seed == seed] for seed in seeds}
-    unstarted = [seed for seed in seeds if not store.start(seed).exists()]
+    unstarted = [seed for seed in seeds if not keep.start(seed).exists()]
     total = first * len(unstarted) + sum(steps * STEP_COST[one.method] for one in missing)
-    progress = Progress(total, len(missing), lambda: done.value, log)
+    progress = Progress(total, len(missing), lambda: done.value, tell)
     queue = [one for seed in seeds if seed not in unstarted for one in waiting[seed]]
     pool = ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),))
     running = {}
     try:
         while unstarted or queue or running:
             while len(running) < workers and (unstarted or queue):
-                # Pretrain while few trainings are ready, so that no worker idles later.
+                # A pretraining goes first while few trainings are ready: then nobody waits for it later.
                 if unstarted and len(queue) < 2 * workers:
                     seed = unstarted.pop(0)
                     running[pool.submit(_pretrain, seed)] = seed
                 elif queue:
                     one = queue.pop(0)
                     running[pool.submit(_train, one)] = one
-            ready, _ = wait(running, timeout=LOG_EVERY, return_when=FIRST_COMPLETED)
+            ready, _ = wait(running, timeout=TELL_EVERY, return_when=FIRST_COMPLETED)
             for future in ready:
                 one = running.pop(future)
                 if isinstance(one, int):
@@ -140,29 +132,33 @@ def _run_pool(missing: Sequence, workers: int, context, found: dict, log: Callab
                     queue += waiting[one]
                     progress.line(f"pretraining of seed {one} is done")
                 else:
-                    found[store.name(one)], seconds = future.result()
-                    progress.finished(one, found[store.name(one)], seconds)
+                    found[keep.name(one)], seconds = future.result()
+                    progress.finished(one, found[keep.name(one)], seconds)
             if not ready:
                 progress.line()
     except BrokenProcessPool:
-        raise UserError("A training was killed.", "Restart the command: finished trainings are kept.") from None
+        raise UserError("A training was ended from outside.", "Start again: finished trainings are kept.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        _WORK.clear()
+    return found
 
 
 class Progress:
-    """Log lines with progress and an estimate of the remaining time."""
+    """Lines with what is done and how long the rest will take."""
 
-    def __init__(self, total: float, count: int, done: Callable[[], float], log: Callable[[str], object]):
-        self.total, self.count, self.done, self.log = total, count, done, log
+    def __init__(self, total: float, count: int, done: Callable[[], float], tell: Callable[[str], object]):
+        self.total, self.count, self.done, self.tell = total, count, done, tell
         self.began, self.n = time.perf_counter(), 0
 
     def line(self, what: str = "training") -> None:
+        """One line now."""
         seconds, share = time.perf_counter() - self.began, self.done() / self.total
         left = f"about {_minutes(seconds / share - seconds)} left" if share > 0 else "estimating"
-        self.log(f"[{self.n}/{self.count} | {_minutes(seconds)} | {left}] {what}")
+        self.tell(f"[{self.n}/{self.count} | {_minutes(seconds)} | {left}] {what}")
 
     def finished(self, training, found: dict, seconds: float) -> None:
+        """A training has ended."""
         self.n += 1
         value = 100 * max(found["validation"])
         self.line(f"{training.name}, seed {training.seed}: validation mAP@R {value:.1f}, {seconds:.0f} s")
@@ -173,13 +169,19 @@ def _minutes(seconds: float) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Initialise a worker: it ends with its parent, and on Ctrl-C without a traceback."""
+    """A worker whose parent was killed would wait for work for ever; Ctrl-C ends it without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    follow_parent(parent)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _step_done(cost: float) -> Callable[[], None]:
-    done = _SHARED["done"]
+    done = _WORK["done"]
 
     def advance() -> None:
         with done.get_lock():
@@ -195,8 +197,8 @@ def _pretrain(seed: int) -> None:
     from tools.claims.training import pretrain
 
     torch.set_num_threads(1)
-    state = pretrain(_SHARED["world"], _SHARED["settings"], seed, _step_done(1.0))
-    replace_file(_SHARED["store"].start(seed), lambda aside: torch.save(state, aside))
+    state = pretrain(_WORK["world"], _WORK["settings"], seed, _step_done(1.0))
+    replace_file(_WORK["keep"].start(seed), lambda aside: torch.save(state, aside))
 
 
 def _train(training) -> tuple[dict, float]:
@@ -206,9 +208,9 @@ def _train(training) -> tuple[dict, float]:
 
     torch.set_num_threads(1)
     began = time.perf_counter()
-    start = torch.load(_SHARED["store"].start(training.seed), weights_only=True)
+    start = torch.load(_WORK["keep"].start(training.seed), weights_only=True)
     step_done = _step_done(STEP_COST[training.method])
-    found = train(_SHARED["world"], _SHARED["settings"], training, start, step_done, _SHARED["test"])
+    found = train(_WORK["world"], _WORK["settings"], training, start, step_done, _WORK["test"])
     found["seconds"] = time.perf_counter() - began
-    _SHARED["store"].write(training, found)
+    _WORK["keep"].write(training, found)
     return found, found["seconds"]

@@ -1,4 +1,4 @@
-"""Page of `tools.claims`: a table, plots and verdicts for every claim."""
+"""The page of `tools.claims`: a table, plots and verdicts for every claim."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ DISTANCES, DISTANCE_COLOURS = {"csd": "CSD", "wasserstein2": "W2"}, {"csd": BLUE
 CERTAIN = "bins of captions, from certain to uncertain"
 
 
-def report(path: Path, claims: Sequence[dict], found: Found, summary: str, generator: str) -> None:
-    """Write the page; `summary` describes the trainings."""
+def report(path: Path, claims: Sequence[dict], found: Found, told: str, generator: str) -> None:
+    """Write the page; `told` says what was trained."""
     charts = (_methods(found), _noise(found), _distance(found), _uncertainty(found), _parts(found), _prompts(found))
-    write_page(
-        path, Path(__file__).with_name("report.html"), generator, summary=summary, claims=list(zip(claims, charts))
-    )
+    write_page(path, Path(__file__).with_name("report.html"), generator, told=told, claims=list(zip(claims, charts)))
 
 
 def _seeds(name: str, found: Found, variants: dict[str, str], colours: dict[str, str], metric: str) -> Chart:
-    """Seeds as points: image to text on the x axis, text to image on the y axis."""
+    """Every seed as a point: image to text across, text to image upwards."""
     label = {"map_at_r": "mAP@R", "r@1": "R@1"}[metric]
     across, up = retrieval("i2t", metric), retrieval("t2i", metric)
     chart = Chart(name, x_label=f"{label} image to text, % (a point is a seed)", y_label=f"{label} text to image, %")
@@ -35,7 +33,7 @@ def _seeds(name: str, found: Found, variants: dict[str, str], colours: dict[str,
 
 
 def _means(found: Found, variant: str, get: Callable[[dict], Sequence[float]]) -> tuple[range, list[float]]:
-    """1, 2, … and the means over the seeds, in percent, of the numbers that `get` returns."""
+    """1, 2, ... and the means over the seeds, in percent, of what `get` finds at each."""
     columns = list(zip(*(get(one) for one in found.all(variant))))
     return range(1, len(columns) + 1), [100 * sum(column) / len(column) for column in columns]
 

@@ -1,6 +1,6 @@
-"""One training of `tools.claims`, with finetune's methods, trainer, recipe and augmentation.
+"""One training of `tools.claims`, with finetune's own methods, trainer, recipe and augmentation.
 
-Test scenes are not used before a training is over.
+Nothing here looks at the test scenes before a training is over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from tools.claims.world import MemoryLoader, Part, Sizes, World
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of all trainings; in the last of `epochs` the learning rate is a tenth."""
+    """What all trainings share.
+
+    Attributes:
+        sizes: of the world.
+        width, image_blocks, text_blocks, patch, embed_dim: of the towers.
+        batch_size: pairs in a batch.
+        pretraining_epochs, pretraining_lr: of the common start of a seed.
+        epochs: of every training; in the last one the learning rate is a tenth.
+    """
 
     sizes: Sizes = field(default_factory=Sizes)
     width: int = 64
@@ -39,7 +47,7 @@ class Settings:
     epochs: int = 4
 
 
-# Chosen on the validation scenes, see `tools.claims.command`. scale: a = b of the match probability.
+# Chosen once on the validation scenes, see `tools.claims`. scale: a = b of the match probability.
 CHOSEN: dict[str, dict[str, float]] = {
     "infonce": {"lr": 2e-3, "temperature": 45.0},
     "vse": {"lr": 1e-3, "margin": 0.2},
@@ -57,9 +65,9 @@ LEARNING_RATES = (1e-3, 2e-3)
 
 @dataclass(frozen=True)
 class Training:
-    """A named variant and a seed, which sets scenes, order, noise and initial weights.
+    """One training: a variant with a name, and a seed, which decides scenes, order, noise and random weights.
 
-    pseudo_positive, vib, mix and clip are PCME++'s; `chosen` overrides values of CHOSEN.
+    pseudo_positive, vib, mix and clip are PCME++'s; `chosen` replaces values of CHOSEN.
     """
 
     name: str
@@ -74,7 +82,7 @@ class Training:
     chosen: tuple[tuple[str, float], ...] = ()
 
     def config(self, settings: Settings) -> Config:
-        """finetune's configuration of this training; all layers have one learning rate."""
+        """The run as finetune describes it: losses, batch and step decay; the miniature's towers learn at one rate."""
         value = {**CHOSEN[self.method], **dict(self.chosen)}
         loss = {name: value[name] for name in ("temperature", "margin") if name in value}
         if "scale" in value:
@@ -127,7 +135,7 @@ def _optimizer(lr: float, decay_epochs: int) -> Optimizer:
 
 
 def create(world: World, settings: Settings, config: Config, start: dict[str, Tensor] | None) -> DualEncoder:
-    """A model whose mean branch has the weights `start`, and whose uncertainty branch has random ones."""
+    """A model of the miniature's size; its mean branch begins as the pretraining ended, its uncertainty at random."""
     torch.manual_seed(config.seed)
     model = _model(world, settings, METHODS[config.method].probabilistic)
     if start is not None:
@@ -173,9 +181,9 @@ def fit(
     step_done: Callable[[], object] = lambda: None,
     select: bool = True,
 ) -> tuple[DualEncoder, list[float]]:
-    """Train; returns the model of the epoch with the best validation mAP@R, and mAP@R after every epoch.
+    """Train; returns the model of the epoch with the best validation, and the validation after every epoch.
 
-    Without `select` there is no validation, and the last epoch is returned.
+    `select` False takes the last epoch and validates nothing.
     """
     from accelerate import Accelerator
 
@@ -201,7 +209,7 @@ def fit(
 
 
 def pretrain(world: World, settings: Settings, seed: int, step_done: Callable[[], object]) -> dict[str, Tensor]:
-    """The initial weights of all trainings of a seed."""
+    """The weights that all trainings of a seed start from."""
     part = world.pretraining[seed]
     return fit(world, settings, pretraining_config(settings, seed), part, None, step_done, select=False)[0].state_dict()
 
@@ -210,7 +218,7 @@ def train(
     world: World, settings: Settings, training: Training, start: dict[str, Tensor], step_done: Callable[[], object],
     test: bool = True,
 ) -> dict:  # fmt: skip
-    """Train and measure; without `test`, only on the validation scenes."""
+    """Train and measure; `test` False looks at the validation scenes alone."""
     config = training.config(settings)
     part = world.training[training.seed]
     if training.noise:

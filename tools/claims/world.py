@@ -1,4 +1,4 @@
-"""The embedded world for `tools.claims`: scenes in memory, shared by all trainings."""
+"""The embedded world for `tools.claims`: scenes drawn once, kept as bytes in memory, and shared by all trainings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from probemb.models.inputs import Tokenizer
 
 CONTEXT = 32
 MEAN, STD = (0.481, 0.458, 0.408), (0.269, 0.261, 0.276)  # CLIP's
-WORD_SCENES = 4000  # their captions contain every word
-EXACT_CAPTIONS = 3  # the first of five captions, from exact to vague, that the pretraining sees
+WORD_SCENES = 4000  # whose captions have all words that there are
+SURE_CAPTIONS = 3  # of five, from exact to vague: those that the pretraining sees
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Number of scenes of each kind, and their side in pixels."""
+    """How many scenes there are of each kind, and their side in pixels."""
 
     pixels: int = 32
     pretraining: int = 8000
@@ -40,11 +40,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Part:
-    """N images and their M captions.
+    """N images and their M captions, ready to be used.
 
     Attributes:
+        dataset: the captions, and with them what they state.
         pixels: (N, 3, H, W) uint8.
-        tokens: (M, L) int64, of the small vocabulary `Words`.
+        tokens: (M, L) int64, numbers of the world's own small vocabulary.
     """
 
     dataset: CaptionDataset
@@ -58,16 +59,16 @@ class Part:
 
     @cached_property
     def positives(self) -> Positives:
-        """The true captions of every image."""
+        """Which captions are true of which image, images as queries."""
         return Positives.from_matrix(exact_match(self.dataset, range(len(self.dataset))))
 
     @cached_property
     def ambiguity(self) -> Tensor:
-        """(M,) float64: the share of all images that each caption fits."""
+        """(M,) float64, the share of all images that each caption fits."""
         return true_ambiguity(self.dataset, range(len(self.dataset)))
 
     def noisy(self, ratio: float, seed: int) -> Part:
-        """A copy with a share of the captions at wrong images, as with `finetune --noise-ratio`."""
+        """The same with a share of the captions at wrong images, as `finetune --noise-ratio` moves them."""
         dataset, image_of = shuffle_captions(self.dataset, ratio, seed)
         order = np.argsort(image_of, kind="stable")
         return Part(dataset, self.pixels, self.tokens[torch.from_numpy(order)])
@@ -88,7 +89,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class World:
-    """All scenes; those for pretraining and training by seed."""
+    """Everything that is drawn: pretraining and training scenes by seed, and what all seeds share."""
 
     sizes: Sizes
     vocabulary: int
@@ -101,9 +102,9 @@ class World:
 
 
 class Words:
-    """CLIP's tokens that occur, renumbered in order: padding stays 0, and the end token the largest.
+    """CLIP's tokens renumbered in their order: only those that occur. Padding stays 0, the end token the largest.
 
-    An embedding of all 49,408 tokens would dominate the training step of such small models.
+    A table of all 49,408 tokens would take most of a training step of a model as small as these.
     """
 
     def __init__(self, texts: Sequence[str]):
@@ -113,30 +114,30 @@ class Words:
         self.context = int((tokens != 0).sum(1).max())
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """(n, L) int64. Raises ValueError: an unknown word, or a text that is too long."""
+        """(n, L) int64 of texts whose words are known."""
         distinct = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         tokens = self._tokenizer(list(distinct))
         if not torch.isin(tokens, self.known).all() or (tokens != 0).sum(1).max() > self.context:
-            raise ValueError("a text has unknown words or is too long")
+            raise ValueError("a text has words, or a length, that the vocabulary was not made for")
         tokens = torch.searchsorted(self.known, tokens)[:, : self.context]
         return tokens[[distinct[text] for text in texts]]
 
 
 def draw_world(sizes: Sizes, seeds: Sequence[int], tell: Callable[[str], object] = lambda line: None) -> World:
-    """Draw all scenes, different ones for every part and seed; a pure function of the arguments."""
+    """Draw all scenes. Every part and every seed has scenes of its own; the same arguments give the same world."""
     began = time.perf_counter()
     drawn = {f"pretraining {seed}": _scenes(f"claims pretraining {seed}", sizes.pretraining) for seed in seeds}
     drawn |= {f"training {seed}": _scenes(f"claims training {seed}", sizes.training) for seed in seeds}
     drawn |= {name: _scenes(f"claims {name}", getattr(sizes, name)) for name in ("validation", "test")}
-    datasets = {
-        name: _dataset(name, scenes, slice(EXACT_CAPTIONS) if name.startswith("pretraining") else slice(None))
+    told = {
+        name: _dataset(name, scenes, slice(SURE_CAPTIONS) if name.startswith("pretraining") else slice(None))
         for name, scenes in drawn.items()
     }
     prompts = prompt_texts(class_names(), imagenet_templates())
     spoken = _dataset("words", _scenes("claims words", WORD_SCENES), slice(None)).flat()
-    words = Words([*spoken, *prompts])  # independent of seeds and sizes: weights are stored between runs
-    parts, total, done = {}, sum(map(len, datasets.values())) + sizes.class_images, 0
-    for name, dataset in datasets.items():
+    words = Words([*spoken, *prompts])  # the same whatever the seeds and sizes: weights are kept between runs
+    parts, total, done = {}, sum(map(len, told.values())) + sizes.class_images, 0
+    for name, dataset in told.items():
         parts[name] = Part(dataset, _pixels(drawn[name], sizes.pixels), words(dataset.flat()))
         done += len(dataset)
         left = (time.perf_counter() - began) / done * (total - done)
@@ -165,11 +166,11 @@ def _scenes(name: str, count: int) -> list[Scene]:
 
 
 def _dataset(name: str, scenes: list[Scene], which: slice) -> CaptionDataset:
-    drawn = [draw_captions(one)[which] for one in scenes]
+    told = [draw_captions(one)[which] for one in scenes]
     return CaptionDataset(
-        captions=[[caption.text for caption in captions] for captions in drawn],
+        captions=[[caption.text for caption in captions] for captions in told],
         image_ids=list(range(len(scenes))),
-        scenes=list(zip(scenes, drawn)),
+        scenes=list(zip(scenes, told)),
         source=f"the embedded world, {name}",
     )
 
@@ -180,7 +181,11 @@ def _pixels(scenes: Sequence[Scene], size: int) -> Tensor:
 
 
 class MemoryLoader:
-    """`finetune.loading.pair_loader.PairLoader` from memory, with the same order and attributes."""
+    """In place of `finetune.loading.pair_loader.PairLoader`: the same epochs in the same order, from memory.
+
+    Attributes:
+        steps, batch_size, waited: as there.
+    """
 
     def __init__(self, part: Part, batch_size: int, seed: int, step_done: Callable[[], object] = lambda: None):
         self.part, self.batch_size, self.seed, self.step_done = part, batch_size, seed, step_done
@@ -189,7 +194,7 @@ class MemoryLoader:
         self._owner = torch.tensor(part.dataset.owner())
 
     def epoch(self, n: int, start_step: int = 0) -> Iterator[PairBatch]:
-        """Batches of epoch n from a step on; calls `step_done` after each."""
+        """The batches of epoch n from a step on; `step_done` is called after each."""
         for pairs in torch.from_numpy(epoch_order(self.n_pairs, self.batch_size, self.seed, n))[start_step:]:
             owner = self._owner[pairs]
             yield PairBatch(self.part.images(owner), self.part.tokens[pairs], owner, pairs)
