@@ -134,7 +134,7 @@ def bad_inputs(shards, run_folder, tmp):
         "Did you mean 'filter'|Did you mean 'filters'|no option --filtr": {**good, "--filtr": "all"},
         "only 2 class names": {**good, "--classes": str(tmp / "two.txt")},
         "does not exist": {**good, "--data": str(tmp / "nothing")},
-        "ImageNet is not at": {"--model": str(run_folder)},
+        "There is no ImageNet in": {"--model": str(run_folder)},
         "not a way to choose K": {**good, "--select-on": "test"},
         "needs the images to choose K on": {**good, "--select-on": "train"},
         "of the images in .* are also evaluated": {

@@ -293,7 +293,7 @@ def test_small_sets_have_projections_and_extremes():
         (("--device", "meta"), "--device meta is not supported"),
         (("--benchmarks", "coco"), "no COCO ids of its captions|are not in the data"),
         (("--benchmarks", "ecv"), "no benchmark 'ecv'. Did you mean 'eccv'"),
-        (("--benchmarks", "pmrp"), "which objects the images show"),
+        (("--benchmarks", "pmrp"), "the objects that the images show"),
         (("--instances", "nowhere.json"), "nowhere.json cannot be read"),
         (("--instances", __file__), "no object annotations in COCO's form"),
         (("--rankings", "cds"), "no ranking 'cds'. Did you mean 'csd'"),
