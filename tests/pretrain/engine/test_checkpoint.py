@@ -396,7 +396,7 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_deleted(tmp_path,
 
     for name in ("step-9", "step-10"):
         (folder / name / "state.json").unlink()
-    with pytest.raises(UserError, match="Every checkpoint in .* is damaged"):
+    with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged"):
         find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="at least 1"):
         prune(tmp_path, keep=0)
