@@ -8,7 +8,7 @@ GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 .PHONY: help install demo claims test test-core test-slow lint format clean
 
 help:            ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(VENV)/.installed  ## create .venv with everything in it
 
@@ -26,7 +26,7 @@ demo: install    ## the whole path on embedded data in six minutes; run again to
 	$(BIN)/python -m zeroshot.imagenet --model demo/run --data demo/scenes/classes --filter every --select-on folds:5
 	$(BIN)/python -m zeroshot.retrieval --model demo/run --data demo/scenes/val --rankings csd,mean
 
-claims: install  ## the paper's main claims in miniature, half an hour; run again to go on with it
+claims: install  ## the paper's main claims in miniature, half an hour; run again to resume it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims
 
 test: install    ## the tests, two files at a time, but for a few minutes of larger models (test-slow)
@@ -35,7 +35,7 @@ test: install    ## the tests, two files at a time, but for a few minutes of lar
 test-core: install  ## mathematics, models and metrics alone: three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m core -n 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: install
+test-slow: install  ## the larger models that test leaves out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: install    ## ruff, without changing anything
