@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from probemb.data.remote.sources import is_remote
 from probemb.errors import UserError
 from probemb.files import replace_file
 
@@ -83,8 +84,13 @@ def read_vocabulary(path: str | Path) -> list[str]:
 def find_vocabulary(folders: Iterable[str | Path]) -> Path:
     """`vocabulary.txt` in the first folder, or parent of one, that has it. Raises UserError."""
     tried = []
-    for folder in map(Path, folders):
-        folder = folder if folder.is_dir() else folder.parent
+    for data in folders:
+        folder = Path(data) if Path(data).is_dir() else Path(data).parent
+        if not folder.is_dir() and not is_remote(str(data)):
+            raise UserError(
+                f"The data path {data} does not exist.",
+                "Name a folder with data, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
+            )
         for path in (folder / VOCABULARY, folder.parent / VOCABULARY):
             if path.is_file():
                 return path

@@ -117,3 +117,10 @@ def test_vectors_that_cannot_be_read(tmp_path):
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"dog 1 2\n" * 100)[:-12])
     with pytest.raises(UserError, match="cannot be read"):
         read_vectors(tmp_path / "cut.txt.gz", ["dog"])
+
+
+def test_data_that_does_not_exist_is_named_before_its_vocabulary(tmp_path):
+    with pytest.raises(UserError, match=r"data path .*train does not exist[\s\S]*make_scenes"):
+        find_vocabulary([tmp_path / "absent" / "train"])
+    with pytest.raises(UserError, match="no vocabulary"):  # what lies elsewhere cannot be looked at
+        find_vocabulary(["https://host/data/train"])
