@@ -1,0 +1,123 @@
+"""Files of judgements: both formats, the rows that they name, and broken files."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+
+from probemb.data.captions.find import CaptionDataset, find_captions
+from probemb.data.captions.judgements import read_judgements
+from probemb.data.image_loader import Images, Place
+from probemb.errors import UserError
+
+HEADER = "image\tcaption_image\tcaption_index\tyes\tno\n"
+REAL = Path(__file__).resolve().parents[4] / "shared" / "data" / "flickr8k"
+
+
+def dataset(names=("a", "b", "c"), counts=(2, 3, 1), places=None):
+    located = Images(places=[Place(name, "") for name in places], source="x") if places else None
+    captions = [[f"{name} {k}" for k in range(n)] for name, n in zip(names, counts)]
+    return CaptionDataset(captions=captions, image_ids=list(names), source="data", split="test", located=located)
+
+
+def read(tmp_path, text, data=None):
+    file = tmp_path / "judgements"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_judgements(file, data or dataset())
+
+
+def test_both_formats_name_the_same_rows(tmp_path):
+    table = HEADER + "a\tb\t2\t1\t2\nb\tb\t0\t3\t0\nc\ta\t1\t0\t4\n"
+    crowd = "a.jpg\tb.jpg#2\t0.333333333333\t1\t2\nb.jpg\tb.jpg#0\t1\t3\t0\nc.jpg\ta.jpg#1\t0\t0\t4\n"
+    for text in (table, crowd, gzip.compress(table.encode()), crowd.replace("\n", "\r\n"), "\ufeff" + table):
+        found = read(tmp_path, text)
+        assert found.image.tolist() == [0, 1, 2]
+        assert found.caption.tolist() == [4, 2, 1]  # a has rows 0 and 1, b 2 to 4, c 5
+        assert found.own.tolist() == [False, True, False]
+        assert (found.yes.tolist(), found.no.tolist()) == ([1, 3, 0], [2, 0, 4])
+        assert found.accepted.tolist() == [False, True, False]
+        assert found.share.tolist() == pytest.approx([1 / 3, 1, 0])
+        assert found.names == ["a\tb#2", "b\tb#0", "c\ta#1"]
+        assert found.unknown == 0
+
+
+def test_columns_in_another_order_and_repeated_pairs(tmp_path):
+    found = read(tmp_path, "no\tyes\tnote\timage\tcaption_index\tcaption_image\n1\t2\t\ta\t0\tb\n0\t3\tx\ta\t0\tb\n")
+    assert (found.yes.tolist(), found.no.tolist(), found.image.tolist()) == ([5], [1], [0])
+
+
+@pytest.mark.parametrize(
+    ("ids", "places"),
+    [
+        (("a", "b", "c"), None),
+        (("val2014/a", "val2014/b", "val2014/c"), ("val2014/a.jpg", "val2014/b.jpg", "val2014/c.jpg")),
+        ((7, 8, 9), ("a.JPG", "b.png", "c.jpeg")),  # COCO's ids beside the files' names
+        (("0.tar:a", "1.tar:b", "1.tar:c"), ("0.tar:a", "1.tar:b", "1.tar:c")),
+    ],
+)
+def test_images_are_known_by_their_names(ids, places, tmp_path):
+    found = read(tmp_path, "a.jpg\tc.jpg#0\t0.5\t1\t1\n", dataset(ids, places=places))
+    assert (found.image.tolist(), found.caption.tolist()) == ([0], [5])
+
+
+def test_pairs_that_the_data_does_not_hold_are_counted(tmp_path):
+    text = HEADER + "a\tb\t0\t1\t2\nz\tb\t0\t1\t2\na\tz\t0\t1\t2\na\tc\t1\t1\t2\n"
+    found = read(tmp_path, text)
+    assert (len(found), found.unknown) == (1, 3)
+    with pytest.raises(UserError, match=r"None of the 1 judged pairs of .* is in data \(test\). Name the data"):
+        read(tmp_path, HEADER + "z\tb\t0\t1\t2\n")
+    with pytest.raises(UserError, match="several images of the name a"):
+        read(tmp_path, text, dataset(("x/a", "y/a", "b")))
+
+
+def test_without_some_images(tmp_path):
+    found = read(tmp_path, HEADER + "a\tb\t0\t1\t2\nb\tc\t0\t2\t1\nc\tb\t2\t3\t0\n")
+    left = found.among(torch.tensor(dataset().owner()), [1, 2])
+    assert (left.image.tolist(), left.caption.tolist()) == ([0, 1], [3, 2])
+    assert (left.yes.tolist(), left.names, left.unknown) == ([2, 3], ["b\tc#0", "c\tb#2"], 1)
+    assert found.only(found.accepted).image.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no judgements"),
+        (HEADER, "holds no judgements"),
+        (HEADER + "a\tb\t0\t1\t2\n\na\tb\t0\n", "Line 4 of .* has 3 of at least 5 columns"),
+        (HEADER + "a\tb\tx\t1\t2\n", "Line 2 of .* 'x' is no number of a caption"),
+        (HEADER + "a\tb\t-1\t1\t2\n", "Line 2 .* '-1' is no number of a caption"),
+        (HEADER + "a\tb\t0\t1.5\t2\n", "Line 2 .* '1.5' is no number of people"),
+        (HEADER + "a\tb\t0\t" + "9" * 5000 + "\t2\n", "Line 2 .* is no number of people"),
+        (HEADER + "a\tb\t0\t\u0663\t2\n", "Line 2 .* is no number of people"),
+        (HEADER + "a\tb\t0\t0\t0\n", "Line 2 .* nobody judged"),
+        (HEADER + "\tb\t0\t1\t0\n", "Line 2 .* name of an image is empty"),
+        ("a.jpg\tb.jpg#0\t0.33\t1\n", "Line 1 .* 4 columns instead of 5; nor is it a header with image, caption_image"),
+        ("a.jpg\tb.jpg\t0.5\t1\t1\n", "Line 1 .* 'b.jpg' is not NAME.jpg#k"),
+        ("a.jpg\tb.jpg#0\t0.5\t1\t1\na.jpg\tb.jpg#1\t1\t1\t1\n", "Line 2 .* '1' is not the share of 1 yes and 1 no"),
+        ("a.jpg\tb.jpg#0\tnan\t1\t1\n", "Line 1 .* 'nan' is not the share"),
+        (b"\xff\xfe\x00", "not a text in UTF-8"),
+        (gzip.compress(HEADER.encode())[:20], "cannot be read"),
+    ],
+)
+def test_broken_files(text, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(UserError, match="not a regular file"):
+        read_judgements(tmp_path / "nowhere.tsv", dataset())
+
+
+@pytest.mark.skipif(not (REAL / "judgements.tsv.gz").is_file(), reason="needs Flickr8k's judgements")
+def test_flickr8ks_own():
+    data = find_captions(REAL, split="test")
+    found = read_judgements(REAL / "judgements.tsv.gz", data)
+    assert (len(found), found.unknown) == (24_420, 0)
+    assert int(found.accepted.sum()) == 1_333
+    others = found.only(~found.own)
+    assert (len(others), int(others.accepted.sum())) == (24_049, 975)
+    owner = torch.tensor(data.owner())
+    assert (found.own == (owner[found.caption] == found.image)).all()
+    assert found.share[found.own].mean() > 0.9  # people accept an image's own captions
