@@ -1,6 +1,8 @@
 """Metrics of retrieval and of uncertainty: recall, R-Precision, mAP@R, RSUM, the COCO benchmarks, PMRP, calibration."""
 
+from probemb.metrics.calibration import Reliability, fit_logistic, reliability
 from probemb.metrics.coco import coco_benchmarks, coco_depth, coco_query_metrics, coco_rows
+from probemb.metrics.judged import PairMetrics, cluster_weights, estimate, pair_metrics
 from probemb.metrics.plausible import plausible_match_r_precision
 from probemb.metrics.retrieval import (
     Positives,
@@ -29,18 +31,24 @@ from probemb.metrics.uncertainty import (
 
 __all__ = [
     "Bins",
+    "PairMetrics",
     "Positives",
     "PrecisionCurve",
     "RejectionCurve",
+    "Reliability",
     "average_ranks",
+    "cluster_weights",
     "coco_benchmarks",
     "coco_depth",
     "coco_query_metrics",
     "coco_rows",
+    "estimate",
     "first_match_ranks",
+    "fit_logistic",
     "highest_threshold",
     "map_at_r",
     "mean_metrics",
+    "pair_metrics",
     "pearson",
     "plausible_match_r_precision",
     "precision_curve",
@@ -52,6 +60,7 @@ __all__ = [
     "ranking",
     "recall_at_k",
     "rejection_curve",
+    "reliability",
     "retrieval_metrics",
     "rsum",
     "uncertainty_bins",

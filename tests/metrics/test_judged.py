@@ -1,0 +1,100 @@
+"""Average precision and ROC AUC of judged pairs against scikit-learn and plain loops, and their bootstrap."""
+
+import time
+
+import pytest
+import torch
+
+from probemb.metrics import cluster_weights, estimate, pair_metrics
+
+sklearn = pytest.importorskip("sklearn.metrics")
+
+
+def pairs(n=400, n_clusters=30, seed=0, decimals=None):
+    g = torch.Generator().manual_seed(seed)
+    label = torch.rand(n, generator=g) < 0.2
+    scores = torch.randn(n, generator=g) + label
+    cluster = 7 * torch.randint(n_clusters, (n,), generator=g) - 3  # any numbers
+    return (scores if decimals is None else scores.round(decimals=decimals)), label, cluster
+
+
+@pytest.mark.parametrize("decimals", [None, 1, 0])  # with few and many ties
+def test_every_resample_is_scikit_learns(decimals):
+    scores, label, cluster = pairs(decimals=decimals)
+    weights = cluster_weights(cluster, 20)
+    assert weights.shape == (21, len(cluster.unique()))
+    assert (weights.sum(1) == weights.shape[1]).all()
+    found = pair_metrics(scores, label, cluster, weights)
+    names = cluster.unique().tolist()
+    for r, row in enumerate(weights):
+        each = torch.stack([row[names.index(c)] for c in cluster.tolist()])
+        precision = sklearn.average_precision_score(label, scores, sample_weight=each)
+        area = sklearn.roc_auc_score(label, scores, sample_weight=each)
+        assert float(found.average_precision[r]) == pytest.approx(precision, abs=1e-12), r
+        assert float(found.roc_auc[r]) == pytest.approx(area, abs=1e-12), r
+        if r:  # a resample is the data with whole clusters repeated
+            rows = [i for i, c in enumerate(cluster.tolist()) for _ in range(int(row[names.index(c)]))]
+            assert sklearn.roc_auc_score(label[rows], scores[rows]) == pytest.approx(area)
+
+
+def test_average_precision_in_a_plain_loop():
+    scores, label, cluster = pairs(60, seed=3)
+    order = scores.argsort(descending=True).tolist()
+    hits, total = 0, 0.0
+    for rank, i in enumerate(order, 1):
+        if label[i]:
+            hits += 1
+            total += hits / rank
+    found = pair_metrics(scores, label, cluster, cluster_weights(cluster, 1))
+    assert float(found.average_precision[0]) == pytest.approx(total / hits)
+    above = [float(a > b) for a in scores[label] for b in scores[~label]]
+    assert float(found.roc_auc[0]) == pytest.approx(sum(above) / len(above))
+
+
+def test_blocks_change_nothing(monkeypatch):
+    scores, label, cluster = pairs()
+    weights = cluster_weights(cluster, 50)
+    whole = pair_metrics(scores, label, cluster, weights)
+    monkeypatch.setattr("probemb.metrics.judged.BLOCK_ELEMENTS", 1000)
+    for a, b in zip(whole, pair_metrics(scores, label, cluster, weights)):
+        assert torch.equal(a, b)
+
+
+def test_clusters_widen_the_interval():
+    """Pairs of a cluster that all behave alike are one observation: its interval is that of the clusters."""
+    g = torch.Generator().manual_seed(1)
+    n, repeats = 60, 25
+    label = (torch.rand(n, generator=g) < 0.4).repeat_interleave(repeats)
+    scores = torch.randn(n, generator=g).repeat_interleave(repeats) + 0.7 * label
+    wide, narrow, plain = (
+        estimate(pair_metrics(s, t, c, cluster_weights(c, 400)).roc_auc)
+        for s, t, c in (
+            (scores, label, torch.arange(n).repeat_interleave(repeats)),
+            (scores, label, torch.arange(n * repeats)),
+            (scores[::repeats], label[::repeats], torch.arange(n)),
+        )
+    )
+    assert wide == pytest.approx(plain)
+    assert wide["high"] - wide["low"] > 3 * (narrow["high"] - narrow["low"])
+
+
+def test_a_label_that_is_absent_has_no_value():
+    found = pair_metrics(torch.randn(4), torch.zeros(4, dtype=torch.bool), torch.arange(4), torch.ones(2, 4))
+    assert found.average_precision.isnan().all()
+    assert found.roc_auc.isnan().all()
+    assert str(estimate(found.roc_auc)["low"]) == "nan"
+    values = torch.tensor([0.5, torch.nan, 0.4, 0.6])
+    assert estimate(values, confidence=0.5) == pytest.approx({"value": 0.5, "low": 0.45, "high": 0.55})
+
+
+@pytest.mark.parametrize("scores", [torch.randn(3), torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.inf])])
+def test_input_that_has_no_order(scores):
+    with pytest.raises(ValueError, match=r"give|no order"):
+        pair_metrics(scores, torch.tensor([True, False]), torch.arange(2), torch.ones(1, 2))
+
+
+def test_a_thousand_resamples_take_seconds():
+    scores, label, cluster = pairs(24_000, 1000)
+    start = time.perf_counter()
+    pair_metrics(scores, label, cluster, cluster_weights(cluster))
+    assert time.perf_counter() - start < 30  # about 2 on an idle core
