@@ -77,6 +77,8 @@ class RetrievalConfig:
         factory: the FAISS index of the faiss rankings: Flat, HNSW32, IVF256,Flat, ...
         candidates: how many neighbours of the means faiss-rerank re-ranks.
         samples: samples of each item for match-probability.
+        judgements: a file of people's judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
+        compare: results of another model with the same --judgements (a folder), to be compared with.
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
         out: folder for results.json and report.html; by default retrieval/ in the run folder.
         batch_size: images in a batch.
@@ -98,6 +100,8 @@ class RetrievalConfig:
     factory: str = "Flat"
     candidates: Count = 100
     samples: Count = 8
+    judgements: str | None = None
+    compare: str | None = None
     erased: NonNegativeInt = 200
     out: str | None = None
     batch_size: Count = 64

@@ -3,6 +3,7 @@
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test
     python -m zeroshot.retrieval --model runs/x --data dataset_coco.json --images data/coco     # with COCO's benchmarks
     python -m zeroshot.retrieval --model runs/scenes --data data/scenes --split val             # embedded data
+    python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --judgements judgements.tsv.gz
 
 Prints one table and writes results.json and report.html. All captions of an image are its positives; the embedded
 data have exact positives, and COCO's test split has CxC, ECCV Caption and plausible matches.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from probemb.data.captions.find import CaptionDataset
+    from zeroshot.judgements import Judged
 
 PROG = "python -m zeroshot.retrieval"
 DESCRIPTION = (
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.data.captions.find import find_captions
     from probemb.evaluation.benchmarks import choose_benchmarks, refuse_too_many_exact_pairs
     from probemb.evaluation.rankings import ranking_names
+    from zeroshot.judgements import SCORES, read_judged
 
     rankings = ranking_names(config.rankings)
     captions = find_captions(config.data, config.split, config.images)
@@ -53,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from probemb.data.labelled.coco_objects import read_objects
 
         objects = read_objects(config.instances, captions.image_ids)
+    judged = read_judged(config, captions)
     out = results_folder(config.out, config.model, "retrieval", "zeroshot-results/retrieval")
-    claim_files(out, OUTPUTS, RETRIEVAL_GENERATOR)
-    evaluate(config, captions, rankings, benchmarks, objects, out)
+    claim_files(out, (*OUTPUTS, SCORES), RETRIEVAL_GENERATOR)
+    evaluate(config, captions, rankings, benchmarks, objects, judged, out)
     return 0
 
 
@@ -68,7 +72,7 @@ def check(config: RetrievalConfig) -> None:
 
 def evaluate(
     config: RetrievalConfig, captions: CaptionDataset, rankings: list[str], benchmarks: list[str],
-    objects: Tensor | None, out: Path,
+    objects: Tensor | None, judged: Judged | None, out: Path,
 ) -> None:  # fmt: skip
     """Load the model, embed, rank, and write the results into `out`."""
     from probemb.cli.device import choose_device
@@ -81,6 +85,8 @@ def evaluate(
     from probemb.evaluation.rankings import RankingOptions
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
+    from zeroshot.judgements import evaluate_judgements
+    from zeroshot.reports.judgements import print_judgements
     from zeroshot.reports.retrieval import write_report
 
     device = choose_device(config.device, config.precision)
@@ -117,9 +123,12 @@ def evaluate(
         "rows": rows,
         "projection": projection(pairs),
         "uncertainty": found,
+        "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, probabilistic, names, out),
     }
     print_table(rows, len(pairs.images), len(pairs.texts))
     print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
+    if results["judgements"]:
+        print_judgements(results["judgements"])
     write_json(out / OUTPUTS[0], results, RETRIEVAL_GENERATOR)
     write_report(out / OUTPUTS[1], results, pairs, captions, per_query)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)

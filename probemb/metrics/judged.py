@@ -24,28 +24,24 @@ class PairMetrics(NamedTuple):
     roc_auc: Tensor
 
 
-def cluster_weights(cluster_P: Tensor, n_resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
-    """How often each cluster is drawn in every resample.
-
-    Args:
-        cluster_P: (P,) int64, any numbers.
+def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
+    """How often each of C clusters is drawn in every resample.
 
     Returns:
-        (R + 1, C) float32 counts of the C distinct clusters in ascending order; row 0 is the data itself, all ones. The
-        same clusters and seed give the same counts, so that metrics of two scores can be compared resample by resample.
+        (R + 1, C) float32; row 0 is the data itself, all ones. The same seed gives the same counts, so that metrics of
+        two scores can be compared resample by resample.
     """
-    n = len(cluster_P.unique())
-    drawn = torch.randint(n, (n_resamples, n), generator=torch.Generator().manual_seed(seed))
-    counts = torch.zeros(n_resamples, n).scatter_add_(1, drawn, torch.ones(1).expand(n_resamples, n))
-    return torch.cat([torch.ones(1, n), counts])
+    drawn = torch.randint(n_clusters, (n_resamples, n_clusters), generator=torch.Generator().manual_seed(seed))
+    counts = torch.zeros(n_resamples, n_clusters).scatter_add_(1, drawn, torch.ones(1).expand_as(drawn))
+    return torch.cat([torch.ones(1, n_clusters), counts])
 
 
 def pair_metrics(scores_P: Tensor, label_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> PairMetrics:
-    """Both metrics of every resample; pairs of equal scores share one threshold.
+    """Both metrics under every row of weights; pairs of equal scores share one threshold.
 
     Args:
-        scores_P: finite, larger means more likely a match; label_P: bool; cluster_P: as for `cluster_weights`, which
-            gives weights_RC.
+        scores_P: finite, larger means more likely a match; label_P: bool.
+        cluster_P: (P,) int64 in [0, C); weights_RC: of `cluster_weights`.
 
     Raises:
         ValueError: shapes that differ, no pairs, or scores that are not finite.
@@ -54,7 +50,6 @@ def pair_metrics(scores_P: Tensor, label_P: Tensor, cluster_P: Tensor, weights_R
         raise ValueError(f"scores {tuple(scores_P.shape)}, label {tuple(label_P.shape)}: give (P,) of both")
     if not torch.isfinite(scores_P).all():
         raise ValueError("scores hold NaN or infinity: there is no order to measure")
-    _, cluster_P = cluster_P.unique(return_inverse=True)
     ordered, order = scores_P.double().sort(descending=True, stable=True)
     last_T = torch.cat([(ordered[1:] != ordered[:-1]).nonzero().flatten(), torch.tensor([len(ordered) - 1])])
     positive_P, cluster_P = label_P[order].bool(), cluster_P[order]
@@ -74,10 +69,8 @@ def _weighted(weight_RP: Tensor, positive_P: Tensor, last_T: Tensor) -> tuple[Te
     wrong_RT = false_RT.diff(dim=1, prepend=false_RT.new_zeros(len(false_RT), 1))
     area = (wrong_RT * (found_RT - gain_RT / 2)).sum(1)
     undefined = (positives == 0) | (negatives == 0)
-    precision = (gain_RT * precision_RT).sum(1) / positives
-    return precision.masked_fill(undefined, torch.nan), (area / (positives * negatives)).masked_fill(
-        undefined, torch.nan
-    )
+    found = (gain_RT * precision_RT).sum(1) / positives, area / (positives * negatives)
+    return found[0].masked_fill(undefined, torch.nan), found[1].masked_fill(undefined, torch.nan)
 
 
 def estimate(values_R: Tensor, confidence: float = CONFIDENCE) -> dict[str, float]:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from probemb.cli.results import figures_folder
 from probemb.files import replace_file, replace_text
-from probemb.reports.text import number, percent, printable, signed
+from probemb.reports.text import between, number, percent, printable, signed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -48,7 +48,7 @@ def write_page(file: Path, template: Path, generator: str, **values: object) -> 
         loader=FileSystemLoader([template.parent, TEMPLATES]), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters.update(number=number, percent=percent, signed=signed)
+    environment.filters.update(between=between, number=number, percent=percent, signed=signed)
     parts = environment.get_template("parts.html").module
     text = environment.get_template(template.name).render(generator=generator, figure=figure, **values)
     _remove_figures(file)

@@ -21,3 +21,13 @@ def percent(share: float) -> str:
 def signed(value: float | None) -> str:
     """+0.12, −0.12, or "undefined"."""
     return "undefined" if value is None else f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
+
+
+def between(estimate: dict[str, float] | None, signed: bool = False) -> str:
+    """{"value", "low", "high"} as "0.173 [0.158, 0.190]"; empty for None, "undefined" for NaN."""
+    if estimate is None:
+        return ""
+    value, low, high = (
+        f"{estimate[key]:{'+' if signed else ''}.3f}".replace("-", "\N{MINUS SIGN}") for key in ("value", "low", "high")
+    )
+    return "undefined" if value.endswith("nan") else f"{value} [{low}, {high}]"

@@ -12,6 +12,7 @@ from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import number, percent
 from zeroshot.config import RETRIEVAL_GENERATOR
+from zeroshot.reports.judgements import section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,7 @@ def write_report(
         "tables": {kind: [row for row in rows if row["positives"] == kind] for kind in _distinct(rows, "positives")},
         "how": {TITLES[row["ranking"]]: row["how"] for row in rows},
         "projection": _projection(results["projection"], captions, pairs, sized=bool(found)),
+        "judged": section(results["judgements"]) if results["judgements"] else None,
     }
     if found:
         shown = {side: metrics[SHOWN] for side, metrics in found["quality"].items()}

@@ -1,0 +1,81 @@
+"""The match probability and the captions' uncertainty against people's judgements.
+
+P judged pairs that are not the caption's own image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.evaluation.judgements import JudgedPairs, judged_scores
+from probemb.evaluation.rankings import RankingOptions
+from probemb.evaluation.uncertainty import spearman
+from probemb.metrics import estimate, fit_logistic, reliability
+
+LEAST = 10  # judged images of a caption whose acceptance is counted
+CLOSED, SAMPLED = "closed form", "sampled"
+
+
+def match_calibration(
+    pairs: EmbeddedPairs, judged: JudgedPairs, options: RankingOptions, sampled: Tensor | None = None
+) -> dict:
+    """Match probabilities against the share of people who say yes, raw and after a refit of two parameters.
+
+    The closed form is sigmoid(-a CSD + b) (PCME++ Eq. 2), with the model's own a and b. The refit, sigmoid(slope *
+    logit + intercept), is cross-fitted: each half of the judged images by the parameters of the other half.
+
+    Args:
+        sampled: (P,), PCME's match probabilities, if known.
+
+    Returns:
+        "closed form" and "sampled": {"raw" and "refitted": `Reliability` as a dict, "parameters": for each half
+        {"slope", "intercept"}}; "constant": {"share", "brier"} of the mean share for every pair. "refitted" is None if
+        one half has no pairs of both labels.
+    """
+    logits = {CLOSED: options.shift + options.scale * judged_scores(pairs, judged, "csd", options).double()}
+    if sampled is not None:
+        logits[SAMPLED] = torch.logit(sampled.double(), eps=1e-6)
+    found: dict = {name: _calibration(logit, judged) for name, logit in logits.items()}
+    mean = judged.share.mean()
+    found["constant"] = {"share": float(mean), "brier": float((judged.share - mean).square().mean())}
+    return found
+
+
+def _calibration(logit: Tensor, judged: JudgedPairs) -> dict:
+    found: dict = {"raw": asdict(reliability(logit.sigmoid(), judged.share)), "refitted": None, "parameters": None}
+    if not judged.divisible:
+        return found
+    probability, parameters = torch.empty_like(logit), []
+    for here, other in zip(judged.halves, judged.halves[::-1]):
+        slope, intercept = fit_logistic(logit[other], judged.share[other])
+        probability[here] = torch.sigmoid(slope * logit[here] + intercept)
+        parameters.append({"slope": slope, "intercept": intercept})
+    return found | {"refitted": asdict(reliability(probability, judged.share)), "parameters": parameters}
+
+
+def caption_acceptance(pairs: EmbeddedPairs, judged: JudgedPairs, least: int = LEAST, seed: int = 0) -> dict | None:
+    """Spearman of a caption's u with the share of its judged images that a majority accepts.
+
+    Args:
+        least: judged images of a caption that is counted.
+
+    Returns:
+        {"spearman": {"value", "low", "high"}, "captions", "least"}, the interval by resampling captions; None for fewer
+        than three captions.
+    """
+    n_judged = torch.bincount(judged.cluster).double()
+    share = torch.bincount(judged.cluster, weights=judged.label.double()) / n_judged
+    kept = (n_judged >= least).nonzero().flatten()
+    if len(kept) < 3:
+        return None
+    u, share = pairs.texts.uncertainty()[judged.caption.unique()][kept].double(), share[kept]
+    drawn = torch.randint(
+        len(kept), (len(judged.weights) - 1, len(kept)), generator=torch.Generator().manual_seed(seed)
+    )
+    values = [spearman(u[rows], share[rows]) for rows in (torch.arange(len(kept)), *drawn)]
+    values = torch.tensor([torch.nan if value is None else value for value in values], dtype=torch.float64)
+    return {"spearman": estimate(values), "captions": len(kept), "least": least}

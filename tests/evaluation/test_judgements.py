@@ -1,0 +1,206 @@
+"""Scores against judgements: single pairs, halves, cross-fitted weights, calibration, and acceptance."""
+
+import pytest
+import torch
+
+from probemb import Gaussian
+from probemb.data.captions.judgements import Judgements
+from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.evaluation import judgements as module
+from probemb.evaluation.calibration import caption_acceptance, match_calibration
+from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.evaluation.judgements import (
+    compare_judged,
+    cross_fitted,
+    evaluate_rankings_of_pairs,
+    judged_metrics,
+    judged_pairs,
+    judged_scores,
+)
+from probemb.evaluation.rankings import RankingOptions
+from probemb.evaluation.scores import csd_scores, wasserstein2_scores
+
+sklearn = pytest.importorskip("sklearn.metrics")
+N, PER, DIM = 60, 2, 6
+
+
+def embedded(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    images = Gaussian(torch.randn(N, DIM, generator=g), torch.randn(N, DIM, generator=g) - 1)
+    texts = Gaussian(torch.randn(N * PER, DIM, generator=g), torch.randn(N * PER, DIM, generator=g) - 1)
+    return EmbeddedPairs(images, texts, torch.arange(N).repeat_interleave(PER), list(range(N)), [])
+
+
+def judgements(pairs, truth, n=1500, people=3, seed=1):
+    """n random pairs, each judged by people who say yes with the probability `truth[image, caption]`."""
+    g = torch.Generator().manual_seed(seed)
+    place = torch.randperm(N * N * PER, generator=g)[:n]
+    image, caption = place // (N * PER), place % (N * PER)
+    yes = torch.binomial(torch.full((n,), float(people)), truth[image, caption].float(), generator=g).long()
+    names = [f"{i}\t{c // PER}#{c % PER}" for i, c in zip(image.tolist(), caption.tolist())]
+    return Judgements(image, caption, pairs.owner[caption] == image, yes, people - yes, names)
+
+
+def probability(pairs, i2t=1.0, t2i=1.0, slope=0.5):
+    u_i, u_c = pairs.images.uncertainty()[:, None], pairs.texts.uncertainty()
+    distance = csd(pairs.images, pairs.texts) + (t2i - 1) * u_i + (i2t - 1) * u_c
+    return torch.sigmoid(slope * (distance.quantile(0.1) - distance))
+
+
+@pytest.fixture(scope="module")
+def world():
+    pairs = embedded()
+    return pairs, judged_pairs(judgements(pairs, probability(pairs)), 200)
+
+
+def test_pairs_of_other_images_alone(world):
+    pairs, judged = world
+    given = judgements(pairs, probability(pairs))
+    assert len(judged) == int((~given.own).sum()) < len(given)
+    assert (pairs.owner[judged.caption] != judged.image).all()
+    assert judged.weights.shape == (201, len(judged.caption.unique()))
+    assert judged.caption.unique()[judged.cluster].equal(judged.caption)
+    halves = {(int(i), int(h)) for i, h in zip(judged.image, judged.half)}
+    assert len(halves) == len(judged.image.unique())  # an image lies in one half
+    assert 0.25 < judged.half.double().mean() < 0.75
+    assert judged.digest() == judged_pairs(given, 10).digest()
+    assert judged.digest() != judged_pairs(given.only(torch.arange(len(given)) > 0), 10).digest()
+    for keep, word in ((given.accepted, "all"), (~given.accepted, "none"), (given.own, "none")):
+        with pytest.raises(UserError, match=f"people accept {word}"):
+            judged_pairs(given.only(keep))
+
+
+def test_scores_are_those_of_the_matrix(world, monkeypatch):
+    pairs, judged = world
+    for elements in (module.SCORE_ELEMENTS, 300):
+        monkeypatch.setattr(module, "SCORE_ELEMENTS", elements)
+        for name, whole in (("csd", csd_scores), ("wasserstein2", wasserstein2_scores)):
+            expected = whole(pairs.images, pairs.texts)(slice(None))[judged.image, judged.caption]
+            found = judged_scores(pairs, judged, name, RankingOptions())
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="faiss-mean has no scores"):
+        judged_scores(pairs, judged, "faiss-mean", RankingOptions())
+
+
+def test_metrics_of_all_and_of_both_halves(world):
+    pairs, judged = world
+    scores = judged_scores(pairs, judged, "csd", RankingOptions())
+    found = judged_metrics(scores, judged)
+    assert float(found["average_precision"][0]) == pytest.approx(sklearn.average_precision_score(judged.label, scores))
+    halves = [sklearn.roc_auc_score(judged.label[r], scores[r]) for r in judged.halves]
+    assert float(found["roc_auc_halves"][0]) == pytest.approx(sum(halves) / 2)
+    other = judged_scores(pairs, judged, "mean", RankingOptions())
+    seeds = judged_metrics(torch.stack([scores, other]), judged)
+    for name, values in judged_metrics(other, judged).items():
+        torch.testing.assert_close(seeds[name], (found[name] + values) / 2)
+
+
+def test_a_paired_difference_is_narrower_than_unpaired_intervals(world):
+    pairs, judged = world
+    scores = judged_scores(pairs, judged, "csd", RankingOptions())
+    g = torch.Generator().manual_seed(5)
+    noisy = scores + 0.3 * scores.std() * torch.randn(len(scores), generator=g)
+    found = compare_judged(scores, noisy, judged)
+    for name, one in found.items():
+        a, b = (judged_metrics(s, judged)[name] for s in (scores, noisy))
+        assert one["value"] == pytest.approx(float(a[0] - b[0]))
+        assert 0 < one["low"] < one["value"] < one["high"], name
+        shuffled = a[1:] - b[1:].roll(7)
+        assert one["high"] - one["low"] < 0.8 * float(shuffled.quantile(0.975) - shuffled.quantile(0.025))
+    same = compare_judged(torch.stack([scores, noisy]), torch.stack([noisy, scores]), judged)
+    assert all(abs(value) < 1e-12 for one in same.values() for value in one.values())
+
+
+def test_rankings(world):
+    pairs, judged = world
+    names = ["csd", "mean", "faiss-csd", "tolerance", "match-probability"]
+    found, scores, metrics = evaluate_rankings_of_pairs(pairs, judged, names, RankingOptions())
+    rows = {row["ranking"]: row for row in found["rows"]}
+    assert list(rows) == list(scores) == list(metrics) == ["csd", "mean", "match-probability", "tolerance"]
+    assert found["reference"] == "mean"
+    assert rows["csd"]["average_precision"]["value"] > rows["mean"]["average_precision"]["value"]  # the truth is CSD
+    assert rows["csd"]["difference"]["roc_auc"]["low"] > 0
+    assert rows["mean"]["difference"]["average_precision"] == {"value": 0, "low": 0, "high": 0}
+    assert "average_precision" not in rows["tolerance"]
+    assert set(rows["tolerance"]["difference"]) == {"average_precision_halves", "roc_auc_halves"}
+    alone = evaluate_rankings_of_pairs(pairs, judged, ["faiss-mean"], RankingOptions())[0]
+    assert [row["ranking"] for row in alone["rows"]] == ["mean"]
+
+
+@pytest.mark.parametrize("true", [(-1.0, 1.0), (2.0, -0.5)])
+def test_weights_are_chosen_on_the_other_half(true):
+    pairs = embedded(3)
+    judged = judged_pairs(judgements(pairs, probability(pairs, *true, slope=4.0), n=6000), 20)
+    scores, found = cross_fitted(pairs, judged, (-1.0, -0.5, 0.0, 1.0, 2.0))
+    for one in found["chosen"]:
+        assert (one["i2t"], one["t2i"]) == true
+    best = found["oracle"]["best"]
+    assert (best["i2t"], best["t2i"]) == true
+    grid = found["oracle"]["lambda"]
+    table = found["oracle"]["average_precision"]
+    assert table[grid.index(true[0])][grid.index(true[1])] == max(map(max, table)) == best["average_precision"]
+    csd_cell = judged_metrics(judged_scores(pairs, judged, "csd", RankingOptions()), judged)["average_precision"][0]
+    assert table[grid.index(1.0)][grid.index(1.0)] == pytest.approx(float(csd_cell), abs=2e-3)
+    halves = [sklearn.average_precision_score(judged.label[r], scores[r]) for r in judged.halves]
+    assert sum(halves) / 2 > float(csd_cell) + 0.05
+    # labels of one half turned round: its own weights stay, for they come from the other half
+    turned = torch.where(judged.half == 0, ~judged.label, judged.label)
+    again = cross_fitted(pairs, module.JudgedPairs(**{**vars(judged), "label": turned}), (-1.0, -0.5, 0.0, 1.0, 2.0))
+    assert again[1]["chosen"][0] == found["chosen"][0]
+    assert again[1]["chosen"][1] != found["chosen"][1]
+
+
+def test_halves_without_both_labels():
+    pairs = embedded()
+    given = judgements(pairs, probability(pairs), n=40)
+    one_half = Judgements(**{**vars(given), "yes": torch.arange(40) % 2 * 3, "no": (torch.arange(40) + 1) % 2 * 3,
+                             "names": ["same\tx#0"] * 40, "own": torch.zeros(40, dtype=torch.bool)})  # fmt: skip
+    judged = judged_pairs(one_half, 5)
+    assert not judged.divisible
+    found = evaluate_rankings_of_pairs(pairs, judged, ["mean", "tolerance"], RankingOptions())[0]
+    assert [row["ranking"] for row in found["rows"]] == ["mean"]
+    assert found["tolerance"] is None
+    assert match_calibration(pairs, judged, RankingOptions())["closed form"]["refitted"] is None
+
+
+def test_calibration_of_the_models_own_and_refitted_probability():
+    """People say yes with sigmoid(b - a CSD): these a and b are calibrated, others are after the refit."""
+    pairs = embedded(4)
+    distance = csd(pairs.images, pairs.texts)
+    a, b = 0.5, 0.5 * float(distance.quantile(0.2))
+    judged = judged_pairs(judgements(pairs, torch.sigmoid(b - a * distance), n=6000, people=5), 5)
+    right = match_calibration(pairs, judged, RankingOptions(scale=a, shift=b))
+    wrong = match_calibration(pairs, judged, RankingOptions(scale=3 * a, shift=b))
+    assert right["closed form"]["raw"]["ece"] < 0.02 < 0.1 < wrong["closed form"]["raw"]["ece"]
+    assert wrong["closed form"]["refitted"]["ece"] < 0.02
+    assert wrong["closed form"]["refitted"]["brier"] == pytest.approx(right["closed form"]["refitted"]["brier"])
+    for one in wrong["closed form"]["parameters"]:
+        assert one["slope"] == pytest.approx(1 / 3, rel=0.15)
+        assert one["slope"] * b + one["intercept"] == pytest.approx(b, rel=0.15)
+    assert right["closed form"]["raw"]["brier"] < right["constant"]["brier"]
+    assert right["constant"]["share"] == pytest.approx(float(judged.share.mean()))
+    sampled = judged_scores(pairs, judged, "match-probability", RankingOptions(scale=a, shift=1.0))
+    both = match_calibration(pairs, judged, RankingOptions(scale=a, shift=b), sampled)
+    assert set(both) == {"closed form", "sampled", "constant"}
+    assert both["sampled"]["refitted"]["ece"] < both["sampled"]["raw"]["ece"]
+
+
+def test_acceptance_of_captions():
+    """Each caption is accepted with a probability that grows with its u."""
+    pairs = embedded(6)
+    u = pairs.texts.uncertainty()
+    truth = (u.argsort().argsort() / len(u)).expand(N, -1)
+    judged = judged_pairs(judgements(pairs, truth, n=5000, people=1), 100)
+    found = caption_acceptance(pairs, judged)
+    stats = pytest.importorskip("scipy.stats")
+    shares, uncertainties = [], []
+    for caption in judged.caption.unique().tolist():
+        rows = judged.caption == caption
+        if int(rows.sum()) >= 10:
+            shares.append(float(judged.label[rows].double().mean()))
+            uncertainties.append(float(u[caption]))
+    assert found["captions"] == len(shares)
+    assert found["spearman"]["value"] == pytest.approx(stats.spearmanr(uncertainties, shares).statistic)
+    assert 0.7 < found["spearman"]["low"] < found["spearman"]["value"] < found["spearman"]["high"]
+    assert caption_acceptance(pairs, judged, least=1000) is None
