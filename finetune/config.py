@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import (
     ClosedUnitInterval,
@@ -99,10 +99,11 @@ class Mix:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamP with step decay (PCME++ §B.2).
+    """AdamP with step decay (PCME++ §B.2), or a cosine.
 
     Args:
         lr: of the heads; the towers' is a multiple of it.
+        scalars: multiplier of lr for a, b and a temperature that is a plain factor: from random heads they have far to go.
         weight_decay: on all but scalars.
         image_backbone: multiplier of the image tower's lr.
         text_backbone: multiplier of the text tower's lr.
@@ -110,11 +111,13 @@ class Optimizer:
         decay_uncertainty: apply these multipliers to the uncertainty branch's blocks too.
         freeze_epochs: first epochs, in which the image tower is frozen.
         warmup_epochs: epochs of linear warm-up after that.
-        decay_epochs: last epochs, in which every lr is a tenth.
+        schedule: step (the last decay_epochs at a tenth) or cosine (down to 0 over the whole run).
+        decay_epochs: last epochs, in which every lr is a tenth; of schedule step.
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
     lr: PositiveFloat = 5e-4
+    scalars: PositiveFloat = 1.0
     weight_decay: NonNegativeFloat = 1e-4
     image_backbone: PositiveFloat = 0.01
     text_backbone: PositiveFloat = 0.1
@@ -122,6 +125,7 @@ class Optimizer:
     decay_uncertainty: bool = True
     freeze_epochs: NonNegativeInt = 2
     warmup_epochs: NonNegativeFloat = 1.0
+    schedule: Literal["step", "cosine"] = "step"
     decay_epochs: NonNegativeInt = 10
     clip_grad_norm: NonNegativeFloat = 2.0
 
@@ -233,6 +237,8 @@ def check(config: Config, world_size: int = 1) -> None:
         ("freeze_epochs", "the image tower would never be trained"),
         ("decay_epochs", "every lr would be a tenth from the start"),
     ):
+        if name == "decay_epochs" and optimizer.schedule == "cosine":
+            continue
         if config.epochs and getattr(optimizer, name) >= config.epochs:
             raise UserError(
                 f"optimizer.{name} is {getattr(optimizer, name)} of {config.epochs} epochs: {what}.",

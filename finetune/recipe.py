@@ -6,6 +6,7 @@ of COCO. Epochs count from 0.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ def parameter_groups(
     loss_module: nn.Module | None = None,
     *,
     lr: float = 5e-4,
+    scalars: float = 1.0,
     weight_decay: float = 1e-4,
     image_backbone: float = 0.01,
     text_backbone: float = 0.1,
@@ -47,7 +49,7 @@ def parameter_groups(
         block k (0 … L−1)                       lr · f · layer_decay^(L−k)
         block k of the uncertainty branch       lr · f · layer_decay^(u−k)
         all else in a tower                     lr · f      (embeddings too: more than the last block)
-        the model's scalars, the loss' own      lr, without weight decay
+        the model's scalars, the loss' own      lr · scalars, without weight decay (logit_scale, a logarithm: lr)
 
     Everything in a tower decays, biases and norms too, as in the public code. There L is 12 for every model, which
     raises the rates of a tower with 24 blocks above lr · f; here it is the tower's own number.
@@ -75,15 +77,17 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         tower, part, depth = model.place(name)
         if tower == "neither":
-            if parameter.requires_grad:
-                add("scalars", parameter, 1.0, 0.0)
+            if parameter.requires_grad and name == "logit_scale":
+                add("logit_scale", parameter, 1.0, 0.0)
+            elif parameter.requires_grad:
+                add("scalars", parameter, scalars, 0.0)
             continue
         factor = image_backbone if tower == "image" else text_backbone
         full_rate = part == "head" or (part == "branch" and not decay_uncertainty)
         multiplier = 1.0 if full_rate else factor * layer_decay**depth
         add(f"{tower}.{part}.{depth}", parameter, multiplier, weight_decay, (tower, part) == ("image", "trunk"))
     for parameter in loss_module.parameters() if loss_module is not None else ():
-        add("scalars", parameter, 1.0, 0.0)
+        add("scalars", parameter, scalars, 0.0)
     return list(groups.values())
 
 
@@ -108,6 +112,7 @@ def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Meth
             network,
             None if i else method.module,
             lr=o.lr,
+            scalars=o.scalars,
             weight_decay=o.weight_decay,
             image_backbone=o.image_backbone,
             text_backbone=o.text_backbone,
@@ -154,6 +159,7 @@ class Schedule:
         epoch_samples: samples of an epoch, over all networks.
         networks: trained one after the other within an epoch, with the same learning rates.
         lr_drop_epoch: from this epoch on all learning rates are multiplied by lr_drop (the last 10 of 25).
+        cosine: instead, all learning rates follow half a cosine from 1 to 0 over the training.
         freeze_epochs: the image backbone is frozen in these first epochs.
         locked: it is frozen in all epochs.
         warmup_epochs: after freeze_epochs, learning rates rise linearly from 0 for that long. The public code scales
@@ -167,6 +173,7 @@ class Schedule:
     networks: int = 1
     lr_drop_epoch: int = 15
     lr_drop: float = 0.1
+    cosine: bool = False
     freeze_epochs: int = 2
     locked: bool = False
     warmup_epochs: float = 1
@@ -175,7 +182,11 @@ class Schedule:
     def factor(self, samples: int, image_backbone: bool = False) -> float:
         """Multiplier of a group's initial learning rate in the step that ends at `samples` samples seen, from 1 on."""
         epoch, turn = self.epoch(samples - 1), self.epoch_samples // self.networks
-        factor = self.lr_drop if epoch >= self.lr_drop_epoch else 1.0
+        if self.cosine:
+            share = (epoch + (samples - 1) % turn / turn) / self.epochs  # of the network's own steps
+            factor = 0.5 * (1 + math.cos(math.pi * share))
+        else:
+            factor = self.lr_drop if epoch >= self.lr_drop_epoch else 1.0
         if epoch < self.freeze_epochs:
             return 0.0 if image_backbone else factor
         if self.warmup_epochs:
@@ -203,6 +214,7 @@ def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
         epoch_samples=networks * steps * config.batch_size,
         networks=networks,
         lr_drop_epoch=max(0, config.epochs - config.optimizer.decay_epochs),
+        cosine=config.optimizer.schedule == "cosine",
         freeze_epochs=config.optimizer.freeze_epochs,
         locked=config.model.lock_image,
         warmup_epochs=config.optimizer.warmup_epochs,

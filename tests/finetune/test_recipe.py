@@ -126,6 +126,15 @@ def test_the_models_own_scalars_are_trained_where_they_want_a_gradient():
     assert (scalars["lr"], scalars["weight_decay"]) == (5e-4, 0)
 
 
+def test_factors_learn_faster_than_the_logarithm_of_one():
+    model = micro()
+    for scalar in (model.logit_scale, model.scale, model.shift):
+        scalar.requires_grad_(True)
+    groups = {group["name"]: group for group in parameter_groups(model, PairwiseMatchLoss(), lr=1e-3, scalars=30.0)}
+    assert [len(groups[name]["params"]) for name in ("scalars", "logit_scale")] == [4, 1]
+    assert [groups[name]["lr"] for name in ("scalars", "logit_scale")] == pytest.approx([0.03, 1e-3])
+
+
 def test_a_frozen_backbone_is_still_in_its_groups():
     model = micro()
     before = sum(len(group["params"]) for group in parameter_groups(model))
@@ -208,9 +217,17 @@ def test_schedule_of_the_paper():
     assert not any(Schedule(epoch_samples=n, average_epochs=0).averages((e + 1) * n) for e in range(25))
 
 
-def test_networks_that_take_turns_warm_up_alike():
-    one = Schedule(epoch_samples=400, freeze_epochs=0)
-    two = Schedule(epoch_samples=800, networks=2, freeze_epochs=0)
+def test_cosine():
+    s = Schedule(epochs=4, epoch_samples=100, freeze_epochs=0, warmup_epochs=0.5, cosine=True)
+    assert [s.factor(n + 1) for n in (100, 200, 300)] == pytest.approx([0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
+    assert s.factor(25) == pytest.approx(0.5, rel=0.02)  # half of the warm-up
+    assert 0 < s.factor(400) < 1e-4
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_networks_that_take_turns_learn_alike(cosine):
+    one = Schedule(epochs=2, epoch_samples=400, freeze_epochs=0, cosine=cosine)
+    two = Schedule(epochs=2, epoch_samples=800, networks=2, freeze_epochs=0, cosine=cosine)
     for turn in (0, 400):
         assert [two.factor(turn + n) for n in range(1, 401)] == [one.factor(n) for n in range(1, 401)]
 
