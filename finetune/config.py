@@ -103,7 +103,7 @@ class Optimizer:
 
     Args:
         lr: of the heads; the towers' is a multiple of it.
-        scalars: multiplier of lr for a, b and a temperature that is a plain factor: from random heads they have far to go.
+        scalars: multiplier of lr for a, b and a temperature that is a plain factor.
         weight_decay: on all but scalars.
         image_backbone: multiplier of the image tower's lr.
         text_backbone: multiplier of the text tower's lr.
