@@ -1,0 +1,163 @@
+"""Scores that say how ambiguous a query is or how likely its answer is wrong, and tests of what each of them knows.
+
+Every score is high for a query that it calls uncertain; the signs are fixed before any data are seen. The scores need
+the query, the gallery and nothing else. Q queries, N gallery items, K candidates of each query, D dimensions.
+
+The match probability is PCME++'s, sigmoid(-a CSD + b) with the model's own a and b (PCME++ Eq. 2). A point model has
+none, and no u; its entropy is that of the softmax of its cosines at its own temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax, logsigmoid
+
+from probemb.distances import csd
+from probemb.gaussian import Gaussian
+from probemb.metrics.prediction import SIGNIFICANT, halves, rank_correlation, rejection_gain
+
+NEIGHBOURS = 10  # whose means' spread is measured
+BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
+TITLES = {
+    "u": "u, the sum of the variances",
+    "expected-matches": "expected matches",
+    "entropy": "entropy of the matches",
+    "spread": f"spread of the {NEIGHBOURS} closest",
+    "distance": "distance of the closest",
+    "margin": "lead of the closest (negated)",
+}
+ABOUT = {
+    "u": "sum of the query's variances",
+    "expected-matches": "sum of the match probabilities over the gallery",
+    "entropy": "in nats, of the match probabilities over the gallery divided by their sum; of a point model, of the "
+    "softmax of its cosines",
+    "spread": f"mean squared distance of the {NEIGHBOURS} closest items' means from their centre",
+    "distance": "squared distance of the means of the query and the closest item; needs no variance",
+    "margin": "how much farther the second closest mean is than the closest, negated; needs no variance",
+}
+
+
+@dataclass(frozen=True)
+class MatchModel:
+    """How a model turns a distance into the probability of a match.
+
+    Attributes:
+        scale, shift: a and b of sigmoid(-a CSD + b).
+        probabilistic: False for a point model, which has no match probability and no u.
+        temperature: for a point model, the factor of its cosines in the softmax; None for none.
+    """
+
+    scale: float = 1.0
+    shift: float = 0.0
+    probabilistic: bool = True
+    temperature: float | None = None
+
+    @classmethod
+    def of(cls, model) -> MatchModel:
+        """That of a `DualEncoder` or an `Ensemble`, which has no one temperature."""
+        logit_scale = getattr(model, "logit_scale", None)
+        temperature = None if logit_scale is None else float(logit_scale.detach().exp())
+        probabilistic = getattr(model, "probabilistic", True)
+        return cls(model.scale.item(), model.shift.item(), probabilistic, temperature)
+
+    def describe(self) -> str:
+        """The formula with its numbers."""
+        if self.probabilistic:
+            return f"sigmoid(-{self.scale:.4g} CSD {'+' if self.shift >= 0 else '-'} {abs(self.shift):.4g})"
+        if self.temperature is None:
+            return "none: a point model"
+        return f"none: a point model; its entropy is that of the softmax of {self.temperature:.4g} times the cosine"
+
+
+def candidate_scores(distance_QK: Tensor, csd_QK: Tensor, model: MatchModel) -> dict[str, Tensor]:
+    """The scores that follow from the distances of candidates alone, (Q,) each.
+
+    Args:
+        distance_QK: squared distance of the means, in any order; infinite for a candidate that was not found.
+        csd_QK: CSD, likewise.
+
+    Returns:
+        "expected-matches" and "entropy" as far as the model has them; "distance"; "margin", 0 for a single candidate.
+    """
+    found = {}
+    if model.probabilistic:
+        log_p = logsigmoid(model.shift - model.scale * csd_QK)
+        found["expected-matches"] = log_p.exp().sum(1)
+        found["entropy"] = torch.special.entr(log_softmax(log_p, 1).exp()).sum(1)
+    elif model.temperature is not None:  # unit vectors: the cosine is 1 - distance / 2
+        found["entropy"] = torch.special.entr(log_softmax(-model.temperature / 2 * distance_QK, 1).exp()).sum(1)
+    closest = distance_QK.topk(min(2, distance_QK.shape[1]), largest=False).values
+    lead = closest[:, -1] - closest[:, 0]
+    return found | {"distance": closest[:, 0], "margin": -lead.nan_to_num(0.0, posinf=0.0)}
+
+
+def spread(means_QKD: Tensor) -> Tensor:
+    """Mean squared distance of K means from their centre, (Q,)."""
+    return (means_QKD - means_QKD.mean(1, keepdim=True)).square().sum(-1).mean(1)
+
+
+@torch.no_grad()
+def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dict[str, Tensor]:
+    """Every score of every query against the whole gallery, (Q,) each on the CPU, in the order of TITLES.
+
+    The neighbours of "spread" are the closest by CSD, or by the means of a point model. Holds a block of pairs.
+    """
+    queries, gallery, parts = queries.float(), gallery.float(), []
+    u_gallery, step = gallery.uncertainty(), max(1, BLOCK_ELEMENTS // max(1, len(gallery)))
+    for start in range(0, len(queries), step):
+        block = queries[start : start + step]
+        distance = csd(block, gallery)
+        u = block.uncertainty()
+        apart = distance - u[:, None] - u_gallery
+        ranked = distance if model.probabilistic else apart
+        closest = ranked.topk(min(NEIGHBOURS, len(gallery)), largest=False).indices
+        scores = {"u": u} if model.probabilistic else {}
+        scores |= candidate_scores(apart, distance, model) | {"spread": spread(gallery.mean[closest])}
+        parts.append({name: scores[name].cpu() for name in TITLES if name in scores})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def assess(
+    scores: Mapping[str, Tensor],
+    correct: Tensor,
+    cluster: Tensor | None = None,
+    ambiguity: Tensor | None = None,
+    accepted_share: Tensor | None = None,
+) -> list[dict]:
+    """What each score knows about its queries.
+
+    Args:
+        scores: name -> (Q,).
+        correct: (Q,) whether the first answer is right, as numbers.
+        cluster: (Q,) queries that depend on each other, such as the captions of an image.
+        ambiguity: (Q,) the share of all images that a query fits.
+        accepted_share: (Q,) the share of the judged images that people accept, NaN where there are none.
+
+    Returns:
+        For each score {"score", "ambiguity", "accepted_share", "r@1": Spearman's {"value", "se"}; "halves":
+        {"certain", "rest", "difference"}; "gain": of the rejection curve, 0 at random and 1 at best}; None where
+        something is unknown or constant. A score that knows something has positive correlations with ambiguity and
+        accepted_share, a negative one with r@1, and a positive difference and gain.
+    """
+    rows = []
+    for name, score in scores.items():
+        row = {"score": name, "title": TITLES[name]}
+        for key, outcome in (("ambiguity", ambiguity), ("accepted_share", accepted_share), ("r@1", correct)):
+            found = None if outcome is None else rank_correlation(score, outcome, cluster)
+            row[key] = None if found is None else asdict(found)
+        for key, measure in (("halves", halves), ("gain", rejection_gain)):
+            found = measure(score, correct, cluster)
+            row[key] = None if found is None else asdict(found)
+        rows.append(row)
+    return rows
+
+
+def runs_against_recall(row: dict) -> bool:
+    """Whether a row of `assess` is significantly turned round: what it calls certain is found less often."""
+    correlation, parts = row["r@1"], row["halves"]
+    turned = correlation is not None and correlation["value"] > SIGNIFICANT * correlation["se"]
+    return turned or (parts is not None and parts["difference"]["value"] < -SIGNIFICANT * parts["difference"]["se"])
