@@ -17,7 +17,7 @@ from torch import Tensor
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.judgements import Judgements, read_judgements
 from probemb.errors import UserError
-from probemb.evaluation.calibration import caption_acceptance, match_calibration
+from probemb.evaluation.calibration import accepted_shares, caption_acceptance, match_calibration
 from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.judgements import (
     JudgedPairs,
@@ -87,6 +87,14 @@ def evaluate_judgements(
         results["acceptance"] = caption_acceptance(pairs, judged)
     save_scores(out / SCORES, scores, judged, models)
     return results
+
+
+def shares_of_yes(given: Judged | None, pairs: EmbeddedPairs, captions: CaptionDataset) -> Tensor | None:
+    """(M,) `accepted_shares` of all captions; None without judgements."""
+    if given is None:
+        return None
+    held = given.judgements.among(torch.tensor(captions.owner()), pairs.kept)
+    return accepted_shares(judged_pairs(held, 0), len(pairs.texts))
 
 
 # ------------------------------------------------------------------------------------------- scores of other models

@@ -82,12 +82,14 @@ def evaluate(
     from probemb.evaluation.benchmarks import evaluate_rankings
     from probemb.evaluation.embed_pairs import embed_pairs
     from probemb.evaluation.embedding import Embedder
+    from probemb.evaluation.predictors import MatchModel, evaluate_predictors
     from probemb.evaluation.rankings import RankingOptions
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
-    from zeroshot.judgements import evaluate_judgements
+    from zeroshot.judgements import evaluate_judgements, shares_of_yes
     from zeroshot.reports.judgements import print_judgements
-    from zeroshot.reports.retrieval import write_report
+    from zeroshot.reports.predictors import print_predictors
+    from zeroshot.reports.retrieval import SHOWN, write_report
 
     device = choose_device(config.device, config.precision)
     names = [config.model, *second_model(config)]
@@ -110,6 +112,7 @@ def evaluate(
     rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
     found = findings(embedder, captions, pairs, per_query, config.erased) if probabilistic else {}
+    correct = {side: values[SHOWN] for side, values in per_query.items()}
     results = {
         "config": to_dict(config) | {"split": captions.split},
         "models": names,
@@ -124,11 +127,15 @@ def evaluate(
         "projection": projection(pairs),
         "uncertainty": found,
         "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, probabilistic, names, out),
+        "predictors": evaluate_predictors(
+            pairs, captions, correct, MatchModel.of(model), device.name, shares_of_yes(judged, pairs, captions)
+        ),
     }
     print_table(rows, len(pairs.images), len(pairs.texts))
     print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
     if results["judgements"]:
         print_judgements(results["judgements"])
+    print_predictors(results["predictors"])
     write_json(out / OUTPUTS[0], results, RETRIEVAL_GENERATOR)
     write_report(out / OUTPUTS[1], results, pairs, captions, per_query)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)

@@ -57,6 +57,13 @@ def _calibration(logit: Tensor, judged: JudgedPairs) -> dict:
     return found | {"refitted": asdict(reliability(probability, judged.share)), "parameters": parameters}
 
 
+def accepted_shares(judged: JudgedPairs, n_captions: int, least: int = LEAST) -> Tensor:
+    """(M,) float64, the share of each caption's judged images that a majority accepts, NaN for fewer than `least`."""
+    n_judged = torch.bincount(judged.caption, minlength=n_captions).double()
+    share = torch.bincount(judged.caption, weights=judged.label.double(), minlength=n_captions) / n_judged
+    return share.masked_fill(n_judged < least, torch.nan)
+
+
 def caption_acceptance(pairs: EmbeddedPairs, judged: JudgedPairs, least: int = LEAST, seed: int = 0) -> dict | None:
     """Spearman of a caption's u with the share of its judged images that a majority accepts.
 
@@ -67,12 +74,11 @@ def caption_acceptance(pairs: EmbeddedPairs, judged: JudgedPairs, least: int = L
         {"spearman": {"value", "low", "high"}, "captions", "least"}, the interval by resampling captions; None for fewer
         than three captions.
     """
-    n_judged = torch.bincount(judged.cluster).double()
-    share = torch.bincount(judged.cluster, weights=judged.label.double()) / n_judged
-    kept = (n_judged >= least).nonzero().flatten()
+    share = accepted_shares(judged, len(pairs.texts), least)
+    kept = torch.isfinite(share).nonzero().flatten()
     if len(kept) < 3:
         return None
-    u, share = pairs.texts.uncertainty()[judged.caption.unique()][kept].double(), share[kept]
+    u, share = pairs.texts.uncertainty()[kept].double(), share[kept]
     drawn = torch.randint(
         len(kept), (len(judged.weights) - 1, len(kept)), generator=torch.Generator().manual_seed(seed)
     )

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.distances import csd
+from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.gaussian import Gaussian
 from probemb.metrics.prediction import SIGNIFICANT, halves, rank_correlation, rejection_gain
 
@@ -121,6 +123,36 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def evaluate_predictors(
+    pairs: EmbeddedPairs,
+    captions: CaptionDataset,
+    correct: Mapping[str, Tensor],
+    model: MatchModel,
+    device: str = "cpu",
+    accepted_share: Tensor | None = None,
+) -> dict:
+    """The table of both directions.
+
+    Args:
+        correct: "images" -> (N,), "captions" -> (M,): whether the first answer of each query is right.
+        accepted_share: (M,) as for `assess`.
+
+    Returns:
+        {"match_probability": the formula, "captions": rows of `assess` for text -> image, "images": for image -> text,
+        "warning": one line if u runs against recall, else None}.
+    """
+    images, texts = pairs.images.to(device), pairs.texts.to(device)
+    ambiguity = None if captions.scenes is None else true_ambiguity(captions, pairs.kept)
+    found = {
+        "match_probability": model.describe(),
+        "captions": assess(
+            query_scores(texts, images, model), correct["captions"], pairs.owner, ambiguity, accepted_share
+        ),
+        "images": assess(query_scores(images, texts, model), correct["images"]),
+    }
+    return found | {"warning": warning(found)}
+
+
 def assess(
     scores: Mapping[str, Tensor],
     correct: Tensor,
@@ -161,3 +193,27 @@ def runs_against_recall(row: dict) -> bool:
     correlation, parts = row["r@1"], row["halves"]
     turned = correlation is not None and correlation["value"] > SIGNIFICANT * correlation["se"]
     return turned or (parts is not None and parts["difference"]["value"] < -SIGNIFICANT * parts["difference"]["se"])
+
+
+def warning(found: Mapping) -> str | None:
+    """One line if u runs against recall in a direction, and what to do; None if not, or without u.
+
+    Args:
+        found: "captions" and "images" as `evaluate_predictors` returns them.
+    """
+    told = []
+    for side in ("captions", "images"):
+        for row in found[side]:
+            if row["score"] == "u" and runs_against_recall(row):
+                correlation, parts = row["r@1"], row["halves"]
+                text = f"{side}: Spearman with R@1 {correlation['value']:+.3f} +- {correlation['se']:.3f}"
+                if parts:
+                    text += f", R@1 {parts['certain']:.1%} in the certain half, {parts['rest']:.1%} in the other"
+                told.append(text)
+    if not told:
+        return None
+    return (
+        f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; let "
+        "`python -m tools.search --calibrate` choose another score, or finetune so that u keeps its sign "
+        "(docs/finetune.md)"
+    )

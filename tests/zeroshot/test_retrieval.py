@@ -17,12 +17,14 @@ from probemb.errors import UserError
 from probemb.evaluation.benchmarks import choose_benchmarks, evaluate_rankings, refuse_too_many_exact_pairs
 from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
 from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.predictors import warning
 from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
 from probemb.evaluation.uncertainty import erase_pixels, erase_words, evenly, extremes, projection, quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import create_model, load_model, save_model
 from tests.truth import matches
 from tests.world import jpeg, write_tar
+from zeroshot.reports.predictors import print_predictors
 from zeroshot.retrieval import main
 
 
@@ -433,3 +435,43 @@ def test_help_comes_without_torch():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0
     assert "--benchmarks" in found.stdout
+
+
+def test_the_table_of_what_each_score_knows(measured):
+    """u's row is the correlation that the command reports elsewhere; the page shows every score and its definition."""
+    out, results = measured
+    found, html = results["predictors"], (out / "report.html").read_text()
+    for side in ("captions", "images"):
+        rows = {row["score"]: row for row in found[side]}
+        assert list(rows) == ["u", "expected-matches", "entropy", "spread", "distance", "margin"]
+        quality = results["uncertainty"]["quality"][side]["own captions: R@1"]
+        assert rows["u"]["r@1"]["value"] == pytest.approx(quality["bins"]["spearman"])
+        curve = quality["rejection"]
+        gain = (curve["area"] - curve["random"]) / (curve["oracle"] - curve["random"])
+        assert rows["u"]["gain"]["value"] == pytest.approx(gain)
+        assert all(row["title"] in html for row in rows.values())
+    u = found["captions"][0]
+    assert u["ambiguity"]["value"] == pytest.approx(results["uncertainty"]["ambiguity_spearman"])
+    assert u["accepted_share"] is None
+    assert "What each score of a query knows" in html
+
+
+def test_the_warning_names_the_direction_in_which_u_is_turned_round(capsys):
+    def row(spearman, difference):
+        parts = {"certain": 0.1, "rest": 0.1 - difference, "difference": {"value": difference, "se": 0.01}}
+        return {"score": "u", "title": "u", "ambiguity": None, "accepted_share": None,
+                "r@1": {"value": spearman, "se": 0.02}, "halves": parts, "gain": None}  # fmt: skip
+
+    good, turned, halved = row(-0.3, 0.2), row(0.3, 0.0), row(0.0, -0.2)
+    assert warning({"captions": [good], "images": [good]}) is None
+    assert warning({"captions": [row(0.03, -0.01)], "images": [good]}) is None  # chance
+    for one in (turned, halved):
+        found = {"captions": [one], "images": [good]}
+        line = warning(found)
+        assert line.startswith("warning: u runs against recall here (captions: ")
+        assert "images" not in line
+        assert "\n" not in line
+        assert "--calibrate" in line
+    assert "; images: " in warning({"captions": [turned], "images": [halved]})
+    print_predictors(found | {"match_probability": "x", "warning": line})
+    assert line in capsys.readouterr().out

@@ -13,6 +13,7 @@ from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import number, percent
 from zeroshot.config import RETRIEVAL_GENERATOR
 from zeroshot.reports.judgements import section
+from zeroshot.reports.predictors import explain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,7 @@ def write_report(
         "projection": _projection(results["projection"], captions, pairs, sized=bool(found)),
         "judged": section(results["judgements"]) if results["judgements"] else None,
     }
+    values["explained"] = explain(results["predictors"])
     if found:
         shown = {side: metrics[SHOWN] for side, metrics in found["quality"].items()}
         values |= {
