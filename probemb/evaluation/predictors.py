@@ -25,12 +25,12 @@ from probemb.metrics.prediction import SIGNIFICANT, halves, rank_correlation, re
 NEIGHBOURS = 10  # whose means' spread is measured
 BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
 TITLES = {
-    "u": "u, the sum of the variances",
+    "u": "u",
     "expected-matches": "expected matches",
-    "entropy": "entropy of the matches",
-    "spread": f"spread of the {NEIGHBOURS} closest",
-    "distance": "distance of the closest",
-    "margin": "lead of the closest (negated)",
+    "entropy": "entropy of matches",
+    "spread": f"spread of closest {NEIGHBOURS}",
+    "distance": "distance of closest",
+    "margin": "lead of closest, negated",
 }
 ABOUT = {
     "u": "sum of the query's variances",

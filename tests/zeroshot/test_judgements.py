@@ -42,7 +42,8 @@ def measured(run_folder, captioned, file, tmp_path_factory):
 
 
 def test_results_are_scikit_learns(measured, run_folder, captioned, file):
-    found = json.loads((measured / "results.json").read_text())["judgements"]
+    results = json.loads((measured / "results.json").read_text())
+    found = results["judgements"]
     model, tokenizer, transforms = load_model(run_folder)
     data = find_captions(captioned)
     with torch.no_grad():
@@ -63,6 +64,8 @@ def test_results_are_scikit_learns(measured, run_folder, captioned, file):
     assert precision["low"] < precision["value"] < precision["high"]
     assert set(found["calibration"]) == {"closed form", "sampled", "constant"}
     assert found["acceptance"]["captions"] > 50
+    u = results["predictors"]["captions"][0]
+    assert u["accepted_share"]["value"] == pytest.approx(found["acceptance"]["spearman"]["value"])
     assert found["compared"] is None
 
 

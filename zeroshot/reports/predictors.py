@@ -36,7 +36,7 @@ def print_predictors(found: dict) -> None:
     table = Table(title=title)
     for heading in ("queries", "score, high if doubtful"):
         table.add_column(heading)
-    for heading in (*outcomes(found).values(), "certain half", "the rest", "difference", "gain"):
+    for heading in (*outcomes(found).values(), "certain half", "the rest", "gain"):
         table.add_column(heading, justify="right")
     for side, direction in SIDES.items():
         for i, row in enumerate(found[side]):
@@ -44,7 +44,7 @@ def print_predictors(found: dict) -> None:
             halves = [f"{100 * parts[key]:.1f}" for key in ("certain", "rest")] if parts else ["", ""]
             table.add_row(
                 "" if i else direction, row["title"], *(estimate(row[key]) for key in outcomes(found)), *halves,
-                estimate(parts and parts["difference"], 100, ".1f"), estimate(row["gain"]), end_section=last,
+                estimate(row["gain"]), end_section=last,
             )  # fmt: skip
     console.print(table)
     console.print(f"match probability: {found['match_probability']}", highlight=False)
@@ -52,6 +52,6 @@ def print_predictors(found: dict) -> None:
         console.print(found["warning"], highlight=False, soft_wrap=True, markup=False)
 
 
-def estimate(value: dict | None, scale: float = 1, form: str = ".3f") -> str:
+def estimate(value: dict | None) -> str:
     """A value with its standard error; "" for None."""
-    return f"{scale * value['value']:+{form}} ± {scale * value['se']:{form}}" if value else ""
+    return f"{value['value']:+.3f}±{value['se']:.3f}" if value else ""
