@@ -7,6 +7,7 @@ from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.text import between
 
 HEADINGS = {"average_precision": "AP", "roc_auc": "ROC AUC", "average_precision_halves": "AP, mean of halves"}
+DRAWN = 20  # pairs of a bin that is drawn; the share of fewer says little
 CALIBRATED = {"raw": "the model's own", "refitted": "refitted"}
 
 
@@ -90,7 +91,11 @@ def reliability_charts(calibration: dict) -> list[tuple[str, Chart, dict]]:
         chart.line([0, 1], [0, 1], "calibrated", GREY, dashed=True)
         for key, colour in (("raw", BLUE), ("refitted", ORANGE)):
             if both[key]:
-                xs, ys, counts = (both[key][column] for column in ("predicted", "observed", "counts"))
+                columns = (both[key][column] for column in ("predicted", "observed", "counts"))
+                bins = [row for row in zip(*columns) if row[2] >= DRAWN]
+                if not bins:
+                    continue
+                xs, ys, counts = zip(*bins)
                 notes = [f"{CALIBRATED[key]}: {n:,} pairs, predicted {x:.3f}, observed {y:.3f}" for x, y, n in
                          zip(xs, ys, counts)]  # fmt: skip
                 chart.line(xs, ys, CALIBRATED[key], colour, points=True, notes=notes)
@@ -103,6 +108,7 @@ def section(found: dict) -> dict:
     return {
         "found": found,
         "headings": HEADINGS,
+        "drawn": DRAWN,
         "charts": reliability_charts(found["calibration"] or {}),
         "lines": describe(found),
     }
