@@ -106,6 +106,22 @@ def bhattacharyya(a: Gaussian, b: Gaussian) -> Tensor:
     return _sum_over_slices(term, a, b) - separable - 0.5 * a.shape[1] * math.log(2)
 
 
+@_full_precision
+def inclusion(a: Gaussian, b: Gaussian) -> Tensor:
+    """Inclusion of a in b, the log of the integral of p_a^2 p_b over that of p_a p_b^2; positive: a lies in b.
+
+    Antisymmetric, and no distance: it compares widths, so 0 for equal variances wherever the means are. Source: ProLIP,
+    inclusion loss.
+    """
+
+    def term(mu_a, var_a, mu_b, var_b):
+        left, right = 2 * var_a + var_b, var_a + 2 * var_b
+        return (mu_a - mu_b).square() * ((var_b - var_a) / left / right) + 0.5 * (left / right).log()
+
+    separable = 0.5 * (b.log_var.sum(1)[None, :] - a.log_var.sum(1)[:, None])
+    return sum_over_slices(term, (a.mean, a.var), (b.mean, b.var)) + separable
+
+
 def _sum_over_slices(term: Callable[..., Tensor], a: Gaussian, b: Gaussian) -> Tensor:
     """Sum over D of term(mu_a, log_var_a, mu_b, log_var_b)."""
     return sum_over_slices(term, (a.mean, a.log_var), (b.mean, b.log_var))

@@ -53,6 +53,18 @@ def test_elk_and_bhattacharyya_equal_numeric_integrals():
     torch.testing.assert_close(distances.bhattacharyya(a, b), expected, rtol=1e-7, atol=1e-7)
 
 
+def test_inclusion_equals_numeric_integrals():
+    a, b = gaussians(n=2, m=3, d=3)
+
+    def ratio(p, q):
+        return integral(p, q, lambda x, y: (2 * x + y).exp()) - integral(p, q, lambda x, y: (x + 2 * y).exp())
+
+    torch.testing.assert_close(distances.inclusion(a, b), pairwise(a, b, ratio), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(distances.inclusion(b, a).T, -distances.inclusion(a, b))
+    narrow, wide = Gaussian(a.mean, torch.full_like(a.mean, -3)), Gaussian(a.mean, torch.zeros_like(a.mean))
+    assert (distances.inclusion(narrow, wide).diag() > 0).all()
+
+
 def test_csd_is_the_expected_squared_distance_of_samples():
     a, b = gaussians(n=3, m=2, d=4)
     z_a, z_b = normal(a).sample((400_000,)), normal(b).sample((400_000,))  # (S, N, D), (S, M, D)

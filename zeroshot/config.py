@@ -1,6 +1,6 @@
 """Options of this stage's commands; without heavy imports, for --help."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
@@ -60,6 +60,19 @@ class ImagenetConfig:
 
 
 @dataclass(frozen=True)
+class ToleranceWeights:
+    """Weights of the variances in the ranking `tolerance`: 1 is CSD, 0 the means, below 0 a tolerance.
+
+    Args:
+        i2t: of the captions, searched with an image; with t2i, instead of weights that are chosen.
+        t2i: of the images, searched with a caption.
+    """
+
+    i2t: float | None = None
+    t2i: float | None = None
+
+
+@dataclass(frozen=True)
 class RetrievalConfig:
     """`python -m zeroshot.retrieval`.
 
@@ -72,8 +85,14 @@ class RetrievalConfig:
         images: the folder of the images that a json or caption file names.
         benchmarks: coco, cxc, eccv, pmrp, separated by commas; by default all that the data allows.
         instances: COCO's instances_val2014.json, or a file of its form: which objects the images show, for pmrp.
-        rankings: csd, mean, wasserstein2, match-probability, faiss-mean, faiss-rerank, faiss-csd, separated by
-            commas; by default all.
+        rankings: csd, mean, wasserstein2, match-probability, tolerance, faiss-mean, faiss-rerank, faiss-csd,
+            log-likelihood, inclusion, separated by commas; by default all but the last two, which take long.
+        tolerance: weights of the variances in the ranking tolerance; without them they are chosen on --select-data, or
+            on these images, an oracle.
+        select_data: other images with captions, to choose the weights of tolerance on.
+        select_split: their split; --no-select-split: all of them.
+        select_metric: what the weights are chosen by: map-at-r-true (of all true captions), map-at-r or recall (mean of
+            R@1, R@5 and R@10; both of own captions); auto: the first where all true captions are known, else recall.
         factory: the FAISS index of the faiss rankings: Flat, HNSW32, IVF256,Flat, ...
         candidates: how many neighbours of the means faiss-rerank re-ranks.
         samples: samples of each item for match-probability.
@@ -97,6 +116,10 @@ class RetrievalConfig:
     benchmarks: str | None = None
     instances: str | None = None
     rankings: str | None = None
+    tolerance: ToleranceWeights = field(default_factory=ToleranceWeights)
+    select_data: str | None = None
+    select_split: str | None = "val"
+    select_metric: Literal["auto", "map-at-r-true", "map-at-r", "recall"] = "auto"
     factory: str = "Flat"
     candidates: Count = 100
     samples: Count = 8

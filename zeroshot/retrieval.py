@@ -4,6 +4,7 @@
     python -m zeroshot.retrieval --model runs/x --data dataset_coco.json --images data/coco     # with COCO's benchmarks
     python -m zeroshot.retrieval --model runs/scenes --data data/scenes --split val             # embedded data
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --judgements judgements.tsv.gz
+    python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --select-data data/flickr8k
 
 Prints one table and writes results.json and report.html. All captions of an image are its positives; the embedded
 data have exact positives, and COCO's test split has CxC, ECCV Caption and plausible matches.
@@ -20,6 +21,15 @@ from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config, to_dict
 from probemb.errors import UserError
 from zeroshot.config import RETRIEVAL_GENERATOR, RetrievalConfig
+from zeroshot.tolerance import (
+    NAME,
+    check_metric,
+    check_tolerance,
+    choose,
+    describe_tolerance,
+    find_selection,
+    results_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from zeroshot.judgements import SCORES, read_judged
 
     rankings = ranking_names(config.rankings)
+    check_tolerance(config, rankings)
     captions = find_captions(config.data, config.split, config.images)
     _ = captions.images  # refuses data with missing images
     refuse_too_many_exact_pairs(captions)
+    selection = find_selection(config, captions)
+    check_metric(config, selection or captions)
     benchmarks = choose_benchmarks(config.benchmarks, captions, config.instances is not None)
     objects = None
     if "pmrp" in benchmarks:
@@ -59,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     judged = read_judged(config, captions)
     out = results_folder(config.out, config.model, "retrieval", "zeroshot-results/retrieval")
     claim_files(out, (*OUTPUTS, SCORES), RETRIEVAL_GENERATOR)
-    evaluate(config, captions, rankings, benchmarks, objects, judged, out)
+    evaluate(config, captions, selection, rankings, benchmarks, objects, judged, out)
     return 0
 
 
@@ -71,8 +84,8 @@ def check(config: RetrievalConfig) -> None:
 
 
 def evaluate(
-    config: RetrievalConfig, captions: CaptionDataset, rankings: list[str], benchmarks: list[str],
-    objects: Tensor | None, judged: Judged | None, out: Path,
+    config: RetrievalConfig, captions: CaptionDataset, selection: CaptionDataset | None, rankings: list[str],
+    benchmarks: list[str], objects: Tensor | None, judged: Judged | None, out: Path,
 ) -> None:  # fmt: skip
     """Load the model, embed, rank, and write the results into `out`."""
     from probemb.cli.device import choose_device
@@ -84,6 +97,7 @@ def evaluate(
     from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.predictors import MatchModel, evaluate_predictors
     from probemb.evaluation.rankings import RankingOptions
+    from probemb.evaluation.tolerance import CSD
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
     from zeroshot.judgements import evaluate_judgements, shares_of_yes
@@ -106,9 +120,11 @@ def evaluate(
     if pairs.bad:
         print(describe_bad(pairs.bad), flush=True)
         benchmarks = without_lost_images(config, benchmarks)
+    tolerance = choose(config, embedder, captions, pairs, selection) if NAME in rankings else None
     options = RankingOptions(
-        model.scale.item(), model.shift.item(), config.samples, config.factory, config.candidates, device.name
-    )
+        model.scale.item(), model.shift.item(), config.samples, config.factory, config.candidates, device.name,
+        tolerance or CSD,
+    )  # fmt: skip
     rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
     found = findings(embedder, captions, pairs, per_query, config.erased) if probabilistic else {}
@@ -124,6 +140,7 @@ def evaluate(
         "images_left_out": [{"name": name, "reason": reason} for name, reason in pairs.bad],
         "benchmarks": benchmarks,
         "rows": rows,
+        "tolerance": results_of(tolerance),
         "projection": projection(pairs),
         "uncertainty": found,
         "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, probabilistic, names, out),
@@ -132,6 +149,7 @@ def evaluate(
         ),
     }
     print_table(rows, len(pairs.images), len(pairs.texts))
+    print("\n".join(describe_tolerance(results["tolerance"])), end="\n" if results["tolerance"] else "")
     print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
     if results["judgements"]:
         print_judgements(results["judgements"])
@@ -191,7 +209,7 @@ def print_table(rows: Sequence[dict], n_images: int, n_captions: int) -> None:
     from rich.table import Table
 
     from probemb.evaluation.benchmarks import METRICS, OWN
-    from probemb.evaluation.rankings import TITLES
+    from probemb.evaluation.rankings import title_of
 
     console = Console()
     if not console.is_terminal:
@@ -208,7 +226,7 @@ def print_table(rows: Sequence[dict], n_images: int, n_captions: int) -> None:
             total = f"{row['rsum']:.1f}" if last and "rsum" in row else ""
             cost = f"{row['ms_per_query']:.3g}" if last and row["positives"] == OWN else ""
             end = last and (i + 1 == len(rows) or rows[i + 1]["positives"] != row["positives"])
-            table.add_row(row["positives"], TITLES[row["ranking"]], title, *cells, total, cost, end_section=end)
+            table.add_row(row["positives"], title_of(row), title, *cells, total, cost, end_section=end)
     console.print(table)
 
 

@@ -109,7 +109,8 @@ def evaluate_rankings(
         objects: (images of `captions`, L) multi-hot object categories, for "pmrp".
 
     Returns:
-        rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds"}.
+        rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds"}, and for tolerance
+            "chosen": "given", "oracle" or "honest (...)".
         per_query: side -> metric -> values of every query under the first ranking.
     """
     table = _Table(pairs, captions, [name for name in benchmarks if name != "pmrp"], objects)
@@ -122,6 +123,14 @@ def evaluate_rankings(
     return sorted(table.rows, key=lambda row: order.index(row["positives"])), table.per_query
 
 
+def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str, Positives]:
+    """Positives of images, (N, M): OWN, and TRUE where every true match is known."""
+    kinds = {OWN: own_captions(pairs.owner, len(pairs.images))}
+    if captions.scenes is not None:
+        kinds[TRUE] = Positives.from_matrix(exact_match(captions, pairs.kept))
+    return kinds
+
+
 class _Table:
     """The rows so far, and the values of single queries under the first ranking."""
 
@@ -130,9 +139,7 @@ class _Table:
         self.objects = None if objects is None else objects[pairs.kept]
         self.rows: list[dict] = []
         self.per_query: PerQuery = {"images": {}, "captions": {}}
-        self.kinds: dict[str, Positives] = {OWN: own_captions(pairs.owner, len(pairs.images))}
-        if captions.scenes is not None:
-            self.kinds[TRUE] = Positives.from_matrix(exact_match(captions, pairs.kept))
+        self.kinds = known_positives(pairs, captions)
         self.depth = depth_for(list(self.kinds.values()))
         if coco:
             self.depth = tuple(max(pair) for pair in zip(self.depth, coco_depth()))
@@ -146,6 +153,8 @@ class _Table:
             "ranking": name, "how": describe_ranking(name, options), "ms_per_query": ranked.ms_per_query,
             "index_seconds": ranked.build_seconds,
         }  # fmt: skip
+        if name == "tolerance":
+            about["chosen"] = options.tolerance.chosen
         for positives, matches in self.kinds.items():
             self.rows.append({"positives": positives, **about, **both_directions(ranked, matches)})
             if first:

@@ -22,11 +22,11 @@ from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker
 from probemb.evaluation.scores import SCORES
+from probemb.evaluation.tolerance import GRID
 from probemb.metrics import cluster_weights, estimate, pair_metrics
 from probemb.metrics.judged import RESAMPLES
 
 TOLERANCE = "tolerance"
-GRID = (-4.0, -2.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 METRICS = ("average_precision", "roc_auc")
 SCORE_ELEMENTS = 1 << 24  # scores of judged images with judged captions held at a time
 

@@ -18,6 +18,7 @@ from probemb.errors import UserError, nearest
 from probemb.evaluation.embed_pairs import embed_pairs
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.scores import SCORES, Scores
+from probemb.evaluation.tolerance import CSD, GIVEN, Tolerance
 from probemb.gaussian import Gaussian
 from probemb.metrics import Positives, mean_metrics, query_metrics, rank_both, rsum
 from probemb.search import build_index, rerank, search
@@ -28,16 +29,20 @@ TITLES = {
     "mean": "mean only",
     "wasserstein2": "2-Wasserstein",
     "match-probability": "match probability",
+    "tolerance": "tolerance",
     "faiss-mean": "FAISS on the means",
     "faiss-rerank": "FAISS, re-ranked",
     "faiss-csd": "FAISS on CSD, D + 1",
+    "log-likelihood": "log-likelihood",
+    "inclusion": "inclusion",
 }
+BY_NAME_ALONE = ("log-likelihood", "inclusion")  # they do not separate: some hundred times the work of CSD
 
 
 def ranking_names(text: str | None) -> list[str]:
-    """Names separated by commas; all for None. Raises UserError."""
+    """Names separated by commas; for None all but BY_NAME_ALONE. Raises UserError."""
     if text is None:
-        return list(TITLES)
+        return [name for name in TITLES if name not in BY_NAME_ALONE]
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in TITLES:
@@ -56,6 +61,7 @@ class RankingOptions:
         scale, shift: a and b of the match probability, the model's own; samples: of each item.
         factory: FAISS' index; candidates: how many of the means' neighbours are re-ranked.
         device: where scores are computed; FAISS searches on the CPU.
+        tolerance: the weights of the ranking "tolerance".
     """
 
     scale: float = 1.0
@@ -64,6 +70,7 @@ class RankingOptions:
     factory: str = "Flat"
     candidates: int = 100
     device: str = "cpu"
+    tolerance: Tolerance = CSD
 
 
 class ScoreRanker:
@@ -114,16 +121,28 @@ def make_ranker(name: str, images: Gaussian, captions: Gaussian, options: Rankin
     extra = {}
     if name == "match-probability":
         extra = {"scale": options.scale, "shift": options.shift, "n_samples": options.samples}
+    elif name == "tolerance":
+        extra = {"i2t": options.tolerance.i2t, "t2i": options.tolerance.t2i}
     return ScoreRanker(SCORES[name](images.to(options.device), captions.to(options.device), **extra))
+
+
+def title_of(row: dict) -> str:
+    """The title of a row of `evaluate_rankings`, with the origin of what was chosen for it: "tolerance, oracle"."""
+    title, chosen = TITLES[row["ranking"]], row.get("chosen", GIVEN)
+    return title if chosen == GIVEN else f"{title}, {chosen}"
 
 
 def describe_ranking(name: str, options: RankingOptions) -> str:
     """Short description of a ranking's computation."""
+    weights = options.tolerance
     return {
         "csd": "closed form",
         "mean": "cosine of the means",
         "wasserstein2": "closed form",
         "match-probability": f"sampled, {options.samples} x {options.samples} samples a pair",
+        "tolerance": f"CSD with the captions' u times {weights.i2t:g} and the images' u times {weights.t2i:g}",
+        "log-likelihood": "log of the expected likelihood kernel, closed form",
+        "inclusion": "of the image in the caption, closed form",
         "faiss-mean": f"{options.factory}, no re-ranking",
         "faiss-rerank": f"{options.factory}, {options.candidates} candidates re-ranked by adding their uncertainty",
         "faiss-csd": f"{options.factory} in D + 1 dimensions, which is CSD itself",

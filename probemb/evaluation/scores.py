@@ -1,8 +1,8 @@
 """Scores of images with captions for rankings, a block of rows at a time, without gradients; larger is closer.
 
-Letters: N rows, M columns, D dimensions, E = D + 2. CSD, 2-Wasserstein and the cosine of the means separate into one
-dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y, 1, |y|^2 + c). Each side's vectors are computed once, and
-a block of scores is one matrix product.
+Letters: N rows, M columns, D dimensions, E = D + 2. CSD with any weights of the variances, 2-Wasserstein and the cosine
+of the means separate into one dot product: |x - y|^2 + r + c = -(2x, -(|x|^2 + r), -1) . (y, 1, |y|^2 + c). Each side's
+vectors are computed once, and a block of scores is one matrix product.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from probemb.distances import match_probability_of_samples
+from probemb.distances import elk, inclusion, match_probability_of_samples
 from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
+PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache
 WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
 
 
@@ -92,7 +93,38 @@ class SampledScores:
         return replace(self, left=self.right, right=self.left, seeds=self.seeds[::-1])
 
 
-Scores = DotScores | SampledScores
+@dataclass(frozen=True, eq=False)
+class PairScores:
+    """Scores that do not separate, (N, M): `score` of rows with columns, or of columns with rows if `flipped`."""
+
+    left: Gaussian
+    right: Gaussian
+    score: Callable[[Gaussian, Gaussian], Tensor]
+    flipped: bool = False
+
+    @torch.no_grad()
+    def __call__(self, rows: slice) -> Tensor:
+        left, step = self.left[rows], max(1, PAIR_ELEMENTS // max(1, len(self.right)))
+        parts = (left[start : start + step] for start in range(0, len(left), step))
+        if self.flipped:
+            return torch.cat([self.score(self.right, part).T for part in parts])
+        return torch.cat([self.score(part, self.right) for part in parts])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        return len(self.left), len(self.right)
+
+    def only(self, rows: Tensor, columns: Tensor) -> PairScores:
+        """The scores of these rows and columns alone."""
+        return replace(self, left=_take(self.left, rows), right=_take(self.right, columns))
+
+    def transposed(self) -> PairScores:
+        """(M, N)."""
+        return PairScores(self.right, self.left, self.score, not self.flipped)
+
+
+Scores = DotScores | SampledScores | PairScores
 
 
 def _take(x, index: Tensor):
@@ -120,10 +152,20 @@ def _squared_euclidean(x: Tensor, y: Tensor, row: Tensor | float = 0.0, column: 
 
 
 @torch.no_grad()
+def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.0) -> DotScores:
+    """-(|mu_a - mu_b|^2 + t2i u_a + i2t u_b) of images (N, D) and captions (M, D), u the sum of the variances.
+
+    A weight bears the name of the direction whose gallery it weighs: `i2t` the captions, `t2i` the images. A query's
+    own term is a constant of its ranking. 1 and 1 is -CSD, 0 and 0 the means; below 0, a large variance of an item is
+    a tolerance: it lies closer to everything.
+    """
+    u_a, u_b = t2i * a.uncertainty()[:, None], i2t * b.uncertainty()[:, None]
+    return _squared_euclidean(at_least_float32(a.mean), at_least_float32(b.mean), u_a, u_b)
+
+
 def csd_scores(a: Gaussian, b: Gaussian) -> DotScores:
     """-CSD, Gaussians (N, D) and (M, D)."""
-    u_a, u_b = a.uncertainty()[:, None], b.uncertainty()[:, None]
-    return _squared_euclidean(at_least_float32(a.mean), at_least_float32(b.mean), u_a, u_b)
+    return tolerance_scores(a, b)
 
 
 @torch.no_grad()
@@ -147,9 +189,22 @@ def match_probability_scores(
     return SampledScores(a.float(), b.float(), float(scale), float(shift), n_samples)
 
 
+def log_likelihood_scores(a: Gaussian, b: Gaussian) -> PairScores:
+    """Log of the expected likelihood kernel, the integral of p_a p_b; see `distances.elk`."""
+    return PairScores(a.float(), b.float(), lambda a, b: -elk(a, b))
+
+
+def inclusion_scores(a: Gaussian, b: Gaussian) -> PairScores:
+    """Inclusion of each image in each caption; see `distances.inclusion`."""
+    return PairScores(a.float(), b.float(), inclusion)
+
+
 SCORES: dict[str, Callable[..., Scores]] = {
     "csd": csd_scores,
     "mean": mean_scores,
     "wasserstein2": wasserstein2_scores,
     "match-probability": match_probability_scores,
+    "tolerance": tolerance_scores,
+    "log-likelihood": log_likelihood_scores,
+    "inclusion": inclusion_scores,
 }

@@ -164,6 +164,13 @@ class Positives:
         query, item = self.keys // self.n_gallery, self.keys % self.n_gallery
         return Positives.from_pairs(item, query, self.n_gallery, self.n_queries)
 
+    def of_queries(self, start: int, stop: int) -> Positives:
+        """The queries from `start` to `stop` alone."""
+        ends = torch.tensor([start, stop]) * self.n_gallery
+        first, last = torch.searchsorted(self.keys, ends).tolist()
+        keys = self.keys[first:last] - start * self.n_gallery
+        return Positives(stop - start, self.n_gallery, keys, self.counts[start:stop])
+
     def hits(self, top_QK: Tensor) -> Tensor:
         """Matches at each rank, (Q, K) bool; False for index -1 (nothing found)."""
         if not len(self.keys):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.distances import csd, match_probability, match_probability_of_samples, wasserstein2
-from probemb.evaluation.scores import SCORES, both_ways, match_probability_scores
+from probemb.distances import csd, elk, inclusion, match_probability, match_probability_of_samples, wasserstein2
+from probemb.evaluation.scores import SCORES, both_ways, match_probability_scores, tolerance_scores
 
 
 def pair(dtype=torch.float64):
@@ -20,9 +20,13 @@ def pair(dtype=torch.float64):
         ("csd", lambda a, b: -csd(a, b)),
         ("wasserstein2", lambda a, b: -wasserstein2(a, b)),
         ("mean", lambda a, b: a.mean @ b.mean.T),
+        ("tolerance", lambda a, b: -csd(a, b)),
+        ("log-likelihood", lambda a, b: -elk(a, b)),
+        ("inclusion", inclusion),
     ],
 )
-def test_equal_the_distances(name, truth):
+def test_equal_the_distances(name, truth, monkeypatch):
+    monkeypatch.setattr("probemb.evaluation.scores.PAIR_ELEMENTS", 22)  # two rows at a time
     a, b = pair()
     scores, want = SCORES[name](a, b), truth(a, b)
     assert scores.shape == (7, 11)
@@ -65,3 +69,18 @@ def test_match_probability_is_the_distances_one_up_to_sampling():
     many = match_probability_scores(a, b, 0.5, 1.0, 200)(slice(0, 7))
     truth = match_probability(a, b, 0.5, 1.0, 200, torch.Generator().manual_seed(3))
     torch.testing.assert_close(many, truth, rtol=0, atol=0.05)
+
+
+def test_tolerance_weighs_the_variances_of_each_side():
+    a, b = pair()
+    for i2t, t2i in ((-1.0, 0.5), (0.0, -2.0), (2.0, 1.0)):
+        want = torch.empty(7, 11, dtype=torch.float64)
+        for i in range(7):
+            for c in range(11):
+                distance = sum((x - y) ** 2 for x, y in zip(a.mean[i].tolist(), b.mean[c].tolist()))
+                own = sum(v.exp().item() for v in a.log_var[i]), sum(v.exp().item() for v in b.log_var[c])
+                want[i, c] = -(distance + t2i * own[0] + i2t * own[1])
+        torch.testing.assert_close(tolerance_scores(a, b, i2t, t2i)(slice(0, 7)), want, rtol=1e-12, atol=1e-12)
+    assert torch.equal(tolerance_scores(a, b)(slice(0, 7)), SCORES["csd"](a, b)(slice(0, 7)))
+    means = -torch.cdist(a.mean, b.mean).square()
+    torch.testing.assert_close(tolerance_scores(a, b, 0, 0)(slice(0, 7)), means, rtol=1e-9, atol=1e-9)

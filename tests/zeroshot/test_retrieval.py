@@ -49,7 +49,7 @@ def measured(run_folder, captioned, tmp_path_factory):
 def test_every_ranking_under_both_kinds_of_positives(measured):
     _, results = measured
     rows = {(row["positives"], row["ranking"]): row for row in results["rows"]}
-    assert len(rows) == 2 * 7
+    assert len(rows) == 2 * 8
     for positives in ("own captions", "all true captions"):
         exact, searched = rows[positives, "csd"], rows[positives, "faiss-csd"]
         for way in ("i2t", "t2i"):
@@ -135,16 +135,33 @@ def test_the_report_stands_alone(measured):
         "Most and least",
     ):
         assert heading in html
-    assert html.count("<svg") == 7
+    assert html.count("<svg") == 8
     links = re.findall(r"(?:src|href)=\"(?!data:|#)([^\"]*)", html)
     assert {str(file.relative_to(out)) for file in (out / "figures").iterdir()} == set(links)
-    assert len(links) == 2 * 7
+    assert len(links) == 2 * 8
     assert "<script" not in html
     found = results["uncertainty"]
     assert set(found["quality"]["images"]) == set(found["quality"]["captions"])
     assert "all true captions: mAP@R" in found["quality"]["images"]
     assert found["erased"]["words"]["items"] == 4
     assert -1 <= found["ambiguity_spearman"] <= 1
+
+
+def test_weights_chosen_on_the_evaluated_images_are_an_oracle(measured, capsys):
+    out, results = measured
+    (kind, found), *others = results["tolerance"].items()
+    assert (kind, others) == ("oracle", [])
+    assert (found["metric"], found["positives"]) == ("map_at_r", "all true captions")
+    row = next(r for r in results["rows"] if (r["ranking"], r["positives"]) == ("tolerance", "all true captions"))
+    assert row["chosen"] == "oracle"
+    for way in ("i2t", "t2i"):
+        at = dict(zip(found["curve"]["lambda"], found["curve"][way]))
+        assert len(at) == 11
+        assert at[found[way]] == max(at.values()) == pytest.approx(row[way]["map_at_r"], abs=0.02)
+    html = (out / "report.html").read_text()
+    assert "tolerance, oracle" in html
+    assert "an <b>oracle</b>" in html
+    assert (out / "figures" / "tolerance.pdf").exists()
 
 
 def test_a_point_model_has_no_uncertainty_to_tell_of(captioned, tmp_path, capsys):
@@ -301,6 +318,12 @@ def test_small_sets_have_projections_and_extremes():
         (("--rankings", "cds"), "no ranking 'cds'. Did you mean 'csd'"),
         (("--rankings", ","), "--rankings names none"),
         (("--candidates", "0"), "--candidates is 0"),
+        (("--tolerance.i2t", "-1"), "--tolerance.i2t is given without --tolerance.t2i"),
+        (("--tolerance.i2t", "-1", "--tolerance.t2i", "nan"), "tolerance.t2i is nan"),
+        (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--select-data", "x"), "the weights of tolerance are too"),
+        (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--rankings", "csd"), "not among --rankings"),
+        (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--select-metric", "recall"), "has no effect on weights"),
+        (("--select-split", "test"), "--select-split has no effect"),
         (("--erased", "-1"), "--erased is -1"),
         (("--images", "nowhere"), "image folder nowhere would not be used"),
         (("--second", "nowhere/at/all"), "There is no model at nowhere/at/all"),

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
-from probemb.evaluation.rankings import TITLES
+from probemb.evaluation.rankings import title_of
+from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import number, percent
@@ -34,7 +35,8 @@ def write_report(
     found, rows = results["uncertainty"], results["rows"]
     values = {
         "tables": {kind: [row for row in rows if row["positives"] == kind] for kind in _distinct(rows, "positives")},
-        "how": {TITLES[row["ranking"]]: row["how"] for row in rows},
+        "how": {title_of(row): row["how"] for row in rows},
+        "tolerance": [_tolerance(one) for one in results["tolerance"].values() if one["curve"]],
         "projection": _projection(results["projection"], captions, pairs, sized=bool(found)),
         "judged": section(results["judgements"]) if results["judgements"] else None,
     }
@@ -52,7 +54,7 @@ def write_report(
         }  # fmt: skip
     write_page(
         file, Path(__file__).with_name("retrieval.html"), RETRIEVAL_GENERATOR, results=results,
-        config=results["config"], found=found, metrics=METRICS, titles=TITLES, tiles=_tiles(rows), **values,
+        config=results["config"], found=found, metrics=METRICS, title_of=title_of, tiles=_tiles(rows), **values,
     )  # fmt: skip
 
 
@@ -62,18 +64,28 @@ def _distinct(rows: Sequence[dict], key: str) -> list:
 
 def _tiles(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
     first = rows[0]
+    mark = ", oracle" if first.get("chosen") == "oracle" else ""
     tiles = [
-        (percent(first["i2t"]["r@1"]), "image → text", "R@1, %"),
-        (percent(first["t2i"]["r@1"]), "text → image", "R@1, %"),
-        (f"{first['rsum']:.1f}", "both directions", "RSUM, of 600"),
+        (percent(first["i2t"]["r@1"]), f"image → text{mark}", "R@1, %"),
+        (percent(first["t2i"]["r@1"]), f"text → image{mark}", "R@1, %"),
+        (f"{first['rsum']:.1f}", f"both directions{mark}", "RSUM, of 600"),
     ]
     for row in (row for row in rows if row["ranking"] == first["ranking"]):
         if row["positives"] == "COCO 1K":
-            tiles.append((f"{row['rsum']:.1f}", "COCO 1K", "RSUM, of 600"))
+            tiles.append((f"{row['rsum']:.1f}", f"COCO 1K{mark}", "RSUM, of 600"))
         elif row["positives"] in ("ECCV Caption", "all true captions"):
             value = (row["i2t"]["map_at_r"] + row["t2i"]["map_at_r"]) / 2
-            tiles.append((percent(value), row["positives"], "mAP@R, mean of both, %"))
+            tiles.append((percent(value), f"{row['positives']}{mark}", "mAP@R, mean of both, %"))
     return tiles
+
+
+def _tolerance(found: dict) -> dict:
+    """The curve over the weight of the gallery's u, in both directions."""
+    curve, what = found["curve"], CHOSEN_BY[found["metric"]]
+    chart = Chart("tolerance", x_label="weight of the gallery's u", y_label=f"{what}, %")
+    for way, name, colour in (("i2t", "image → text", BLUE), ("t2i", "text → image", ORANGE)):
+        chart.line(curve["lambda"], [100 * y for y in curve[way]], name, colour, points=True)
+    return found | {"chart": chart, "what": f"{what} of {found['positives']}"}
 
 
 def _sides(shown: dict, key: str, draw: Callable[[str, dict], Chart]) -> list[tuple[str, Chart, dict]]:
