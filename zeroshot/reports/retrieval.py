@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
-from probemb.evaluation.rankings import title_of
+from probemb.evaluation.rankings import TITLES, title_of
 from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
@@ -54,7 +54,8 @@ def write_report(
         }  # fmt: skip
     write_page(
         file, Path(__file__).with_name("retrieval.html"), RETRIEVAL_GENERATOR, results=results,
-        config=results["config"], found=found, metrics=METRICS, title_of=title_of, tiles=_tiles(rows), **values,
+        config=results["config"], found=found, metrics=METRICS, titles=TITLES, title_of=title_of,
+        tiles=_tiles(rows), **values,
     )  # fmt: skip
 
 
