@@ -20,6 +20,7 @@ from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
+from probemb.runs.lock import RunLock
 from probemb.runs.log import step_of
 from probemb.runs.output import RunOutput
 
@@ -48,11 +49,12 @@ class RunFolder(RunOutput):
 
     Args:
         identity: of the training pairs, to compare when resuming.
+        lock: of the folder, on rank 0.
     """
 
-    def __init__(self, config: Config, identity: dict, step: int, steps: int):
+    def __init__(self, config: Config, identity: dict, step: int, steps: int, lock: RunLock | None = None):
         self.identity = identity
-        super().__init__(config, step, steps)
+        super().__init__(config, step, steps, lock)
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""

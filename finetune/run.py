@@ -26,6 +26,7 @@ from finetune.config import Config, check, with_method_file
 from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
+from probemb.cli.streams import make_output_unfailing
 from probemb.runs.preemption import REQUEUE, Preemption
 
 PROG = "finetune/run.py"
@@ -35,6 +36,7 @@ def main() -> int:
     """Read the configuration and train; returns the exit code."""
     argv = with_method_file(sys.argv[1:])
     config = parse_config(Config, PROG, "Finetune PCME++ or one of its rivals on images with captions.", argv)
+    make_output_unfailing()
     with Preemption() as preemption:
         return train(config, preemption)
 
@@ -54,6 +56,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from probemb.models import as_one, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
+    from probemb.runs.starts import refuse_endless_starts
 
     accelerator = start_accelerator(config)
 
@@ -91,7 +94,7 @@ def train(config: Config, preemption: Preemption) -> int:
     window = load_checkpoint(earlier, state) if earlier else None
 
     lock = take_lock(config.out)
-    folder = RunFolder(config, identity, step, steps)
+    folder = RunFolder(config, identity, step, steps, lock)
     on_main(
         lambda: noisy_captions(clean, config.noise_ratio, config.seed, folder.path),
         folder.path,
@@ -107,6 +110,8 @@ def train(config: Config, preemption: Preemption) -> int:
     try:
         stopped = trainer.fit()
         folder.finish()
+        if stopped:
+            refuse_endless_starts(folder.path, step, trainer.step)
     finally:
         loader.close()
         folder.close()
@@ -269,7 +274,7 @@ def measure_only(config: Config, model, validator, accelerator, say) -> int:
     model.to(accelerator.device)
     values = validator.measure(model) if validator and accelerator.is_main_process else None
     lock = take_lock(config.out)
-    folder = RunFolder(config, {}, 0, 0)
+    folder = RunFolder(config, {}, 0, 0, lock)
     if values:
         folder.report(0, values)
     on_main(lambda: folder.save_models([model]), folder.path, "Make room, or choose another --out.")

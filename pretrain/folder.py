@@ -12,7 +12,9 @@ from probemb import distributed
 from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import Snapshot
+from probemb.runs.lock import RunLock
 from probemb.runs.log import step_of, train_line
+from probemb.runs.log_file import LogFile
 from probemb.runs.output import RunOutput
 
 FREE_TO_CHANGE = (
@@ -43,14 +45,23 @@ class RunFolder(RunOutput):
     Args:
         data_identity: all that the order of the samples depends on, to compare when resuming.
         step: the step that the run resumes from, of `steps`.
+        lock: of the folder, on rank 0.
     """
 
-    def __init__(self, config: Config, model: DualEncoder, data_identity: dict, steps: int, step: int):
+    def __init__(
+        self,
+        config: Config,
+        model: DualEncoder,
+        data_identity: dict,
+        steps: int,
+        step: int,
+        lock: RunLock | None = None,
+    ):
         self.model_config, self.data_identity, self.samples = model.config, data_identity, None
         if distributed.is_main():
             # Not built in the writer's thread, as building draws random numbers.
             self.model = _empty_model(model.config)
-        super().__init__(config, step, steps)
+        super().__init__(config, step, steps, lock)
         if config.log_samples:
             self.samples = SampleLog(self.path, step, distributed.rank(), distributed.world_size())
 
@@ -72,8 +83,9 @@ class RunFolder(RunOutput):
         if self.is_main:
             # As text: JSON has no NaN.
             rows = [{**r, "terms": {name: str(value) for name, value in r["terms"].items()}} for r in reports]
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "ranks": rows}) + "\n")
+            file = LogFile(path, self.log.warnings)
+            file.write(f"{json.dumps({'step': step, 'ranks': rows})}\n".encode())
+            file.close()
             if self.config.on_nonfinite == "skip":
                 first = culprits(reports)[0]
                 keys = ", ".join(first["keys"][:3])

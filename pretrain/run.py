@@ -22,6 +22,7 @@ if __package__ in (None, ""):  # started as a script: make the project importabl
 from pretrain.config import Config, check
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
+from probemb.cli.streams import make_output_unfailing
 from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, Preemption
 
@@ -29,6 +30,7 @@ from probemb.runs.preemption import REQUEUE, Preemption
 def main() -> int:
     """Read the configuration and train; returns the exit code."""
     config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++ on webdataset shards with DeepSpeed.")
+    make_output_unfailing()
     with Preemption() as preemption:
         return train(config, preemption)
 
@@ -51,6 +53,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from probemb.runs.checkpoints import read_state
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
+    from probemb.runs.starts import refuse_endless_starts
 
     def say(line: str) -> None:
         if rank == 0:
@@ -86,7 +89,7 @@ def train(config: Config, preemption: Preemption) -> int:
     engine = make_engine(model.to(device), config, precision, device)
     if earlier:
         load_checkpoint(engine, earlier, verified=True)
-    folder = RunFolder(config, model, identity, steps, step)
+    folder = RunFolder(config, model, identity, steps, step, lock)
     say(describe(config, engine, stream, device, precision, steps, step, earlier))
     trainer = Trainer(
         engine, stream, config, device, steps, step, samples, skipped=state.get("skipped", 0), recorder=folder,
@@ -95,6 +98,8 @@ def train(config: Config, preemption: Preemption) -> int:
     try:
         stopped = trainer.fit((lambda: evaluator(engine)) if evaluator else None)
         folder.finish()
+        if stopped:
+            refuse_endless_starts(folder.path, step, trainer.step)
     finally:
         stream.close()
         folder.close()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from probemb.runs.log import drop_lines_after
+from probemb.runs.log_file import LogFile, Warnings
 
 
 class SampleLog:
@@ -25,13 +26,12 @@ class SampleLog:
             number = path.stem.removeprefix("rank-")
             if number.isdigit() and (int(number) == rank or (rank == 0 and int(number) >= world_size)):
                 drop_lines_after(path, step)
-        self.file = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
+        self.file = LogFile(folder / f"rank-{rank}.jsonl", Warnings())
 
     def write(self, step: int, keys: list[str]) -> None:
         """Log the samples of one step."""
-        self.file.write(json.dumps({"step": step, "keys": keys}) + "\n")
-        self.file.flush()
+        self.file.write(f"{json.dumps({'step': step, 'keys': keys})}\n".encode())
 
     def close(self) -> None:
-        """Flush everything."""
+        """Close the file."""
         self.file.close()

@@ -9,7 +9,7 @@ from pretrain.engine.engine import import_deepspeed
 
 import_deepspeed()
 torch.compile(len)
-from torch.utils.tensorboard import SummaryWriter  # noqa: E402, F401
+from tensorboard.compat.proto import event_pb2  # noqa: E402, F401
 
 import pretrain.folder  # noqa: E402, F401
 import tests.jobs  # noqa: E402

@@ -140,3 +140,13 @@ def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def refused(job: Job, *words: str) -> None:
+    """Exit code 2 on every rank, two lines without a traceback from rank 0, with these words in them."""
+    assert set(job.wait()) == {2}, job.text()
+    text = job.text()
+    assert "Traceback" not in text
+    assert "error: " in text
+    for word in words:
+        assert word in text, text

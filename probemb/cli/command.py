@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from probemb.cli.streams import make_output_unfailing
 from probemb.errors import UserError
 
 
@@ -43,6 +44,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             if (found := ended_worker(error)) is None:
                 raise
             error = found
+        make_output_unfailing()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch would report ended workers once more
         if os.environ.get("PROBEMB_TRACEBACK"):
             traceback.print_exc()

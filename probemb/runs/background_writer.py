@@ -31,6 +31,10 @@ class BackgroundWriter:
         except Exception as error:
             self._failure = error
 
+    def fail(self, error: Exception) -> None:
+        """Keep an error for `check`, as if a job had raised it."""
+        self._failure = self._failure or error
+
     @property
     def failed(self) -> bool:
         """Whether a job of this rank has failed; does not wait."""

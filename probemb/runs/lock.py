@@ -34,11 +34,13 @@ class RunLock:
         self._file.flush()
 
     def is_current(self) -> bool:
-        """Whether the lock is still the folder's; an earlier holder may have removed the folder."""
+        """Whether the lock is still the folder's; somebody may have removed or replaced the folder."""
         try:
             return os.path.samestat(os.stat(self._file.name), os.fstat(self._file.fileno()))
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:  # says nothing about the folder
+            return True
 
     def release(self) -> None:
         self._file.close()

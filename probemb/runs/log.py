@@ -1,8 +1,9 @@
 """The log of a run: metrics.jsonl, TensorBoard, and optionally Weights & Biases."""
 
 import json
-import logging
+import os
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,12 +11,11 @@ from pathlib import Path
 
 from probemb.errors import UserError
 from probemb.files import replace_text
-
-logger = logging.getLogger(__name__)
+from probemb.runs.log_file import LogFile, Warnings
 
 
 class RunLog:
-    """Writes to a run folder; only rank 0 has one.
+    """Writes to a run folder; only rank 0 has one. What cannot be written is told once, and the run continues.
 
     Args:
         run: the run folder.
@@ -25,34 +25,62 @@ class RunLog:
     """
 
     def __init__(self, run: Path, step: int, wandb_project: str | None, config: dict):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.path = run / "metrics.jsonl"
-        drop_lines_after(self.path, step)
-        self.file = self.path.open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        drop_lines_after(run / "metrics.jsonl", step)
+        self.warnings = Warnings()
+        self.file = LogFile(run / "metrics.jsonl", self.warnings)
+        self.board = Board(run / "tensorboard", step + 1, self.warnings)
         self.wandb = _start_wandb(wandb_project, run, config)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write a line of metrics.jsonl and a point of every curve."""
-        try:
-            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
-            self.file.flush()
-        except OSError as error:  # no reason to stop training
-            logger.warning("%s cannot be written (%s).", self.path, error.strerror)
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
+        self.file.write(f"{json.dumps({'step': step, 'time': round(time.time(), 3), **values})}\n".encode())
+        self.board.write(step, values)
         if self.wandb:
-            self.wandb.log(values, step=step)
+            try:
+                self.wandb.log(values, step=step)
+            except Exception as error:  # any: the run must not depend on it
+                self.warnings.tell(Path("wandb"), error)
 
     def close(self) -> None:
-        try:
-            self.file.close()
-            self.board.close()
-        except OSError as error:
-            logger.warning("%s cannot be written (%s).", self.path, error.strerror)
+        """Close the files; never raises."""
+        self.file.close()
+        self.board.close()
         if self.wandb:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:
+                self.warnings.tell(Path("wandb"), error)
+
+
+class Board:
+    """Curves for TensorBoard, written at once; SummaryWriter's thread would die of a full disk and block its callers.
+
+    Args:
+        folder: of the event files.
+        step: points of earlier files from here on are hidden.
+    """
+
+    def __init__(self, folder: Path, step: int, warnings: Warnings):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = LogFile(folder / name, warnings)
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+        self._add(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a point to every curve."""
+        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step=step, summary=self._summary(value=points))
+
+    def _add(self, **fields) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def drop_lines_after(path: Path, step: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from probemb import distributed
 from probemb.cli.configuration import to_dict, to_yaml
 from probemb.distributed import on_main
+from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.runs.background_writer import BackgroundWriter
 from probemb.runs.checkpoints import Snapshot, prune
@@ -33,12 +34,13 @@ class RunOutput:
         config: resolved; has out, wandb, keep_checkpoints and perhaps keep_every.
         step: the step that the run resumes from.
         steps: length of the whole run.
+        lock: of the folder, on rank 0; a folder that is deleted meanwhile ends the run.
 
     Raises UserError on all ranks: the folder cannot be written.
     """
 
-    def __init__(self, config, step: int, steps: int):
-        self.path, self.config, self.steps = Path(config.out), config, steps
+    def __init__(self, config, step: int, steps: int, lock: RunLock | None = None):
+        self.path, self.config, self.steps, self.lock = Path(config.out), config, steps, lock
         self.is_main, self.writer = distributed.is_main(), BackgroundWriter()
         self.log: RunLog | None = on_main(lambda: self._begin(step), self.path, "Choose another --out.")
 
@@ -57,10 +59,21 @@ class RunOutput:
         if self.log:
             self.log.write(step, values)
             print(self.line(step, values), flush=True)
+            if self._gone():
+                self.writer.fail(self._gone_error())
+
+    def _gone(self) -> bool:
+        return self.lock is not None and not self.lock.is_current()
+
+    def _gone_error(self) -> UserError:
+        return UserError(
+            f"The run folder is gone: {self.path} was deleted or replaced while the run was writing it.",
+            "Start the run again, or put the folder back and continue with --resume.",
+        )
 
     @property
     def failed(self) -> bool:
-        """Whether a checkpoint could not be written, on this rank."""
+        """Whether a checkpoint could not be written, or the folder is gone, on this rank."""
         return self.writer.failed
 
     def check(self) -> None:
@@ -76,7 +89,23 @@ class RunOutput:
         self.finish()
         if snapshot := take():
             stood = time.perf_counter() - began
-            self.writer.start(lambda: self._write(snapshot, stood))
+            self.writer.start(lambda: self._write_or_say_why(snapshot, stood))
+
+    def _write_or_say_why(self, snapshot: Snapshot, stood: float) -> None:
+        """Raises UserError: the folder is gone, or something in it could not be written."""
+        if self._gone():  # or it would be made anew, without what else a run folder holds
+            raise self._gone_error()
+        try:
+            self._write(snapshot, stood)
+        except (UserError, OSError) as error:
+            if self._gone():
+                raise self._gone_error() from error
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{error.filename or self.path} could not be written: {error.strerror or error}.",
+                "Make room, or make the folder writable, and continue with --resume; earlier checkpoints are complete.",
+            ) from error
 
     def _write(self, snapshot: Snapshot, stood: float) -> None:
         began = time.perf_counter()
@@ -99,7 +128,7 @@ class RunOutput:
         self.writer.check()
 
     def close(self) -> None:
-        """Finish writes and close the log; not collective."""
+        """Finish writes and close the log; not collective, never raises."""
         self.writer.wait()
         if self.log:
             self.log.close()

@@ -16,43 +16,11 @@ from pretrain.stream.order import Order
 from probemb.data.shards.index import read_index
 from probemb.runs.preemption import REQUEUE
 from tests.forked import Job
+from tests.jobs import refused
 from tests.webserver import serve
 from tools.make_scenes import Plan, make
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    out = tmp_path_factory.mktemp("scenes") / "world"
-    make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
-    return out
-
-
-@pytest.fixture
-def options(world, tmp_path):
-    return {
-        "data.train": world / "train",
-        "data.workers": 0,
-        "model.name": "ViT-Micro-32",
-        "batch-size": 16,
-        "samples": 16 * 10**4,
-        "optimizer.warmup_samples": 64,
-        "log-every": 1,
-        "save-every": 0,
-        "engine.threads": 1,
-        "out": tmp_path / "run",
-    }
-
-
-def refused(job: Job, *words: str) -> None:
-    """Exit code 2 on every rank, two lines without a traceback from rank 0, with these words in them."""
-    assert set(job.wait()) == {2}, job.text()
-    text = job.text()
-    assert "Traceback" not in text
-    assert "error: " in text
-    for word in words:
-        assert word in text, text
 
 
 def weights(run: Path, step: int) -> bytes:
@@ -84,6 +52,24 @@ def test_a_signal_while_starting_ends_the_run_before_its_first_step(options, tmp
     job = Job(options, ranks=1, output=tmp_path / "log", prepare=_signal_soon)
     assert job.wait() == [REQUEUE], job.text()
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_three_starts_in_a_row_without_a_step_are_the_last(options, tmp_path):
+    """A start with a step in between, and one after the run has ended so, count from one again."""
+
+    def start(*words, prepare=_signal_soon, **more):
+        return Job({**options, **more}, "--resume", *words, ranks=1, output=tmp_path / "log", prepare=prepare)
+
+    def one_step(rank):
+        pass
+
+    for _ in range(2):
+        assert start().wait() == [REQUEUE]
+    assert start(prepare=one_step, **{"stop-at-step": 1}).wait() == [0]
+    for _ in range(2):
+        for _ in range(2):
+            assert start().wait() == [REQUEUE]
+        refused(start(), "3 starts in a row were asked to stop before they had made a step", "step 1", "sbatch --time")
 
 
 def _signal_soon(rank):
@@ -267,45 +253,6 @@ def test_a_run_that_diverges_stops_and_names_it_or_skips_and_counts(options, tmp
         assert f"every step since the last line was skipped | {skipped} steps skipped" in on.text()
         assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["skipped"] == skipped
     assert weights(run, 1) == weights(run, 4) == weights(run, 6)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """small_disk(bytes) -> a folder on a file system of that size; only root may make one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = []
-
-    def make_disk(size: int) -> Path:
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
-        )
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        made.append(folder)
-        return folder
-
-    yield make_disk
-    for one in made:
-        subprocess.run(["umount", "-l", str(one)], check=True)
-
-
-def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(options, small_disk, tmp_path):
-    disk = small_disk(10 << 20)
-    refused(Job({**options, "out": disk / "run"}, ranks=1, output=tmp_path / "log"), "has 10.5 MB free", "Make room")
-    assert not (disk / "run").exists()
-
-
-def test_a_disk_that_fills_up_stops_all_ranks_and_the_checkpoint_before_is_whole(options, small_disk, tmp_path):
-    """1.7 M parameters: 21 MB a checkpoint, 7 MB the model; the second checkpoint does not fit any more."""
-    disk = small_disk(45 << 20)
-    options = {**options, "out": disk / "run", "save-every": 3}
-    refused(Job(options, ranks=2, output=tmp_path / "log"), "step-6 could not be written", "No space left", "Make room")
-    assert [p.name for p in (disk / "run" / "checkpoints").iterdir()] == ["step-3"]
-    subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
-    on = Job({**options, "stop-at-step": 9}, "--resume", ranks=2, output=tmp_path / "on")
-    assert on.wait() == [0, 0], on.text()
-    assert "resumed at step 3" in on.text()
 
 
 def test_resume_says_which_checkpoint_it_took_and_why_not_a_newer_one(options, tmp_path):

@@ -82,6 +82,25 @@ def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobod
     assert "asked to stop: back into the queue" in jobs.log(job)
 
 
+@pytest.mark.slow
+def test_a_job_that_never_gets_to_a_step_ends_after_three_starts(jobs):
+    """Staging before each start takes longer than the job's time: the signal comes first, three times."""
+    python = jobs.folder / "python"
+    python.write_text(f'#!/bin/sh\nsleep 5\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = jobs.submit(*jobs.arguments("run"), sbatch=("--nodes=1", *TWO_NODES[1:]), **CPU, PROBEMB_PYTHON=str(python))
+    for start in (1, 2, 3):
+        jobs.cluster.until(f"start {start}", lambda start=start: f"start {start}, on " in jobs.log(job), job)
+        time.sleep(3)  # the rank has begun, Python has not
+        jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+        if start < 3:
+            jobs.cluster.until("requeue", lambda start=start: jobs.cluster.job(job)["Restarts"] == str(start), job)
+    seen = jobs.ended(job, "FAILED")
+    assert (seen["Restarts"], seen["ExitCode"]) == ("2", "2:0")
+    assert "3 starts in a row were asked to stop before they had made a step" in jobs.log(job)
+    assert jobs.log(job).count("back into the queue") == 2
+
+
 def test_a_job_on_two_nodes_is_preempted_requeued_and_finished(jobs):
     """USR2 to the tasks is what Slurm sends before the time limit."""
     folder = jobs.folder / "submitit"
