@@ -15,23 +15,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from probemb.errors import UserError
+from tools.claims.study import Study, Tell
 
 TELL_EVERY = 15.0  # seconds
-STEP_COST = {"infonce": 1.0, "vse": 1.0, "pcme": 2.0, "pcmepp": 1.5}  # of a training step, in steps of InfoNCE
 
 
 class Kept:
-    """Finished trainings on disk: OUT/trainings/NAME.json, and OUT/pretraining/SEED.pt.
+    """Finished trainings on disk: OUT/trainings/NAME.json, OUT/embeddings/NAME.safetensors, OUT/pretraining/SEED.pt.
 
     Raises:
         UserError: the folder holds trainings with other settings, or cannot be written.
     """
 
-    def __init__(self, out: Path, settings):
+    def __init__(self, out: Path, study: Study):
         from probemb.files import replace_text
 
-        self.out = out
-        mark, told = out / "settings.json", json.dumps(asdict(settings), indent=1) + "\n"
+        self.out, self._identity_of = out, study.identity
+        mark, told = out / "settings.json", json.dumps(asdict(study.settings), indent=1) + "\n"
         try:
             if mark.exists() and mark.read_text(encoding="utf-8") != told:
                 raise UserError(f"{out} holds trainings with other settings.", "Name another --out, or remove it.")
@@ -46,6 +46,10 @@ class Kept:
     def start(self, seed: int) -> Path:
         """Weights of a pretraining."""
         return self.out / "pretraining" / f"{seed}.pt"
+
+    def embeddings(self, training) -> Path:
+        """Embeddings of a training's test sets."""
+        return self.out / "embeddings" / f"{self.name(training)}.safetensors"
 
     def read(self, training) -> dict | None:
         """What was measured, if the same training is finished."""
@@ -64,21 +68,14 @@ class Kept:
         replace_text(path, json.dumps({"training": self._identity(training), "found": found}) + "\n")
 
     def _identity(self, training) -> dict:
-        from tools.claims.training import CHOSEN
-
-        return json.loads(json.dumps({**asdict(training), "values": CHOSEN[training.method]}))
+        return json.loads(json.dumps({**asdict(training), **self._identity_of(training)}))
 
 
-_WORK: dict = {}  # what forked workers inherit: world, settings, keep, steps done
+_WORK: dict = {}  # what forked workers inherit: study, world, keep, steps done
 
 
 def train_all(
-    settings,
-    trainings: Sequence,
-    keep: Kept,
-    workers: int,
-    test: bool = True,
-    tell: Callable[[str], object] | None = None,
+    study: Study, trainings: Sequence, keep: Kept, workers: int, test: bool = True, tell: Tell | None = None
 ) -> dict:
     """Train what is not kept, `workers` at a time, after the pretraining they start from; returns found by name."""
     tell = tell or (lambda line: print(line, flush=True))
@@ -88,29 +85,13 @@ def train_all(
         tell(f"{len(trainings) - len(missing)} of {len(trainings)} trainings are kept from before")
     if not missing:
         return found
-    import torch
-
-    from tools.claims.world import draw_world
-
-    torch.set_num_threads(1)
     seeds = list(dict.fromkeys(one.seed for one in missing))
-    world = draw_world(settings.sizes, seeds, tell)
-    for part in (world.validation, world.test):
-        _ = part.positives
-    if test:
-        _ = world.test.ambiguity
-    context = multiprocessing.get_context("fork")
-    done = context.Value("d", 0.0)
-    _WORK.update(world=world, settings=settings, keep=keep, done=done, test=test)
-    for _module in ("accelerate", "timm.optim", "zeroshot.evaluation"):
-        __import__(_module)  # once, before the fork
-
-    steps = len(world.training[seeds[0]].tokens) // settings.batch_size * settings.epochs
-    first = len(world.pretraining[seeds[0]].tokens) // settings.batch_size * settings.pretraining_epochs
+    world, context = _prepare(study, seeds, keep, tell, test)
+    done, first = _WORK["done"], study.starting_steps(world)
     waiting = {seed: [one for one in missing if one.seed == seed] for seed in seeds}
-    unstarted = [seed for seed in seeds if not keep.start(seed).exists()]
-    total = first * len(unstarted) + sum(steps * STEP_COST[one.method] for one in missing)
-    progress = Progress(total, len(missing), lambda: done.value, tell)
+    unstarted = [seed for seed in seeds if first and not keep.start(seed).exists()]
+    total = first * len(unstarted) + sum(study.steps(world, one) for one in missing)
+    progress = Progress(total, len(missing), lambda: done.value, study, tell)
     queue = [one for seed in seeds if seed not in unstarted for one in waiting[seed]]
     pool = ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),))
     running = {}
@@ -144,11 +125,37 @@ def train_all(
     return found
 
 
+def measure_all(study: Study, trainings: Sequence, keep: Kept, workers: int, tell: Tell | None = None) -> dict:
+    """Measure finished trainings again, from what is kept of them; returns found by name."""
+    seeds = list(dict.fromkeys(one.seed for one in trainings))
+    if type(study).measure_again is Study.measure_again:
+        return {keep.name(one): keep.read(one) for one in trainings}
+    _, context = _prepare(study, seeds, keep, tell or (lambda line: print(line, flush=True)), True)
+    try:
+        with ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),)) as pool:
+            return dict(zip(map(keep.name, trainings), pool.map(_measure, trainings)))
+    finally:
+        _WORK.clear()
+
+
+def _prepare(study: Study, seeds: list[int], keep: Kept, tell: Tell, test: bool) -> tuple:
+    """World and context of workers that are about to be forked."""
+    import torch
+
+    torch.set_num_threads(1)
+    world = study.prepare(seeds, keep.out, tell)
+    context = multiprocessing.get_context("fork")
+    _WORK.update(study=study, world=world, keep=keep, done=context.Value("d", 0.0), test=test)
+    for module in study.modules:
+        __import__(module)  # once, before the fork
+    return world, context
+
+
 class Progress:
     """Lines with what is done and how long the rest will take."""
 
-    def __init__(self, total: float, count: int, done: Callable[[], float], tell: Callable[[str], object]):
-        self.total, self.count, self.done, self.tell = total, count, done, tell
+    def __init__(self, total: float, count: int, done: Callable[[], float], study: Study, tell: Tell):
+        self.total, self.count, self.done, self.study, self.tell = total, count, done, study, tell
         self.began, self.n = time.perf_counter(), 0
 
     def line(self, what: str = "training") -> None:
@@ -160,8 +167,9 @@ class Progress:
     def finished(self, training, found: dict, seconds: float) -> None:
         """A training has ended."""
         self.n += 1
-        value = 100 * max(found["validation"])
-        self.line(f"{training.name}, seed {training.seed}: validation mAP@R {value:.1f}, {seconds:.0f} s")
+        value = self.study.percent * max(found["validation"])
+        what = f"validation {self.study.metric} {value:.1f}"
+        self.line(f"{training.name}, seed {training.seed}: {what}, {seconds:.0f} s")
 
 
 def _minutes(seconds: float) -> str:
@@ -194,23 +202,31 @@ def _pretrain(seed: int) -> None:
     import torch
 
     from probemb.files import replace_file
-    from tools.claims.training import pretrain
 
     torch.set_num_threads(1)
-    state = pretrain(_WORK["world"], _WORK["settings"], seed, _step_done(1.0))
+    state = _WORK["study"].pretrain(_WORK["world"], seed, _step_done(1.0))
     replace_file(_WORK["keep"].start(seed), lambda aside: torch.save(state, aside))
 
 
 def _train(training) -> tuple[dict, float]:
     import torch
 
-    from tools.claims.training import train
+    torch.set_num_threads(1)
+    study, world, keep = (_WORK[name] for name in ("study", "world", "keep"))
+    began, cpu = time.perf_counter(), time.process_time()
+    start = torch.load(keep.start(training.seed), weights_only=True) if study.starting_steps(world) else None
+    step_done = _step_done(study.step_cost(training))
+    found = study.train(world, training, start, step_done, keep, _WORK["test"])
+    found |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+    keep.write(training, found)
+    return found, found["seconds"]
+
+
+def _measure(training) -> dict:
+    import torch
 
     torch.set_num_threads(1)
-    began = time.perf_counter()
-    start = torch.load(_WORK["keep"].start(training.seed), weights_only=True)
-    step_done = _step_done(STEP_COST[training.method])
-    found = train(_WORK["world"], _WORK["settings"], training, start, step_done, _WORK["test"])
-    found["seconds"] = time.perf_counter() - began
-    _WORK["keep"].write(training, found)
-    return found, found["seconds"]
+    keep = _WORK["keep"]
+    found = _WORK["study"].measure_again(_WORK["world"], training, keep.read(training), keep)
+    keep.write(training, found)
+    return found

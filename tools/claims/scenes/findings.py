@@ -1,86 +1,14 @@
-"""From the trainings of `tools.claims` to tables and verdicts: plain numbers, nothing is trained or drawn here."""
+"""From the trainings on scenes to tables and verdicts: plain numbers, nothing is trained or drawn here."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from tools.claims.verdicts import Found, Get, cell, compare, sign_of, table, value
 
 NAMES = {"infonce": "InfoNCE", "vse": "VSE∞", "pcme": "PCME", "pcmepp": "PCME++"}
 PAPERS_START = "pcmepp a=5"  # PCME++ with the paper's a = b = 5 at first, instead of what validation chose
 WITH_CLIP = "pcmepp with CLIP"  # PCME++ with the CLIP loss beside it
 PRETRAINING = "csd with CLIP"  # the same without PP and MSDA: the loss of the paper's pretraining
 CLIP_BESIDE = {WITH_CLIP: "PCME++ with the CLIP loss", PRETRAINING: "as in pretraining"}
-HOLDS, FAILS, WITHIN, ONE_SEED = "holds", "does not hold", "within the spread", "one seed, no spread"
-Get = Callable[[dict], float | None]
-
-
-@dataclass(frozen=True)
-class Value:
-    """Mean and standard deviation (of a sample) over the seeds' numbers; the latter None for one seed."""
-
-    mean: float
-    spread: float | None
-    numbers: tuple[float, ...]
-
-    def text(self, factor: float = 100.0, digits: int = 1, sign: str = "") -> str:
-        """ "12.3 ± 0.4", in percent unless `factor` says otherwise."""
-        mean = f"{factor * self.mean:{sign}.{digits}f}"
-        text = mean if self.spread is None else f"{mean} ± {factor * self.spread:.{digits}f}"
-        return text.replace("-", "\N{MINUS SIGN}")
-
-
-def value(numbers: Sequence[float | None]) -> Value | None:
-    """None if any seed has no number (a correlation with a constant)."""
-    if any(number is None for number in numbers):
-        return None
-    n, mean = len(numbers), sum(numbers) / len(numbers)
-    spread = math.sqrt(sum((x - mean) ** 2 for x in numbers) / (n - 1)) if n > 1 else None
-    return Value(mean, spread, tuple(numbers))
-
-
-def verdict(difference: float, spread: float | None) -> str:
-    """Whether a difference that should be positive is larger than the spread, smaller than minus it, or neither.
-
-    The spread is the standard deviation over the seeds of the difference within a seed, because what is compared has
-    its scenes, their order and its start in common: seeds differ far more from each other than methods do.
-    """
-    if spread is None:
-        return ONE_SEED
-    return HOLDS if difference > spread else FAILS if difference < -spread else WITHIN
-
-
-def compare(what: str, better: Value | None, worse: Value | None, unit: str = "points", factor: float = 100.0) -> dict:
-    """One comparison that the claim decides in favour of `better`."""
-    if better is None or worse is None:
-        return {"what": what, "verdict": "undefined", "difference": None, "spread": None, "text": "undefined"}
-    within = value([a - b for a, b in zip(better.numbers, worse.numbers, strict=True)])
-    difference, spread = within.mean, within.spread
-    text = f"{factor * difference:+.2f}" + ("" if spread is None else f", spread {factor * spread:.2f}") + f" {unit}"
-    return {
-        "what": what,
-        "verdict": verdict(difference, spread),
-        "difference": difference,
-        "spread": spread,
-        "text": text.replace("-", "\N{MINUS SIGN}").rstrip(),
-    }
-
-
-class Found:
-    """What was measured, by variant, one after the other of its seeds."""
-
-    def __init__(self, trainings: Sequence, found: dict[str, dict], name: Callable):
-        self._by: dict[str, list[dict]] = {}
-        for training in trainings:
-            self._by.setdefault(training.name, []).append(found[name(training)])
-
-    def of(self, variant: str, get: Get) -> Value | None:
-        """Mean and spread of a number."""
-        return value([get(one) for one in self._by[variant]])
-
-    def all(self, variant: str) -> list[dict]:
-        """Every seed's."""
-        return self._by[variant]
 
 
 def retrieval(direction: str, metric: str, ranking: str = "own") -> Get:
@@ -120,14 +48,6 @@ def judge(found: Found) -> list[dict]:
     ]
 
 
-def _cell(one: Value | None, factor: float = 100.0, digits: int = 1, sign: str = "") -> str:
-    return "undefined" if one is None else one.text(factor, digits, sign)
-
-
-def _table(found: Found, variants: dict[str, str], columns: Sequence[tuple[str, Get]]) -> list[list[str]]:
-    return [[title, *(_cell(found.of(name, get)) for _, get in columns)] for name, title in variants.items()]
-
-
 def _spearman(found: dict) -> float | None:
     return found["uncertainty"]["spearman"]
 
@@ -139,7 +59,7 @@ def _methods(found: Found) -> dict:
         "title": "1. Methods, with exact positives",
         "claim": "PCME++ retrieves better than InfoNCE, VSE∞ and PCME when all true matches count (mAP@R).",
         "head": ["method", *(title for title, _ in _RETRIEVAL)],
-        "rows": _table(found, {**NAMES, PAPERS_START: "PCME++, a = b = 5", **CLIP_BESIDE}, _RETRIEVAL),
+        "rows": table(found, {**NAMES, PAPERS_START: "PCME++, a = b = 5", **CLIP_BESIDE}, _RETRIEVAL),
         "comparisons": [
             compare(f"{title}: PCME++ over {NAMES[name]}", found.of("pcmepp", get), found.of(name, get))
             for title, get in (("mAP@R", MAP), ("R@1", r1))
@@ -178,9 +98,9 @@ def _noise(found: Found) -> dict:
 
 def _distance(found: Found) -> dict:
     variants = {"csd": "CSD", "wasserstein2": "2-Wasserstein"}
-    rows = _table(found, variants, _RETRIEVAL)
+    rows = table(found, variants, _RETRIEVAL)
     for row, name in zip(rows, variants):
-        row.append(_cell(found.of(name, _spearman), 1.0, 2, "+"))
+        row.append(cell(found.of(name, _spearman), 1.0, 2, "+"))
     return {
         "title": "3. The distance that is trained",
         "claim": "CSD is a better training distance than 2-Wasserstein, and only CSD makes variances follow ambiguity.",
@@ -188,7 +108,7 @@ def _distance(found: Found) -> dict:
         "rows": rows,
         "comparisons": [
             compare("mAP@R: CSD over 2-Wasserstein", *(found.of(name, MAP) for name in variants)),
-            *(_sign(f"u rises with the true ambiguity under {title}", found.of(name, _spearman), 1) for name, title in
+            *(sign_of(f"u rises with the true ambiguity under {title}", found.of(name, _spearman), 1) for name, title in
               variants.items()),
         ],
         "notes": ["Both without pseudo-positives and mixed images, each ranked by its own distance."],
@@ -205,33 +125,26 @@ _AGAINST_RECALL = (
 )
 
 
-def _sign(what: str, found: Value | None, sign: int) -> dict:
-    """Whether a correlation has the sign that the claim says, 1 or -1."""
-    signed = None if found is None else value([sign * number for number in found.numbers])
-    zero = None if found is None else value([0.0] * len(found.numbers))
-    return {**compare(what, signed, zero), "text": f"correlation {_cell(found, 1.0, 2, '+')}"}
-
-
 def _uncertainty(found: Found) -> dict:
     rows, comparisons = [], []
     ambiguity = found.of("pcmepp", _spearman)
     bins = found.of("pcmepp", correlation("ambiguity"))
-    rows.append(["captions, true ambiguity", _cell(bins, 1, 2, "+"), _cell(ambiguity, 1, 2, "+")])
-    comparisons.append(_sign("u rises with the true ambiguity (Spearman)", ambiguity, 1))
+    rows.append(["captions, true ambiguity", cell(bins, 1, 2, "+"), cell(ambiguity, 1, 2, "+")])
+    comparisons.append(sign_of("u rises with the true ambiguity (Spearman)", ambiguity, 1))
     for title, key in _AGAINST_RECALL:
         over_bins, single = (found.of("pcmepp", correlation(key, kind)) for kind in ("pearson", "spearman"))
-        rows.append([title, _cell(over_bins, 1, 2, "+"), _cell(single, 1, 2, "+")])
-        comparisons.append(_sign(f"recall falls with u: {title} (ten bins)", over_bins, -1))
+        rows.append([title, cell(over_bins, 1, 2, "+"), cell(single, 1, 2, "+")])
+        comparisons.append(sign_of(f"recall falls with u: {title} (ten bins)", over_bins, -1))
     paper = found.of(PAPERS_START, _spearman)
     bins = found.of(PAPERS_START, correlation("ambiguity"))
-    rows.append(["a = b = 5: captions, true ambiguity", _cell(bins, 1, 2, "+"), _cell(paper, 1, 2, "+")])
-    comparisons.append(_sign("u rises with the true ambiguity, a = b = 5 (Spearman)", paper, 1))
+    rows.append(["a = b = 5: captions, true ambiguity", cell(bins, 1, 2, "+"), cell(paper, 1, 2, "+")])
+    comparisons.append(sign_of("u rises with the true ambiguity, a = b = 5 (Spearman)", paper, 1))
     for name, title in CLIP_BESIDE.items():
         single, bins = found.of(name, _spearman), found.of(name, correlation("ambiguity"))
-        rows.append([f"{title}: captions, true ambiguity", _cell(bins, 1, 2, "+"), _cell(single, 1, 2, "+")])
-        comparisons.append(_sign(f"u rises with the true ambiguity: {title} (Spearman)", single, 1))
+        rows.append([f"{title}: captions, true ambiguity", cell(bins, 1, 2, "+"), cell(single, 1, 2, "+")])
+        comparisons.append(sign_of(f"u rises with the true ambiguity: {title} (Spearman)", single, 1))
     others = {"pcme": "PCME", "csd": "CSD without PP and MSDA", "wasserstein2": "2-Wasserstein"}
-    told = ", ".join(f"{title} {_cell(found.of(name, _spearman), 1, 2, '+')}" for name, title in others.items())
+    told = ", ".join(f"{title} {cell(found.of(name, _spearman), 1, 2, '+')}" for name, title in others.items())
     return {
         "title": "4. What the uncertainty of PCME++ means",
         "claim": "Captions that fit many images are given a large variance, and uncertain queries are retrieved worse.",
@@ -259,9 +172,9 @@ PARTS = {
 
 
 def _parts(found: Found) -> dict:
-    rows = _table(found, PARTS, _RETRIEVAL)
+    rows = table(found, PARTS, _RETRIEVAL)
     for row, name in zip(rows, PARTS):
-        row.append(_cell(found.of(name, _spearman), 1.0, 2, "+"))
+        row.append(cell(found.of(name, _spearman), 1.0, 2, "+"))
     full = found.of("pcmepp", MAP)
     return {
         "title": "5. Pseudo-positives, mixed images, bottleneck",
@@ -303,31 +216,3 @@ def _prompts(found: Found) -> dict:
             "As in pretraining: with VIB and the CLIP loss, without PP and MSDA."
         ],
     }
-
-
-def text_tables(claims: Sequence[dict]) -> list[str]:
-    """Lines for a terminal."""
-    lines = []
-    for claim in claims:
-        lines += ["", claim["title"], f"  {claim['claim']}"]
-        table = [claim["head"], *claim["rows"]]
-        widths = [max(len(row[i]) for row in table) for i in range(len(claim["head"]))]
-        for row in table:
-            cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in
-                     enumerate(zip(row, widths))]  # fmt: skip
-            lines.append("    " + "  ".join(cells).rstrip())
-        lines += [f"  {one['verdict']:<17}  {one['what']}: {one['text']}" for one in claim["comparisons"]]
-        lines += [f"  {note}" for note in claim["notes"]]
-    return lines
-
-
-def markdown_tables(claims: Sequence[dict]) -> list[str]:
-    """Lines of Markdown."""
-    lines = []
-    for claim in claims:
-        lines += [f"### {claim['title']}", f"Claim: {claim['claim']}", ""]
-        lines += ["| " + " | ".join(claim["head"]) + " |", "|---" + "|---:" * (len(claim["head"]) - 1) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in claim["rows"]]
-        lines += ["", *(f"- {one['verdict']}: {one['what']}, {one['text']}" for one in claim["comparisons"])]
-        lines += ["", *(f"{note}" for note in claim["notes"]), ""]
-    return lines[:-1]

@@ -25,7 +25,7 @@ from probemb.metrics import (
     uncertainty_bins,
 )
 from probemb.models import DualEncoder
-from tools.claims.world import Part, World
+from tools.claims.scenes.world import Part, World
 
 BINS = 10
 

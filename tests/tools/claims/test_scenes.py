@@ -12,15 +12,18 @@ from finetune.loading.pair_loader import PairLoader
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
 from tools.claims import command as claims
-from tools.claims.findings import FAILS, HOLDS, ONE_SEED, PRETRAINING, WITHIN, Value, compare, value, verdict
 from tools.claims.queue import Kept
-from tools.claims.training import CHOSEN, GRID, Settings, Training
-from tools.claims.world import MemoryLoader, Sizes, draw_world
+from tools.claims.scenes.findings import PRETRAINING
+from tools.claims.scenes.study import METHODS, Scenes
+from tools.claims.scenes.training import CHOSEN, GRID, Settings, Training
+from tools.claims.scenes.world import MemoryLoader, Sizes, draw_world
+from tools.claims.verdicts import FAILS, HOLDS, ONE_SEED, WITHIN, Value, compare, value, verdict
 
 SIZES = Sizes(pixels=16, pretraining=16, training=12, validation=8, test=12, class_images=128)
 SETTINGS = Settings(
     SIZES, width=16, image_blocks=1, text_blocks=1, embed_dim=8, batch_size=30, pretraining_epochs=1, epochs=2
 )
+STUDY = Scenes(SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def world():
 
 
 def test_the_plan_has_every_variant_for_every_seed():
-    plan = claims.plan(range(3))
+    plan = STUDY.plan(range(3))
     assert len(plan) == 63
     assert len({(one.name, one.seed) for one in plan}) == 63
     for one in plan:
@@ -39,7 +42,7 @@ def test_the_plan_has_every_variant_for_every_seed():
     assert noisy["pcmepp noise 50%"].pseudo_positive == 0.0
     assert {one.distance for one in plan if one.name == "wasserstein2"} == {"wasserstein2"}
     assert [(one.clip, one.pseudo_positive, one.mix) for one in plan if one.name == PRETRAINING] == [(1, 0, 0)] * 3
-    assert set(GRID) == set(CHOSEN) == set(claims.METHODS)
+    assert set(GRID) == set(CHOSEN) == set(METHODS)
 
 
 def test_verdicts():
@@ -93,7 +96,7 @@ def test_batches_come_in_finetunes_order(world):
 
 def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     torch.set_num_threads(1)
-    content = claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
+    content = claims.run(STUDY, tmp_path / "claims", n_seeds=1)
     assert len(content["trainings"]) == 21
     assert [len(claim["comparisons"]) for claim in content["claims"]] == [6, 6, 3, 10, 6, 4]
     written = json.loads((tmp_path / "claims" / "claims.json").read_text())
@@ -109,7 +112,7 @@ def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     before = json.loads(lost.read_text())["found"]
     os.remove(lost)
     time.sleep(0.01)
-    claims.run(SETTINGS, tmp_path / "claims", n_seeds=1)
+    claims.run(STUDY, tmp_path / "claims", n_seeds=1)
     assert {path: path.stat().st_mtime_ns for path in lost.parent.iterdir() if path != lost} == stamps
     kept = lost.read_text()
     after = json.loads(kept)["found"]
@@ -118,19 +121,19 @@ def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
 
     os.remove(lost)
     with pytest.raises(UserError, match="No seed is finished"):
-        claims.run(SETTINGS, tmp_path / "claims", n_seeds=1, report_only=True)
+        claims.run(STUDY, tmp_path / "claims", n_seeds=1, report_only=True)
     lost.write_text(kept)
-    assert claims.run(SETTINGS, tmp_path / "claims", report_only=True)["seeds"] == [0]
+    assert claims.run(STUDY, tmp_path / "claims", report_only=True)["seeds"] == [0]
     told = (tmp_path / "claims" / "claims.md").read_text()
     assert "\n| PCME++ | " in told
     assert told.count("###") == 6
 
     with pytest.raises(UserError, match="other settings"):
-        Kept(tmp_path / "claims", Settings())
+        Kept(tmp_path / "claims", Scenes())
 
 
 def test_a_kept_training_with_other_values_is_not_used(tmp_path):
-    keep = Kept(tmp_path, SETTINGS)
+    keep = Kept(tmp_path, STUDY)
     keep.write(Training("vse", 0, "vse"), {"x": 1})
     assert keep.read(Training("vse", 0, "vse")) == {"x": 1}
     assert keep.read(Training("vse", 0, "vse", chosen=(("lr", 0.1),))) is None

@@ -19,8 +19,8 @@ from finetune.recipe import make_optimizer, make_schedule
 from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import fill_from_model
-from tools.claims.measuring import both_ways, measure
-from tools.claims.world import MemoryLoader, Part, Sizes, World
+from tools.claims.scenes.measuring import both_ways, measure
+from tools.claims.scenes.world import MemoryLoader, Part, Sizes, World
 
 
 @dataclass(frozen=True)
