@@ -97,7 +97,7 @@ def run(study: Study, out: Path, n_seeds: int = 3, workers: int = 2, report_only
     found = (measure_all if report_only else train_all)(study, trainings, keep, workers)
     seconds = time.perf_counter() - began
     by_variant = Found(trainings, found, keep.name)
-    claims = study.judge(by_variant)
+    claims = study.judge(by_variant, keep)
     print("\n".join(text_tables(claims)), flush=True)
     content = {
         "settings": asdict(study.settings),

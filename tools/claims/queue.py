@@ -47,9 +47,9 @@ class Kept:
         """Weights of a pretraining."""
         return self.out / "pretraining" / f"{seed}.pt"
 
-    def embeddings(self, training) -> Path:
-        """Embeddings of a training's test sets."""
-        return self.out / "embeddings" / f"{self.name(training)}.safetensors"
+    def embeddings(self, name: str) -> Path:
+        """Embeddings of the test sets, by the training of that `name`."""
+        return self.out / "embeddings" / f"{name}.safetensors"
 
     def read(self, training) -> dict | None:
         """What was measured, if the same training is finished."""

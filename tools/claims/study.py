@@ -74,11 +74,11 @@ class Study(ABC):
         return found
 
     @abstractmethod
-    def judge(self, found: Found) -> list[dict]:
+    def judge(self, found: Found, keep: Kept) -> list[dict]:
         """The claims, each with "title", "claim", "head", "rows", "comparisons" and "notes"."""
 
     @abstractmethod
-    def charts(self, found: Found) -> list[list]:
+    def charts(self, found: Found, claims: list[dict]) -> list[list]:
         """The charts of every claim."""
 
     @abstractmethod

@@ -66,12 +66,22 @@ class Found:
 
     def __init__(self, trainings: Sequence, found: dict[str, dict], name: Callable):
         self._by: dict[str, list[dict]] = {}
+        self._names: dict[str, list[str]] = {}
         for training in trainings:
             self._by.setdefault(training.name, []).append(found[name(training)])
+            self._names.setdefault(training.name, []).append(name(training))
 
     def of(self, variant: str, get: Get) -> Value | None:
         """Mean and spread of a number."""
         return value([get(one) for one in self._by[variant]])
+
+    def has(self, variant: str) -> bool:
+        """Whether there is such a variant."""
+        return variant in self._by
+
+    def names(self, variant: str) -> list[str]:
+        """The names of its trainings' files."""
+        return self._names[variant]
 
     def all(self, variant: str) -> list[dict]:
         """Every seed's."""

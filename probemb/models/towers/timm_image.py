@@ -121,7 +121,7 @@ class TimmTower(Encoder):
         names = [(key, None) for key, _ in self.trunk.named_parameters()]
         in_no_block = ("", None)
         groups = group_with_matcher([*names, in_no_block], self.trunk.group_matcher(), reverse=True)
-        return Place("trunk", groups[""] - groups[rest])
+        return Place("trunk", groups[""] - groups[rest] if rest in groups else 0)  # buffers are in no group
 
     def _tokens(self, x: Tensor) -> Tensor:
         """A feature map in the trunk's layout -> (B, T, W)."""

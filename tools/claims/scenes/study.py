@@ -96,10 +96,10 @@ class Scenes(Study):
     def train(self, world, training, start, step_done, keep: Kept, test: bool) -> dict:
         return train(world, self.settings, training, start, step_done, test)
 
-    def judge(self, found: Found) -> list[dict]:
+    def judge(self, found: Found, keep: Kept) -> list[dict]:
         return findings.judge(found)
 
-    def charts(self, found: Found) -> list[list]:
+    def charts(self, found: Found, claims: list[dict]) -> list[list]:
         return charts.charts(found)
 
     def describe(self, trainings: int, seeds: Sequence[int]) -> str:

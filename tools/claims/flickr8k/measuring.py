@@ -1,0 +1,203 @@
+"""What `tools.claims` measures of a training on photographs, from its kept embeddings.
+
+N images, M captions, D dimensions, P judged pairs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from probemb.data.captions.find import CaptionDataset
+from probemb.evaluation.rankings import (
+    RankingOptions,
+    both_directions,
+    depth_for,
+    make_ranker,
+    own_captions,
+    rank_all,
+)
+from probemb.files import replace_file
+from probemb.gaussian import Gaussian
+from probemb.metrics import Positives, mean_metrics, query_metrics, ranking, rsum
+from probemb.metrics.coco import package_metrics
+from probemb.models.encoder import POINT_LOG_VAR
+
+Pair = tuple[Gaussian, Gaussian]  # images (N, D), captions (M, D)
+LAMBDAS = (-4.0, -2.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+KS = (1, 5, 10)
+
+
+def rsum_of(images: Gaussian, texts: Gaussian, dataset: CaptionDataset, name: str) -> float:
+    """RSUM of the own captions under a ranking, in percent."""
+    return retrieval(images, texts, own_positives(dataset), name)["rsum"]
+
+
+def own_positives(dataset: CaptionDataset) -> Positives:
+    """Every image with its own captions."""
+    return own_captions(torch.tensor(dataset.owner()), len(dataset))
+
+
+def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, name: str, **options) -> dict:
+    """{"i2t": metrics, "t2i": metrics, "rsum": in percent}."""
+    ranker = make_ranker(name, images, texts, RankingOptions(**options))
+    ranked = rank_all(ranker, len(images), len(texts), depth_for([positives]))
+    return both_directions(ranked, positives)
+
+
+# ------------------------------------------------------------------------------------------- kept embeddings
+
+
+def keep_embeddings(path: Path, parts: dict[str, Pair]) -> None:
+    """Write embeddings in float16; log-variances of point models are left out, as they are all the same."""
+    held = {}
+    for part, both in parts.items():
+        for side, gaussian in zip(("image", "text"), both):
+            held[f"{part}.{side}.mean"] = gaussian.mean.half().contiguous()
+            if not (gaussian.log_var == gaussian.log_var.flatten()[0]).all():
+                held[f"{part}.{side}.log_var"] = gaussian.log_var.half().contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda aside: save_file(held, aside))
+
+
+def read_embeddings(path: Path) -> dict[str, Pair]:
+    """The inverse of `keep_embeddings`, in float32; means at unit length."""
+    held = load_file(path)
+
+    def gaussian(name: str) -> Gaussian:
+        mean = torch.nn.functional.normalize(held[f"{name}.mean"].float(), dim=-1)
+        log_var = held.get(f"{name}.log_var")
+        return Gaussian(mean, torch.full_like(mean, POINT_LOG_VAR) if log_var is None else log_var.float())
+
+    names = dict.fromkeys(name.partition(".")[0] for name in held)
+    return {part: (gaussian(f"{part}.image"), gaussian(f"{part}.text")) for part in names}
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+def measure(parts: dict[str, Pair], datasets: dict[str, CaptionDataset], about: dict) -> dict:
+    """Everything but the judgements, as plain numbers.
+
+    Args:
+        parts: "validation", "test" and maybe "coco".
+        about: "probabilistic", "sampled" (PCME: rank by the match probability too), "scale", "shift".
+
+    Returns:
+        "retrieval": ranking -> {"i2t", "t2i", "rsum"} on the test split; "own": the ranking with the best RSUM on the
+        validation split; "tolerance": its weights and how they were chosen; "refusal", "coco".
+    """
+    (images, texts), positives = parts["test"], own_positives(datasets["test"])
+    rankings = {"mean": partial(retrieval, name="mean")}
+    found: dict = {}
+    if about["probabilistic"]:
+        rankings["csd"] = partial(retrieval, name="csd")
+        if about["sampled"]:
+            scalars = {"scale": about["scale"], "shift": about["shift"]}
+            rankings["match-probability"] = partial(retrieval, name="match-probability", **scalars)
+        found["tolerance"] = choose_tolerance(parts["validation"], own_positives(datasets["validation"]))
+        rankings["tolerance"] = partial(by_tolerance, weights=found["tolerance"]["weights"])
+        found["refusal"] = {
+            name: refusal(images, texts, positives, weights)
+            for name, weights in (("csd", {"i2t": 1.0, "t2i": 1.0}), ("mean", {"i2t": 0.0, "t2i": 0.0}))
+        }
+        found["mean_u"] = {"images": _spread(images.uncertainty()), "captions": _spread(texts.uncertainty())}
+    found["retrieval"] = {name: rank(images, texts, positives) for name, rank in rankings.items()}
+    if "coco" in parts:
+        found["coco"] = coco(parts["coco"], datasets["coco"], rankings)
+    return found
+
+
+def _spread(u: Tensor) -> dict[str, float]:
+    return {"mean": float(u.double().mean()), "std": float(u.double().std())}
+
+
+def lists_by_tolerance(images: Gaussian, texts: Gaussian, weights: dict[str, float], depth: tuple[int, int]):
+    """Ranked lists of both directions by 2 mu . mu' - lambda u of the gallery's item."""
+    twice = 2 * images.mean @ texts.mean.T
+    return (
+        ranking(twice - weights["i2t"] * texts.uncertainty(), depth[0]),
+        ranking((twice - weights["t2i"] * images.uncertainty()[:, None]).T, depth[1]),
+    )
+
+
+def by_tolerance(images: Gaussian, texts: Gaussian, positives: Positives, weights: dict[str, float]) -> dict:
+    """`retrieval` under given weights of the gallery's uncertainty."""
+    depth = depth_for([positives])
+    tops = lists_by_tolerance(images, texts, weights, depth)
+    i2t, t2i = (
+        mean_metrics(query_metrics(top, match, KS)) for top, match in zip(tops, (positives, positives.transposed()))
+    )
+    return {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)}
+
+
+def choose_tolerance(pair: Pair, positives: Positives) -> dict:
+    """Weights of both directions by the sum of their recalls: {"weights": {"i2t", "t2i"}, "curve"}."""
+    curve = {
+        str(weight): {way: sum(found[way][f"r@{k}"] for k in KS) for way in ("i2t", "t2i")}
+        for weight in LAMBDAS
+        for found in [by_tolerance(*pair, positives, {"i2t": weight, "t2i": weight})]
+    }
+    best = {
+        way: float(max(curve, key=lambda weight: (curve[weight][way], -abs(float(weight))))) for way in ("i2t", "t2i")
+    }
+    return {"weights": best, "curve": curve}
+
+
+def refusal(images: Gaussian, texts: Gaussian, positives: Positives, weights: dict[str, float]) -> dict:
+    """R@1 of all queries, of the certain half by u, and of the other half; {"captions", "images"}."""
+    tops = lists_by_tolerance(images, texts, weights, (1, 1))
+    sides = (("images", images, tops[0], positives), ("captions", texts, tops[1], positives.transposed()))
+    found = {}
+    for side, gaussian, top, match in sides:
+        hit, order = match.hits(top)[:, 0].double(), gaussian.uncertainty().argsort(stable=True)
+        certain, uncertain = order[: len(order) // 2], order[len(order) // 2 :]
+        found[side] = {"all": float(hit.mean()), "certain": float(hit[certain].mean()),
+                       "uncertain": float(hit[uncertain].mean())}  # fmt: skip
+    return found
+
+
+def coco(pair: Pair, dataset: CaptionDataset, rankings: dict) -> dict:
+    """Own captions, CxC and ECCV Caption on the images that there are: ranking -> truth -> metrics."""
+    own = own_positives(dataset)
+    truths = {"own": (own, own), **published_positives(dataset)}
+    found: dict = {}
+    for name, rank in rankings.items():
+        ways = {truth: (rank(*pair, i2t)["i2t"], rank(*pair, t2i)["t2i"]) for truth, (i2t, t2i) in truths.items()}
+        found[name] = {truth: {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)} for truth, (i2t, t2i) in ways.items()}
+    return found
+
+
+def published_positives(dataset: CaptionDataset) -> dict[str, tuple[Positives, Positives]]:
+    """CxC's and ECCV Caption's matches that fall inside the data; none for data without COCO's ids.
+
+    Both are of images as queries, (N, M): the first has the matches of the benchmark's images, the second those of its
+    captions. Queries that a benchmark does not have are left without a match, and so out of its means.
+    """
+    if dataset.caption_ids is None:
+        return {}
+    package = package_metrics()
+    rows = {
+        "i2t": {int(name): row for row, name in enumerate(dataset.image_ids)},
+        "t2i": {name: row for row, name in enumerate(one for ids in dataset.caption_ids for one in ids)},
+    }
+    found = {}
+    for name, truth in (("cxc", package.cxc_gts), ("eccv", package.eccv_gts)):
+        both = []
+        for way, other in (("i2t", "t2i"), ("t2i", "i2t")):
+            pairs = [
+                (rows[way][int(query)], rows[other][int(item)])
+                for query, items in truth[way].items()
+                if int(query) in rows[way]
+                for item in items
+                if int(item) in rows[other]
+            ]
+            query, item = torch.tensor(pairs).view(-1, 2).T
+            both.append(Positives.from_pairs(query, item, len(rows[way]), len(rows[other])))
+        if all(len(positives.keys) for positives in both):
+            found[name] = both[0], both[1].transposed()
+    return found
