@@ -227,22 +227,19 @@ def make_model(config: Config):
     """The towers, on the CPU; the same on every rank."""
     from probemb.models import create_model, vocabulary_for
 
-    probabilistic, model = METHODS[config.method].probabilistic, config.model
-    unc = {"n_unc_layers": model.n_unc_layers}
-    if model.n_unc_layers is None:  # create_model's own default, or no branch
-        unc = {} if probabilistic else {"n_unc_layers": 0}
+    model = config.model
     return create_model(
         model.name,
         embed_dim=model.embed_dim,
+        n_unc_layers=model.n_unc_layers,
         head=model.head,
         pretrained=model.pretrained,
         image_weights=model.image_weights,
         grad_checkpointing=config.engine.grad_checkpointing,
         init_scale=getattr(config.loss, "scale", 1.0),
         init_shift=getattr(config.loss, "shift", 1.0),
-        probabilistic=probabilistic,
+        probabilistic=METHODS[config.method].probabilistic,
         vocabulary=vocabulary_for(model.name, model.vocabulary, model.pretrained, [config.data.path]),
-        **unc,
     )
 
 

@@ -24,6 +24,7 @@ from finetune.config import Config
 from finetune.loading.augment import Mix, TextIds, draw_mix, mix_images, size_augment_text
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import Batch, Method
+from finetune.network import Network, embed, of_all_ranks
 from finetune.recipe import Schedule, WeightAverage, set_learning_rates
 from probemb import distributed, labels
 from probemb.errors import UserError
@@ -50,18 +51,6 @@ class Joint(nn.Module):
     def networks(self) -> list[DualEncoder]:
         """The models, one or two."""
         return [self.model] if self.second is None else [self.model, self.second]
-
-
-class Network(nn.Module):
-    """The module that DDP wraps, one model and the method's own: their gradients belong to one backward pass."""
-
-    def __init__(self, model: DualEncoder, method: Method):
-        super().__init__()
-        self.model, self.method, self.wants_tokens = model, method.module, method.wants_tokens
-
-    def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
-        """The tensors of both `Encoded`, see `_embed`."""
-        return _embed(self.model, images, tokens, image_mask, self.wants_tokens)
 
 
 @dataclass
@@ -260,7 +249,7 @@ class Trainer:
     def _gather(self, embedded: tuple[Tensor, ...], pairs, mix: Mix | None) -> Batch:
         """The pairs of all ranks, with gradient; labels from image numbers and mixing partners."""
         n = len(pairs.image_index)
-        images, texts = _of_all_ranks(embedded)
+        images, texts = of_all_ranks(embedded)
         numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
         numbers = distributed.gather(numbers)
         match = labels.same_image(numbers[:, 0], numbers[:, 0])
@@ -279,8 +268,8 @@ class Trainer:
     def _embed_by_other(self, images: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Encoded, Encoded]:
         """The pairs of all ranks, embedded by the network that is not being trained."""
         with self.accelerator.autocast():
-            return _of_all_ranks(
-                _embed(self.networks[1 - self.network], images, tokens, mask, self.joint.objective.wants_tokens)
+            return of_all_ranks(
+                embed(self.networks[1 - self.network], images, tokens, mask, self.joint.objective.wants_tokens)
             )
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
@@ -301,16 +290,3 @@ class Trainer:
 
     def _head_lr(self) -> float:
         return max(group["lr"] for group in self.optimizer.param_groups)
-
-
-def _embed(
-    model: DualEncoder, images: Tensor, tokens: Tensor, image_mask: Tensor | None, want_tokens: bool
-) -> tuple[Tensor, ...]:
-    """The tensors of both towers' `Encoded`, as many of the image as of the text."""
-    return *model.image_tower(images, image_mask, want_tokens), *model.text_tower(tokens, want_tokens=want_tokens)
-
-
-def _of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
-    """Every rank's `_embed` -> images and texts of all ranks, in at least float32."""
-    half = len(embedded) // 2
-    return distributed.gather_encoded(Encoded.of(embedded[:half]).float(), Encoded.of(embedded[half:]).float())

@@ -181,7 +181,8 @@ def words_identity(model) -> dict[str, str]:
 
 def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):
     """This rank's batches from position `samples` on."""
-    from pretrain.stream.stream import Corpus, Settings, Stream
+    from pretrain.stream.settings import Settings
+    from pretrain.stream.stream import Corpus, Stream
     from probemb.data.shards.index import read_index
 
     data = config.data

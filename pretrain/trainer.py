@@ -22,7 +22,8 @@ from torch import Tensor
 from pretrain.config import Config
 from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine.nonfinite import Evidence, as_error
-from pretrain.engine.state import discard_step, gradient_norm, random_state, set_random_state
+from pretrain.engine.randomness import random_state, set_random_state
+from pretrain.engine.state import discard_step, gradient_norm
 from pretrain.objectives import OBJECTIVES, Pairs
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed

@@ -24,15 +24,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from pretrain.engine.state import (
-    MOMENTS,
-    EngineState,
-    choose_random_state,
-    full_state_dict,
-    random_state,
-    set_random_state,
-    shapes,
-)
+from pretrain.engine.randomness import choose_random_state, random_state, set_random_state
+from pretrain.engine.state import MOMENTS, EngineState, full_state_dict, shapes
 from probemb import distributed
 from probemb.distributed import agree, all_of
 from probemb.errors import UserError

@@ -9,6 +9,7 @@ image = model.encode_image(pixels)                      # Gaussian, (B, D)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,32 +34,17 @@ from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrain
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
 
 
-def create_model(
-    name: str,
-    embed_dim: int | None = None,
-    n_unc_layers: int | tuple[int, int] | None = None,
-    head: str = "clip",
-    pretrained: str | None = None,
-    image_size: int | None = None,
-    grad_checkpointing: bool = False,
-    uncertainty_bias: bool = True,
-    init_scale: float = 1.0,
-    init_shift: float = 1.0,
-    probabilistic: bool = True,
-    n_embeddings: int = 1,
-    vocabulary: str | Path | Sequence[str] | None = None,
-    image_weights: str | None = None,
-) -> DualEncoder:
-    """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of `create_model`.
 
     Args:
-        name: one of open_clip's models, or one of the project's own (`probemb/models/configs`).
         embed_dim: D; None for the configuration's own (head "clip") or 1024 (heads "gpo" and "pie").
         n_unc_layers: blocks (of a transformer) or stages (of a CNN) of the uncertainty branch, 0 to the tower's number;
             two numbers for image and text. With 0 only the head is its own. None for 1, or for 0 in a point model,
             which has no such branch.
         head: a kind of `probemb.models.heads`: "clip" (the tower's own pooling), "gpo" (all tokens), "pie" (pooling
-            and attention; several embeddings)
+            and attention; several embeddings).
         pretrained: a weight tag of open_clip, or a file with open_clip weights (.safetensors, .pt). They fill the trunk
             and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
             `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
@@ -74,68 +60,95 @@ def create_model(
             run in `pretrained`.
         image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
             file (.safetensors, .pth) with a state dict of timm's; the preprocessing is then the weights' own.
+    """
+
+    embed_dim: int | None = None
+    n_unc_layers: int | tuple[int, int] | None = None
+    head: str = "clip"
+    pretrained: str | None = None
+    image_size: int | None = None
+    grad_checkpointing: bool = False
+    uncertainty_bias: bool = True
+    init_scale: float = 1.0
+    init_shift: float = 1.0
+    probabilistic: bool = True
+    n_embeddings: int = 1
+    vocabulary: str | Path | Sequence[str] | None = None
+    image_weights: str | None = None
+
+    @property
+    def branch_layers(self) -> int | tuple[int, int]:
+        """n_unc_layers, or its default. Raises UserError: a point model with a branch."""
+        if self.n_unc_layers is None:
+            return 1 if self.probabilistic else 0
+        if not self.probabilistic and any(per_tower(self.n_unc_layers)):
+            raise UserError(
+                f"A point model has no uncertainty branch, but n_unc_layers is {self.n_unc_layers}.",
+                "Leave n_unc_layers out, or set it to 0.",
+            )
+        return self.n_unc_layers
+
+
+def create_model(name: str, **options) -> DualEncoder:
+    """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
+
+    Args:
+        name: one of open_clip's models, or one of the project's own (`probemb/models/configs`).
+        options: those of `ModelOptions`.
 
     Raises:
         UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
     """
-    check_head(head, n_embeddings)
-    if n_unc_layers is None:
-        n_unc_layers = 1 if probabilistic else 0
-    if not probabilistic and any(per_tower(n_unc_layers)):
-        raise UserError(
-            f"A point model has no uncertainty branch, but n_unc_layers is {n_unc_layers}.",
-            "Leave n_unc_layers out, or set it to 0.",
-        )
-    config, source = architecture(name, image_size), None
-    if pretrained and is_saved_model(pretrained):
+    o = ModelOptions(**options)
+    check_head(o.head, o.n_embeddings)
+    n_unc_layers = plain(o.branch_layers)
+    config, source = architecture(name, o.image_size), None
+    if o.pretrained and is_saved_model(o.pretrained):
         with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
-            source = load_model(pretrained).model
-    own_projection = head == "clip"
-    _set_embed_dim(config, name, embed_dim, own_projection, pretrained if source is None else None)
-    _set_vocabulary(config, name, vocabulary, source)
-    stock, preprocess = _starting_point(config, name, source, pretrained, image_weights)
+            source = load_model(o.pretrained).model
+    _set_embed_dim(config, name, o, source)
+    _set_vocabulary(config, name, o.vocabulary, source)
+    stock, preprocess = _starting_point(config, name, o, source)
     model = DualEncoder(
         {
             "name": name,
-            "head": head,
-            "embed_dim": embed_dim or (config["embed_dim"] if own_projection else GPO_EMBED_DIM),
-            "n_unc_layers": plain(n_unc_layers),
-            "probabilistic": probabilistic,
-            "n_embeddings": n_embeddings,
-            "uncertainty_bias": uncertainty_bias,
-            "pooling": {} if head == "pie" else dict(POOLING),
+            "head": o.head,
+            "embed_dim": o.embed_dim or (config["embed_dim"] if o.head == "clip" else GPO_EMBED_DIM),
+            "n_unc_layers": n_unc_layers,
+            "probabilistic": o.probabilistic,
+            "n_embeddings": o.n_embeddings,
+            "uncertainty_bias": o.uncertainty_bias,
+            "pooling": {} if o.head == "pie" else dict(POOLING),
             "architecture": plain(config),
             "preprocess": preprocess,
         },
         stock,
     )
     if source is not None:
-        fill_from_model(model, source, pretrained)
+        fill_from_model(model, source, o.pretrained)
     with torch.no_grad():
-        model.scale.fill_(init_scale)
-        model.shift.fill_(init_shift)
-    model.set_grad_checkpointing(grad_checkpointing)
+        model.scale.fill_(o.init_scale)
+        model.shift.fill_(o.init_shift)
+    model.set_grad_checkpointing(o.grad_checkpointing)
     return model
 
 
-def _set_embed_dim(config: dict, name: str, embed_dim: int | None, own_projection: bool, weights: str | None) -> None:
+def _set_embed_dim(config: dict, name: str, o: ModelOptions, source: DualEncoder | None) -> None:
     """Put D into the architecture where its own projection makes it. Raises UserError: weights of another D."""
-    if embed_dim is not None and embed_dim < 1:
-        raise UserError(f"embed_dim is {embed_dim}.", "Set it to 1 or more.")
-    if own_projection and embed_dim not in (None, config["embed_dim"]):
-        if weights:
+    if o.embed_dim is not None and o.embed_dim < 1:
+        raise UserError(f"embed_dim is {o.embed_dim}.", "Set it to 1 or more.")
+    if o.head == "clip" and o.embed_dim not in (None, config["embed_dim"]):
+        if o.pretrained and source is None:
             raise UserError(
-                f"Pretrained weights of '{name}' embed into {config['embed_dim']} dimensions, not {embed_dim}.",
+                f"Pretrained weights of '{name}' embed into {config['embed_dim']} dimensions, not {o.embed_dim}.",
                 "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
             )
-        config["embed_dim"] = embed_dim
+        config["embed_dim"] = o.embed_dim
 
 
-def _starting_point(
-    config: dict, name: str, source: DualEncoder | None, pretrained: str | None, image_weights: str | None
-) -> tuple[nn.Module, dict]:
+def _starting_point(config: dict, name: str, o: ModelOptions, source: DualEncoder | None) -> tuple[nn.Module, dict]:
     """The deterministic model that the new one takes over, and the preprocessing that belongs to its weights."""
-    if image_weights and (tower_kind(config, "vision_cfg") != "timm" or source is not None):
+    if o.image_weights and (tower_kind(config, "vision_cfg") != "timm" or source is not None):
         raise UserError(
             "image_weights are for a new model with an image tower from timm.",
             "Leave image_weights out, or name an architecture such as resnet-gru without pretrained.",
@@ -143,21 +156,21 @@ def _starting_point(
     if source is not None:
         return build_stock(config), source.config["preprocess"]
     preprocess = plain(vars(PreprocessCfg(size=config["vision_cfg"].get("image_size", 224))))
-    if pretrained and not is_open_clip(config):
+    if o.pretrained and not is_open_clip(config):
         raise UserError(
-            f"'{name}' is an architecture of this project, and '{pretrained}' is no model of this project.",
+            f"'{name}' is an architecture of this project, and '{o.pretrained}' is no model of this project.",
             "Give a run or a folder that save_model wrote, or leave pretrained out.",
         )
     weights, wanted = None, {}
-    if pretrained:
-        weights, wanted = find_pretrained(name, pretrained, config.get("quick_gelu", False))
+    if o.pretrained:
+        weights, wanted = find_pretrained(name, o.pretrained, config.get("quick_gelu", False))
     stock = build_stock(config)
     if weights:
         fill_stock(stock, weights)
-    if image_weights:
+    if o.image_weights:
         from probemb.models.towers.timm_image import pretrained_trunk
 
-        stock.visual, wanted = pretrained_trunk(config["vision_cfg"], image_weights)
+        stock.visual, wanted = pretrained_trunk(config["vision_cfg"], o.image_weights)
     return stock, {**preprocess, **plain(wanted)}
 
 

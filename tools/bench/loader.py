@@ -100,7 +100,8 @@ def parts():
 
 def stream_batches(folder: str, batch: int, workers: int, draft: bool) -> Iterator:
     """Infinite batches of the stream."""
-    from pretrain.stream.stream import Settings, Stream
+    from pretrain.stream.settings import Settings
+    from pretrain.stream.stream import Stream
     from probemb.data.shards.index import read_index
 
     transform, tokenizer = parts()

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from pretrain.stream.jpeg_draft import CropDraft
-from pretrain.stream.stream import Settings, Stream
+from pretrain.stream.settings import Settings
+from pretrain.stream.stream import Stream
 from probemb.data.images import decode_image
 from probemb.data.shards.index import Shard
 from probemb.models.inputs import Augmentation, create_transforms

@@ -13,8 +13,8 @@ from probemb.data.images import decode_image
 from probemb.data.weblists.corpora import Row
 from tests.imagesite import picture, serve_images
 from tests.shards import iterate_samples
-from tools.download.command import Download
 from tools.download.fetch import Fetcher
+from tools.download.options import Download
 from tools.download.plan import write_plan
 from tools.download.shard import STATE, ShardPaths, read_marker, read_records
 from tools.verify_shards import verify_shard

@@ -1,0 +1,34 @@
+"""Embed a batch on every rank, and gather it over all ranks with gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from finetune.methods import Method
+from probemb import distributed
+from probemb.models import DualEncoder, Encoded
+
+
+class Network(nn.Module):
+    """The module that DDP wraps, one model and the method's own: their gradients belong to one backward pass."""
+
+    def __init__(self, model: DualEncoder, method: Method):
+        super().__init__()
+        self.model, self.method, self.wants_tokens = model, method.module, method.wants_tokens
+
+    def forward(self, images: Tensor, tokens: Tensor, image_mask: Tensor | None) -> tuple[Tensor, ...]:
+        """The tensors of both `Encoded`, see `embed`."""
+        return embed(self.model, images, tokens, image_mask, self.wants_tokens)
+
+
+def embed(
+    model: DualEncoder, images: Tensor, tokens: Tensor, image_mask: Tensor | None, want_tokens: bool
+) -> tuple[Tensor, ...]:
+    """The tensors of both towers' `Encoded`, as many of the image as of the text."""
+    return *model.image_tower(images, image_mask, want_tokens), *model.text_tower(tokens, want_tokens=want_tokens)
+
+
+def of_all_ranks(embedded: tuple[Tensor, ...]) -> tuple[Encoded, Encoded]:
+    """Every rank's `embed` -> images and texts of all ranks, in at least float32."""
+    half = len(embedded) // 2
+    return distributed.gather_encoded(Encoded.of(embedded[:half]).float(), Encoded.of(embedded[half:]).float())
