@@ -17,7 +17,7 @@ from timm.optim import AdamP
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from finetune.config import Config
+from finetune.config import Config, Optimizer
 from probemb.errors import UserError
 from probemb.models import DualEncoder
 
@@ -29,18 +29,7 @@ if TYPE_CHECKING:
 SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
 
-def parameter_groups(
-    model: DualEncoder,
-    loss_module: nn.Module | None = None,
-    *,
-    lr: float = 5e-4,
-    scalars: float = 1.0,
-    weight_decay: float = 1e-4,
-    image_backbone: float = 0.01,
-    text_backbone: float = 0.1,
-    layer_decay: float = 0.7,
-    decay_uncertainty: bool = True,
-) -> list[dict]:
+def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optimizer) -> list[dict]:
     """Parameters with their learning rates, for an optimizer. Source: PCME++ §B.2.
 
     With L blocks in a tower, u blocks in its uncertainty branch and f the tower's multiplier:
@@ -60,8 +49,8 @@ def parameter_groups(
     Args:
         model: without DDP's wrapper.
         loss_module: the method's own parameters; None for none.
-        image_backbone, text_backbone: f of the two towers.
-        decay_uncertainty: False trains the uncertainty branches' blocks at lr, as the heads.
+        o: has the rates; f is its `image_backbone` or `text_backbone`. Without `decay_uncertainty` the uncertainty
+            branches' blocks are trained at lr, as the heads.
 
     Returns:
         groups with "params", "lr", "initial_lr" (for `set_learning_rates`), "weight_decay", "name", and
@@ -70,7 +59,7 @@ def parameter_groups(
     groups: dict[str, dict] = {}
 
     def add(name: str, parameter: nn.Parameter, multiplier: float, decay: float, frozen_first: bool = False) -> None:
-        rate = lr * multiplier
+        rate = o.lr * multiplier
         group = {"name": name, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
         groups.setdefault(name, {**group, "image_backbone": frozen_first})["params"].append(parameter)
 
@@ -80,14 +69,14 @@ def parameter_groups(
             if parameter.requires_grad and name == "logit_scale":
                 add("logit_scale", parameter, 1.0, 0.0)
             elif parameter.requires_grad:
-                add("scalars", parameter, scalars, 0.0)
+                add("scalars", parameter, o.scalars, 0.0)
             continue
-        factor = image_backbone if tower == "image" else text_backbone
-        full_rate = part == "head" or (part == "branch" and not decay_uncertainty)
-        multiplier = 1.0 if full_rate else factor * layer_decay**depth
-        add(f"{tower}.{part}.{depth}", parameter, multiplier, weight_decay, (tower, part) == ("image", "trunk"))
+        factor = o.image_backbone if tower == "image" else o.text_backbone
+        full_rate = part == "head" or (part == "branch" and not o.decay_uncertainty)
+        multiplier = 1.0 if full_rate else factor * o.layer_decay**depth
+        add(f"{tower}.{part}.{depth}", parameter, multiplier, o.weight_decay, (tower, part) == ("image", "trunk"))
     for parameter in loss_module.parameters() if loss_module is not None else ():
-        add("scalars", parameter, scalars, 0.0)
+        add("scalars", parameter, o.scalars, 0.0)
     return list(groups.values())
 
 
@@ -104,21 +93,11 @@ def create_optimizer(groups: list[dict]) -> AdamP:
 
 def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Method) -> torch.optim.Optimizer:
     """The method's optimizer over all networks; also sets which of the models' scalars are trained."""
-    o, groups = config.optimizer, []
+    groups = []
     for i, network in enumerate(networks):
         for name in ("scale", "shift", "logit_scale"):
             getattr(network, name).requires_grad_(name in method.trains)
-        groups += parameter_groups(
-            network,
-            None if i else method.module,
-            lr=o.lr,
-            scalars=o.scalars,
-            weight_decay=o.weight_decay,
-            image_backbone=o.image_backbone,
-            text_backbone=o.text_backbone,
-            layer_decay=o.layer_decay,
-            decay_uncertainty=o.decay_uncertainty,
-        )
+        groups += parameter_groups(network, None if i else method.module, config.optimizer)
     return method.optimizer(groups)
 
 
@@ -249,20 +228,10 @@ class WeightAverage:
     A copy in evaluation mode; the towers have no batch statistics to recompute.
     """
 
-    def __init__(
-        self,
-        model: DualEncoder,
-        loss_module: nn.Module | None = None,
-        second: DualEncoder | None = None,
-    ):
+    def __init__(self, model: DualEncoder, loss_module: nn.Module | None = None, second: DualEncoder | None = None):
         self._average = AveragedModel(_together(model, loss_module, second)).requires_grad_(False).eval()
 
-    def update(
-        self,
-        model: DualEncoder,
-        loss_module: nn.Module | None = None,
-        second: DualEncoder | None = None,
-    ) -> None:
+    def update(self, model: DualEncoder, loss_module: nn.Module | None, second: DualEncoder | None = None) -> None:
         """Add the present weights."""
         self._average.update_parameters(_together(model, loss_module, second))
 

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
+from finetune.config import Optimizer
 from finetune.recipe import (
     Schedule,
     WeightAverage,
@@ -68,9 +69,7 @@ def test_authors_parameter_groups(parity, case):
         model, loss = create_model("ViT-B-32", head="gpo", n_unc_layers=1), PairwiseMatchLoss()
     for scalar in (model.logit_scale, model.scale, model.shift):
         scalar.requires_grad_(False)
-    groups = parameter_groups(
-        model,
-        loss,
+    optimizer = Optimizer(
         lr=options["lr"],
         weight_decay=options["wd"],
         image_backbone=options["img_backbone_lr_decay"],
@@ -78,6 +77,7 @@ def test_authors_parameter_groups(parity, case):
         layer_decay=options["layerwise_lr_decay"],
         decay_uncertainty=not options.get("no_img_unc_decay", False),
     )
+    groups = parameter_groups(model, loss, optimizer)
     ours = rates(groups, model, loss)
     names = [our_name(str(name)) for name in v[f"{case}__names"]]
     assert set(names) == set(ours)
@@ -100,7 +100,7 @@ def test_authors_learning_rate_by_epoch(parity):
 @pytest.mark.parametrize(("n_unc_layers", "head"), [(1, "gpo"), (2, "gpo"), (0, "gpo"), (2, "clip")])
 def test_every_parameter_is_in_one_group_at_its_rate(n_unc_layers, head):
     model, loss = micro(n_unc_layers=n_unc_layers, head=head, embed_dim=None if head == "clip" else 24), nn.Linear(2, 3)
-    groups = parameter_groups(model, loss, lr=1.0, weight_decay=0.3, image_backbone=0.01, text_backbone=0.1)
+    groups = parameter_groups(model, loss, Optimizer(lr=1.0, weight_decay=0.3))
     ours = rates(groups, model, loss)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(ours) == trained | {"loss.weight", "loss.bias"}
@@ -121,7 +121,7 @@ def test_every_parameter_is_in_one_group_at_its_rate(n_unc_layers, head):
 def test_the_models_own_scalars_are_trained_where_they_want_a_gradient():
     model = micro(probabilistic=False)
     model.scale.requires_grad_(True)
-    scalars = next(group for group in parameter_groups(model) if group["name"] == "scalars")
+    scalars = next(group for group in parameter_groups(model, None, Optimizer()) if group["name"] == "scalars")
     assert scalars["params"] == [model.scale]
     assert (scalars["lr"], scalars["weight_decay"]) == (5e-4, 0)
 
@@ -130,16 +130,18 @@ def test_factors_learn_faster_than_the_logarithm_of_one():
     model = micro()
     for scalar in (model.logit_scale, model.scale, model.shift):
         scalar.requires_grad_(True)
-    groups = {group["name"]: group for group in parameter_groups(model, PairwiseMatchLoss(), lr=1e-3, scalars=30.0)}
+    groups = {
+        group["name"]: group for group in parameter_groups(model, PairwiseMatchLoss(), Optimizer(lr=1e-3, scalars=30.0))
+    }
     assert [len(groups[name]["params"]) for name in ("scalars", "logit_scale")] == [4, 1]
     assert [groups[name]["lr"] for name in ("scalars", "logit_scale")] == pytest.approx([0.03, 1e-3])
 
 
 def test_a_frozen_backbone_is_still_in_its_groups():
     model = micro()
-    before = sum(len(group["params"]) for group in parameter_groups(model))
+    before = sum(len(group["params"]) for group in parameter_groups(model, None, Optimizer()))
     freeze_image_backbone(model, True)
-    assert sum(len(group["params"]) for group in parameter_groups(model)) == before
+    assert sum(len(group["params"]) for group in parameter_groups(model, None, Optimizer())) == before
 
 
 @pytest.mark.parametrize("case", ["adamp_pcmepp", "adamp_big", "adamp_nesterov_custom", "adamp_nowd"])
@@ -242,7 +244,7 @@ def step_once(model, loss, optimizer):
 
 def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still():
     model, loss = micro(), PairwiseMatchLoss()
-    optimizer = create_optimizer(parameter_groups(model, loss, lr=0.01))
+    optimizer = create_optimizer(parameter_groups(model, loss, Optimizer(lr=0.01)))
     assert freeze_image_backbone(model, True)
     assert not freeze_image_backbone(model, True)
     before = copy.deepcopy(model.state_dict())
@@ -265,7 +267,7 @@ def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still
     assert by_name["image.head.0"] == pytest.approx(0.005)
     assert by_name["image.trunk.1"] == pytest.approx(0.005 * 0.01 * 0.7)
     state = optimizer.state_dict()  # and a checkpoint of it fits a new one
-    create_optimizer(parameter_groups(model, loss, lr=0.01)).load_state_dict(state)
+    create_optimizer(parameter_groups(model, loss, Optimizer(lr=0.01))).load_state_dict(state)
 
 
 def trained_in_two_phases(rank, world_size):
@@ -276,7 +278,7 @@ def trained_in_two_phases(rank, world_size):
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=generator)
     tokens = create_tokenizer(model)(["a cat", "two dogs", "a red circle", "x"])
     mine = slice(4 // world_size * rank, 4 // world_size * (rank + 1))
-    optimizer = create_optimizer(parameter_groups(model, loss, lr=0.01))
+    optimizer = create_optimizer(parameter_groups(model, loss, Optimizer(lr=0.01)))
     schedule = Schedule(epoch_samples=8)
     for epoch in (1, 2):
         freeze_image_backbone(model, schedule.frozen(8 * epoch))

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 
-from finetune.config import Config, with_method_file
+from finetune.config import Config, Optimizer, with_method_file
 from finetune.loading.augment import Mix, draw_mix
 from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_loader import PairLoader
@@ -81,7 +81,9 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
     loader = PairLoader(data, create_transforms(model).train, tokenizer(), config.batch_size, config.seed, rank, world)
     schedule = make_schedule(config, len(networks), loader.steps)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
-    groups = [one for n in networks for one in parameter_groups(n, joint.method if n is model else None, lr=0.01)]
+    groups = [
+        one for n in networks for one in parameter_groups(n, joint.method if n is model else None, Optimizer(lr=0.01))
+    ]
     optimizer = create_optimizer(groups)
     return Trainer(accelerator, State(joint, optimizer), loader, schedule, config, Hooks(**hooks))
 
