@@ -3,6 +3,7 @@
     python -m tools.build_index --embeddings embeddings/x --out indexes/x
     python -m tools.build_index --embeddings embeddings/x --out indexes/x-graph --factory HNSW32
     python -m tools.build_index --embeddings embeddings/x --out indexes/x-two-step --form mean       # for re-ranking
+    python -m tools.build_index --embeddings embeddings/x --out indexes/x-fits --tolerance -1        # all that fits
 
 Distances are CSD, through one more dimension than the embeddings have. Without --factory the command chooses an index
 by the number of items and the memory, and prints the reason; --factory takes any of FAISS' factory strings.
@@ -10,6 +11,7 @@ by the number of items and the memory, and prints the reason; --factory takes an
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -59,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.search.writing import write_index
 
     write_index(
-        options.out, sources, options.kind, choice, form=options.form, part_items=options.part_items,
-        train_items=options.train_items, seed=options.seed, gpu=use_gpu(options.device), show=progress,
-        say=lambda text: print(text, flush=True),
+        options.out, sources, options.kind, choice, form=options.form, tolerance=options.tolerance,
+        part_items=options.part_items, train_items=options.train_items, seed=options.seed,
+        gpu=use_gpu(options.device), show=progress, say=lambda text: print(text, flush=True),
     )  # fmt: skip
     index = load_index(options.out)
     print_table(index, options.out)
@@ -77,6 +79,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--factory", default="auto", help="FAISS factory string, or auto (%(default)s)")
     form = "CSD, or the means alone for re-ranking (%(default)s)"
     parser.add_argument("--form", choices=("csd", "mean"), default="csd", help=form)
+    tolerance = "weight of the variances in CSD: below 0, a large one is a tolerance (docs/zeroshot.md)"
+    parser.add_argument("--tolerance", type=float, metavar="LAMBDA", help=tolerance)
     memory = "memory that the index may take in search; by default half of this machine's"
     parser.add_argument("--memory-gib", type=float, help=memory)
     parser.add_argument("--part-items", type=int, help="items in one FAISS file; by default what the memory holds")
@@ -86,6 +90,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="for training (%(default)s)")
     parser.add_argument("--incomplete", action="store_true", help="index what is embedded so far")
     options = parser.parse_args(argv)
+    if options.tolerance is not None:
+        if options.form == "mean":
+            raise UserError("--form mean leaves the variances out, which --tolerance weighs.", "Leave one of them out.")
+        if not math.isfinite(options.tolerance):
+            raise UserError(f"--tolerance is {options.tolerance}.", "Give a finite number, such as -1.")
+        options.form = "csd" if options.tolerance == 1 else "tolerance"
     for name in "memory_gib", "part_items", "train_items", "effort":
         value = getattr(options, name)
         if value is not None and not value > 0:
@@ -174,8 +184,9 @@ def print_table(index, folder: Path) -> None:
     table = Table()
     for heading in ("items", "kind", "dimensions", "form", "factory", "parts", "size", "mean u"):
         table.add_column(heading, justify="right" if heading in ("items", "size", "mean u") else "left")
+    form = index.form + (f" {index.penalty.weight:g}" if index.form == "tolerance" else "")
     table.add_row(
-        f"{len(index):,}", index.kind, str(index.dim), index.form, index.factory, str(len(index.parts)),
+        f"{len(index):,}", index.kind, str(index.dim), form, index.factory, str(len(index.parts)),
         f"{size / (1 << 20):,.1f} MiB", f"{float(u.mean()):.4g}",
     )  # fmt: skip
     console = Console()

@@ -1,9 +1,13 @@
-"""Search under CSD: indexes in memory (`index.py`) and in folders (`folder.py`), and a suitable type (`choice.py`)."""
+"""Search under CSD: indexes in memory (`index.py`) and in folders (`folder.py`), other weights of the variances
+(`reranking.py`), and a suitable type of index (`choice.py`).
+"""
 
 from probemb.search.choice import Choice, choose_factory
 from probemb.search.folder import load_index, require_model
-from probemb.search.index import CANDIDATES, FORMS, Index, build_index, rerank, search, set_effort
+from probemb.search.index import CANDIDATES, Index, build_index, search, set_effort
 from probemb.search.items import Items
+from probemb.search.penalty import FORMS
+from probemb.search.reranking import is_exact, rerank, search_weighted
 
 __all__ = [
     "CANDIDATES",
@@ -13,9 +17,11 @@ __all__ = [
     "Items",
     "build_index",
     "choose_factory",
+    "is_exact",
     "load_index",
     "require_model",
     "rerank",
     "search",
+    "search_weighted",
     "set_effort",
 ]

@@ -1,7 +1,8 @@
 """An index in a folder: FAISS files that are read through the page cache, so that a gallery may exceed the memory.
 
     INDEX/index.json             {"format", "model", "weights", "dim", "width", "kind", "form", "factory", "why",
-                                  "effort", "count", "parts": [{"file", "count"}]}
+                                  "effort", "count", "parts": [{"file", "count"}]}; for the form "tolerance" its
+                                 weight and, for a negative one, the largest u: "tolerance", "largest_u"
     INDEX/part-00000.faiss …     FAISS' own files, together the gallery in its order
     INDEX/u.f32                  N little-endian float32: the items' uncertainty, which re-ranking reads
     INDEX/items/00000.parquet …  metadata of each item; see `items.py`
@@ -9,6 +10,7 @@
 `writing.py` makes such a folder. FAISS does not check its files: load only your own.
 """
 
+import math
 import os
 import re
 from pathlib import Path
@@ -18,8 +20,9 @@ import torch
 
 from probemb.errors import UserError
 from probemb.search.embeddings import read_json
-from probemb.search.index import FORMS, Index, set_effort
+from probemb.search.index import Index, set_effort
 from probemb.search.items import Items
+from probemb.search.penalty import FORMS, Penalty, penalty_of
 
 FORMAT = 1
 NAME, UNCERTAINTY, ITEMS = "index.json", "u.f32", "items"
@@ -64,8 +67,8 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
         parts = _on_gpus(parts, folder, about, must=device == "cuda")
     u = _read_uncertainty(folder, about["count"])
     index = Index(
-        tuple(parts), about["form"], about["dim"], about["width"], u, about["kind"], about["model"], about["weights"],
-        about["factory"], about["why"], Items(folder / ITEMS, about["count"]),
+        tuple(parts), about["form"], about["dim"], about["width"], u, _penalty(about), about["kind"], about["model"],
+        about["weights"], about["factory"], about["why"], Items(folder / ITEMS, about["count"]),
     )  # fmt: skip
     if about["effort"]:
         set_effort(index, about["effort"])
@@ -113,8 +116,15 @@ def _is_fine(about: dict) -> bool:
             return False
         if not re.fullmatch(r"part-\d{5,9}\.faiss", str(row.get("file"))):
             return False
+    weights = [about.get(key) for key in ("tolerance", "largest_u")]
+    if about.get("form") == "tolerance" and not all(type(w) in (int, float) and math.isfinite(w) for w in weights):
+        return False
     kinds = about.get("kind") in ("image", "text") and about.get("form") in FORMS
     return kinds and sum(row["count"] for row in rows) == about["count"] and about["width"] >= about["dim"]
+
+
+def _penalty(about: dict) -> Penalty:
+    return penalty_of(about["form"], about.get("tolerance"), about.get("largest_u", 0.0))
 
 
 def _read_uncertainty(folder: Path, count: int) -> torch.Tensor:

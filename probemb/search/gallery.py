@@ -7,6 +7,7 @@ import numpy as np
 from probemb.errors import UserError
 from probemb.search.embeddings import Embeddings
 from probemb.search.index import gallery_vectors, width_of
+from probemb.search.penalty import penalty_of
 
 ROWS = 1 << 16  # vectors at a time
 
@@ -17,15 +18,17 @@ class Gallery:
     Args:
         sources: of one model.
         kind: "image" or "text".
-        form, factory: as `gallery_vectors` takes them.
+        form, factory, tolerance: as `build_index` takes them.
 
     Attributes:
-        parts: (folder, partition); count: items; dim: D; width: of a vector.
+        parts: (folder, partition); count: items; dim: D; width: of a vector; penalty: of the form.
 
-    Raises UserError: no items.
+    Raises UserError: no items, a weight that is not finite.
     """
 
-    def __init__(self, sources: Sequence[Embeddings], kind: str, form: str, factory: str):
+    def __init__(
+        self, sources: Sequence[Embeddings], kind: str, form: str, factory: str, tolerance: float | None = None
+    ):
         self.parts = [(source, part) for source in sources for part in source.partitions(kind)]
         self.count = sum(part.count for _, part in self.parts)
         if not self.count:
@@ -35,6 +38,11 @@ class Gallery:
             )
         self.form, self.factory, self.dim = form, factory, sources[0].dim
         self.width = width_of(self.dim, form, factory)
+        most = self._largest_u() if form == "tolerance" else 0.0
+        self.penalty = penalty_of(form, tolerance, most)
+
+    def _largest_u(self) -> float:
+        return max(float(source.read_uncertainty(part).max()) for source, part in self.parts if part.count)
 
     def versions(self) -> list[list]:
         """[path, bytes, time of change] of each file, which change with the embeddings."""
@@ -58,7 +66,7 @@ class Gallery:
             if last > first:
                 mean, u = source.read(part)
                 rows = drawn[first:last] - start
-                found[first:last] = gallery_vectors(mean[rows], u[rows], self.form, self.factory)
+                found[first:last] = self._vectors(mean[rows], u[rows])
             start += part.count
         return found
 
@@ -71,5 +79,8 @@ class Gallery:
                 last = min(part.count, end - place)
                 for first in range(max(0, start - place), last, ROWS):
                     rows = slice(first, min(last, first + ROWS))
-                    yield gallery_vectors(mean[rows], u[rows], self.form, self.factory)
+                    yield self._vectors(mean[rows], u[rows])
             place += part.count
+
+    def _vectors(self, mean: np.ndarray, u: np.ndarray) -> np.ndarray:
+        return gallery_vectors(mean, u, self.form, self.factory, self.penalty)

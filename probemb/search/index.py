@@ -6,6 +6,7 @@
 CSD(q, j) = |mu_q - mu_j|^2 + u_q + u_j, u the sum of the variances. With sqrt(u_j) appended to the gallery's mean and 0
 to the query's, the squared Euclidean distance in D + 1 dimensions is |mu_q - mu_j|^2 + u_j; the query's own u is a
 constant of its ranking. So an exact index ("Flat") is exact under CSD, and an approximate one approximates CSD itself.
+The form "tolerance" weighs u_j with any lambda (`penalty.py`).
 The paper's way searches the means and adds u_j to the candidates (PCME++ §C.5), which misses items that the means alone
 do not find.
 
@@ -25,18 +26,18 @@ from torch import Tensor
 
 from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
+from probemb.search.penalty import CSD, FORMS, Penalty, penalty_of
 
 if TYPE_CHECKING:
     import faiss
 
     from probemb.search.items import Items
 
-FORMS = ("csd", "mean")
 # Nodes examined for each one added. With FAISS' 40, recall stays below 1 at any effort, because queries lie outside of
 # the gallery (their last dimension is 0); 100 takes twice the time to build.
 EF_CONSTRUCTION = 100
 _EFFORT = {"IVF": "nprobe", "HNSW": "efSearch", "NSG": "search_L"}
-CANDIDATES = 10  # candidates per neighbour by default, re-ranked or refined (",RFlat")
+CANDIDATES = 10  # candidates per neighbour by default, re-ranked (reranking.py) or refined (",RFlat")
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Index:
     Attributes:
         parts: FAISS indexes over vectors of `width` dimensions (padded with zeros where a quantizer needs it), which
             together hold the gallery's items in order.
-        form: "csd" (D + 1 dimensions) or "mean" (D).
+        form: "csd" or "tolerance" (D + 1 dimensions), or "mean" (D).
         dim: D.
         uncertainty: (N,) float32, u of the gallery.
+        penalty: of the form; without a meaning for "mean".
         kind, model, weights, factory, why, items: of an index folder, else None. "image" or "text"; the model as typed
             and its SHA-256; the FAISS factory string and the reason for it; the metadata of each item.
     """
@@ -58,6 +60,7 @@ class Index:
     dim: int
     width: int
     uncertainty: Tensor
+    penalty: Penalty = CSD
     kind: str | None = None
     model: str | None = None
     weights: str | None = None
@@ -67,6 +70,11 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.uncertainty)
+
+    @property
+    def weight(self) -> float:
+        """The weight of the gallery's u in the ranking: 1 for CSD, 0 for the means."""
+        return 0.0 if self.form == "mean" else self.penalty.weight
 
     @property
     def faiss(self) -> faiss.Index:
@@ -84,13 +92,15 @@ class Index:
         return self.items[i]
 
 
-def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> Index:
+def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tolerance: float | None = None) -> Index:
     """Index a gallery.
 
     Args:
         gallery: Gaussian (N, D).
         factory: as `faiss.index_factory` takes it; trained on the gallery if it needs training.
-        form: "csd" searches CSD itself in D + 1 dimensions; "mean" the Euclidean distance of the means.
+        form: "csd" searches CSD itself in D + 1 dimensions; "tolerance" CSD with the gallery's u times `tolerance`;
+            "mean" the Euclidean distance of the means.
+        tolerance: lambda, for that form alone.
 
     Raises UserError: an empty gallery, numbers that are not finite, an unknown factory string or one that needs a
     larger gallery.
@@ -100,16 +110,17 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd") -> 
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
     u = gallery.uncertainty().float().cpu()
-    vectors = gallery_vectors(gallery.mean.detach().float().cpu().numpy(), u.numpy(), form, factory)
+    penalty = penalty_of(form, tolerance, float(u.max()))
+    vectors = gallery_vectors(gallery.mean.detach().float().cpu().numpy(), u.numpy(), form, factory, penalty)
     index = new_index(vectors.shape[1], factory)
     train(index, vectors, factory)
     fill(index, vectors, factory)
-    return Index((index,), form, gallery.shape[1], vectors.shape[1], u)
+    return Index((index,), form, gallery.shape[1], vectors.shape[1], u, penalty)
 
 
-def gallery_vectors(mean: np.ndarray, u: np.ndarray, form: str, factory: str) -> np.ndarray:
+def gallery_vectors(mean: np.ndarray, u: np.ndarray, form: str, factory: str, penalty: Penalty = CSD) -> np.ndarray:
     """The vectors for FAISS of (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
-    last = np.sqrt(u) if form == "csd" else None
+    last = None if form == "mean" else penalty.column(u)
     vectors = _vectors(mean, last, width_of(mean.shape[1], form, factory))
     if not np.isfinite(vectors).all():
         raise UserError("The gallery holds NaN or infinity.", "Leave those items out, or use another checkpoint.")
@@ -122,7 +133,7 @@ def width_of(dim: int, form: str, factory: str) -> int:
     Flat vectors are padded to whole 16 bytes: zeros change no distance, and a search of 513 dimensions takes longer
     than one of 516 (`tools.bench.search`).
     """
-    columns = dim + (form == "csd")
+    columns = dim + (form != "mean")
     return -(-columns // _multiple(factory)) * _multiple(factory)
 
 
@@ -195,8 +206,9 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
         queries: Gaussian (Q, D). k: at most the gallery's size.
 
     Returns:
-        distance (Q, k) float32, CSD for the form "csd" and the squared Euclidean distance of the means for "mean";
-        gallery indices (Q, k) int64. An approximate index may find fewer than k: the rest is infinity and -1.
+        distance (Q, k) float32: the squared Euclidean distance of the means for the form "mean", CSD for "csd", and for
+        "tolerance" CSD with the item's u times lambda; gallery indices (Q, k) int64. An approximate index may find
+        fewer than k: the rest is infinity and -1.
 
     Raises UserError: k is out of range, or the queries have another dimension than the gallery or are not finite.
     """
@@ -220,29 +232,9 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
     if len(index.parts) > 1:
         distance, order = distance.sort(dim=1, stable=True)
         distance, found = distance[:, :k], found.gather(1, order[:, :k])
-    if index.form == "csd":
-        distance = distance + queries.uncertainty().float().cpu()[:, None]
-    return distance, found
-
-
-def rerank(index: Index, queries: Gaussian, k: int, candidates: int | None = None) -> tuple[Tensor, Tensor]:
-    """Search the means, add the gallery's uncertainty to the candidates, and keep the k closest. Source: PCME++ §C.5.
-
-    Args:
-        index: of the form "mean". candidates: how many are re-ranked, from k to all; by default 10 times k.
-
-    Returns CSD (Q, k) and gallery indices (Q, k). Raises UserError: as `search`; an index of the form "csd"; fewer
-    candidates than k.
-    """
     if index.form != "mean":
-        raise UserError("An index of CSD itself has nothing to re-rank.", "Build it with form='mean', or use search().")
-    candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
-    if candidates < k:
-        raise UserError(f"{k} items are asked of {candidates} candidates.", "Take at least as many candidates.")
-    distance, found = search(index, queries, candidates)
-    distance = distance + index.uncertainty[found.clamp_min(0)] + queries.uncertainty().float().cpu()[:, None]
-    distance, order = distance.sort(dim=1, stable=True)
-    return distance[:, :k], found.gather(1, order)[:, :k]
+        distance = distance - index.penalty.constant + queries.uncertainty().float().cpu()[:, None]
+    return distance, found
 
 
 def set_effort(index: Index, effort: int) -> str | None:

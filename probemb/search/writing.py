@@ -18,8 +18,9 @@ from probemb.search.choice import Choice, training_count
 from probemb.search.embeddings import Embeddings
 from probemb.search.folder import FORMAT, ITEMS, NAME, UNCERTAINTY
 from probemb.search.gallery import Gallery
-from probemb.search.index import FORMS, fill, new_index, train
+from probemb.search.index import fill, new_index, train
 from probemb.search.items import ItemsWriter
+from probemb.search.penalty import FORMS
 from probemb.search.unfinished import TRAINED, Unfinished
 
 if TYPE_CHECKING:
@@ -31,14 +32,15 @@ MAX_STDERR = 1 << 20  # bytes of FAISS that are repeated
 
 def write_index(
     out: Path, sources: Sequence[Embeddings], kind: str, choice: Choice, *, form: str = "csd",
-    part_items: int | None = None, train_items: int | None = None, seed: int = 0, gpu: bool = False,
-    show: Callable | None = None, say: Callable[[str], object] = lambda text: None,
+    tolerance: float | None = None, part_items: int | None = None, train_items: int | None = None, seed: int = 0,
+    gpu: bool = False, show: Callable | None = None, say: Callable[[str], object] = lambda text: None,
 ) -> Path:  # fmt: skip
     """Build an index folder, which appears only when it is complete. A repeated command resumes an interrupted build.
 
     Args:
         sources: of one model; their partitions in the order of their names are the gallery's order.
         kind: "image" or "text".
+        form, tolerance: as `build_index` takes them.
         part_items: vectors in a FAISS file; all by default. A part is in memory while it is filled.
         train_items: to train on, drawn at random; by default as many as the factory needs.
         gpu: train on the GPU.
@@ -51,10 +53,12 @@ def write_index(
         raise ValueError(form)
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} is there already.", "Name another folder with --out, or remove it.")
-    gallery = Gallery(sources, kind, form, choice.factory)
+    gallery = Gallery(sources, kind, form, choice.factory, tolerance)
     untrained = new_index(gallery.width, choice.factory)
     about = {"format": FORMAT, "model": sources[0].model, "weights": sources[0].weights, "dim": gallery.dim}
     about |= {"width": gallery.width, "kind": kind, "form": form, "factory": choice.factory, "count": gallery.count}
+    if form == "tolerance":
+        about |= {"tolerance": gallery.penalty.weight, "largest_u": gallery.penalty.most}
     plan = about | {
         "rows": min(gallery.count, part_items or gallery.count),
         "train_items": min(gallery.count, train_items or training_count(choice.factory, gallery.count)),

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from probemb import Gaussian
 from probemb.distances import csd
 from probemb.errors import UserError
+from probemb.evaluation.scores import tolerance_scores
+from probemb.metrics import ranking
 from probemb.runs.lock import RunLock
 from probemb.search import (
     Choice,
@@ -32,6 +34,7 @@ from probemb.search import (
     require_model,
     rerank,
     search,
+    search_weighted,
     set_effort,
 )
 from probemb.search.choice import bytes_per_item, cell_count, training_count
@@ -182,6 +185,26 @@ def test_the_two_step_form_reads_the_uncertainties_from_their_file(embeddings, t
     assert recall(few, truth) < recall(found, truth) == 1
 
 
+@pytest.mark.parametrize("weight", [-1.0, 0.5])
+def test_an_index_keeps_its_weight_of_the_variances(weight, embeddings, tmp_path):
+    """In parts, whose extra dimension needs the largest u of all of them."""
+    index = build(embeddings, tmp_path / "index", "--tolerance", weight, "--part-items", 300)
+    about = json.loads((tmp_path / "index" / "index.json").read_text())
+    assert (index.form, index.weight, about["tolerance"], len(index.parts)) == ("tolerance", weight, weight, 3)
+    q, g = queries(), gallery(embeddings)
+    scores = tolerance_scores(q, g, i2t=weight)(slice(0, len(q)))
+    distance, found = search(index, q, 50)
+    assert torch.equal(found, ranking(scores, 50))
+    torch.testing.assert_close(distance, -scores.gather(1, found), rtol=1e-5, atol=1e-4)
+    assert torch.equal(search_weighted(index, q, 10, 1.0)[1], search(build(embeddings, tmp_path / "csd"), q, 10)[1])
+    graph = build(embeddings, tmp_path / "graph", "--tolerance", weight, "--factory", "HNSW16", "--effort", 100)
+    assert recall(search(graph, q, 10)[1], -scores) > 0.9
+    (tmp_path / "index" / "index.json").write_text(json.dumps(about | {"tolerance": None}))
+    with pytest.raises(UserError, match="does not describe an index"):
+        load_index(tmp_path / "index")
+    assert build(embeddings, tmp_path / "one", "--tolerance", 1).form == "csd"
+
+
 @pytest.mark.parametrize("factory", ["Flat", "HNSW16", "IVF16,Flat", "OPQ8_16,IVF8,PQ8x4np"])
 def test_the_files_are_mapped_and_not_read(factory, embeddings, tmp_path):
     if not os.path.exists("/proc/self/maps"):
@@ -279,6 +302,8 @@ def test_an_index_of_another_model_is_refused(embeddings, tmp_path):
         (["--factory", "HNSW8", "--effort", str(10**30)], r"--effort is 1,000,.* of 700 items"),
         (["--seed", "-1"], "--seed is -1"),
         (["--form", "variance"], "invalid choice: 'variance'"),
+        (["--form", "mean", "--tolerance", "-1"], "--form mean leaves the variances out"),
+        (["--tolerance", "inf"], "--tolerance is inf"),
         (["--kind", "audio"], "invalid choice: 'audio'"),
         (["--embeddings", "nowhere"], "There are no embeddings in nowhere"),
         (["--embeddings", "OTHER", "EMBEDDINGS"], r"embedded by runs/y \(e+, 16 dim.*by runs/x \(f+, 16 dim"),

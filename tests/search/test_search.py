@@ -7,7 +7,9 @@ from torch.nn import functional as F
 from probemb import Gaussian
 from probemb.distances import csd
 from probemb.errors import UserError
-from probemb.search import build_index, rerank, search
+from probemb.evaluation.scores import tolerance_scores
+from probemb.metrics import ranking
+from probemb.search import build_index, rerank, search, search_weighted
 
 
 def gaussians(n, dim=16, seed=0):
@@ -49,6 +51,38 @@ def test_the_means_alone_and_re_ranking():
     assert not torch.equal(few, whole)
 
 
+@pytest.mark.parametrize("weight", [-2.0, -0.5, 0.0, 0.25, 1.0, 3.0])
+def test_any_weight_of_the_variances_in_one_more_dimension(weight):
+    """The lists are those of the score ranking, from an index of that weight and, exactly, from those of others."""
+    gallery, queries = gaussians(60), gaussians(20, seed=1)  # few enough for no near ties
+    scores = tolerance_scores(queries, gallery, i2t=weight, t2i=1.0)(slice(0, 20))
+    want = ranking(scores, 60)
+    distance, found = search(build_index(gallery, form="tolerance", tolerance=weight), queries, 60)
+    assert torch.equal(found, want)
+    torch.testing.assert_close(distance, -scores.gather(1, found), rtol=1e-5, atol=1e-4)
+    for form, own in (("csd", None), ("mean", None), ("tolerance", -0.5), ("tolerance", 2.0)):
+        for k in (1, 7, 60):
+            index = build_index(gallery, form=form, tolerance=own)
+            distance, found = search_weighted(index, queries, k, weight)
+            assert torch.equal(found, want[:, :k])
+            torch.testing.assert_close(distance, -scores.gather(1, found), rtol=1e-5, atol=1e-4)
+
+
+def test_few_candidates_are_enough_where_variances_hardly_differ(monkeypatch):
+    gallery, queries = gaussians(5000, dim=4), gaussians(20, dim=4, seed=1)
+    gallery = Gaussian(gallery.mean, gallery.log_var * 1e-3 - 9)
+    asked = []
+
+    def counted(index, queries, k):
+        asked.append(k)
+        return search(index, queries, k)
+
+    monkeypatch.setattr("probemb.search.reranking.search", counted)
+    _, found = search_weighted(build_index(gallery), queries, 5, -1.0)
+    assert torch.equal(found, ranking(tolerance_scores(queries, gallery, -1.0, 1.0)(slice(0, 20)), 5))
+    assert asked == [50]
+
+
 @pytest.mark.parametrize("factory", ["HNSW16", "IVF4,Flat", "PQ4x4", "SQ8"])
 def test_other_indexes_search_csd_too(factory):
     gallery, queries = gaussians(400), gaussians(30, seed=1)
@@ -78,6 +112,8 @@ def test_an_index_that_finds_too_few_says_so():
         (lambda g, q: search(build_index(g), q, 9), "9 neighbours are asked of a gallery of 8"),
         (lambda g, q: search(build_index(g), q, 0), "0 neighbours"),
         (lambda g, q: search(build_index(g), gaussians(3, dim=5), 1), "the gallery has 16 dimensions"),
+        (lambda g, q: build_index(g, form="tolerance"), "The weight of the variances is None"),
+        (lambda g, q: search_weighted(build_index(g, "HNSW4"), q, 1, -1.0), "only a Flat one on the CPU can"),
         (lambda g, q: build_index(g, "Flt"), "FAISS makes no index of 'Flt'"),
         (lambda g, q: build_index(g, "IVF100,Flat"), "cannot be made from 8 items"),
         (lambda g, q: build_index(g[:0]), "The gallery has the shape"),
