@@ -66,12 +66,16 @@ def test_features_are_those_of_the_tower(photographs):
     maps = part.maps(torch.tensor([3, 1]))
     assert maps.shape[:2] == (2, part.pooled.shape[1])
     torch.testing.assert_close(maps.mean((2, 3)), part.pooled[[3, 1]], atol=5e-3, rtol=5e-3)
-    layout = KeptFeatures(probabilistic=True)
-    whole, again = layout.unpack(maps)
+    assert maps.shape[1] == photographs.channels  # this tower has the same features for both heads
+    whole, again = KeptFeatures(photographs.channels, probabilistic=True).unpack(maps)
     assert again is whole
+    mean, unc = KeptFeatures(photographs.channels - 5, probabilistic=True).unpack(maps)
+    assert torch.equal(unc.tokens, whole.tokens[..., -5:])
+    assert torch.equal(unc.pooled, whole.pooled[..., -5:])
+    assert torch.equal(mean.pooled, whole.pooled[..., :-5])
     torch.testing.assert_close(whole.pooled, maps.mean((2, 3)))
     assert torch.equal(whole.tokens[0, 1], maps[0].flatten(1)[:, 1])  # cell after cell
-    averaged, none = KeptFeatures(probabilistic=False).unpack(part.pooled)
+    averaged, none = KeptFeatures(photographs.channels, probabilistic=False).unpack(part.pooled)
     assert none is None
     assert torch.equal(averaged.pooled, part.pooled)
 

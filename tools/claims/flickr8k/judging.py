@@ -40,22 +40,25 @@ class Judge:
         Cross-fitted scores ("tolerance") have those of the halves alone. "acceptance": Spearman of a caption's u with
         the share of its judged images that people accept.
         """
+        scores, chosen = self.scores(images, texts, probabilistic)
         found: dict = {}
-        for name, scores in self.scores(images, texts, probabilistic).items():
-            values = {key: float(x[0]) for key, x in judged_metrics(scores, self.once).items()}
+        for name, each in scores.items():
+            values = {key: float(x[0]) for key, x in judged_metrics(each, self.once).items()}
             found[name] = {k: x for k, x in values.items() if name != "tolerance" or k.endswith("_halves")}
         if probabilistic:
-            found["chosen"] = cross_fitted(self._embedded(images, texts), self.once)[1]["chosen"]
             acceptance = caption_acceptance(self._embedded(images, texts), self.once)
-            found["acceptance"] = None if acceptance is None else acceptance["spearman"]["value"]
+            found |= {"chosen": chosen, "acceptance": acceptance and acceptance["spearman"]["value"]}
         return found
 
-    def scores(self, images: Gaussian, texts: Gaussian, probabilistic: bool) -> dict[str, Tensor]:
-        """(P,) of the rankings "mean", and of a probabilistic model "csd" and "tolerance"."""
+    def scores(self, images: Gaussian, texts: Gaussian, probabilistic: bool) -> tuple[dict[str, Tensor], list | None]:
+        """(P,) of the rankings "mean", and of a probabilistic model "csd" and "tolerance", whose weights come along."""
         pairs, options = self._embedded(images, texts), RankingOptions()
         names = ("mean", "csd") if probabilistic else ("mean",)
         found = {name: judged_scores(pairs, self.once, name, options) for name in names}
-        return found | ({"tolerance": cross_fitted(pairs, self.once)[0]} if probabilistic else {})
+        if not probabilistic:
+            return found, None
+        tolerant, about = cross_fitted(pairs, self.once)
+        return found | {"tolerance": tolerant}, about["chosen"]
 
     def compare(self, found, keep, variants: Sequence[str]) -> dict[str, dict]:
         """Average precision of every variant and ranking less InfoNCE's, by the paired bootstrap over captions.
@@ -68,7 +71,7 @@ class Judge:
 
         def of(variant: str) -> dict[str, Tensor]:
             seeds = [
-                self.scores(*read_embeddings(keep.embeddings(name))["test"], variant != RIVAL)
+                self.scores(*read_embeddings(keep.embeddings(name))["test"], variant != RIVAL)[0]
                 for name in found.names(variant)
             ]
             return {ranking: torch.stack([one[ranking] for one in seeds]) for ranking in seeds[0]}

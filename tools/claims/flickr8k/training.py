@@ -131,7 +131,7 @@ def create(world: World, settings: Settings, config: Config) -> list[DualEncoder
         )  # fmt: skip
         model.text.fill_embedding(world.vectors)
         model.image_tower.trunk = torch.nn.Identity()  # its features are kept
-        model.image_tower.feature_layout = KeptFeatures(method.probabilistic)
+        model.image_tower.feature_layout = KeptFeatures(world.channels, method.probabilistic)
         networks.append(model)
     return networks
 

@@ -1,6 +1,7 @@
 """Photographs with captions for `tools.claims`: features of a frozen image tower, kept once, and tokens in memory.
 
-N images, M captions, C channels and h x w cells of the tower's last feature map, L tokens.
+N images, M captions, L tokens; h x w cells of the tower's feature map with C channels: those of the mean's features
+and, where they are others, those of the log-variance's behind them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.words import count_words, frequent_words, read_vectors
 from probemb.errors import UserError
 from probemb.models import DualEncoder, create_model, create_tokenizer, create_transforms
-from probemb.models.features import Features
+from probemb.models.features import FeatureLayout, Features
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 BUCKET = 16  # batches whose captions are sorted by length together
@@ -43,49 +44,68 @@ class Part:
 
     Attributes:
         dataset: the captions.
-        rows: (N, h * w * C + C) float16, memory-mapped: the feature map, cell after cell, and its average.
-        pooled: (N, C) float32, the averages in memory.
+        rows: (N, width) float16, memory-mapped, and their `layout`.
+        pooled: (N, C) float32, averages of the feature maps, in memory.
         tokens: (M, L) int64.
     """
 
     dataset: CaptionDataset
     rows: np.ndarray
+    layout: FeatureLayout
     pooled: Tensor
     tokens: Tensor
 
     def maps(self, index: Tensor) -> Tensor:
         """(n,) -> feature maps, (n, C, h, w) float32."""
-        channels = self.pooled.shape[1]
-        cells = torch.from_numpy(self.rows[index.numpy(), :-channels].astype(np.float32))
-        side = round((cells.shape[1] / channels) ** 0.5)
-        return cells.view(len(index), side, side, channels).permute(0, 3, 1, 2)
+        kept = self.layout.unpack(torch.from_numpy(self.rows[index.numpy()]))
+        cells = _side_by_side(self.layout, [features.tokens for features in kept])
+        side = round(cells.shape[1] ** 0.5)
+        return cells.view(len(index), side, side, -1).permute(0, 3, 1, 2)
 
     def noisy(self, ratio: float, seed: int) -> Part:
         """The same with a share of the captions at wrong images, as `finetune --noise-ratio` moves them."""
         dataset, image_of = shuffle_captions(self.dataset, ratio, seed)
         order = np.argsort(image_of, kind="stable")
-        return Part(dataset, self.rows, self.pooled, self.tokens[torch.from_numpy(order)])
+        return replace(self, dataset=dataset, tokens=self.tokens[torch.from_numpy(order)])
+
+
+def _side_by_side(layout: FeatureLayout, both: list[Tensor]) -> Tensor:
+    """Channels of the mean's features, and those of the log-variance's where they are kept apart."""
+    apart = any(name.startswith("unc") for name, _ in layout.parts)
+    return torch.cat(both, -1) if apart else both[0]
 
 
 class KeptFeatures:
-    """In place of a `FeatureLayout`: averages (B, C) or maps (B, C, h, w) -> the features that heads read."""
+    """In place of a `FeatureLayout`: averages (B, C) or maps (B, C, h, w) -> the features that heads read.
 
-    def __init__(self, probabilistic: bool):
-        self.probabilistic = probabilistic
+    Args:
+        channels: of the mean's features; those behind them are the log-variance's, which reads the same if there are
+            none.
+    """
+
+    def __init__(self, channels: int, probabilistic: bool):
+        self.channels, self.probabilistic = channels, probabilistic
 
     def unpack(self, kept: Tensor) -> tuple[Features, Features | None]:
-        """The same features for the mean and for the log-variance."""
+        """The features of the mean and of the log-variance."""
         if kept.ndim == 2:
-            features = Features(kept.new_empty(len(kept), 0, kept.shape[1]), kept)
+            tokens, pooled = kept.new_empty(len(kept), 0, kept.shape[1]), kept
         else:
             tokens = kept.flatten(2).transpose(1, 2)
-            features = Features(tokens, tokens.mean(1))
-        return features, features if self.probabilistic else None
+            pooled = tokens.mean(1)
+        mean = Features(tokens[..., : self.channels], pooled[:, : self.channels])
+        if not self.probabilistic:
+            return mean, None
+        apart = pooled.shape[1] > self.channels
+        return mean, Features(tokens[..., self.channels :], pooled[:, self.channels :]) if apart else mean
 
 
 @dataclass(frozen=True)
 class World:
-    """All parts, the vocabulary of the training captions and the vectors of its words."""
+    """All parts, the vocabulary of the training captions and the vectors of its words.
+
+    channels: of the mean's features.
+    """
 
     train: Part
     validation: Part
@@ -93,6 +113,7 @@ class World:
     coco: Part | None
     vocabulary: list[str]
     vectors: dict[str, np.ndarray]
+    channels: int
 
 
 def read_world(files: Files, settings, features: Path, tell: Callable[[str], object]) -> World:
@@ -117,12 +138,19 @@ def read_world(files: Files, settings, features: Path, tell: Callable[[str], obj
         tell(f"features of the {name} images: {len(dataset):,} in {features}")
         cached = cache_features([model], create_transforms(model).evaluate, dataset, features, failure_share=0.0).images
         assert isinstance(cached, CachedImages)
-        channels = dict(model.image_tower.feature_layout.parts)["pooled"][0]
-        pooled = torch.from_numpy(np.array(cached.rows[:, -channels:], np.float32))
-        parts[name] = Part(dataset, cached.rows, pooled, tokenizer(dataset.flat()))
+        parts[name] = _part(dataset, cached.rows, model.image_tower.feature_layout, tokenizer(dataset.flat()))
     vectors = {} if files.word_vectors is None else read_vectors(files.word_vectors, vocabulary)
     tell(f"{len(vectors):,} of {len(vocabulary):,} words start from a vector")
-    return World(parts["train"], parts["validation"], parts["test"], parts.get("coco"), vocabulary, vectors)
+    channels = dict(model.image_tower.feature_layout.parts)["pooled"][0]
+    return World(parts["train"], parts["validation"], parts["test"], parts.get("coco"), vocabulary, vectors, channels)
+
+
+def _part(dataset: CaptionDataset, rows: np.ndarray, layout: FeatureLayout, tokens: Tensor) -> Part:
+    pooled = [
+        _side_by_side(layout, [features.pooled for features in layout.unpack(torch.from_numpy(np.array(some)))])
+        for some in np.array_split(rows, -(-len(rows) // 500))
+    ]
+    return Part(dataset, rows, layout, torch.cat(pooled), tokens)
 
 
 def captioned(path: Path) -> CaptionDataset:
@@ -135,7 +163,7 @@ def reading_model(settings, vocabulary: list[str], weights: str | None) -> DualE
     """A model whose head reads tokens, so that whole feature maps are kept; only its image trunk matters."""
     torch.manual_seed(0)
     return create_model(
-        settings.name, embed_dim=8, head="gpo", probabilistic=False, vocabulary=vocabulary, image_weights=weights
+        settings.name, embed_dim=8, head="gpo", n_unc_layers=0, vocabulary=vocabulary, image_weights=weights
     )
 
 
