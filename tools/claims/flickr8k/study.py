@@ -22,6 +22,7 @@ from pathlib import Path
 
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.errors import UserError
+from probemb.metrics.coco import package_metrics
 from tools.claims.flickr8k import charts, findings
 from tools.claims.flickr8k.judging import Judge
 from tools.claims.flickr8k.measuring import keep_embeddings, measure, read_embeddings
@@ -83,6 +84,8 @@ class Flickr8k(Study):
         return {"values": training.values}
 
     def prepare(self, seeds: Sequence[int], out: Path, tell: Tell) -> World:
+        if self.files.coco is not None:
+            package_metrics()  # once, before workers are forked
         return read_world(self.files, self.settings, out / "features", tell)
 
     def step_cost(self, training: Training) -> float:
