@@ -20,6 +20,7 @@ from probemb.errors import UserError
 from probemb.evaluation.calibration import accepted_shares, caption_acceptance, match_calibration
 from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.judgements import (
+    CROSS_FITTED,
     JudgedPairs,
     Resampled,
     differences,
@@ -32,6 +33,7 @@ from probemb.files import replace_file
 from zeroshot.config import RETRIEVAL_GENERATOR, RetrievalConfig
 
 SCORES = "judgements.safetensors"
+KNOWN = {*TITLES, CROSS_FITTED}
 
 
 class Judged(NamedTuple):
@@ -130,7 +132,7 @@ def load_scores(path: Path) -> OtherScores:
     try:
         with safe_open(file, "pt") as opened:
             about = opened.metadata() or {}
-            scores = {name: opened.get_tensor(name).float() for name in opened.keys() if name in TITLES}  # noqa: SIM118
+            scores = {name: opened.get_tensor(name).float() for name in opened.keys() if name in KNOWN}  # noqa: SIM118
         models = [str(name) for name in json.loads(about["models"])]
         if not scores or not all(len(s.shape) == 1 and torch.isfinite(s).all() for s in scores.values()):
             raise ValueError("there are no finite scores of any ranking")

@@ -20,13 +20,13 @@ from torch import Tensor
 from probemb.data.captions.judgements import Judgements
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import EmbeddedPairs
-from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker
+from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker, title_of
 from probemb.evaluation.scores import SCORES
 from probemb.evaluation.tolerance import GRID
 from probemb.metrics import cluster_weights, estimate, pair_metrics
 from probemb.metrics.judged import RESAMPLES
 
-TOLERANCE = "tolerance"
+TOLERANCE, CROSS_FITTED = "tolerance", "tolerance-cross-fitted"
 METRICS = ("average_precision", "roc_auc")
 SCORE_ELEMENTS = 1 << 24  # scores of judged images with judged captions held at a time
 
@@ -150,7 +150,7 @@ def differences(a: Resampled, b: Resampled) -> dict[str, dict[str, float]]:
 def ranking_metrics(ranking: str, scores: Tensor, judged: JudgedPairs) -> Resampled:
     """`judged_metrics` of a ranking; of cross-fitted scores, which have no common scale, only those of the halves."""
     found = judged_metrics(scores, judged)
-    return {name: x for name, x in found.items() if name.endswith("_halves")} if ranking == TOLERANCE else found
+    return {name: x for name, x in found.items() if name.endswith("_halves")} if ranking == CROSS_FITTED else found
 
 
 def evaluate_rankings_of_pairs(
@@ -158,29 +158,37 @@ def evaluate_rankings_of_pairs(
 ) -> tuple[dict, dict[str, Tensor], dict[str, Resampled]]:
     """Average precision and ROC AUC of every ranking that scores pairs.
 
+    "tolerance" has the weights of `options`; beside it stands CROSS_FITTED, with weights chosen by judgements.
+
     Returns:
-        results: "rows": {"ranking", metric -> {"value", "low", "high"}, "difference": metric -> the same, to
+        results: "rows": {"ranking", "title", metric -> {"value", "low", "high"}, "difference": metric -> the same, to
             "reference"}; "tolerance": of `cross_fitted`, or None.
         scores: ranking -> (P,).
         metrics: ranking -> `ranking_metrics`, for differences.
     """
-    names = [name for name in rankings if name in SCORES and name != TOLERANCE]
-    names = names or ["mean"]  # only rankings without scores of pairs are asked for
+    names = [name for name in rankings if name in SCORES] or ["mean"]  # others only search faster
     scores = {name: judged_scores(pairs, judged, name, options) for name in names}
     found = None
-    if TOLERANCE in rankings and judged.divisible:
-        scores[TOLERANCE], found = cross_fitted(pairs, judged)
+    if TOLERANCE in names and judged.divisible:
+        scores[CROSS_FITTED], found = cross_fitted(pairs, judged)
     metrics = {name: ranking_metrics(name, each, judged) for name, each in scores.items()}
     reference = "mean" if "mean" in metrics else next(iter(metrics))
     rows = [
         {
             "ranking": name,
+            "title": _title(name, options),
             **{metric: estimate(values) for metric, values in mine.items()},
             "difference": differences(mine, metrics[reference]),
         }
         for name, mine in metrics.items()
     ]
     return {"rows": rows, "reference": reference, "tolerance": found}, scores, metrics
+
+
+def _title(ranking: str, options: RankingOptions) -> str:
+    if ranking == CROSS_FITTED:
+        return title_of({"ranking": TOLERANCE, "chosen": "cross-fitted"})
+    return title_of({"ranking": ranking} | ({"chosen": options.tolerance.chosen} if ranking == TOLERANCE else {}))
 
 
 def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float] = GRID) -> tuple[Tensor, dict]:

@@ -20,6 +20,7 @@ from probemb.evaluation.judgements import (
 )
 from probemb.evaluation.rankings import RankingOptions
 from probemb.evaluation.scores import csd_scores, wasserstein2_scores
+from probemb.evaluation.tolerance import Tolerance
 
 sklearn = pytest.importorskip("sklearn.metrics")
 N, PER, DIM = 60, 2, 6
@@ -46,6 +47,11 @@ def probability(pairs, i2t=1.0, t2i=1.0, slope=0.5):
     u_i, u_c = pairs.images.uncertainty()[:, None], pairs.texts.uncertainty()
     distance = csd(pairs.images, pairs.texts) + (t2i - 1) * u_i + (i2t - 1) * u_c
     return torch.sigmoid(slope * (distance.quantile(0.1) - distance))
+
+
+def by_means(pairs, judged):
+    squared = (pairs.images.mean[judged.image] - pairs.texts.mean[judged.caption]).square().sum(1)
+    return sklearn.roc_auc_score(judged.label, -squared)
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +123,22 @@ def test_rankings(world):
     names = ["csd", "mean", "faiss-csd", "tolerance", "match-probability"]
     found, scores, metrics = evaluate_rankings_of_pairs(pairs, judged, names, RankingOptions())
     rows = {row["ranking"]: row for row in found["rows"]}
-    assert list(rows) == list(scores) == list(metrics) == ["csd", "mean", "match-probability", "tolerance"]
+    expected = ["csd", "mean", "tolerance", "match-probability", "tolerance-cross-fitted"]
+    assert list(rows) == list(scores) == list(metrics) == expected
+    assert [rows[name]["title"] for name in expected[2:]] == [
+        "tolerance", "match probability", "tolerance, cross-fitted"
+    ]  # fmt: skip
+    given = RankingOptions(tolerance=Tolerance(0.0, 0.0, chosen="honest (val)"))
+    row = evaluate_rankings_of_pairs(pairs, judged, ["tolerance"], given)[0]["rows"][0]
+    assert row["title"] == "tolerance, honest (val)"
+    assert row["roc_auc"]["value"] == pytest.approx(float(by_means(pairs, judged)), abs=1e-4)
     assert found["reference"] == "mean"
     assert rows["csd"]["average_precision"]["value"] > rows["mean"]["average_precision"]["value"]  # the truth is CSD
     assert rows["csd"]["difference"]["roc_auc"]["low"] > 0
     assert rows["mean"]["difference"]["average_precision"] == {"value": 0, "low": 0, "high": 0}
-    assert "average_precision" not in rows["tolerance"]
-    assert set(rows["tolerance"]["difference"]) == {"average_precision_halves", "roc_auc_halves"}
+    assert rows["tolerance"]["roc_auc"] == rows["csd"]["roc_auc"]  # weights of 1
+    assert "average_precision" not in rows["tolerance-cross-fitted"]
+    assert set(rows["tolerance-cross-fitted"]["difference"]) == {"average_precision_halves", "roc_auc_halves"}
     alone = evaluate_rankings_of_pairs(pairs, judged, ["faiss-mean"], RankingOptions())[0]
     assert [row["ranking"] for row in alone["rows"]] == ["mean"]
 
@@ -159,7 +174,7 @@ def test_halves_without_both_labels():
     judged = judged_pairs(one_half, 5)
     assert not judged.divisible
     found = evaluate_rankings_of_pairs(pairs, judged, ["mean", "tolerance"], RankingOptions())[0]
-    assert [row["ranking"] for row in found["rows"]] == ["mean"]
+    assert [row["ranking"] for row in found["rows"]] == ["mean", "tolerance"]
     assert found["tolerance"] is None
     assert match_calibration(pairs, judged, RankingOptions())["closed form"]["refitted"] is None
 

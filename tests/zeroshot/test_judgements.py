@@ -13,7 +13,15 @@ from zeroshot.judgements import SCORES, load_scores
 from zeroshot.retrieval import main
 
 sklearn = pytest.importorskip("sklearn.metrics")
-FAST = ("--erased", "0", "--rankings", "csd,mean,match-probability,faiss-mean", "--samples", "2", "--no-split")
+FAST = (
+    "--erased",
+    "0",
+    "--rankings",
+    "csd,mean,match-probability,tolerance,faiss-mean",
+    "--samples",
+    "2",
+    "--no-split",
+)
 
 
 def command(model, data, out, *options):
@@ -57,7 +65,9 @@ def test_results_are_scikit_learns(measured, run_folder, captioned, file):
             score.append(float(scores[int(image), 3 * int(other) + int(index)]))
     assert (found["pairs"], found["accepted"], found["not_in_the_data"]) == (len(label), sum(label), 1)
     rows = {row["ranking"]: row for row in found["rows"]}
-    assert list(rows) == ["csd", "mean", "match-probability"]
+    assert list(rows) == ["csd", "mean", "match-probability", "tolerance", "tolerance-cross-fitted"]
+    assert rows["tolerance"]["title"] == "tolerance, oracle"  # its weights were chosen on the evaluated images
+    assert rows["tolerance-cross-fitted"]["title"] == "tolerance, cross-fitted"
     precision = rows["mean"]["average_precision"]
     assert precision["value"] == pytest.approx(sklearn.average_precision_score(label, score), abs=1e-3)
     assert rows["mean"]["roc_auc"]["value"] == pytest.approx(sklearn.roc_auc_score(label, score), abs=1e-3)
@@ -75,6 +85,7 @@ def test_the_page_shows_them(measured):
         "People's judgements",
         "AP, mean of halves",
         "Match probability, closed form",
+        "tolerance, cross-fitted",
         "1 judged pairs are not",
     ):
         assert words in html, words
@@ -96,8 +107,11 @@ def test_another_model_is_compared(measured, captioned, file, tmp_path, capsys):
     for mine, row in found["compared"]["differences"].items():
         assert set(row) == set(before)
         for theirs, one in row.items():
-            expected = after[mine]["roc_auc"]["value"] - before[theirs]["roc_auc"]["value"]
-            assert one["roc_auc"]["value"] == pytest.approx(expected, abs=1e-6)
+            fitted = "tolerance-cross-fitted" in (mine, theirs)
+            assert ("roc_auc" in one) != fitted
+            metric = "roc_auc_halves" if fitted else "roc_auc"
+            expected = after[mine][metric]["value"] - before[theirs][metric]["value"]
+            assert one[metric]["value"] == pytest.approx(expected, abs=1e-6)
     assert command(tmp_path / "point", captioned, tmp_path / "out", *options, str(tmp_path / "out")) == 0
     same = json.loads((tmp_path / "out" / "results.json").read_text())["judgements"]["compared"]["differences"]
     assert same["mean"]["mean"]["average_precision"] == {"value": 0, "low": 0, "high": 0}
@@ -126,5 +140,5 @@ def test_wrong_input(measured, run_folder, captioned, file, tmp_path):
 
 def test_scores_are_kept(measured, run_folder):
     scores, _, models, _ = load_scores(measured)
-    assert set(scores) == {"csd", "mean", "match-probability"}
+    assert set(scores) == {"csd", "mean", "match-probability", "tolerance", "tolerance-cross-fitted"}
     assert models == [str(run_folder)]

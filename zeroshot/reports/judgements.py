@@ -25,29 +25,30 @@ def print_judgements(found: dict) -> None:
     versus = f"AP − that of {TITLES[found['reference']]}"
     rows = {row["ranking"]: row for row in found["rows"]}
     against = {name: row["difference"] for name, row in rows.items()}
-    console.print(_table(title, rows, list(HEADINGS), against, versus))
+    titles = {name: row["title"] for name, row in rows.items()}
+    console.print(_table(title, titles, rows, against, versus))
     if found["compared"]:
         reference = found["compared"]["reference"]
         others = {name: row[reference] for name, row in found["compared"]["differences"].items()}
         title = f"difference from {' and '.join(found['compared']['models'])} by {TITLES[reference]}"
-        console.print(_table(title, others, list(HEADINGS)))
+        console.print(_table(title, titles, others))
     print("\n".join(describe(found)))
 
 
-def _table(title: str, rows: dict[str, dict], metrics: list[str], against: dict | None = None, versus: str = ""):
+def _table(title: str, titles: dict[str, str], rows: dict[str, dict], against: dict | None = None, versus: str = ""):
     from rich.table import Table
 
     table = Table(title=title)
     table.add_column("ranked by")
-    for metric in metrics:
-        table.add_column(HEADINGS[metric], justify="right")
+    for heading in HEADINGS.values():
+        table.add_column(heading, justify="right")
     if against:
         table.add_column(versus, justify="right")
     for name, row in rows.items():
-        cells = [between(row.get(metric), signed=against is None) for metric in metrics]
+        cells = [between(row.get(metric), signed=against is None) for metric in HEADINGS]
         if against:
             cells.append(between(against[name].get("average_precision_halves"), signed=True))
-        table.add_row(TITLES[name], *cells)
+        table.add_row(titles[name], *cells)
     return table
 
 
@@ -59,9 +60,9 @@ def describe(found: dict) -> list[str]:
             f"captions {one['i2t']:g}, images {one['t2i']:g} on {one['images']} images" for one in tolerance["chosen"]
         )
         best = tolerance["oracle"]["best"]
-        lines.append(f"tolerance: weights of u, chosen by AP on the other half of the images: {chosen}")
+        lines.append(f"tolerance, cross-fitted: weights of u, chosen by AP on the other half of the images: {chosen}")
         lines.append(
-            f"tolerance, oracle: AP {best['average_precision']:.3f} over all pairs with weights chosen on them: "
+            f"tolerance, an oracle: AP {best['average_precision']:.3f} over all pairs with weights chosen on them: "
             f"captions {best['i2t']:g}, images {best['t2i']:g}"
         )
     for name, both in (found["calibration"] or {}).items():
@@ -109,6 +110,7 @@ def section(found: dict) -> dict:
         "found": found,
         "headings": HEADINGS,
         "drawn": DRAWN,
+        "titles": {row["ranking"]: row["title"] for row in found["rows"]},
         "charts": reliability_charts(found["calibration"] or {}),
         "lines": describe(found),
     }
