@@ -18,7 +18,8 @@ from jsonargparse.typing import (
 
 from finetune.methods.registry import METHODS
 from probemb.cli.configuration import chosen_options, given
-from probemb.cli.ranges import BelowHalf, Count, Dimensions, Distance, Minutes, Precision, Seed, Workers
+from probemb.cli.ranges import BelowHalf, Count, Distance, Minutes, Precision, Seed, Workers
+from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -26,31 +27,17 @@ Pairs = restricted_number_type("Pairs", int, [(">=", 2), ("<=", 1_000_000)])
 
 
 @dataclass(frozen=True)
-class Model:
-    """The towers (see probemb.models.create_model).
+class Model(Towers):
+    """The towers.
 
     Args:
-        name: one of open_clip's models, or one of the project's own (probemb/models/configs).
-        pretrained: an open_clip tag, a file of open_clip weights, or a run of `pretrain`; empty for random weights.
-        head: gpo (pooling over all tokens, then a new projection) or clip (class and end-of-text token).
-        embed_dim: D; empty for 1024 (head gpo) or the configuration's own (head clip).
-        n_unc_layers: blocks of every tower's uncertainty branch, or two numbers for image and text; empty for 1, and 0
-            where a method has none.
-        vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt beside the data.
-        word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
         lock_image: freeze the image tower's trunk; its heads train.
-        image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
     """
 
     name: str = "ViT-B-32-quickgelu"
     pretrained: str | None = "openai"
     head: str = "gpo"
-    embed_dim: Dimensions | None = None
-    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
-    vocabulary: str | None = None
-    word_vectors: str | None = None
     lock_image: bool = False
-    image_weights: str | None = None
 
 
 @dataclass(frozen=True)

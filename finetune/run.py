@@ -69,7 +69,11 @@ def train(config: Config, preemption: Preemption) -> int:
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
     torch.manual_seed(config.seed)
-    networks = [make_model(config) for _ in range(METHODS[config.method].networks)]
+    method = METHODS[config.method]
+    make = partial(
+        config.model.create, [config.data.path], config.loss, grad_checkpointing=config.engine.grad_checkpointing
+    )
+    networks = [make(probabilistic=method.probabilistic) for _ in range(method.networks)]
     for network in networks if config.model.word_vectors and not earlier else ():
         say(f"words   {fill_word_vectors(network, config.model.word_vectors)}")
     transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
@@ -221,26 +225,6 @@ def start_accelerator(config: Config):
     check(config, accelerator.num_processes)
     share_cores(config.engine.threads, accelerator.num_processes)
     return accelerator
-
-
-def make_model(config: Config):
-    """The towers, on the CPU; the same on every rank."""
-    from probemb.models import create_model, vocabulary_for
-
-    model = config.model
-    return create_model(
-        model.name,
-        embed_dim=model.embed_dim,
-        n_unc_layers=model.n_unc_layers,
-        head=model.head,
-        pretrained=model.pretrained,
-        image_weights=model.image_weights,
-        grad_checkpointing=config.engine.grad_checkpointing,
-        init_scale=getattr(config.loss, "scale", 1.0),
-        init_shift=getattr(config.loss, "shift", 1.0),
-        probabilistic=METHODS[config.method].probabilistic,
-        vocabulary=vocabulary_for(model.name, model.vocabulary, model.pretrained, [config.data.path]),
-    )
 
 
 def read_features(config: Config, networks, transforms, train, validation, accelerator):

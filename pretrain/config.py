@@ -10,35 +10,17 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import chosen_options
 from probemb.cli.ranges import BelowOne, Count, Gibibytes, Minutes, Precision, Seed, Workers
+from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
 BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
 
 
 @dataclass(frozen=True)
-class Model:
-    """The towers (see probemb.models.create_model).
+class Model(Towers):
+    """The towers."""
 
-    Args:
-        name: one of open_clip's models, or one of the project's own (probemb/models/configs).
-        embed_dim: D; empty for the configuration's own (head clip) or 1024 (head gpo).
-        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
-            tower and 1 of the text tower.
-        head: clip (class token, end-of-text token) or gpo (pooling over all tokens).
-        pretrained: an open_clip tag or a file of open_clip weights to start from; empty for random weights.
-        vocabulary: of a model that reads words; empty for vocabulary.txt in the folder of the training data or above.
-        word_vectors: a file in GloVe's text format that such a model's words start from; empty for random ones.
-        image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
-    """
-
-    name: str = "ViT-B-16"
-    embed_dim: int | None = None
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] = 2
-    head: str = "clip"
-    pretrained: str | None = None
-    vocabulary: str | None = None
-    word_vectors: str | None = None
-    image_weights: str | None = None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def train(config: Config, preemption: Preemption) -> int:
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
     device, precision = pick_device(config), training_precision(config.engine.precision)
     seed_everything(config.seed)
-    model = make_model(config)
+    model = config.model.create(config.train_paths, config.loss, grad_checkpointing=config.engine.grad_checkpointing)
     if config.model.word_vectors and not earlier:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
     transforms, tokenizer = create_transforms(model), create_tokenizer(model)
@@ -151,26 +151,6 @@ def whole_steps(config: Config, stream) -> int:
             "Lower batch_size, or raise epochs or samples.",
         )
     return whole
-
-
-def make_model(config: Config):
-    """The towers, on the CPU; the same on every rank."""
-    from probemb.models import create_model, vocabulary_for
-
-    return create_model(
-        config.model.name,
-        embed_dim=config.model.embed_dim,
-        n_unc_layers=config.model.n_unc_layers,
-        head=config.model.head,
-        pretrained=config.model.pretrained,
-        image_weights=config.model.image_weights,
-        grad_checkpointing=config.engine.grad_checkpointing,
-        init_scale=getattr(config.loss, "scale", 1.0),
-        init_shift=getattr(config.loss, "shift", 1.0),
-        vocabulary=vocabulary_for(
-            config.model.name, config.model.vocabulary, config.model.pretrained, config.train_paths
-        ),
-    )
 
 
 def words_identity(model) -> dict[str, str]:

@@ -227,30 +227,25 @@ def shapes(engine) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in tensors.items()}
 
 
-def full_state_dict(engine, prefix: str = "") -> dict[str, Tensor]:
-    """The state dict of `engine.module`, or of its entries under `prefix`; collective.
+def full_state_dict(engine) -> dict[str, Tensor]:
+    """The state dict of `engine.module`; collective.
 
     Returns:
-        {name without prefix: whole float32 tensor on the CPU} (buffers in their own type) on rank 0, a copy;
-        {} on the others. A shared parameter has an entry for each of its names.
+        {name: whole float32 tensor on the CPU} (buffers in their own type) on rank 0, a copy; {} on the others. A
+        shared parameter has an entry for each of its names.
     """
     out: dict[str, Tensor] = {}
     done: dict[int, Tensor | None] = {}
     for name, p in engine.module.named_parameters(remove_duplicate=False):
-        name = _plain(name)
-        if not name.startswith(prefix):
-            continue
         if id(p) not in done:
             if hasattr(p, "ds_tensor"):
                 done[id(p)] = _whole_on_main(p, _partition_piece(p, 0), p.ds_tensor, engine.device)
             else:
                 done[id(p)] = p.detach().cpu().contiguous().clone() if distributed.is_main() else None
         if done[id(p)] is not None:
-            out[name.removeprefix(prefix)] = done[id(p)]
+            out[_plain(name)] = done[id(p)]
     if distributed.is_main():
-        for name, buffer in named_buffers(engine).items():
-            if name.startswith(prefix):
-                out[name.removeprefix(prefix)] = buffer.detach().cpu().contiguous().clone()
+        out |= {name: buffer.detach().cpu().contiguous().clone() for name, buffer in named_buffers(engine).items()}
     return out
 
 

@@ -7,7 +7,7 @@ the CPU, so no GPU is needed. `Likeness` adds a GPU's differences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from weakref import finalize
 
@@ -30,7 +30,7 @@ from pretrain.engine.engine import Towers
 from pretrain.objectives import Objective, Pairs
 from probemb import Gaussian
 from probemb.errors import UserError
-from probemb.models import DualEncoder, create_model, vocabulary_for
+from probemb.models import DualEncoder
 
 # Autocast on a GPU runs these in float32, autocast on a CPU in the type of their input.
 FLOAT32_ON_A_GPU = {
@@ -53,10 +53,8 @@ def build(config: Config) -> DualEncoder:
     Raises:
         UserError: the configuration names no model that can be built.
     """
-    m = config.model
-    words = vocabulary_for(m.name, m.vocabulary, None, config.train_paths)
-    shape = {"embed_dim": m.embed_dim, "n_unc_layers": m.n_unc_layers, "head": m.head, "vocabulary": words}
-    return fake(lambda: create_model(m.name, **shape))
+    towers = replace(config.model, pretrained=None, image_weights=None)
+    return fake(lambda: towers.create(config.train_paths))
 
 
 def fake(make: Callable[[], nn.Module]) -> nn.Module:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from open_clip.transform import PreprocessCfg
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.files import replace_file, replace_text
 from probemb.models.architectures import is_open_clip, stock_parameter_names
 from probemb.models.dual_encoder import DualEncoder
+from probemb.models.hub import write_model
 
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"  # open_clip's names
 
@@ -42,15 +39,7 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         "model_cfg": {**config["architecture"], "custom_text": True},
         "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in vars(PreprocessCfg())},
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / WEIGHTS, lambda path: save_file(deterministic_state(model), path))
-        replace_text(folder / CONFIG, json.dumps(about, indent=2) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The model cannot be written to {folder} ({getattr(error, 'strerror', None) or error}).",
-            "Choose a folder that you can write to, on a disk with free space.",
-        ) from error
+    write_model(folder / WEIGHTS, deterministic_state(model), folder / CONFIG, about)
     return folder
 
 

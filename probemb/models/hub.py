@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.files import replace_file
+from probemb.files import replace_file, replace_text
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.pretrained import HUB_NAME, HUB_PREFIX, is_hub_name, load_strictly, read_state_dict
@@ -57,18 +57,22 @@ def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) 
             f"{folder} already holds another model.", "Choose another folder, or pass overwrite=True to replace it."
         )
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    write_model(folder / WEIGHTS, state, folder / CONFIG, config, {"config": json.dumps(config)})
+    return folder
+
+
+def write_model(
+    weights: Path, state: dict[str, Tensor], config: Path, about: dict, metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors, and their configuration as JSON; each file is replaced as a whole. Raises UserError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / WEIGHTS, lambda path: save_file(state, path, {"config": json.dumps(config)}))
-        replace_file(
-            folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        )
+        replace_file(weights, lambda path: save_file(state, path, metadata))
+        replace_text(config, json.dumps(about, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"The model cannot be written to {folder} ({getattr(error, 'strerror', None) or error}).",
+            f"The model cannot be written to {weights.parent} ({getattr(error, 'strerror', None) or error}).",
             "Choose a folder that you can write to, on a disk with free space.",
         ) from error
-    return folder
 
 
 def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> LoadedModel:

@@ -36,7 +36,7 @@ from probemb.files import replace_text
 from probemb.pools import process_pool
 from probemb.runs.lock import RunLock
 from tools.download.plan import check_same, read_state
-from tools.download.report import Outcome, print_report, totals, write_report
+from tools.download.report import Outcome, publish
 from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker
 from tools.download.zips import Place, fetch_archive, members, read_bytes, read_text
 
@@ -93,7 +93,18 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
         replace_text(folder / STATE / "state.json", json.dumps(started) + "\n")
         done = {name: _write_split(folder / name, chosen, images, settings, options) for name, chosen in splits.items()}
         asked = sum(map(len, splits.values())) + sum(dropped.values())
-        report = _finish(corpus, folder, done, asked, dropped, settings, options.json)
+        markers = [one for found in done.values() for one in found]
+        outcome = Outcome(
+            TITLES[corpus],
+            asked,
+            dropped,
+            markers,
+            shards=len(markers),
+            tars=_write_indexes(folder, done),
+            settings=settings,
+            splits={split: sum(one.samples for one in found) for split, found in done.items()},
+        )
+        report = publish(folder, outcome, options.json)
     finally:
         lock.release()
     if not report["got"]:
@@ -104,34 +115,15 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
     return 0
 
 
-def _finish(
-    corpus: str,
-    folder: Path,
-    done: dict[str, list[Marker]],
-    asked: int,
-    dropped: Counter,
-    settings: dict,
-    as_json: bool,
-) -> dict:
-    """Write indexes and report."""
+def _write_indexes(folder: Path, done: dict[str, list[Marker]]) -> list[Path]:
+    """Write every split's index; returns the shards of all."""
     tars = []
     for split, found in done.items():
         shards = [(ShardPaths(folder / split, one.shard).tar, one) for one in found if one.samples]
         if shards:
             write_index(folder / split, [Shard(path.name, path, one.samples, one.bytes) for path, one in shards])
         tars += [path for path, _ in shards]
-    markers = [one for found in done.values() for one in found]
-    outcome = Outcome(TITLES[corpus], asked, dropped, markers, shards=len(markers), tars=tars, settings=settings)
-    report = totals(outcome)
-    report["splits"] = {split: sum(one.samples for one in found) for split, found in done.items()}
-    page = write_report(folder, report, outcome)
-    if as_json:
-        print(json.dumps(report))
-    else:
-        print_report(report)
-        print(", ".join(f"{split} {count:,}" for split, count in report["splits"].items()))
-        print(f"wrote {page}")
-    return report
+    return tars
 
 
 def _read(corpus: str, paths: Sequence[Path]) -> tuple[dict[str, list[Picture]], dict[str, Place], Counter]:

@@ -14,7 +14,6 @@ named later are added. docs/download.md explains losses.
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import sys
@@ -196,7 +195,7 @@ def _remedy(cause: str) -> str:
 def report(folder: Path, state, options: Download, write: bool = True) -> dict:
     """Print the report as a table or JSON; with `write`, also write its files."""
     from tools.download.plan import markers
-    from tools.download.report import Outcome, print_report, totals, write_report
+    from tools.download.report import Outcome, publish
     from tools.download.shard import ShardPaths
 
     done = markers(folder, state)
@@ -211,12 +210,4 @@ def report(folder: Path, state, options: Download, write: bool = True) -> dict:
         lists=[asdict(one) for one in state.lists],
         settings=state.settings,
     )
-    made = totals(outcome)
-    page = write_report(folder, made, outcome) if write else None
-    if options.json:
-        print(json.dumps(made))
-        return made
-    print_report(made)
-    if page:
-        print(f"wrote {page}")
-    return made
+    return publish(folder, outcome, options.json, write)

@@ -34,6 +34,7 @@ class Outcome:
         shards: number of planned shards.
         tars: of the finished shards.
         lists, settings: for the JSON.
+        splits: samples by split, of corpora that have splits.
     """
 
     title: str
@@ -45,6 +46,20 @@ class Outcome:
     tars: Sequence[Path] = ()
     lists: Sequence[dict] = ()
     settings: dict = field(default_factory=dict)
+    splits: dict[str, int] | None = None
+
+
+def publish(folder: Path, outcome: Outcome, as_json: bool, write: bool = True) -> dict:
+    """Print the report as a table or JSON; with `write`, also write its files. Raises OSError."""
+    report = totals(outcome)
+    page = write_report(folder, report, outcome) if write else None
+    if as_json:
+        print(json.dumps(report))
+        return report
+    print_report(report)
+    if page:
+        print(f"wrote {page}")
+    return report
 
 
 def totals(outcome: Outcome) -> dict:
@@ -68,6 +83,7 @@ def totals(outcome: Outcome) -> dict:
         "caption_words": _histogram(WORDS, [one.words for one in outcome.markers]),
         "lists": list(outcome.lists),
         "settings": outcome.settings,
+        **({} if outcome.splits is None else {"splits": outcome.splits}),
     }
 
 
@@ -116,6 +132,8 @@ def print_report(report: dict) -> None:
         f"{report['shards']['tars']:,} shards, {_size(report['bytes'])}; "
         f"{report['shards']['finished']:,} of {report['shards']['of']:,} done"
     )
+    if "splits" in report:
+        print(", ".join(f"{split} {count:,}" for split, count in report["splits"].items()))
 
 
 def _size(count: int) -> str:

@@ -1,0 +1,64 @@
+"""The towers of a model, as options of the trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jsonargparse.typing import NonNegativeInt
+
+from probemb.cli.ranges import Dimensions
+
+if TYPE_CHECKING:
+    from probemb.models import DualEncoder
+
+
+@dataclass(frozen=True)
+class Towers:
+    """The towers (see probemb.models.create_model).
+
+    Args:
+        name: one of open_clip's models, or one of the project's own (probemb/models/configs).
+        pretrained: an open_clip tag, a file of open_clip weights, or a run of `pretrain`; empty for random weights.
+        head: clip (class token, end-of-text token), gpo (pooling over all tokens) or pie (pooling and attention).
+        embed_dim: D; empty for the configuration's own (head clip) or 1024 (heads gpo and pie).
+        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
+            tower and 1 of the text tower; empty for 1, and 0 where a method has none.
+        vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
+            training data or above.
+        word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
+        image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
+    """
+
+    name: str = "ViT-B-16"
+    pretrained: str | None = None
+    head: str = "clip"
+    embed_dim: Dimensions | None = None
+    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
+    vocabulary: str | None = None
+    word_vectors: str | None = None
+    image_weights: str | None = None
+
+    def create(self, data: Iterable[str], loss=None, **more) -> DualEncoder:
+        """The model, on the CPU; the same on every rank.
+
+        Args:
+            data: paths of the training data, beside which a vocabulary may lie.
+            loss: options of the objective, whose `scale` and `shift`, if any, are the model's initial ones.
+            more: further options of `create_model`.
+        """
+        from probemb.models import create_model, vocabulary_for
+
+        return create_model(
+            self.name,
+            embed_dim=self.embed_dim,
+            n_unc_layers=self.n_unc_layers,
+            head=self.head,
+            pretrained=self.pretrained,
+            image_weights=self.image_weights,
+            init_scale=getattr(loss, "scale", 1.0),
+            init_shift=getattr(loss, "shift", 1.0),
+            vocabulary=vocabulary_for(self.name, self.vocabulary, self.pretrained, data),
+            **more,
+        )
