@@ -16,6 +16,8 @@ from probemb.errors import UserError
 from tools.search.calibration import Calibration
 
 if TYPE_CHECKING:
+    from probemb.data.captions.find import CaptionDataset
+    from probemb.evaluation.embed_pairs import EmbeddedPairs
     from probemb.gaussian import Gaussian
     from probemb.metrics import PrecisionCurve
     from tools.search.query import Searcher
@@ -49,17 +51,28 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
     if not 1 <= within <= len(captions):
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
     embedded = embed_pairs(replace(searcher.embedder, workers=None, show=show or silent), captions)
-    owner = embedded.owner.tolist()
+    owner, tolerance = embedded.owner.tolist(), best_tolerance(searcher, captions, embedded)
     if searcher.index.kind == "text":
         groups = [[row] for row in range(len(embedded.images))]
         curve = measure(searcher, embedded.images, embedded.texts, groups, range(len(groups)), owner, rivals, within)
-        return Calibration("image", {1: curve}, weights, str(data), len(embedded.texts), rivals, within)
+        return Calibration("image", {1: curve}, weights, str(data), len(embedded.texts), rivals, within, tolerance)
     curves, places = {}, range(len(embedded.images))
     for parts in range(1, MAX_TEXTS + 1):
         groups = caption_groups(owner, parts)
         if groups:
             curves[parts] = measure(searcher, embedded.texts, embedded.images, groups, owner, places, rivals, within)
-    return Calibration("text", curves, weights, str(data), len(embedded.images), rivals, within)
+    return Calibration("text", curves, weights, str(data), len(embedded.images), rivals, within, tolerance)
+
+
+def best_tolerance(searcher: Searcher, captions: CaptionDataset, embedded: EmbeddedPairs) -> float | None:
+    """The weight of the gallery's variances with the best mAP@R of all true matches; None if they are not all known."""
+    from probemb.evaluation.benchmarks import MAX_EXACT_PAIRS, TRUE, known_positives
+    from probemb.evaluation.tolerance import choose_tolerance
+
+    if captions.scenes is None or len(embedded.images) * len(embedded.texts) > MAX_EXACT_PAIRS:
+        return None
+    found = choose_tolerance(embedded, known_positives(embedded, captions)[TRUE])
+    return found.i2t if searcher.index.kind == "text" else found.t2i
 
 
 def caption_groups(owner: Sequence[int], parts: int, seed: int = 0) -> list[list[int]]:
@@ -92,7 +105,8 @@ def measure(
     from probemb.metrics import precision_curve
     from probemb.search import build_index, rerank, search
 
-    own = build_index(gallery, "Flat")
+    weighed = ("tolerance", searcher.index.weight) if searcher.index.form == "tolerance" else ()
+    own = build_index(gallery, "Flat", *weighed)
     rows, wanted, images = torch.tensor(groups), torch.tensor(asked), torch.tensor(holds)  # rows: (G, parts)
     uncertainty, correct = [], []
     for part in rows.split(SLICE):
@@ -102,7 +116,7 @@ def measure(
         hit = images[found] == wanted[part[:, :1]]
         rank = torch.where(hit, torch.arange(hit.shape[1]), within).min(1).values
         if rivals == "index":
-            look = search if searcher.index.form == "csd" else rerank
+            look = rerank if searcher.index.form == "mean" else search
             closer = look(searcher.index, query, min(within, len(searcher.index)))[0]
             at = distance.gather(1, rank.clamp_max(hit.shape[1] - 1)[:, None])
             rank = rank + (closer < at - SAME).sum(1)

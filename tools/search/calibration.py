@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ class Calibration:
         weights: digest of the model's weights.
         data, gallery: the validation set and its size.
         rivals, within: see `calibrate`.
+        tolerance: weight of the gallery's variances that finds most of all that fits; None for data whose true matches
+            are not all known.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Calibration:
     gallery: int
     rivals: str
     within: int = 1
+    tolerance: float | None = None
 
     def curve(self, kinds: Sequence[str]) -> PrecisionCurve:
         """The curve for a query of these parts. Raises UserError: such queries were not calibrated."""
@@ -99,6 +102,8 @@ def load_calibration(folder: Path, weights: str) -> Calibration | None:
         curves = {int(parts): PrecisionCurve(**curve) for parts, curve in content["curves"].items()}
         names = ("kind", "weights", "data", "gallery", "rivals", "within")
         calibration = Calibration(curves=curves, **{name: content[name] for name in names})
+        if content.get("tolerance") is not None:
+            calibration = replace(calibration, tolerance=float(content["tolerance"]))
         if not curves or not all(is_curve(curve) for curve in curves.values()):
             raise ValueError("no curves")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

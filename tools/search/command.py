@@ -5,6 +5,7 @@
     python -m tools.search --serve --index index/cc3m                                  # a search page
     python -m tools.search --calibrate data/val --index index/cc3m                     # calibrate refusals
     python -m tools.search "a dog" --min-precision 0.8 --index index/cc3m
+    python -m tools.search --image x.jpg --fits --tolerance -1 --index index/captions  # all that fits, not the closest
 
 Several texts and images form one query, the product of their normals (MPC). Results are ranked by CSD. A query more
 uncertain than --max-uncertainty, or than the threshold calibrated for --min-precision, is refused with exit code 1.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from probemb.errors import UserError
 PROG = "python -m tools.search"
 REFUSED = 1
 BELONGS = {  # options of some modes only
-    **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision"), ("a query",)),
+    **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision", "fits"), ("a query",)),
+    "tolerance": ("a query", "--serve"),
     **dict.fromkeys(("rivals", "within"), ("--calibrate",)),
     **dict.fromkeys(("host", "port", "allow_host", "max_upload"), ("--serve",)),
     "json": ("a query", "--calibrate"),
@@ -67,6 +70,12 @@ def add_options() -> Parser:
     parser.add_argument("--max-item-uncertainty", type=float, metavar="U", help="leave out results above this")
     precision = "refuse a query above the threshold calibrated for this"
     parser.add_argument("--min-precision", type=float, metavar="P", help=precision)
+    fits = (
+        "all that fits, a large variance as a tolerance; --no-fits: the closest, by CSD (default: as the index ranks)"
+    )
+    parser.add_argument("--fits", action=argparse.BooleanOptionalAction, help=fits)
+    tolerance = "weight of the variances for --fits (default: the index' own, or the calibrated one)"
+    parser.add_argument("--tolerance", type=float, metavar="LAMBDA", help=tolerance)
     parser.add_argument(
         "--effort", type=PositiveInt, help="cells (IVF) or nodes (HNSW) that an approximate index searches"
     )
@@ -105,8 +114,12 @@ def check_mode(parser: Parser, options: argparse.Namespace) -> None:
     for name, belongs in BELONGS.items():
         if doing not in belongs and getattr(options, name) != parser.get_default(name):
             raise UserError(f"--{name.replace('_', '-')} does not belong to {doing}.", "Leave it out.")
+    if options.tolerance is not None and not math.isfinite(options.tolerance):
+        raise UserError(f"--tolerance is {options.tolerance}.", "Give a finite number, such as -1.")
     if doing != "a query":
         return
+    if options.tolerance is not None and not options.fits:
+        raise UserError("--tolerance has no effect without --fits.", "Add --fits, or leave --tolerance out.")
     if not any(map(str.strip, options.texts)) and not options.image:
         raise UserError("The query is empty.", f'Write `{PROG} "two dogs on grass" --index FOLDER`, or give --image.')
     if not all(map(str.strip, options.texts)):
@@ -121,7 +134,7 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
     device = choose_device(options.device, options.precision)
     on_gpu = options.serve and device.name.startswith("cuda")  # one query takes less time than the copy
     index = load_index(options.index, device="auto" if on_gpu else "cpu")
-    if options.rerank is not None and index.form == "csd":
+    if options.rerank is not None and index.form != "mean":
         raise UserError(
             f"{options.index} already ranks by CSD.",
             "Leave --rerank out, or build an index of the means with `python -m tools.build_index --form mean`.",
@@ -145,7 +158,7 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True):
         ) from None
     require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
     calibration = load_calibration(options.index, index.weights) if calibrated else None
-    return Searcher(index, loaded, name, calibration, device, options.rerank)
+    return Searcher(index, loaded, name, calibration, device, options.rerank, options.tolerance)
 
 
 def search_once(options: argparse.Namespace) -> int:
@@ -154,7 +167,7 @@ def search_once(options: argparse.Namespace) -> int:
 
     wish = Wish(
         options.texts, [read_image(path) for path in options.image], options.top, options.max_uncertainty,
-        options.max_item_uncertainty, options.min_precision,
+        options.max_item_uncertainty, options.min_precision, options.fits,
     )  # fmt: skip
     check_wish(wish)
     answer = open_searcher(options).answer(wish)
@@ -182,6 +195,8 @@ def print_answer(answer: dict) -> None:
     line = f"uncertainty of the query: {query['uncertainty']:.4g}"
     if len(query["parts"]) > 1:
         line += f" (its parts: {', '.join(format(part['uncertainty'], '.4g') for part in query['parts'])})"
+    if answer["weight"] != 1:
+        line += f"; ranked with the variances of the items times {answer['weight']:g}"
     console.print(line, highlight=False)
     if answer["refused"]:
         limit = f"refused: that is above {answer['limit']:.4g}; make the query more specific, or raise the limit"
@@ -255,6 +270,8 @@ def print_calibration(calibration) -> None:
         if first[0]:
             table.add_row(*first, f"{WANTED[0]:g}", "out of reach", "")
     Console(width=110).print(table)
+    if calibration.tolerance is not None:
+        print(f"all that fits is found best with the variances of the items times {calibration.tolerance:g} (--fits)")
 
 
 def serve_page(options: argparse.Namespace) -> int:

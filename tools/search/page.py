@@ -1,7 +1,8 @@
 """Search page: a small web application around a `Searcher`, for one machine or a trusted network.
 
 GET /                the page
-POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision -> the answer
+POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision,
+                     fits (yes, no or empty) -> the answer
 GET /picture/ROW     a thumbnail of an item; /picture/ROW/large up to 1600 pixels; 503 with Retry-After under load
 
 Against requests by other sites through a visitor's browser, the Host header must name this server (against DNS
@@ -89,6 +90,7 @@ def make_app(
             max_uncertainty=read_number(form, "max_uncertainty", float),
             max_item_uncertainty=read_number(form, "max_item_uncertainty", float),
             min_precision=read_number(form, "min_precision", float),
+            fits=read_choice(form, "fits"),
         )
         return jsonify(shown(searcher.answer(wish)))
 
@@ -187,6 +189,14 @@ def read_number(form, name: str, kind: Callable, default=None):
         raise UserError(f"{name} is '{text[:40]}', which is no number.", "Correct it.") from None
 
 
+def read_choice(form, name: str) -> bool | None:
+    """yes or no of a form; None if it is absent or empty. Raises UserError."""
+    text = form.get(name, "")
+    if text not in ("", "yes", "no"):
+        raise UserError(f"{name} is '{text[:40]}', neither yes nor no.", "Correct it.")
+    return None if not text else text == "yes"
+
+
 def shown(answer: dict) -> dict:
     """An answer for the page: printable texts, and addresses of pictures instead of shards."""
     for result in answer["results"]:
@@ -268,7 +278,16 @@ def describe(searcher: Searcher) -> dict:
         "queries": query_range(searcher, rows),
         "curves": curves,
         "calibrated": calibrated,
+        "fits": fits(searcher),
     }
+
+
+def fits(searcher: Searcher) -> dict | None:
+    """The weight for all that fits, and whether the index ranks by it; None if there is no choice."""
+    weight = searcher.tolerance
+    if weight is None or weight >= 1 or not (searcher.can_rank_by(weight) and searcher.can_rank_by(1.0)):
+        return None
+    return {"weight": weight, "own": weight == searcher.own_weight}
 
 
 def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:

@@ -43,6 +43,8 @@ class Wish:
         max_uncertainty: a query above it is refused.
         max_item_uncertainty: items above it are left out.
         min_precision: a query above the threshold calibrated for this precision is refused.
+        fits: True for all that fits, a large variance of an item as a tolerance; False for the closest, by CSD; None as
+            the index ranks.
     """
 
     texts: Sequence[str] = ()
@@ -51,10 +53,11 @@ class Wish:
     max_uncertainty: float | None = None
     max_item_uncertainty: float | None = None
     min_precision: float | None = None
+    fits: bool | None = None
 
 
 class Found(NamedTuple):
-    """A result: row in the gallery, CSD, uncertainty."""
+    """A result: row in the gallery, CSD with the weighted variance, uncertainty."""
 
     row: int
     distance: float
@@ -67,6 +70,7 @@ class Searcher:
     Args:
         loaded: `probemb.models.LoadedModel`, on `device`.
         candidates: least number that is re-ranked with an index of means; by default 10 times the results.
+        tolerance: weight of the gallery's variances for all that fits; by default the index' own or the calibrated one.
     """
 
     def __init__(
@@ -77,12 +81,16 @@ class Searcher:
         calibration: Calibration | None = None,
         device: Device | None = None,
         candidates: int | None = None,
+        tolerance: float | None = None,
     ):
         from probemb.cli.device import CPU
         from probemb.evaluation.embedding import Embedder
 
         self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
         self.candidates = candidates
+        if tolerance is None:
+            tolerance = index.weight if index.form == "tolerance" else calibration and calibration.tolerance
+        self.tolerance = tolerance
         model, tokenizer, transforms = loaded
         self.embedder = Embedder(model, tokenizer, transforms.evaluate, device or CPU)
         self._one_at_a_time = Lock()  # for the model: bounds memory and protects the tokenizer's cache
@@ -125,6 +133,12 @@ class Searcher:
 
         started = time.perf_counter()
         check_wish(wish)
+        weight = self.weight(wish.fits)
+        if wish.min_precision is not None and weight != self.own_weight:
+            raise UserError(
+                "The calibration of this index is of its own ranking, not of this one.",
+                "Use --max-uncertainty instead.",
+            )
         parts = self.embed(wish.texts, wish.images)
         kinds = ["text"] * (len(parts) - len(wish.images)) + ["image"] * len(wish.images)
         limit = self.limit(kinds, wish.max_uncertainty, wish.min_precision)
@@ -132,7 +146,9 @@ class Searcher:
         query = as_query(product.gaussian) if len(parts) > 1 else product.gaussian
         u = float(query.uncertainty())
         refused = limit is not None and u > limit
-        found, looked_at = ([], 0) if refused else self.closest(query[None], wish.top, wish.max_item_uncertainty)
+        found, looked_at = (
+            ([], 0) if refused else self.closest(query[None], wish.top, wish.max_item_uncertainty, weight)
+        )
         return {
             "query": {
                 "texts": [text.strip() for text in wish.texts if text.strip()],
@@ -143,6 +159,7 @@ class Searcher:
                 ],
                 "log_normaliser": float(product.log_normaliser),
             },
+            "weight": weight,
             "limit": limit,
             "refused": refused,
             "results": [self.describe(rank, one) for rank, one in enumerate(found, 1)],
@@ -163,15 +180,44 @@ class Searcher:
             limits.append(self.calibration.threshold(kinds, min_precision))
         return min(limits, default=None)
 
-    def closest(self, query: Gaussian, top: int, max_uncertainty: float | None) -> tuple[list[Found], int]:
+    @property
+    def own_weight(self) -> float:
+        """The weight of the gallery's variances in the index' own ranking; 1 is CSD."""
+        return 1.0 if self.index.form == "mean" else self.index.weight
+
+    def weight(self, fits: bool | None) -> float:
+        """The weight for a wish. Raises UserError: it is not known, or the index cannot rank by it."""
+        weight = self.own_weight if fits is None else self.tolerance if fits else 1.0
+        if weight is None:
+            raise UserError(
+                "It is not known which weight of the variances finds all that fits.",
+                "Give one with --tolerance, such as -1, or calibrate on data whose true matches are all known.",
+            )
+        if not self.can_rank_by(weight):
+            raise UserError(
+                f"This index ranks with the variances times {self.own_weight:g}, and cannot with {weight:g}.",
+                f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
+            )
+        return weight
+
+    def can_rank_by(self, weight: float) -> bool:
+        """Whether the index can rank by a weight of the variances."""
+        from probemb.search import is_exact
+
+        return weight == self.own_weight or self.index.form == "mean" or is_exact(self.index)
+
+    def closest(
+        self, query: Gaussian, top: int, max_uncertainty: float | None, weight: float
+    ) -> tuple[list[Found], int]:
         """At most `top` items, and the number of neighbours that were searched; the query is (1, D)."""
-        from probemb.search import rerank, search
+        from probemb.search import rerank, search_weighted
         from probemb.search.index import CANDIDATES
 
         def look(k: int):
-            if self.index.form == "csd":
-                return search(self.index, query, k)
-            return rerank(self.index, query, k, max(k, self.candidates or min(CANDIDATES * k, MAX_NEIGHBOURS)))
+            if self.index.form != "mean":
+                return search_weighted(self.index, query, k, weight)
+            candidates = max(k, self.candidates or min(CANDIDATES * k, MAX_NEIGHBOURS))
+            return rerank(self.index, query, k, candidates, weight)
 
         k = min(top, len(self.index))
         while True:

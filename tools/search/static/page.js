@@ -89,6 +89,8 @@ function say(text, kind = "") {
 const texts = () => [...$("texts").querySelectorAll("input")].map((input) => input.value).filter((text) => text.trim());
 const kindsNow = () => [...texts().map(() => "text"), ...files.map(() => "image")];
 
+const fitsNow = () => document.querySelector("#fits input:checked").value === "yes";
+
 function curveOf(kinds) {
   const parts = kinds.length ? kinds : [about.calibrated?.kind];
   return parts.every((kind) => kind === about.calibrated?.kind) ? about.curves[String(parts.length)] : undefined;
@@ -119,7 +121,7 @@ function showLimits() {
   const limits = { "query-limit": limitOf("query-limit", queryRange(kinds)), "item-limit": limitOf("item-limit", about.items) };
   for (const [id, limit] of Object.entries(limits)) $(`${id}-value`).textContent = limit === null ? "any" : `up to ${shorten(limit)}`;
   let note = "A query above it is not answered.";
-  const curve = curveOf(kinds);
+  const curve = about.fits && fitsNow() !== about.fits.own ? undefined : curveOf(kinds); // of the index' own ranking
   if (curve) {
     const limit = limits["query-limit"] ?? Infinity;
     const at = curve.u.findLastIndex((u) => u <= limit);
@@ -140,6 +142,7 @@ async function ask(results = PAGE) {
   if (!form.has("text") && !form.has("image")) return say("The query is empty. Write a text or give an image.", "problem");
   wanted = Math.min(results, about.max_results, about.count);
   form.append("top", String(wanted));
+  if (about.fits) form.append("fits", fitsNow() ? "yes" : "no");
   const limits = { max_uncertainty: limitOf("query-limit", queryRange(kindsNow())), max_item_uncertainty: limitOf("item-limit", about.items) };
   for (const [name, limit] of Object.entries(limits)) if (limit !== null) form.append(name, String(limit));
   const number = ++asked;
@@ -322,6 +325,10 @@ async function start() {
       if (asked) ask();
     });
   }
+  $("fits")?.addEventListener("change", () => {
+    showLimits();
+    if (asked) ask();
+  });
   document.body.dataset.ready = "yes";
 }
 
