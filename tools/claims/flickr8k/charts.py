@@ -6,7 +6,7 @@ from probemb.reports.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Char
 from tools.claims.flickr8k.findings import LEVELS, NAMES, PARTS, PROBABILISTIC, SHORT, own, own_rsum
 from tools.claims.verdicts import Found
 
-COLOURS = dict(zip(NAMES, (GREY, ORANGE, GREEN, PURPLE, BLUE, "#8a6d3b", INK)))
+COLOURS = dict(zip(NAMES, (GREY, ORANGE, GREEN, BLUE, INK)))
 MARKERS = "osD^vPX"
 
 

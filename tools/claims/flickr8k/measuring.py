@@ -5,6 +5,7 @@ N images, M captions, D dimensions, P judged pairs.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from probemb.data.captions.find import CaptionDataset
+from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.rankings import (
     RankingOptions,
     both_directions,
@@ -21,15 +23,14 @@ from probemb.evaluation.rankings import (
     own_captions,
     rank_all,
 )
+from probemb.evaluation.tolerance import Tolerance, choose_tolerance
 from probemb.files import replace_file
 from probemb.gaussian import Gaussian
-from probemb.metrics import Positives, mean_metrics, query_metrics, ranking, rsum
+from probemb.metrics import Positives, rsum
 from probemb.metrics.coco import package_metrics
 from probemb.models.encoder import POINT_LOG_VAR
 
 Pair = tuple[Gaussian, Gaussian]  # images (N, D), captions (M, D)
-LAMBDAS = (-4.0, -2.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
-KS = (1, 5, 10)
 
 
 def rsum_of(images: Gaussian, texts: Gaussian, dataset: CaptionDataset, name: str) -> float:
@@ -99,12 +100,10 @@ def measure(parts: dict[str, Pair], datasets: dict[str, CaptionDataset], about: 
         if about["sampled"]:
             scalars = {"scale": about["scale"], "shift": about["shift"]}
             rankings["match-probability"] = partial(retrieval, name="match-probability", **scalars)
-        found["tolerance"] = choose_tolerance(parts["validation"], own_positives(datasets["validation"]))
-        rankings["tolerance"] = partial(by_tolerance, weights=found["tolerance"]["weights"])
-        found["refusal"] = {
-            name: refusal(images, texts, positives, weights)
-            for name, weights in (("csd", {"i2t": 1.0, "t2i": 1.0}), ("mean", {"i2t": 0.0, "t2i": 0.0}))
-        }
+        tolerance = tolerance_by_validation(parts["validation"], datasets["validation"])
+        found["tolerance"] = asdict(tolerance)
+        rankings["tolerance"] = partial(retrieval, name="tolerance", tolerance=tolerance)
+        found["refusal"] = {name: refusal(images, texts, positives, name) for name in ("csd", "mean")}
         found["mean_u"] = {"images": _spread(images.uncertainty()), "captions": _spread(texts.uncertainty())}
     found["retrieval"] = {name: rank(images, texts, positives) for name, rank in rankings.items()}
     if "coco" in parts:
@@ -112,45 +111,22 @@ def measure(parts: dict[str, Pair], datasets: dict[str, CaptionDataset], about: 
     return found
 
 
+def tolerance_by_validation(pair: Pair, dataset: CaptionDataset) -> Tolerance:
+    """The weights of the ranking "tolerance" with the best recalls of own captions."""
+    pairs = EmbeddedPairs(*pair, torch.tensor(dataset.owner()), list(range(len(dataset))), [])
+    return choose_tolerance(
+        pairs, own_positives(dataset), "recall", chosen="honest (validation images)", of="own captions"
+    )
+
+
 def _spread(u: Tensor) -> dict[str, float]:
     return {"mean": float(u.double().mean()), "std": float(u.double().std())}
 
 
-def lists_by_tolerance(images: Gaussian, texts: Gaussian, weights: dict[str, float], depth: tuple[int, int]):
-    """Ranked lists of both directions by 2 mu . mu' - lambda u of the gallery's item."""
-    twice = 2 * images.mean @ texts.mean.T
-    return (
-        ranking(twice - weights["i2t"] * texts.uncertainty(), depth[0]),
-        ranking((twice - weights["t2i"] * images.uncertainty()[:, None]).T, depth[1]),
-    )
-
-
-def by_tolerance(images: Gaussian, texts: Gaussian, positives: Positives, weights: dict[str, float]) -> dict:
-    """`retrieval` under given weights of the gallery's uncertainty."""
-    depth = depth_for([positives])
-    tops = lists_by_tolerance(images, texts, weights, depth)
-    i2t, t2i = (
-        mean_metrics(query_metrics(top, match, KS)) for top, match in zip(tops, (positives, positives.transposed()))
-    )
-    return {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)}
-
-
-def choose_tolerance(pair: Pair, positives: Positives) -> dict:
-    """Weights of both directions by the sum of their recalls: {"weights": {"i2t", "t2i"}, "curve"}."""
-    curve = {
-        str(weight): {way: sum(found[way][f"r@{k}"] for k in KS) for way in ("i2t", "t2i")}
-        for weight in LAMBDAS
-        for found in [by_tolerance(*pair, positives, {"i2t": weight, "t2i": weight})]
-    }
-    best = {
-        way: float(max(curve, key=lambda weight: (curve[weight][way], -abs(float(weight))))) for way in ("i2t", "t2i")
-    }
-    return {"weights": best, "curve": curve}
-
-
-def refusal(images: Gaussian, texts: Gaussian, positives: Positives, weights: dict[str, float]) -> dict:
-    """R@1 of all queries, of the certain half by u, and of the other half; {"captions", "images"}."""
-    tops = lists_by_tolerance(images, texts, weights, (1, 1))
+def refusal(images: Gaussian, texts: Gaussian, positives: Positives, name: str) -> dict:
+    """R@1 under a ranking of all queries, of the certain half by u, and of the other half; {"captions", "images"}."""
+    ranked = rank_all(make_ranker(name, images, texts), len(images), len(texts), (1, 1))
+    tops = ranked.i2t, ranked.t2i
     sides = (("images", images, tops[0], positives), ("captions", texts, tops[1], positives.transposed()))
     found = {}
     for side, gaussian, top, match in sides:
