@@ -3,10 +3,11 @@
     make claims                                        # scenes; at most 30 minutes on two cores; run again to resume
     python -m tools.claims --out claims --seeds 3      # the same
     python -m tools.claims --out claims --report       # trains nothing: what the seeds that are finished say
+    python -m tools.claims --world ambiguity --out claims-ambiguity  # what the variance means; see ambiguity/study.py
     python -m tools.claims --world flickr8k --data data/flickr8k --images-weights tf_efficientnet_lite0.safetensors \\
         --word-vectors glove.txt.gz --out claims-flickr8k  # photographs; see flickr8k/study.py
 
-A world has its own trainings and findings (`scenes/study.py`, `flickr8k/study.py`). Every training that is finished
+A world has its own trainings and findings (the `study.py` of `scenes`, `ambiguity` and `flickr8k`). Every training that is finished
 stays in OUT/trainings and is not repeated. OUT/claims.json holds all numbers, OUT/claims.md the tables, OUT/report.html
 tables and plots. Verdicts follow from the numbers: a difference of two means over the seeds counts if it is larger than
 the spread, the standard deviation over the seeds of the difference within a seed.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from tools.claims.study import Study
 
 GENERATOR = "probemb tools.claims"
-WORLDS = ("scenes", "flickr8k")
+WORLDS = ("scenes", "flickr8k", "ambiguity")
 PHOTOGRAPHS = ("data", "images_weights", "word_vectors", "judgements", "coco")  # options of flickr8k alone
 
 
@@ -62,13 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_study(options) -> Study:
     """The study of a world. Raises UserError: options of another world, or missing ones."""
     given = [name for name in PHOTOGRAPHS if getattr(options, name) is not None]
+    if options.world != "flickr8k" and given:
+        named = f"--{given[0].replace('_', '-')}"
+        raise UserError(f"{named} has no use with drawn scenes.", f"Add --world flickr8k, or leave {named} out.")
     if options.world == "scenes":
         from tools.claims.scenes.study import Scenes
 
-        if given:
-            named = f"--{given[0].replace('_', '-')}"
-            raise UserError(f"{named} has no use with drawn scenes.", f"Add --world flickr8k, or leave {named} out.")
         return Scenes()
+    if options.world == "ambiguity":
+        from tools.claims.ambiguity.study import Ambiguity
+
+        return Ambiguity()
     from tools.claims.flickr8k.study import Flickr8k
     from tools.claims.flickr8k.world import Files
 

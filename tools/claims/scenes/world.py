@@ -126,25 +126,25 @@ class Words:
 def draw_world(sizes: Sizes, seeds: Sequence[int], tell: Callable[[str], object] = lambda line: None) -> World:
     """Draw all scenes. Every part and every seed has scenes of its own; the same arguments give the same world."""
     began = time.perf_counter()
-    drawn = {f"pretraining {seed}": _scenes(f"claims pretraining {seed}", sizes.pretraining) for seed in seeds}
-    drawn |= {f"training {seed}": _scenes(f"claims training {seed}", sizes.training) for seed in seeds}
-    drawn |= {name: _scenes(f"claims {name}", getattr(sizes, name)) for name in ("validation", "test")}
+    drawn = {f"pretraining {seed}": draw_scenes(f"claims pretraining {seed}", sizes.pretraining) for seed in seeds}
+    drawn |= {f"training {seed}": draw_scenes(f"claims training {seed}", sizes.training) for seed in seeds}
+    drawn |= {name: draw_scenes(f"claims {name}", getattr(sizes, name)) for name in ("validation", "test")}
     told = {
-        name: _dataset(name, scenes, slice(SURE_CAPTIONS) if name.startswith("pretraining") else slice(None))
+        name: describe_scenes(name, scenes, slice(SURE_CAPTIONS) if name.startswith("pretraining") else slice(None))
         for name, scenes in drawn.items()
     }
     prompts = prompt_texts(class_names(), imagenet_templates())
-    spoken = _dataset("words", _scenes("claims words", WORD_SCENES), slice(None)).flat()
+    spoken = describe_scenes("words", draw_scenes("claims words", WORD_SCENES), slice(None)).flat()
     words = Words([*spoken, *prompts])  # the same whatever the seeds and sizes: weights are kept between runs
     parts, total, done = {}, sum(map(len, told.values())) + sizes.class_images, 0
     for name, dataset in told.items():
-        parts[name] = Part(dataset, _pixels(drawn[name], sizes.pixels), words(dataset.flat()))
+        parts[name] = Part(dataset, draw_pixels(drawn[name], sizes.pixels), words(dataset.flat()))
         done += len(dataset)
         left = (time.perf_counter() - began) / done * (total - done)
         tell(f"scenes: {done:,} of {total:,} drawn, about {left:.0f} s left")
     single = [class_scene("claims classes", i) for i in range(sizes.class_images)]
     classes = Classes(
-        _pixels(single, sizes.pixels),
+        draw_pixels(single, sizes.pixels),
         torch.arange(sizes.class_images) % len(class_names()),
         [f"{i:06d}" for i in range(sizes.class_images)],
         words(prompts).view(len(class_names()), -1, words.context),
@@ -161,11 +161,13 @@ def draw_world(sizes: Sizes, seeds: Sequence[int], tell: Callable[[str], object]
     )
 
 
-def _scenes(name: str, count: int) -> list[Scene]:
+def draw_scenes(name: str, count: int) -> list[Scene]:
+    """The first scenes of the series `name`, without their pictures."""
     return [scene(name, i) for i in range(count)]
 
 
-def _dataset(name: str, scenes: list[Scene], which: slice) -> CaptionDataset:
+def describe_scenes(name: str, scenes: list[Scene], which: slice = slice(None)) -> CaptionDataset:
+    """The scenes with those of their captions, which are in order from exact to vague."""
     told = [draw_captions(one)[which] for one in scenes]
     return CaptionDataset(
         captions=[[caption.text for caption in captions] for captions in told],
@@ -175,7 +177,8 @@ def _dataset(name: str, scenes: list[Scene], which: slice) -> CaptionDataset:
     )
 
 
-def _pixels(scenes: Sequence[Scene], size: int) -> Tensor:
+def draw_pixels(scenes: Sequence[Scene], size: int) -> Tensor:
+    """(N, 3, size, size) uint8."""
     pictures = np.stack([np.asarray(render(one, size)) for one in scenes])
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous()
 
@@ -193,9 +196,13 @@ class MemoryLoader:
         self.steps, self.waited = self.n_pairs // batch_size, 0.0
         self._owner = torch.tensor(part.dataset.owner())
 
+    def order(self, n: int) -> np.ndarray:
+        """The pairs of epoch n, (steps, batch_size)."""
+        return epoch_order(self.n_pairs, self.batch_size, self.seed, n)
+
     def epoch(self, n: int, start_step: int = 0) -> Iterator[PairBatch]:
         """The batches of epoch n from a step on; `step_done` is called after each."""
-        for pairs in torch.from_numpy(epoch_order(self.n_pairs, self.batch_size, self.seed, n))[start_step:]:
+        for pairs in torch.from_numpy(self.order(n))[start_step:]:
             owner = self._owner[pairs]
             yield PairBatch(self.part.images(owner), self.part.tokens[pairs], owner, pairs)
             self.step_done()
