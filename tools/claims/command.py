@@ -7,10 +7,10 @@
     python -m tools.claims --world flickr8k --data data/flickr8k --images-weights tf_efficientnet_lite0.safetensors \\
         --word-vectors glove.txt.gz --out claims-flickr8k  # photographs; see flickr8k/study.py
 
-A world has its own trainings and findings (the `study.py` of `scenes`, `ambiguity` and `flickr8k`). Every training that is finished
-stays in OUT/trainings and is not repeated. OUT/claims.json holds all numbers, OUT/claims.md the tables, OUT/report.html
-tables and plots. Verdicts follow from the numbers: a difference of two means over the seeds counts if it is larger than
-the spread, the standard deviation over the seeds of the difference within a seed.
+A world has its own trainings and findings (`scenes/study.py`, `ambiguity/study.py`, `flickr8k/study.py`). Every
+training that is finished stays in OUT/trainings and is not repeated. OUT/claims.json holds all numbers, OUT/claims.md
+the tables, OUT/report.html tables and plots. Verdicts follow from the numbers: a difference of two means over the
+seeds counts if it is larger than the spread, the standard deviation over the seeds of the difference within a seed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from probemb.evaluation.tolerance import Tolerance, choose_tolerance, sweep
 from probemb.evaluation.uncertainty import spearman
 from probemb.metrics import query_metrics
 from probemb.models import DualEncoder
-from tools.claims.embeddings import Pair
+from tools.claims.flickr8k.measuring import Pair
 from tools.claims.scenes.world import Part
 
 LAMBDAS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)

@@ -24,7 +24,7 @@ from tools.claims.ambiguity import charts, findings
 from tools.claims.ambiguity.measuring import embed, look, measure
 from tools.claims.ambiguity.training import NOTHING, RANDOM, START, Settings, Training, pretrain, train
 from tools.claims.ambiguity.world import World, draw_world
-from tools.claims.embeddings import keep_embeddings, read_embeddings
+from tools.claims.flickr8k.measuring import keep_embeddings, read_embeddings
 from tools.claims.queue import Kept, train_all
 from tools.claims.study import Study, Tell
 from tools.claims.verdicts import Found
@@ -119,9 +119,9 @@ class Ambiguity(Study):
     def describe(self, trainings: int, seeds: Sequence[int]) -> str:
         s = self.settings
         return (
-            f"{trainings} trainings, seeds {', '.join(map(str, seeds))}. Each seed's start sees {s.sizes.start:,} scenes "
-            f"{s.start_epochs} times and its finetunings see {s.sizes.training:,} others {s.epochs} times, every time "
-            f"with one of five captions; tested on {s.sizes.test:,} scenes of which every true caption is known."
+            f"{trainings} trainings, seeds {', '.join(map(str, seeds))}. A seed's start sees {s.sizes.start:,} scenes "
+            f"{s.start_epochs} times, its finetunings see {s.sizes.training:,} others {s.epochs} times, each time with "
+            f"one of five captions; all are tested on {s.sizes.test:,} scenes whose true captions are all known."
         )
 
     def choose(self, out: Path, workers: int) -> None:
