@@ -61,7 +61,7 @@ class RankingOptions:
         scale, shift: a and b of the match probability, the model's own; samples: of each item.
         factory: FAISS' index; candidates: how many of the means' neighbours are re-ranked.
         device: where scores are computed; FAISS searches on the CPU.
-        tolerance: the weights of the ranking "tolerance".
+        tolerance: the weights of the ranking "tolerance"; by default those of CSD.
     """
 
     scale: float = 1.0

@@ -532,3 +532,24 @@ def test_addresses():
         effective_listen = (("127.0.0.1", 1), ("::1", 2))
 
     assert addresses(Two) == ["http://127.0.0.1:1/", "http://[::1]:2/"]
+
+
+def test_all_that_fits_is_chosen_by_the_keyboard(browser, gallery, tmp_path):  # noqa: F811
+    from tools.search.command import open_searcher, parse
+
+    options = ["--serve", "--index", str(gallery.images), "--device", "cpu", "--tolerance", "-2"]
+    fitting = open_searcher(parse(options))
+    with serving(fitting) as server:
+        browser.complaints.clear()
+        browser.open(f"http://127.0.0.1:{server.effective_port}/")
+        browser.wait("document.body.dataset.ready === 'yes'")
+        search_for(browser, "a red circle")
+        shown = f"{CARDS}.map(c => c.querySelector('.key').textContent)"
+        for fits, key in ((False, None), (True, "ArrowRight"), (False, "ArrowLeft")):
+            if key:
+                browser.run("document.querySelector('#fits input:checked').focus()")
+                browser.press(key)
+            want = [r["key"] for r in fitting.answer(Wish(["a red circle"], top=24, fits=fits))["results"]]
+            browser.wait(f"JSON.stringify({shown}) === {json.dumps(json.dumps(want, separators=(',', ':')))}")
+        browser.screenshot(tmp_path / "fits.png")
+        assert browser.complaints == []
