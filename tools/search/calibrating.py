@@ -1,8 +1,11 @@
-"""Measure on a validation set how precise answers are for queries below each uncertainty.
+"""Measure on a validation set which score tells wrong answers, and how precise those below each of its values are.
 
 Every caption of the validation set is a query (every image for an index of captions). The answer is correct if the
 query's own item is among the K closest of the validation set; other fitting items make a query ambiguous. Queries of
 two and three texts are composed captions of one image.
+
+Scores come from the index itself, as those of a query do. One is chosen, by the area under the rejection curve for
+queries of one part; its sign is fixed beforehand. Tests and bounds allow for the choice among all of them (Bonferroni).
 """
 
 from __future__ import annotations
@@ -10,16 +13,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
-from tools.search.calibration import Calibration
+from tools.search.calibration import BETTER, CHANCE, WORSE, Calibration
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from probemb.data.captions.find import CaptionDataset
     from probemb.evaluation.embed_pairs import EmbeddedPairs
     from probemb.gaussian import Gaussian
-    from probemb.metrics import PrecisionCurve
     from tools.search.query import Searcher
 
 MAX_TEXTS = 3  # of a query
@@ -44,6 +49,8 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
     from probemb.data.captions.find import find_captions
     from probemb.errors import nearest
     from probemb.evaluation.embed_pairs import embed_pairs
+    from probemb.metrics import precision_curve
+    from probemb.metrics.selective import CONFIDENCE
 
     if rivals not in RIVALS:
         raise UserError(f"There are no rivals '{rivals}'.{nearest(rivals, RIVALS)}", f"Use {' or '.join(RIVALS)}.")
@@ -52,16 +59,23 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
     embedded = embed_pairs(replace(searcher.embedder, workers=None, show=show or silent), captions)
     owner, tolerance = embedded.owner.tolist(), best_tolerance(searcher, captions, embedded)
+    places = list(range(len(embedded.images)))
     if searcher.index.kind == "text":
-        groups = [[row] for row in range(len(embedded.images))]
-        curve = measure(searcher, embedded.images, embedded.texts, groups, range(len(groups)), owner, rivals, within)
-        return Calibration("image", {1: curve}, weights, str(data), len(embedded.texts), rivals, within, tolerance)
-    curves, places = {}, range(len(embedded.images))
+        kind, queries, gallery, asked, holds = "image", embedded.images, embedded.texts, places, owner
+    else:
+        kind, queries, gallery, asked, holds = "text", embedded.texts, embedded.images, owner, places
+    measured = {}
     for parts in range(1, MAX_TEXTS + 1):
-        groups = caption_groups(owner, parts)
+        groups = caption_groups(asked, parts)
         if groups:
-            curves[parts] = measure(searcher, embedded.texts, embedded.images, groups, owner, places, rivals, within)
-    return Calibration("text", curves, weights, str(data), len(embedded.images), rivals, within, tolerance)
+            measured[parts] = measure(searcher, queries, gallery, groups, asked, holds, rivals, within)
+    tests = {parts: assess_scores(*one) for parts, one in measured.items()}
+    score = choose_score(tests[1])
+    curves = {}
+    for parts, (scores, correct, _) in measured.items():
+        bounds = 1 - (1 - CONFIDENCE) / len(scores)  # the score was chosen among them on the same queries
+        curves[parts] = replace(precision_curve(scores[score], correct, confidence=bounds), confidence=CONFIDENCE)
+    return Calibration(kind, curves, weights, str(data), len(gallery), rivals, within, score, tests, tolerance)
 
 
 def best_tolerance(searcher: Searcher, captions: CaptionDataset, embedded: EmbeddedPairs) -> float | None:
@@ -73,6 +87,31 @@ def best_tolerance(searcher: Searcher, captions: CaptionDataset, embedded: Embed
         return None
     found = choose_tolerance(embedded, known_positives(embedded, captions)[TRUE])
     return found.i2t if searcher.index.kind == "text" else found.t2i
+
+
+def assess_scores(scores: dict[str, Tensor], correct: Tensor, image: Tensor) -> dict[str, dict]:
+    """Whether refusing by each score gains anything; see `Calibration.tests`.
+
+    Args:
+        scores: name -> (Q,); correct: (Q,) bool; image: (Q,) that a query belongs to.
+    """
+    from probemb.metrics.prediction import rejection_gain
+    from probemb.metrics.selective import CONFIDENCE
+
+    enough = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / len(scores))
+    tests = {}
+    for name, score in scores.items():
+        found = rejection_gain(score, correct, image)
+        z = 0.0 if found is None else found.z  # all answers are right, or all are wrong
+        verdict = BETTER if z > enough else WORSE if z < -enough else CHANCE
+        tests[name] = {"gain": found.value if found else 0.0, "se": found.se if found else 0.0, "verdict": verdict}
+    return tests
+
+
+def choose_score(tests: dict[str, dict]) -> str:
+    """The score with the largest gain of those that beat chance; without one the first, which is u if there is a u."""
+    better = [name for name, test in tests.items() if test["verdict"] == BETTER]
+    return max(better, key=lambda name: tests[name]["gain"], default=next(iter(tests)))
 
 
 def caption_groups(owner: Sequence[int], parts: int, seed: int = 0) -> list[list[int]]:
@@ -91,24 +130,27 @@ def caption_groups(owner: Sequence[int], parts: int, seed: int = 0) -> list[list
 def measure(
     searcher: Searcher, queries: Gaussian, gallery: Gaussian, groups: list[list[int]], asked: Sequence[int],
     holds: Sequence[int], rivals: str, within: int,
-) -> PrecisionCurve:  # fmt: skip
-    """The curve of composed queries; `groups` are rows of `queries`, all of the same length.
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:  # fmt: skip
+    """Composed queries; `groups` are rows of `queries`, all of the same length.
 
     Args:
         asked: image of each query part.
         holds: image of each gallery item.
+
+    Returns:
+        scores of every query, name -> (G,); whether its answer is correct, (G,) bool; its image, (G,).
     """
     import torch
 
     from probemb.compose import as_query, compose
     from probemb.gaussian import Gaussian
-    from probemb.metrics import precision_curve
     from probemb.search import build_index, rerank, search
 
     weighed = ("tolerance", searcher.index.weight) if searcher.index.form == "tolerance" else ()
     own = build_index(gallery, "Flat", *weighed)
     rows, wanted, images = torch.tensor(groups), torch.tensor(asked), torch.tensor(holds)  # rows: (G, parts)
-    uncertainty, correct = [], []
+    scores: list[dict[str, Tensor]] = []
+    correct = []
     for part in rows.split(SLICE):
         parts = Gaussian(queries.mean[part.T], queries.log_var[part.T])  # (parts, G, D)
         query = as_query(compose(parts).gaussian) if part.shape[1] > 1 else parts[0]
@@ -121,5 +163,6 @@ def measure(
             at = distance.gather(1, rank.clamp_max(hit.shape[1] - 1)[:, None])
             rank = rank + (closer < at - SAME).sum(1)
         correct.append(rank < within)
-        uncertainty.append(query.uncertainty())
-    return precision_curve(torch.cat(uncertainty), torch.cat(correct))
+        scores.append(searcher.scores(query))
+    every = {name: torch.cat([part[name] for part in scores]) for name in scores[0]}
+    return every, torch.cat(correct), wanted[rows[:, 0]]

@@ -8,7 +8,8 @@
     python -m tools.search --image x.jpg --fits --tolerance -1 --index index/captions  # all that fits, not the closest
 
 Several texts and images form one query, the product of their normals (MPC). Results are ranked by CSD. A query more
-uncertain than --max-uncertainty, or than the threshold calibrated for --min-precision, is refused with exit code 1.
+uncertain than --max-uncertainty is refused with exit code 1, as is one whose calibrated score is above the threshold
+for --min-precision, or above --max-score.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from probemb.errors import UserError
 PROG = "python -m tools.search"
 REFUSED = 1
 BELONGS = {  # options of some modes only
-    **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision", "fits"), ("a query",)),
+    **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision", "max_score"), ("a query",)),
+    "fits": ("a query",),
     "tolerance": ("a query", "--serve"),
     **dict.fromkeys(("rivals", "within"), ("--calibrate",)),
     **dict.fromkeys(("host", "port", "allow_host", "max_upload"), ("--serve",)),
@@ -76,6 +78,8 @@ def add_options() -> Parser:
     parser.add_argument("--fits", action=argparse.BooleanOptionalAction, help=fits)
     tolerance = "weight of the variances for --fits (default: the index' own, or the calibrated one)"
     parser.add_argument("--tolerance", type=float, metavar="LAMBDA", help=tolerance)
+    score = "refuse a query whose calibrated score is above this"
+    parser.add_argument("--max-score", type=float, metavar="S", help=score)
     parser.add_argument(
         "--effort", type=PositiveInt, help="cells (IVF) or nodes (HNSW) that an approximate index searches"
     )
@@ -167,7 +171,7 @@ def search_once(options: argparse.Namespace) -> int:
 
     wish = Wish(
         options.texts, [read_image(path) for path in options.image], options.top, options.max_uncertainty,
-        options.max_item_uncertainty, options.min_precision, options.fits,
+        options.max_item_uncertainty, options.min_precision, options.fits, options.max_score,
     )  # fmt: skip
     check_wish(wish)
     answer = open_searcher(options).answer(wish)
@@ -187,6 +191,7 @@ def print_answer(answer: dict) -> None:
     from rich.table import Table
 
     from probemb.reports.text import printable
+    from tools.search.scoring import SCORES
 
     console = Console()
     if not console.is_terminal:
@@ -198,8 +203,12 @@ def print_answer(answer: dict) -> None:
     if answer["weight"] != 1:
         line += f"; ranked with the variances of the items times {answer['weight']:g}"
     console.print(line, highlight=False)
+    score, exceeded = answer["score"], answer["limit"]
+    if score["name"] != "u" and score["value"] is not None:
+        console.print(f"{score['title']}: {score['value']:.4g} ({SCORES[score['name']][1]})", highlight=False)
+        exceeded = score["limit"]
     if answer["refused"]:
-        limit = f"refused: that is above {answer['limit']:.4g}; make the query more specific, or raise the limit"
+        limit = f"refused: that is above {exceeded:.4g}; make the query more specific, or raise the limit"
         console.print(limit, highlight=False, soft_wrap=True)
         return
     table = Table()
@@ -250,17 +259,31 @@ def replaced(folder: Path, weights: str) -> str:
 
 
 def print_calibration(calibration) -> None:
-    """Print thresholds for some precisions."""
+    """Print what each score gains, and thresholds for some precisions."""
     from rich.console import Console
     from rich.table import Table
 
     from probemb.metrics import highest_threshold
+    from tools.search.scoring import SCORES
 
-    table = Table(title=f"queries of {calibration.kind}s against {calibration.gallery:,} items of {calibration.data}")
+    console, title = Console(width=110), SCORES[calibration.score][0]
+    gains = Table(title="what refusing by each score gains, 0 at random and 1 at best")
+    gains.add_column("score")
+    for parts in calibration.tests:
+        gains.add_column(f"{parts} {calibration.kind}{'' if parts == 1 else 's'}", justify="right")
+    for name in calibration.tests[1]:
+        found = (tests[name] for tests in calibration.tests.values())
+        gains.add_row(SCORES[name][0], *(f"{t['gain']:+.3f} ± {t['se']:.3f}, {t['verdict']}" for t in found))
+    console.print(gains)
+    heading = f"queries of {calibration.kind}s against {calibration.gallery:,} items of {calibration.data}, by {title}"
+    table = Table(title=heading)
     for heading in ("parts", "queries", "precision of all", "for precision", "refuse above", "answered"):
         table.add_column(heading, justify="right")
     for parts, curve in calibration.curves.items():
         first = (str(parts), f"{curve.queries:,}", f"{curve.precision[-1]:.3f}")
+        if calibration.doubt(parts):
+            table.add_row(*first, "", "not promised", "")
+            continue
         for wanted in WANTED:
             threshold = highest_threshold(curve, wanted)
             if threshold is not None:
@@ -269,7 +292,10 @@ def print_calibration(calibration) -> None:
                 first = ("", "", "")
         if first[0]:
             table.add_row(*first, f"{WANTED[0]:g}", "out of reach", "")
-    Console(width=110).print(table)
+    console.print(table)
+    for parts in calibration.curves:
+        if doubt := calibration.doubt(parts):
+            console.print(f"{doubt}: --min-precision is refused for them.", highlight=False, soft_wrap=True)
     if calibration.tolerance is not None:
         print(f"all that fits is found best with the variances of the items times {calibration.tolerance:g} (--fits)")
 

@@ -2,7 +2,7 @@
 
 GET /                the page
 POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision,
-                     fits (yes, no or empty) -> the answer
+                     fits (yes, no or empty), max_score -> the answer
 GET /picture/ROW     a thumbnail of an item; /picture/ROW/large up to 1600 pixels; 503 with Retry-After under load
 
 Against requests by other sites through a visitor's browser, the Host header must name this server (against DNS
@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from probemb.errors import UserError
 from probemb.reports.text import printable
+from tools.search.scoring import SCORES
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -91,6 +92,7 @@ def make_app(
             max_item_uncertainty=read_number(form, "max_item_uncertainty", float),
             min_precision=read_number(form, "min_precision", float),
             fits=read_choice(form, "fits"),
+            max_score=read_number(form, "max_score", float),
         )
         return jsonify(shown(searcher.answer(wish)))
 
@@ -266,10 +268,17 @@ def describe(searcher: Searcher) -> dict:
     curves, calibrated = {}, None
     if calibration := searcher.calibration:
         calibrated = {name: getattr(calibration, name) for name in ("kind", "gallery", "within")}
-        curves = {
-            str(parts): {"u": curve.threshold, "coverage": curve.coverage, "precision": curve.at_least}
-            for parts, curve in calibration.curves.items()
-        }
+        title, meaning = SCORES[calibration.score]
+        calibrated |= {"score": calibration.score, "title": title, "meaning": meaning, "doubts": {}}
+        for parts, curve in calibration.curves.items():
+            if doubt := calibration.doubt(parts):
+                calibrated["doubts"][str(parts)] = printable(f"{doubt}, so nothing is promised.")
+            else:
+                curves[str(parts)] = {
+                    "limits": curve.threshold,
+                    "coverage": curve.coverage,
+                    "precision": curve.at_least,
+                }
     return {
         "model": printable(Path(searcher.name).name if Path(searcher.name).exists() else searcher.name),
         "count": len(index),

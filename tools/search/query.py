@@ -11,9 +11,11 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.errors import UserError
+from tools.search.scoring import SCORES, candidate_count, query_scores
 
 if TYPE_CHECKING:
     from PIL import Image
+    from torch import Tensor
 
     from probemb.cli.device import Device
     from probemb.gaussian import Gaussian
@@ -45,6 +47,7 @@ class Wish:
         min_precision: a query above the threshold calibrated for this precision is refused.
         fits: True for all that fits, a large variance of an item as a tolerance; False for the closest, by CSD; None as
             the index ranks.
+        max_score: a query whose calibrated score is above it is refused.
     """
 
     texts: Sequence[str] = ()
@@ -54,6 +57,7 @@ class Wish:
     max_item_uncertainty: float | None = None
     min_precision: float | None = None
     fits: bool | None = None
+    max_score: float | None = None
 
 
 class Found(NamedTuple):
@@ -85,6 +89,7 @@ class Searcher:
     ):
         from probemb.cli.device import CPU
         from probemb.evaluation.embedding import Embedder
+        from probemb.evaluation.predictors import MatchModel
 
         self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
         self.candidates = candidates
@@ -92,6 +97,7 @@ class Searcher:
             tolerance = index.weight if index.form == "tolerance" else calibration and calibration.tolerance
         self.tolerance = tolerance
         model, tokenizer, transforms = loaded
+        self.match_model = MatchModel.of(model)
         self.embedder = Embedder(model, tokenizer, transforms.evaluate, device or CPU)
         self._one_at_a_time = Lock()  # for the model: bounds memory and protects the tokenizer's cache
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
@@ -141,11 +147,16 @@ class Searcher:
             )
         parts = self.embed(wish.texts, wish.images)
         kinds = ["text"] * (len(parts) - len(wish.images)) + ["image"] * len(wish.images)
-        limit = self.limit(kinds, wish.max_uncertainty, wish.min_precision)
+        name = self.calibration.score if self.calibration else "u"
+        limits = self.limits(name, kinds, wish)
         product = compose(parts)
         query = as_query(product.gaussian) if len(parts) > 1 else product.gaussian
         u = float(query.uncertainty())
-        refused = limit is not None and u > limit
+        values = {"u": u}
+        refused = is_above(values, limits)
+        if name != "u" and not refused:  # needs a search
+            values[name] = float(self.scores(query[None])[name])
+            refused = is_above(values, limits)
         found, looked_at = (
             ([], 0) if refused else self.closest(query[None], wish.top, wish.max_item_uncertainty, weight)
         )
@@ -160,7 +171,8 @@ class Searcher:
                 "log_normaliser": float(product.log_normaliser),
             },
             "weight": weight,
-            "limit": limit,
+            "limit": limits.get("u"),
+            "score": {"name": name, "title": SCORES[name][0], "value": values.get(name), "limit": limits.get(name)},
             "refused": refused,
             "results": [self.describe(rank, one) for rank, one in enumerate(found, 1)],
             "looked_at": looked_at,
@@ -168,17 +180,23 @@ class Searcher:
             "seconds": round(time.perf_counter() - started, 4),
         }
 
-    def limit(self, kinds: Sequence[str], max_uncertainty: float | None, min_precision: float | None) -> float | None:
-        """The uncertainty above which a query of these parts is refused, the lower of both limits."""
-        limits = [] if max_uncertainty is None else [max_uncertainty]
-        if min_precision is not None:
-            if self.calibration is None:
+    def limits(self, name: str, kinds: Sequence[str], wish: Wish) -> dict[str, float]:
+        """Of "u" and the calibrated score `name` the values above which a query of these parts is refused, if any."""
+        given = [("u", wish.max_uncertainty)]
+        for value, what in ((wish.min_precision, "the precision of its answers"), (wish.max_score, "its score")):
+            if value is not None and self.calibration is None:
                 raise UserError(
-                    "This index has no calibration, so the precision of its answers is unknown.",
+                    f"This index has no calibration, so {what} is unknown.",
                     "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or use --max-uncertainty.",
                 )
-            limits.append(self.calibration.threshold(kinds, min_precision))
-        return min(limits, default=None)
+        if wish.min_precision is not None:
+            given.append((name, self.calibration.threshold(kinds, wish.min_precision)))
+        given.append((name, wish.max_score))
+        limits: dict[str, float] = {}
+        for score, limit in given:
+            if limit is not None:
+                limits[score] = min(limit, limits.get(score, limit))
+        return limits
 
     @property
     def own_weight(self) -> float:
@@ -206,23 +224,31 @@ class Searcher:
 
         return weight == self.own_weight or self.index.form == "mean" or is_exact(self.index)
 
+    def scores(self, query: Gaussian) -> dict[str, Tensor]:
+        """Every score of queries (Q, D) in `tools.search.scoring`, (Q,) each, as queries and calibrations use them."""
+        k = candidate_count(self.index)
+        with self._one_search:
+            distances, rows = self._look(query, k, self.own_weight)
+        return query_scores(self.index, query, distances, rows, self.match_model)
+
+    def _look(self, query: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
+        """Distances with a weight of the items' variances, CSD for 1, and rows of the k closest items."""
+        from probemb.search import rerank, search_weighted
+        from probemb.search.index import CANDIDATES
+
+        if self.index.form != "mean":
+            return search_weighted(self.index, query, k, weight)
+        candidates = max(k, self.candidates or min(CANDIDATES * k, MAX_NEIGHBOURS))
+        return rerank(self.index, query, k, candidates, weight)
+
     def closest(
         self, query: Gaussian, top: int, max_uncertainty: float | None, weight: float
     ) -> tuple[list[Found], int]:
         """At most `top` items, and the number of neighbours that were searched; the query is (1, D)."""
-        from probemb.search import rerank, search_weighted
-        from probemb.search.index import CANDIDATES
-
-        def look(k: int):
-            if self.index.form != "mean":
-                return search_weighted(self.index, query, k, weight)
-            candidates = max(k, self.candidates or min(CANDIDATES * k, MAX_NEIGHBOURS))
-            return rerank(self.index, query, k, candidates, weight)
-
         k = min(top, len(self.index))
         while True:
             with self._one_search:
-                distances, rows = look(k)
+                distances, rows = self._look(query, k, weight)
             rows = rows[0].tolist()
             u = [float(self.index.uncertainty[row]) if row >= 0 else 0.0 for row in rows]
             found = [
@@ -261,6 +287,11 @@ class Searcher:
         return self.picture(row) if is_remote(self.index.item(row).get("shard") or "") else None
 
 
+def is_above(values: dict[str, float], limits: dict[str, float]) -> bool:
+    """Whether a known score is above its limit."""
+    return any(name in limits and value > limits[name] for name, value in values.items())
+
+
 def check_wish(wish: Wish) -> None:
     """Refuse numbers out of range. Raises UserError."""
     import math
@@ -273,6 +304,8 @@ def check_wish(wish: Wish) -> None:
     ):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise UserError(f"The {name} is {value}.", "Give a number from 0 on.")
+    if wish.max_score is not None and not math.isfinite(wish.max_score):
+        raise UserError(f"The largest score of the query is {wish.max_score}.", "Give a finite number.")
     if wish.min_precision is not None and not 0 < wish.min_precision <= 1:
         raise UserError(f"The wanted precision is {wish.min_precision}.", "Give a share above 0 and up to 1.")
 

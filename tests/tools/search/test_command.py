@@ -20,16 +20,19 @@ from probemb.cli.command import run_command
 from probemb.compose import as_query, compose
 from probemb.distances import csd
 from probemb.errors import UserError
+from probemb.evaluation.predictors import query_scores
 from probemb.gaussian import Gaussian
+from probemb.metrics import PrecisionCurve
 from probemb.models import create_model, load_model, save_model
 from probemb.search import load_index
 from tests.searching import EVIL, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
-from tools.search.calibrating import calibrate, caption_groups
-from tools.search.calibration import load_calibration
-from tools.search.command import main, open_searcher, parse
+from tools.search.calibrating import assess_scores, calibrate, caption_groups, choose_score
+from tools.search.calibration import BETTER, CHANCE, WORSE, Calibration, load_calibration
+from tools.search.command import main, open_searcher, parse, print_answer
 from tools.search.pictures import read_picture
 from tools.search.query import MAX_TEXT, QueryImage, Searcher, Wish, read_image
+from tools.search.scoring import SCORES
 
 
 def brute_force(gallery, query):  # noqa: F811
@@ -220,7 +223,7 @@ def test_min_precision_refuses_by_the_curve(gallery, calibrated, searcher, capsy
     u = float(searcher.embed(["a red circle"], []).uncertainty())
     for threshold, refused in ((u - 1e-4, True), (u + 1e-4, False)):
         curve = dataclasses.replace(calibration.curves[1], threshold=[threshold], coverage=[1.0], at_least=[0.8])
-        changed = dataclasses.replace(calibration, curves={1: curve})
+        changed = dataclasses.replace(calibration, curves={1: curve}, score="u", tests=None)  # as of format 1
         one = Searcher(searcher.index, searcher.loaded, "x", changed)
         answer = one.answer(Wish(["a red circle"], min_precision=0.8))
         assert (answer["refused"], answer["limit"]) == (refused, threshold)
@@ -228,10 +231,86 @@ def test_min_precision_refuses_by_the_curve(gallery, calibrated, searcher, capsy
             one.answer(Wish(["a red circle"], min_precision=0.81))
         with pytest.raises(UserError, match="queries of 1 text, and this one has 2 texts"):
             one.answer(Wish(["a red circle", "another"], min_precision=0.5))
-    with pytest.raises(UserError, match="out of reach"):
-        main(["a red circle", "--min-precision", "0.99", "--index", str(calibrated)])
+    with pytest.raises(UserError, match=r"no score tells better than chance.* no precision is promised\. .*finetune"):
+        main(["a red circle", "--min-precision", "0.01", "--index", str(calibrated)])  # an untrained model
     with pytest.raises(UserError, match="no calibration"):
         main(["a red circle", "--min-precision", "0.5", "--index", str(gallery.images)])
+
+
+def test_scores_are_those_of_the_evaluation_and_the_same_for_one_query_and_many(gallery, searcher):  # noqa: F811
+    texts = ["a red circle", "two squares", "something", "a large blue triangle below a circle"]
+    queries = searcher.embed(texts, [])
+    found, truth = searcher.scores(queries), query_scores(queries, gallery.embedded, searcher.match_model)
+    assert list(found) == list(SCORES) == list(truth)  # 40 items are all candidates, and Flat gives its vectors back
+    for name in SCORES:
+        torch.testing.assert_close(found[name], truth[name].float(), rtol=2e-3, atol=2e-4)
+        calibration = Calibration("text", {1: CURVE}, "", "data", N, "validation", 1, name, {1: {name: PASSED}})
+        one = Searcher(searcher.index, searcher.loaded, "x", calibration)
+        for text, value in zip(texts, found[name].tolist()):
+            score = one.answer(Wish([text], top=1))["score"]
+            assert score == {"name": name, "title": SCORES[name][0], "value": pytest.approx(value, abs=1e-4),
+                             "limit": None}  # fmt: skip
+
+
+CURVE = PrecisionCurve([1.0], [1.0], [0.9], [0.8], 100)
+PASSED = {"gain": 0.3, "se": 0.02, "verdict": "better than chance"}
+
+
+@pytest.mark.parametrize("name", ["u", "entropy"])
+def test_the_calibrated_score_refuses(gallery, searcher, name, capsys):  # noqa: F811
+    value = float(searcher.scores(searcher.embed(["a red circle"], []))[name])
+    for limit, refused in ((value - 1e-3, True), (value + 1e-3, False)):
+        curve = dataclasses.replace(CURVE, threshold=[limit])
+        calibration = Calibration("text", {1: curve}, "", "data", N, "validation", 1, name, {1: {name: PASSED}})
+        one = Searcher(searcher.index, searcher.loaded, "x", calibration)
+        for wish in (Wish(["a red circle"], min_precision=0.8), Wish(["a red circle"], max_score=limit)):
+            answer = one.answer(wish)
+            assert answer["refused"] == refused
+            assert bool(answer["results"]) != refused
+            assert answer["score"]["limit"] == limit
+            print_answer(answer)
+            assert ("refused: that is above" in capsys.readouterr().out) == refused
+        both = one.answer(Wish(["a red circle"], min_precision=0.8, max_uncertainty=1e-6))
+        assert both["refused"]  # by u, the stricter one
+        print_answer(both)
+        assert "above 1e-06" in capsys.readouterr().out
+    with pytest.raises(UserError, match="its score is unknown"):
+        searcher.answer(Wish(["a red circle"], max_score=1.0))
+
+
+def test_the_score_that_does_best_is_chosen_if_it_beats_chance():
+    r = torch.Generator().manual_seed(0)
+    good, noise = torch.rand(2, 2000, generator=r)
+    correct, image = torch.rand(2000, generator=r) > good, torch.arange(2000) // 5
+    tests = assess_scores({"u": 1 - good, "entropy": good + noise, "spread": good, "distance": noise}, correct, image)
+    verdicts = {name: test["verdict"] for name, test in tests.items()}
+    assert verdicts == {"u": WORSE, "entropy": BETTER, "spread": BETTER, "distance": CHANCE}
+    assert choose_score(tests) == "spread"
+    nothing = {name: tests[name] for name in ("u", "distance")}
+    assert choose_score(nothing) == "u"
+    refused = Calibration("text", {1: CURVE}, "", "data", 9, "validation", 1, "u", {1: nothing})
+    with pytest.raises(UserError, match=r"worse than chance: uncertainty.*no precision is promised"):
+        refused.threshold(["text"], 0.1)
+    assert Calibration("text", {1: CURVE}, "", "data", 9, "validation", 1, "spread", {1: tests}).doubt(1) is None
+    two = Calibration("text", {1: CURVE, 2: CURVE}, "", "data", 9, "validation", 1, "distance", {1: tests, 2: tests})
+    assert "the calibration's score, distance of the closest, does not tell" in two.doubt(2)
+    right = dataclasses.replace(refused, curves={1: dataclasses.replace(CURVE, precision=[1.0])})
+    assert right.doubt(1) is None  # all answers are right: nothing needs to be refused
+
+
+def test_a_calibration_of_format_1_refuses_by_u(calibrated):
+    path = calibrated / "calibration.json"
+    content = json.loads(path.read_text())
+    weights = content["weights"]
+    assert load_calibration(calibrated, weights).tests == {int(k): v for k, v in content["tests"].items()}
+    old = {key: value for key, value in content.items() if key not in ("score", "tests")} | {"format": 1}
+    path.write_text(json.dumps(old))
+    read = load_calibration(calibrated, weights)
+    assert (read.score, read.tests, read.doubt(1)) == ("u", None, None)
+    for wrong in ({"score": "oracle"}, {"tests": {}}, {"tests": {"1": 3, "2": 3, "3": 3}}, {"tests": None}):
+        path.write_text(json.dumps(content | wrong))
+        with pytest.raises(UserError, match="is not a calibration"):
+            load_calibration(calibrated, weights)
 
 
 @pytest.mark.parametrize("spoil", ["other weights", "no json", "no curve", "other format", "texts"])
@@ -245,7 +324,7 @@ def test_a_calibration_that_does_not_fit(calibrated, spoil):
     if spoil == "texts":
         content["curves"]["1"]["threshold"] = ["1"] * len(content["curves"]["1"]["threshold"])
     if spoil == "other format":
-        content["format"] = 2
+        content["format"] = 99
     path.write_text("{" if spoil == "no json" else json.dumps(content))
     with pytest.raises(UserError, match="other weights" if spoil == "other weights" else "is not a calibration"):
         main(["a red circle", "--index", str(calibrated)])

@@ -1,5 +1,6 @@
 """The search page: a real server, real requests that mean harm, and a real headless Chromium."""
 
+import dataclasses
 import http.client
 import io
 import json
@@ -17,6 +18,7 @@ from waitress import wasyncore
 
 from probemb.data.remote.sources import FetchPolicy
 from probemb.errors import UserError
+from probemb.metrics import PrecisionCurve
 from tests.browser import chromium
 from tests.searching import BACKWARDS, EVIL, MARKUP, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.webserver import serve as serve_folder
@@ -398,7 +400,7 @@ def test_a_calibrated_page_says_what_a_setting_promises(browser, gallery, search
     from tools.search.calibrating import calibrate
     from tools.search.query import Searcher
 
-    calibration = calibrate(searcher, str(gallery.tar), within=5)
+    calibration = dataclasses.replace(calibrate(searcher, str(gallery.tar), within=5), tests=None)  # as of format 1
     with serving(Searcher(searcher.index, searcher.loaded, "x", calibration)) as server:
         browser.open(f"http://127.0.0.1:{server.effective_port}/")
         browser.wait("document.body.dataset.ready === 'yes'")
@@ -417,6 +419,38 @@ def test_a_calibrated_page_says_what_a_setting_promises(browser, gallery, search
         assert browser.run(note) != alone
         browser.choose_files("#file", Path(__file__))
         browser.wait(f"{note} === 'A query above it is not answered.'")
+
+
+def test_a_page_limits_by_the_calibrated_score_or_says_why_not(browser, gallery, searcher):  # noqa: F811
+    from tools.search.calibration import BETTER, CHANCE
+    from tools.search.calibration import Calibration as Made
+    from tools.search.query import Searcher
+
+    value = float(searcher.scores(searcher.embed(["a red circle"], []))["entropy"])
+    curve = PrecisionCurve([value - 0.5, value - 0.1], [0.5, 1.0], [0.9, 0.8], [0.7, 0.6], 100)
+    tests = {1: {"entropy": {"gain": 0.3, "se": 0.02, "verdict": BETTER}},
+             2: {"entropy": {"gain": 0.1, "se": 0.2, "verdict": CHANCE}}}  # fmt: skip
+    calibration = Made("text", {1: curve, 2: curve}, "", "data", N, "validation", 1, "entropy", tests)
+    with serving(Searcher(searcher.index, searcher.loaded, "x", calibration)) as server:
+        browser.open(f"http://127.0.0.1:{server.effective_port}/")
+        browser.wait("document.body.dataset.ready === 'yes'")
+        note = "document.querySelector('#query-limit-note').textContent"
+        assert "at least 60 % of those find the right one" in browser.run(note)
+        assert "how evenly" in browser.run(note)
+        assert browser.run("document.querySelector('#query-limit-name').textContent") == (
+            "Tolerated evenness of the matches"
+        )
+        search_for(browser, "a red circle")
+        assert f"Evenness of the matches: {value:#.4g}" in browser.run(f"{STATUS}.textContent")
+        browser.click("#query-limit")  # the middle of the range, below this query's
+        browser.click("#go")
+        browser.wait(f"{STATUS}.textContent.startsWith('Not answered: its evenness of the matches of')")
+        browser.click("#add-text")
+        browser.type("a circle")
+        assert "promised" in browser.run(note)
+        assert browser.run("document.querySelector('#query-limit-name').textContent") == (
+            "Tolerated uncertainty of the query"
+        )
 
 
 def test_pictures_that_are_gone(browser, gallery, searcher, tmp_path):  # noqa: F811

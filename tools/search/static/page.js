@@ -92,14 +92,22 @@ const kindsNow = () => [...texts().map(() => "text"), ...files.map(() => "image"
 const fitsNow = () => document.querySelector("#fits input:checked").value === "yes";
 
 function curveOf(kinds) {
+  if (about.fits && fitsNow() !== about.fits.own) return undefined; // calibrated is the index' own ranking
   const parts = kinds.length ? kinds : [about.calibrated?.kind];
   return parts.every((kind) => kind === about.calibrated?.kind) ? about.curves[String(parts.length)] : undefined;
 }
 
+// What the slider limits: the calibrated score where such queries are calibrated, else the uncertainty u.
+const scoreOf = (kinds) => (curveOf(kinds) ? about.calibrated.score : "u");
+
 function queryRange(kinds) {
   const parts = Math.max(1, kinds.length);
   const curve = curveOf(kinds);
-  let [low, high] = curve ? [curve.u[0], curve.u.at(-1)] : about.queries.map((u) => u / parts);
+  let [low, high] = curve ? [curve.limits[0], curve.limits.at(-1)] : about.queries.map((u) => u / parts);
+  if (scoreOf(kinds) !== "u") {
+    const margin = 0.05 * (high - low) + 1e-6 * Math.abs(high);
+    return [low - margin, high + margin];
+  }
   if (outer) [low, high] = [Math.min(low, outer[0] / parts), Math.max(high, outer[1] / parts)];
   const margin = 0.05 * (high - low) + 1e-6 * high; // the lowest setting lies below the expected range
   return [Math.max(0, low - margin), high + margin];
@@ -120,15 +128,20 @@ function showLimits() {
   const kinds = kindsNow();
   const limits = { "query-limit": limitOf("query-limit", queryRange(kinds)), "item-limit": limitOf("item-limit", about.items) };
   for (const [id, limit] of Object.entries(limits)) $(`${id}-value`).textContent = limit === null ? "any" : `up to ${shorten(limit)}`;
-  let note = "A query above it is not answered.";
-  const curve = about.fits && fitsNow() !== about.fits.own ? undefined : curveOf(kinds); // of the index' own ranking
+  const curve = curveOf(kinds);
+  const named = scoreOf(kinds) !== "u";
+  $("query-limit-name").textContent = named ? `Tolerated ${about.calibrated.title}` : "Tolerated uncertainty of the query";
+  const ofKind = kinds.every((kind) => kind === about.calibrated?.kind);
+  const doubt = ofKind ? about.calibrated?.doubts[String(Math.max(1, kinds.length))] : undefined;
+  let note = `A query above it is not answered.${doubt ? ` ${doubt}` : ""}`;
   if (curve) {
     const limit = limits["query-limit"] ?? Infinity;
-    const at = curve.u.findLastIndex((u) => u <= limit);
+    const at = curve.limits.findLastIndex((one) => one <= limit);
     note = at < 0
       ? "Too few queries of the validation set are this certain to promise anything."
       : `This answers ${percent(curve.coverage[at])} of the validation set's queries; at least ` +
         `${percent(curve.precision[at])} of those find the right one ${first()}.`;
+    if (named) note += ` It is ${about.calibrated.meaning}.`;
   }
   $("query-limit-note").textContent = note;
 }
@@ -143,7 +156,8 @@ async function ask(results = PAGE) {
   wanted = Math.min(results, about.max_results, about.count);
   form.append("top", String(wanted));
   if (about.fits) form.append("fits", fitsNow() ? "yes" : "no");
-  const limits = { max_uncertainty: limitOf("query-limit", queryRange(kindsNow())), max_item_uncertainty: limitOf("item-limit", about.items) };
+  const limited = scoreOf(kindsNow()) === "u" ? "max_uncertainty" : "max_score";
+  const limits = { [limited]: limitOf("query-limit", queryRange(kindsNow())), max_item_uncertainty: limitOf("item-limit", about.items) };
   for (const [name, limit] of Object.entries(limits)) if (limit !== null) form.append(name, String(limit));
   const number = ++asked;
   $("go").disabled = true;
@@ -192,24 +206,29 @@ function show(answer) {
   $("results").replaceChildren(...answer.results.map((result) => card(result)));
   $("more").hidden = answer.results.length < wanted || wanted === Math.min(about.max_results, about.count);
   const several = answer.query.parts.length > 1 ? ` (its parts: ${answer.query.parts.map((part) => shorten(part.uncertainty)).join(", ")})` : "";
+  const named = scoreOf(kinds) !== "u" && answer.score.value !== null;
+  const score = named ? answer.score : { value: u, limit: answer.limit };
+  const told = named ? ` ${answer.score.title[0].toUpperCase()}${answer.score.title.slice(1)}: ${shorten(score.value)}.` : "";
   if (answer.refused) {
-    say(`Not answered: the query's uncertainty of ${shorten(u)}${several} is above the tolerated ${shorten(answer.limit)}. Say more, or move the slider.`, "refused");
+    const what = named ? `its ${answer.score.title} of ${shorten(score.value)}` : `the query's uncertainty of ${shorten(u)}${several}`;
+    say(`Not answered: ${what} is above the tolerated ${shorten(score.limit)}. Say more, or move the slider.`, "refused");
   } else {
     const count = answer.results.length;
     const among = answer.looked_at < answer.gallery ? ` among the ${answer.looked_at.toLocaleString("en")} closest` : "";
     const short = count ? "" : ` No result is as certain as that${among}.`;
-    say(`Uncertainty of the query: ${shorten(u)}${several}. ${count} result${count === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${short}`);
+    say(`Uncertainty of the query: ${shorten(u)}${several}.${told} ${count} result${count === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${short}`);
   }
-  if ($("query-limit").value === String(STEPS)) { // a slider that was set must not move
+  if (!named && $("query-limit").value === String(STEPS)) { // a slider that was set must not move
     outer = [Math.min(outer?.[0] ?? Infinity, u * kinds.length), Math.max(outer?.[1] ?? 0, u * kinds.length)];
   }
-  const [low, high] = queryRange(kinds);
+  let [low, high] = queryRange(kinds);
+  if (named) [low, high] = [Math.min(low, score.value), Math.max(high, score.value)];
   const place = (x) => `${Math.max(0, Math.min(1, (x - low) / (high - low || 1))) * 100}%`;
   $("query").hidden = false;
-  $("mark").style.left = place(u);
-  $("mark").title = `this query: ${shorten(u)}`;
-  $("limit-mark").hidden = answer.limit === null;
-  if (answer.limit !== null) $("limit-mark").style.left = place(answer.limit);
+  $("mark").style.left = place(score.value);
+  $("mark").title = `this query: ${shorten(score.value)}`;
+  $("limit-mark").hidden = score.limit === null;
+  if (score.limit !== null) $("limit-mark").style.left = place(score.limit);
   $("low").textContent = shorten(low);
   $("high").textContent = shorten(high);
 }
