@@ -37,12 +37,16 @@ def query_scores(
     """Every score that the model and the index allow, (Q,) each, in the order of SCORES.
 
     Args:
-        distance_QK, found_QK: CSD and rows of the `candidate_count` closest items, -1 for one that was not found.
+        distance_QK, found_QK: CSD (with the weight of the index's u in the form "tolerance") and rows of the
+            `candidate_count` closest items, -1 for one that was not found.
     """
     from probemb.evaluation.predictors import NEIGHBOURS, candidate_scores, spread
 
     u = query.float().uncertainty().cpu()
-    apart = distance_QK - u[:, None] - index.uncertainty[found_QK.clamp_min(0)]
+    u_items = index.uncertainty[found_QK.clamp_min(0)]
+    if index.form == "tolerance":
+        distance_QK = distance_QK + (1 - index.weight) * u_items
+    apart = distance_QK - u[:, None] - u_items
     scores = {"u": u} if model.probabilistic else {}
     scores |= candidate_scores(apart, distance_QK, model)
     means = stored_means(index, found_QK[:, :NEIGHBOURS])

@@ -252,6 +252,17 @@ def test_scores_are_those_of_the_evaluation_and_the_same_for_one_query_and_many(
                              "limit": None}  # fmt: skip
 
 
+def test_scores_do_not_depend_on_the_weight_of_the_ranking(gallery, searcher):  # noqa: F811
+    from probemb.search import build_index
+
+    queries = searcher.embed(["a red circle", "something"], [])
+    truth = query_scores(queries, gallery.embedded, searcher.match_model)
+    index = build_index(gallery.embedded, "Flat", "tolerance", -0.5)
+    found = Searcher(index, searcher.loaded, "x").scores(queries)
+    for name in SCORES.keys() - {"spread"}:  # whose neighbours are those of the ranking
+        torch.testing.assert_close(found[name], truth[name].float(), rtol=2e-3, atol=2e-4)
+
+
 CURVE = PrecisionCurve([1.0], [1.0], [0.9], [0.8], 100)
 PASSED = {"gain": 0.3, "se": 0.02, "verdict": "better than chance"}
 
