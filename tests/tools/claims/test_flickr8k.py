@@ -163,7 +163,7 @@ def test_a_run_and_its_report(files, tmp_path, capsys):
     assert titles == ["1", "2", "3", "4", "5", "6"]
     found = {one["name"]: one for one in content["trainings"]}
     assert len(found) == len(plan)
-    assert found["pcmepp noise 50%"]["noise"] == 0.5
+    assert found["recipe noise 50%"]["noise"] == 0.5
     assert set(found["recipe"]["retrieval"]) == {"csd", "mean", "tolerance"}
     assert set(found["pcme"]["retrieval"]) == {"csd", "mean", "tolerance", "match-probability"}
     assert set(found["ncr noise 20%"]["retrieval"]) == {"mean"}

@@ -33,9 +33,10 @@ from tools.claims.study import Study, Tell
 from tools.claims.verdicts import Found
 
 NOISE = (0.2, 0.5)
-NOISY = ("infonce", "pcmepp", "recipe", "decl", "ncr")
+NOISY = ("infonce", "recipe", "decl", "ncr")
 NOISE_ALPHA = {0.0: 0.1, 0.2: 0.01, 0.5: 0.0}  # the paper's pseudo-positive weights
-RECIPE_CLIP = 1.0  # weight of the CLIP loss beside the match loss
+PAPERS_START = (("scale", 5.0), ("shift", 5.0), ("scalars", 1.0))  # a = b = 5, which learn at lr
+RECIPE_CLIP = 0.3  # weight of the CLIP loss: of 0.1, 0.3 and 1, by validation RSUM with seeds of their own
 SELECTION_SEED = 1000
 STEP_COST = {"pcme": 1.5, "ncr": 2.2}  # others: 1
 
@@ -67,6 +68,8 @@ class Flickr8k(Study):
                 *(Training(method, seed, method) for method in ("infonce", "vse", "pcme")),
                 pcmepp,
                 recipe,
+                replace(recipe, name="clip 1", clip=1.0),
+                replace(pcmepp, name="pcmepp a=5", chosen=PAPERS_START),
                 replace(pcmepp, name="with PP", pseudo_positive=0.1),
                 replace(pcmepp, name="with MSDA", mix=0.25),
                 replace(pcmepp, name="without VIB", vib=0.0),
