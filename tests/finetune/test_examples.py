@@ -25,4 +25,7 @@ def test_every_method_accepts_it(path, method):
     config = parse_config(Config, "finetune/run.py", "", argv)
     check(config)
     assert config.method == method
-    assert config.model.pretrained.startswith("runs/")
+    if config.model.pretrained is None:  # from random heads: what is pretrained stays as it is
+        assert config.model.lock_image and config.data.cache_features
+    else:
+        assert config.model.pretrained.startswith("runs/")
