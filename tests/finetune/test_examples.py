@@ -26,6 +26,7 @@ def test_every_method_accepts_it(path, method):
     check(config)
     assert config.method == method
     if config.model.pretrained is None:  # from random heads: what is pretrained stays as it is
-        assert config.model.lock_image and config.data.cache_features
+        assert config.model.lock_image
+        assert config.data.cache_features
     else:
         assert config.model.pretrained.startswith("runs/")
