@@ -1,4 +1,4 @@
-"""PCME++, and the same loss between means."""
+"""PCME++, the same with the CLIP loss beside it, and the same between means."""
 
 from __future__ import annotations
 
@@ -91,3 +91,22 @@ class PCMEPlusPlus(PCMEPlusPlusMean):
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         return self.match_loss(batch, model, self.options.vib)
+
+
+class PCMEPlusPlusCLIP(PCMEPlusPlus):
+    """PCME++ with the loss of pretraining: the CLIP loss beside the match loss, and no pseudo-positives.
+
+    A caption that fits many images then keeps a large variance (docs/finetune.md).
+    """
+
+    @dataclass(frozen=True)
+    class Options(PCMEPlusPlus.Options):
+        """Match loss and CLIP loss. Source: PCME++ §C.6 (pretraining).
+
+        Args:
+            clip: weight of the CLIP loss.
+            pseudo_positive: weight alpha of the pseudo-positives.
+        """
+
+        clip: NonNegativeFloat = 1.0
+        pseudo_positive: NonNegativeFloat = 0.0

@@ -9,6 +9,7 @@ from finetune.methods.base import Method
 
 _HOME = {  # name on the command line: file and class
     "pcmepp": "pcmepp:PCMEPlusPlus",
+    "pcmepp-clip": "pcmepp:PCMEPlusPlusCLIP",
     "pcmepp-mu": "pcmepp:PCMEPlusPlusMean",
     "infonce": "vse:InfoNCE",
     "vse": "vse:VSE",

@@ -15,6 +15,7 @@ from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 
 TERMS = {
     "pcmepp": {"match", "pseudo_positive", "vib", "n_pseudo", "scale", "shift", "u_image", "u_text"},
+    "pcmepp-clip": {"match", "clip", "vib", "scale", "shift", "u_image", "u_text"},
     "pcmepp-mu": {"match", "pseudo_positive", "scale", "shift"},
     "infonce": {"i2t", "t2i", "temperature"},
     "vse": set(),
@@ -53,7 +54,7 @@ def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsy
     assert sorted(path.name for path in out.glob("model*")) == sorted(folders)
     for name in folders:
         model = load_model(out / name).model
-        assert model.probabilistic == (method in ("pcmepp", "pcme"))
+        assert model.probabilistic == METHODS[method].probabilistic
     told = capsys.readouterr().out
     assert f"method  {method}" in told
     assert ("2 networks" in told) == (networks == 2)

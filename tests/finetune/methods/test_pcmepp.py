@@ -31,7 +31,7 @@ def test_every_distance_trains_a_step(distance, scenes, tmp_path, capsys):
     assert f"pcmepp ({distance})" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method", ["pcmepp", "pcmepp-mu"])
+@pytest.mark.parametrize("method", ["pcmepp", "pcmepp-clip", "pcmepp-mu"])
 def test_the_clip_loss_beside_pcmepp(method):
     """Its weight, the model's own temperature, and labels with two captions of one image."""
     r = torch.Generator().manual_seed(0)
@@ -39,7 +39,7 @@ def test_the_clip_loss_beside_pcmepp(method):
     match = torch.eye(4)
     match[0, 1] = match[1, 0] = 1
     batch = Batch(Encoded(image), Encoded(text), match, torch.tensor([0, 0, 1, 2]), torch.arange(4), 0, 0, r)
-    model = create_model("ViT-Micro-32", probabilistic=method == "pcmepp", init_scale=5, init_shift=5)
+    model = create_model("ViT-Micro-32", probabilistic=METHODS[method].probabilistic, init_scale=5, init_shift=5)
 
     def terms(weight: float):
         config = with_method_file(["--method", method, f"--loss.clip={weight}"])
