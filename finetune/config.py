@@ -141,7 +141,7 @@ class Config:
     """A finetuning run.
 
     Args:
-        method: pcmepp, pcmepp-clip, pcmepp-mu, infonce, vse, pcme, daa, p2rm, ncr, decl, or clip-zs, which trains nothing.
+        method: pcmepp, pcmepp-clip, pcmepp-mu, infonce, vse, pcme, daa, p2rm, ncr, decl; clip-zs trains nothing.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.
