@@ -21,7 +21,7 @@ from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
 from probemb.runs.lock import RunLock
-from probemb.runs.log import step_of
+from probemb.runs.log import rsum_words, step_of
 from probemb.runs.output import RunOutput
 
 FREE_TO_CHANGE = (
@@ -60,10 +60,7 @@ class RunFolder(RunOutput):
         """The printed line of `values`, which are as in metrics.jsonl."""
         if "rsum" not in values:
             return super().line(step, values)
-        recalls = " ".join(f"{values[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 5, 10))
-        marked = " (best)" if values.get("is_best") else ""
-        rsum = f"RSUM {values['rsum']:.1f}{marked} (R@1, 5, 10 i→t, t→i: {recalls})"
-        return f"{step_of(step, self.steps)} | validation {rsum}"
+        return f"{step_of(step, self.steps)} | validation {rsum_words(values)}"
 
     def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
         """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""

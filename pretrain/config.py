@@ -82,7 +82,7 @@ class Engine:
         grad_checkpointing: recompute every block in the backward pass.
         compile: torch.compile the towers.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
-        timeout: minutes that a rank waits for the others before it ends the job.
+        timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -96,9 +96,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Zero-shot evaluation while training.
+    """Evaluation while training: zero-shot classification, and loss and retrieval on held-out pairs.
 
     Args:
+        pairs: images with captions (shards, a Karpathy json, precomp files); empty switches it off.
+        pairs_split: their split; null for all of the data.
         classes: labelled images (class folders, or shards with KEY.cls and classes.txt); empty switches it off.
         every_samples: samples between two evaluations; 0 evaluates at the end only.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
@@ -107,6 +109,8 @@ class Evaluate:
         max_bad: largest share of images that may be unreadable.
     """
 
+    pairs: str | None = None
+    pairs_split: str | None = "val"
     classes: str | None = None
     every_samples: NonNegativeInt = 0
     templates: Literal["single", "all"] = "single"
@@ -139,7 +143,15 @@ class Config:
         loss: options of the objective.
     """
 
-    PATHS: ClassVar = ("out", "data.train", "data.cache", "evaluate.classes", "model.pretrained", "model.vocabulary")
+    PATHS: ClassVar = (
+        "out",
+        "data.train",
+        "data.cache",
+        "evaluate.classes",
+        "evaluate.pairs",
+        "model.pretrained",
+        "model.vocabulary",
+    )
 
     out: str = "runs/pretrain"
     resume: bool = False

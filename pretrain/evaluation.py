@@ -39,7 +39,6 @@ class Evaluator:
         world_size: int = 1,
     ):
         self.device, self.batch_size = device, config.batch_size
-        self.rank, self.world_size = rank, world_size
         images = find_images(config.classes)
         classes, labels = resolve_classes(images, None)
         templates = [SINGLE_TEMPLATE] if config.templates == "single" else imagenet_templates()
@@ -66,8 +65,8 @@ class Evaluator:
         engine.eval()
         # All ranks call the engine equally often: ZeRO-3 gathers its parameters in every call.
         tokens = engine.module.model.cut_padding(self.tokens)
-        prompts = Gaussian(*self._encode_share(tokens, lambda part: engine(None, part)))
-        image = self._encode(lambda batch: engine(batch, None), iter(self.batches), self.n_batches)
+        prompts = encode_texts(engine, tokens, self.batch_size, self.device)
+        image, _ = encode_images(engine, iter(self.batches), self.n_batches, self.device)
         engine.train()
         vectors = class_vectors(prompts.mean.view(*self.shape, -1), torch.ones(self.shape))
         labels = self.labels[self.batches.kept]
@@ -76,19 +75,23 @@ class Evaluator:
         mean = distributed.mean_over_ranks(counts, self.device)
         return {f"zeroshot_{k}": mean[k] / mean["n"] for k in ("top1", "top5")}
 
-    def _encode(self, call: Callable, batches: Iterator[Tensor], n_calls: int) -> Tensor:
-        means, last = [], None
-        for batch in batches:
-            last = batch.to(self.device, non_blocking=True)
-            means.append(call(last)[0].cpu())
-        for _ in range(n_calls - len(means)):  # other ranks have more batches
-            call(last)
-        return torch.cat(means)
 
-    def _encode_share(self, tokens: Tensor, call: Callable) -> tuple[Tensor, Tensor]:
-        """Means and log-variances of all texts; each rank encodes an equal share."""
-        share = -(-len(tokens) // self.world_size)
-        index = torch.arange(self.rank * share, (self.rank + 1) * share).clamp(max=len(tokens) - 1)
-        parts = [call(tokens[i].to(self.device)) for i in index.split(self.batch_size)]
-        mean, log_var = (distributed.gather(torch.cat(p))[: len(tokens)].cpu() for p in zip(*parts))
-        return mean, log_var
+def encode_images(engine, batches: Iterator[Tensor], n_calls: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Means and log-variances of this rank's batches, (n, D) on the CPU; all ranks call the engine `n_calls` times."""
+    parts, last = [], None
+    for batch in batches:
+        last = batch.to(device, non_blocking=True)
+        parts.append(engine(last, None))
+    for _ in range(n_calls - len(parts)):  # other ranks have more batches
+        engine(last, None)
+    mean, log_var = (torch.cat(part).cpu() for part in zip(*parts))
+    return mean, log_var
+
+
+def encode_texts(engine, tokens: Tensor, batch_size: int, device: torch.device) -> Gaussian:
+    """All texts, on the CPU; each rank encodes an equal share."""
+    share = -(-len(tokens) // distributed.world_size())
+    first = distributed.rank() * share
+    index = torch.arange(first, first + share).clamp(max=len(tokens) - 1)
+    parts = [engine(None, tokens[i].to(device)) for i in index.split(batch_size)]
+    return Gaussian(*(distributed.gather(torch.cat(part))[: len(tokens)].cpu() for part in zip(*parts)))

@@ -13,7 +13,7 @@ from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import Snapshot
 from probemb.runs.lock import RunLock
-from probemb.runs.log import step_of, train_line
+from probemb.runs.log import rsum_words, step_of, train_line
 from probemb.runs.log_file import LogFile
 from probemb.runs.output import RunOutput
 
@@ -67,6 +67,10 @@ class RunFolder(RunOutput):
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
+        if "rsum" in values:
+            return (
+                f"{step_of(step, self.steps)} | validation loss {values['validation_loss']:.3f}, {rsum_words(values)}"
+            )
         if "zeroshot_top1" not in values:
             return train_line(step, self.steps, values, TERMS)
         top1, top5 = 100 * values["zeroshot_top1"], 100 * values["zeroshot_top5"]

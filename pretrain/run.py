@@ -14,6 +14,7 @@ import hashlib
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
@@ -46,6 +47,7 @@ def train(config: Config, preemption: Preemption) -> int:
 
     from pretrain.engine.checkpoint import load_checkpoint
     from pretrain.folder import RunFolder
+    from pretrain.plan.peak import images_at_peak
     from pretrain.trainer import Trainer
     from probemb.cli.device import training_precision
     from probemb.distributed import same_everywhere
@@ -54,6 +56,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
     from probemb.runs.starts import refuse_endless_starts
+    from probemb.runs.watchdog import Progress, Watchdog
 
     def say(line: str) -> None:
         if rank == 0:
@@ -80,44 +83,56 @@ def train(config: Config, preemption: Preemption) -> int:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     refuse_full_disk(config.out, model)
-    evaluator = make_evaluator(config, transforms, tokenizer, device, rank, world_size)
+    evaluators = make_evaluators(config, transforms, tokenizer, device, rank, world_size)
 
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     start_deepspeed(config.engine.timeout, device)
-    same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
-    lock = take_lock(config.out)
-    engine = make_engine(model.to(device), config, precision, device)
-    if earlier:
-        load_checkpoint(engine, earlier, verified=True)
-    folder = RunFolder(config, model, identity, steps, step, lock)
-    say(describe(config, engine, stream, device, precision, steps, step, earlier))
-    trainer = Trainer(
-        engine, stream, config, device, steps, step, samples, skipped=state.get("skipped", 0), recorder=folder,
-        stop=preemption.asked,
-    )  # fmt: skip
-    try:
-        stopped = trainer.fit((lambda: evaluator(engine)) if evaluator else None)
-        folder.finish()
-        if stopped:
-            refuse_endless_starts(folder.path, step, trainer.step)
-    finally:
-        stream.close()
-        folder.close()
-    finish(stream, lock, say, f"step {trainer.step}/{steps} | stopped by {preemption.description}" if stopped else None)
+    progress = Progress(step)
+    with Watchdog(progress, Path(config.out), config.engine.timeout, clean_up=stream.close):
+        same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
+        lock = take_lock(config.out)
+        progress.doing("making the engine")
+        engine = make_engine(model.to(device), config, precision, device)
+        if earlier:
+            progress.doing("loading the checkpoint")
+            load_checkpoint(engine, earlier, verified=True)
+        folder = RunFolder(config, model, identity, steps, step, lock)
+        say(describe(config, engine, stream, device, precision, steps, step, earlier))
+        trainer = Trainer(
+            engine, stream, config, device, steps, step, samples, skipped=state.get("skipped", 0), recorder=folder,
+            stop=preemption.asked, progress=progress,
+            images_at_peak=images_at_peak(config, precision, world_size, device),
+        )  # fmt: skip
+        try:
+            stopped = trainer.fit([partial(evaluator, engine) for evaluator in evaluators])
+            folder.finish()
+            if stopped:
+                refuse_endless_starts(folder.path, step, trainer.step)
+        finally:
+            stream.close()
+            folder.close()
+        report_failures(stream, say)
+    if stopped:
+        say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; continue with --resume")
+    finish(lock)
     return REQUEUE if stopped else 0
 
 
-def finish(stream, lock, say, stopped: str | None) -> None:
-    """Report failed samples and the step at which the run stopped; end the process group and the lock."""
-    import torch
-
+def report_failures(stream, say) -> None:
+    """Print the shards of all ranks whose samples could not be used; collective."""
     from probemb.data.failures import describe_failures
-    from probemb.distributed import all_of, settle
+    from probemb.distributed import all_of
 
     for line in describe_failures(all_of(stream.failures), "unreadable samples", "shards"):
         say(line)
-    if stopped:
-        say(f"{stopped}; continue with --resume")
+
+
+def finish(lock) -> None:
+    """End the process group and the lock."""
+    import torch
+
+    from probemb.distributed import settle
+
     settle()
     torch.distributed.destroy_process_group()
     if lock:
@@ -133,13 +148,18 @@ def changes_since(config: Config, state: dict, identity: dict, earlier: Path) ->
     return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
 
 
-def make_evaluator(config: Config, transforms, tokenizer, device, rank: int, world_size: int):
-    """The zero-shot evaluation while training, None without one."""
-    if not config.evaluate.classes:
-        return None
-    from pretrain.evaluation import Evaluator
+def make_evaluators(config: Config, transforms, tokenizer, device, rank: int, world_size: int) -> list:
+    """The evaluations while training, called with the engine."""
+    where, found = (transforms.evaluate, tokenizer, device, rank, world_size), []
+    if config.evaluate.pairs:
+        from pretrain.validation import Validator
 
-    return Evaluator(config.evaluate, transforms.evaluate, tokenizer, device, rank, world_size)
+        found.append(Validator(config, *where))
+    if config.evaluate.classes:
+        from pretrain.evaluation import Evaluator
+
+        found.append(Evaluator(config.evaluate, *where))
+    return found
 
 
 def whole_steps(config: Config, stream) -> int:

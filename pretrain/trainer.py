@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ from pretrain.objectives import OBJECTIVES, Pairs
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
 from probemb.distributed import all_of
-from probemb.errors import UserError
+from probemb.runs.watchdog import Progress
 from probemb.runs.window import Window
 
 MAX_LOGIT_SCALE = 100.0  # as in CLIP
@@ -96,6 +96,8 @@ class Trainer:
         samples: samples seen before; None if all steps had this batch size.
         recorder: writes results; None writes nothing.
         stop: whether this process was asked to stop; checked around every step and while waiting for data.
+        progress: gets what is being done, for a `Watchdog`.
+        images_at_peak: speed at the devices' peak for a mean length of texts, for the MFU; None if unknown.
     """
 
     def __init__(
@@ -110,18 +112,24 @@ class Trainer:
         skipped: int = 0,
         recorder: Recorder | None = None,
         stop: Callable[[], bool] = lambda: False,
+        progress: Progress | None = None,
+        images_at_peak: Callable[[float], float] | None = None,
     ):
         self.engine, self.stream, self.config, self.device = engine, stream, config, device
         self.objective = OBJECTIVES[config.objective](config.loss)
         self.steps, self.step, self.skipped = steps, step, skipped
         self.samples = step * config.batch_size if samples is None else samples  # the position of the run
         self.total = self.samples + (steps - step) * config.batch_size
-        self.recorder, self.stop = recorder, stop
+        self.recorder, self.stop, self.images_at_peak = recorder, stop, images_at_peak
+        self.progress = progress or Progress(step)
         self.stopping = False  # agreed by all ranks
         self._skipped_in_a_row = 0
 
-    def fit(self, evaluate: Callable[[], dict[str, float]] | None = None) -> bool:
+    def fit(self, evaluators: Sequence[Callable[[], dict[str, float]]] = ()) -> bool:
         """Train to the last step, to `stop_at_step`, or until `stop`; saves at the end.
+
+        Args:
+            evaluators: called every `evaluate.every_samples` and at the end; each one's values are reported.
 
         Returns:
             whether it was stopped before the last step; the same on all ranks.
@@ -132,33 +140,46 @@ class Trainer:
         config, recorder = self.config, self.recorder
         last = min(self.steps, config.stop_at_step or self.steps)
         window = Window("images", lambda: self.stream.wait_seconds, self.device)
-        saved = self.step
+        saved, first, began = self.step, self.step + 1, time.perf_counter()
         while self.step < last:
             batch = self._load()  # --------------------------------------------------------------- load, agree
             if batch is None:
                 break
+            self.progress.doing("computing")
             images = batch.images.to(self.device, non_blocking=True)
             tokens = self._cut(batch.tokens).to(self.device, non_blocking=True)
             lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.total)
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = lr
-            window.add(self.train_step(images, tokens, batch.keys))  # ------- forward, loss, backward, agree, step
+            terms = self.train_step(images, tokens, batch.keys)  # ----------- forward, loss, backward, agree, step
+            window.add(terms and {**terms, "text_tokens": float(tokens.shape[1])})
             self.step += 1
             self.samples += config.batch_size
+            self.progress.made(self.step)
             recorder.seen(self.step, batch.keys)
-            if self.step % config.log_every == 0 or self.step == last:  # -------------------------------------- log
-                values = window.close(config.batch_size, last - self.step)
+            if self.step % config.log_every == 0 or self.step in (first, last):  # ------------------------------- log
+                values = window.read(config.batch_size, last - self.step)
+                if self.step == first:
+                    values["first_step"] = time.perf_counter() - began
+                if self.images_at_peak and "text_tokens" in values:
+                    values["mfu"] = values["images_per_second"] / self.images_at_peak(values["text_tokens"])
                 recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
+            if self.step % config.log_every == 0 or self.step == last:  # the first line is one more
+                window.restart()
             due = config.save_every and self.step % config.save_every == 0
             if self.step == last or due:  # ------------------------------------------------------------------ save
+                self.progress.doing("saving")
                 recorder.save(self.engine, self.step, self.samples, self.skipped)
                 saved = self.step
                 window.restart()
             if self.stopping and self.step < last:
                 break  # there may be no time for an evaluation
-            if evaluate and self._crossed(config.evaluate.every_samples, last):  # ------------------------- evaluate
-                recorder.report(self.step, {"samples": self.samples, **evaluate()})
+            if evaluators and self._crossed(config.evaluate.every_samples, last):  # ----------------------- evaluate
+                for evaluate in evaluators:
+                    self.progress.doing("evaluating")
+                    recorder.report(self.step, {"samples": self.samples, **evaluate()})
                 window.restart()
+        self.progress.doing("saving")
         if self.stopping and self.step > saved:  # ----------------------------------------------- save, when stopped
             recorder.save(self.engine, self.step, self.samples, self.skipped)
         return self.stopping and self.step < last
@@ -168,20 +189,15 @@ class Trainer:
 
         A rank that waited alone for data would not learn of a stop on another rank. So all ranks meet in rounds and
         share whether they still wait, every half second while waiting and at once with a batch. All leave in the same
-        round, either with a batch each or with none; batches loaded by then are dropped, and the position stays.
-
-        Raises:
-            UserError: another rank has waited for data for `engine.timeout` minutes.
+        round, either with a batch each or with none; batches loaded by then are dropped, and the position stays. The
+        wait has no limit but the watchdog's.
         """
         try:
+            self.progress.doing("waiting for data", self.stream.waiting_for)
             batch = self.stream.load(while_waiting=partial(self._meet, waiting=True))
-            ready, minutes = time.monotonic(), self.config.engine.timeout
+            self.progress.doing("waiting for the data of another rank")
             while self._meet(waiting=False):
-                if time.monotonic() - ready > 60 * minutes:
-                    raise UserError(
-                        f"Another rank has had no data for {minutes:g} minutes.",
-                        "Check whether its shards can be read, or raise engine.timeout, and continue with --resume.",
-                    )
+                pass
         except _Stopped:
             return None
         return batch
@@ -203,11 +219,13 @@ class Trainer:
         before = self.samples - self.config.batch_size
         return self.step == last or (every > 0 and self.samples // every > before // every)
 
-    def train_step(self, images: Tensor, tokens: Tensor, keys: list[str] | None = None) -> dict[str, Tensor] | None:
+    def train_step(
+        self, images: Tensor, tokens: Tensor, keys: list[str] | None = None
+    ) -> dict[str, Tensor | float] | None:
         """One optimizer step on this rank's (B, 3, H, W) images and (B, L) tokens, named by `keys`.
 
         Returns:
-            detached scalars, or None if all ranks skipped the step.
+            scalars without gradient, or None if all ranks skipped the step.
         """
         parts = self.config.engine.accumulation
         if parts == 1:
@@ -243,15 +261,15 @@ class Trainer:
     def _finish_step(self, evidence: Evidence, keys: list[str] | None) -> dict[str, Tensor] | None:
         """Step, if all ranks can. Everything that they must agree on is in one collective."""
         failed = self.recorder.failed if self.recorder else False
-        nonfinite, self.stopping, failed = distributed.any_rank(
-            [evidence.nonfinite(), self.stop(), failed], self.device
+        (nonfinite, self.stopping, failed), squares = distributed.any_rank_and_sum(
+            [evidence.nonfinite(), self.stop(), failed], evidence.gradient_norm.square(), self.device
         )
         if failed:
             self.recorder.check()
         if not nonfinite:
             self.engine.step()
             self._skipped_in_a_row = 0
-            return evidence.terms
+            return evidence.terms | self._gradient_terms(squares)
         reports = all_of(evidence.report(distributed.rank(), keys or []))
         where = self.recorder.nonfinite(self.step + 1, reports) if self.recorder else "the log"
         self._skipped_in_a_row += 1
@@ -260,6 +278,15 @@ class Trainer:
         self.skipped += 1
         discard_step(self.engine)
         return None
+
+    def _gradient_terms(self, squares: float) -> dict[str, float]:
+        """The norm of the whole gradient before clipping, and whether it was clipped.
+
+        `squares`: the sum of the ranks' squared norms; without ZeRO every rank has the whole gradient.
+        """
+        whole = distributed.world_size() if self.config.engine.zero_stage == 0 else 1
+        norm, longest = math.sqrt(squares / whole), self.config.optimizer.clip_grad_norm
+        return {"gradient_norm": norm} | ({"clipped": float(norm > longest)} if longest else {})
 
     def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective's loss of this rank's rows against all ranks' columns, and what is logged."""

@@ -47,7 +47,7 @@ def init_process_group(timeout_minutes: float = 30) -> None:
     """Join the group that the launcher describes (torchrun, deepspeed, srun), or form a group of one.
 
     The store has a prefix per restart: after a restart by torchrun the keys of the earlier attempt are still in it,
-    and a second init over them hangs or fails.
+    and a second init over them hangs or fails. Raises UserError: not all ranks came in time.
     """
     if dist.is_initialized():
         return
@@ -66,13 +66,34 @@ def init_process_group(timeout_minutes: float = 30) -> None:
         raise UserError(
             "The launcher gave the ranks port 0 to meet at.", "Use torchrun --standalone, or name a free port."
         )
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, this_rank == 0 and not agent_store, timeout
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt{attempt}", store)
-    dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(address, port, world, this_rank == 0 and not launcher_has_store(), timeout)
+        store = dist.PrefixStore(f"attempt{_attempt()}", store)
+        dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
+    except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
+        raise UserError(
+            f"Not all {world} ranks met at {address}:{port} within {timeout_minutes:g} minutes (engine.timeout).",
+            "Look at the output of the others: one has failed, hangs, or cannot reach that address.",
+        ) from error
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def launcher_has_store() -> bool:
+    """Whether the launcher serves the store at which the ranks meet, rather than rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect_to_store(name: str) -> dist.Store | None:
+    """Another connection to the store at which the ranks met, for keys under `name`; None for a single process."""
+    if world_size() == 1:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world_size(), is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(f"attempt{_attempt()}/{name}", store)
 
 
 def settle() -> None:
@@ -165,6 +186,21 @@ def any_rank(flags: list[bool | Tensor], device=None) -> list[bool]:
     if world_size() > 1:
         dist.all_reduce(packed, op=dist.ReduceOp.MAX)
     return [value > 0 for value in packed.tolist()]
+
+
+def any_rank_and_sum(flags: list[bool | Tensor], addend: Tensor, device=None) -> tuple[list[bool], float]:
+    """`any_rank`, and the sum of a number () over the ranks; all in one collective."""
+    mine = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (*flags, addend.detach())])
+    rows = gather(mine[None])
+    return (rows[:, :-1] > 0).any(0).tolist(), float(rows[:, -1].sum())
+
+
+def max_over_ranks(value: float, device=None) -> float:
+    """The largest of every rank's value; collective."""
+    packed = torch.tensor(value, dtype=torch.float64, device=device)
+    if world_size() > 1:
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return packed.item()
 
 
 def all_of(mine: Any) -> list[Any]:

@@ -14,6 +14,8 @@ class UserError(Exception):
         remedy: one sentence that says what to do.
     """
 
+    exit_code = 2  # of a command that it ends
+
     def __init__(self, what: str, remedy: str):
         super().__init__(f"{what} {remedy}")
         self.what = what
@@ -21,6 +23,12 @@ class UserError(Exception):
 
     def __reduce__(self):  # two arguments, so that it can leave a worker process
         return type(self), (self.what, self.remedy)
+
+
+class LostRank(UserError):
+    """The end of another rank; the command itself has no fault."""
+
+    exit_code = 1
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

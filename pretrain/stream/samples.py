@@ -16,6 +16,7 @@ from PIL import Image
 from pretrain.stream.jpeg_draft import CropDraft
 from pretrain.stream.open_shards import OpenShards
 from pretrain.stream.order import Order, draw
+from pretrain.stream.workers import shared_tensors
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
 from probemb.data.randomness import isolated_randomness, seed_all
@@ -89,6 +90,9 @@ class SampleMaker:
         self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache)
         self._remote = cache is not None
         self._epoch = -1
+        # The number of the shard that is being read, for the process that waits; -1 for none.
+        self._now = shared_tensors(((1,), torch.int64))[0].numpy()
+        self._now[0] = -1
         self._good = np.full((stop - start, 2), -1, np.int64)  # step and row of each row's stand-in, once known
 
     def shapes(self) -> tuple[tuple[int, ...], int]:
@@ -146,7 +150,13 @@ class SampleMaker:
             rows.images[i].copy_(example.image)
             rows.tokens[i].copy_(example.tokens)
             report.keys.append(example.key)
+        self._now[0] = -1
         return report
+
+    @property
+    def reading(self) -> str:
+        """The path or address of the shard that is being read, in whichever process; "" for none."""
+        return str(self.shards[int(self._now[0])].path) if self._now[0] >= 0 else ""
 
     def close(self) -> None:
         """Close the shards."""
@@ -158,6 +168,7 @@ class SampleMaker:
         self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
 
     def _example(self, shard: int, index: int, visit: int) -> _Example:
+        self._now[0] = shard
         reader = self._open.get(self.shards[shard])
         if index >= len(reader):
             raise BadSample(f"sample {index}: the shard holds only {len(reader)} samples")

@@ -250,6 +250,14 @@ class Stream:
         self.wait_seconds += time.perf_counter() - began
         return Batch(*rows, [key for report in reports for key in report.keys], self.samples_seen)
 
+    def waiting_for(self) -> str:
+        """What keeps `load` from its batch: workers and the shards they read; for another thread."""
+        late = self._team.late() if self._team else [(0, "")]
+        each = [(worker, self._makers[part].reading or "no shard at present") for part, worker in late]
+        return ", ".join(
+            f"waiting for {worker}, which reads {shard}" if worker else f"reading {shard}" for worker, shard in each
+        )
+
     def _job(self, part: int, step: int) -> Report:
         """In a worker: fill its rows of the step's place in the ring."""
         rows = self._ring[step % self._prefetch].part(*self._parts[part])

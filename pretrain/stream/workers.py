@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,11 +100,25 @@ class Team:
             results.append(result)
         return results
 
+    def late(self) -> list[tuple[int, str]]:
+        """Workers whose next result is not there: their numbers, and "data-worker-0 (pid 7, stopped)"."""
+        late = [i for i, connection in enumerate(self._connections) if not connection.poll()]
+        return [(i, f"{self._processes[i].name} ({_condition(self._processes[i].pid)})") for i in late]
+
     def release(self) -> None:
         """Allow the memory of the oldest job to be overwritten."""
         for connection in self._connections:
             with suppress(BrokenPipeError, ConnectionResetError):  # collect() reports a dead worker
                 connection.send(None)
+
+
+def _condition(pid: int) -> str:
+    """ "pid 7", and what keeps the process from running, as Linux knows it."""
+    states = {"T": ", stopped", "t": ", stopped", "D": ", waiting for a disk", "Z": ", ended"}
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"pid {pid}{states.get(state, '')}"
+    return f"pid {pid}"
 
 
 def _end(processes: list[multiprocessing.Process], connections: list[Connection]) -> None:

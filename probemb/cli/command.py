@@ -1,12 +1,14 @@
 """Command lines with few options, and the errors that end every command."""
 
 import argparse
+import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from probemb.cli.streams import make_output_unfailing
@@ -30,8 +32,24 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message[:1].upper()}{message[1:]}.", f"See `{self.prog} --help` for what it takes.")
 
 
+def report(error: UserError) -> None:
+    """Print an error in two lines, and leave it to torchrun, whose own report of some forty lines then ends with it."""
+    make_output_unfailing()
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        time.sleep(3)  # usually all ranks fail alike: rank 0 reports it, and the launcher ends the others
+    sentences = (error.what, error.remedy)
+    what, remedy = ("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in one) for one in sentences)
+    text = f"{f'rank {rank}: ' if rank else ''}error: {what}\n       {remedy}"
+    print(text, file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(file, "w", encoding="utf-8") as out:
+            json.dump({"message": about}, out)
+
+
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Call `main` and leave with its exit code; a UserError ends in two lines on stderr and exit code 2.
+    """Call `main` and leave with its exit code; a UserError ends in two lines on stderr and its exit code, 2.
 
     Set PROBEMB_TRACEBACK=1 to see where an error was raised.
     """
@@ -44,17 +62,11 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             if (found := ended_worker(error)) is None:
                 raise
             error = found
-        make_output_unfailing()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch would report ended workers once more
         if os.environ.get("PROBEMB_TRACEBACK"):
             traceback.print_exc()
-        if rank := int(os.environ.get("RANK", "0")):
-            time.sleep(3)  # usually all ranks fail alike: rank 0 reports it, and the launcher ends the others
-            print(f"rank {rank}: ", end="", file=sys.stderr)
-        sentences = (error.what, error.remedy)
-        what, remedy = ("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in one) for one in sentences)
-        print(f"error: {what}\n       {remedy}", file=sys.stderr, flush=True)
-        code = 2
+        report(error)
+        code = error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         exec("")  # else Python, where the signal came in code of a string (a dataclass is one), forgets our exit code

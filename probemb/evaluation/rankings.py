@@ -200,7 +200,12 @@ def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: st
     """
     ranking = ranking or ("csd" if getattr(embedder.model, "probabilistic", True) else "mean")
     images, texts, owner, _, _ = embed_pairs(embedder, captions)
+    found = retrieval(images, texts, owner, ranking, embedder.device.name)
+    return found | {"ranking": ranking, "images": len(images), "captions": len(texts)}
+
+
+def retrieval(images: Gaussian, texts: Gaussian, owner: Tensor, ranking: str, device: str = "cpu") -> dict:
+    """`both_directions` of embedded pairs, (N, D) and (M, D), under one ranking; `owner` (M,) is each text's image."""
     positives = own_captions(owner, len(images))
-    ranker = make_ranker(ranking, images, texts, RankingOptions(device=embedder.device.name))
-    ranked = rank_all(ranker, len(images), len(texts), depth_for([positives]))
-    return both_directions(ranked, positives) | {"ranking": ranking, "images": len(images), "captions": len(texts)}
+    ranker = make_ranker(ranking, images, texts, RankingOptions(device=device))
+    return both_directions(rank_all(ranker, len(images), len(texts), depth_for([positives])), positives)

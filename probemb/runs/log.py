@@ -132,7 +132,8 @@ def duration(seconds: float) -> str:
 
 NOT_TERMS = (
     "samples", "epoch", "network", "loss", "lr", "skipped", "data_wait", "eta", "gradient_norm", "scale", "shift",
-    "temperature", "logit_scale", "n_pseudo", "u_image", "u_text",
+    "temperature", "logit_scale", "n_pseudo", "u_image", "u_text", "clipped", "text_tokens", "memory", "mfu",
+    "first_step",
 )  # fmt: skip
 SHORT = {"pseudo_positive": "pp"}
 
@@ -151,6 +152,8 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
         terms = [name for name in v if name not in NOT_TERMS and not name.endswith("_per_second")]
     parts = [f"{SHORT.get(name, name)} {v[name]:.3f}" for name in terms if name in v]
     skipped = f"{v['skipped']} steps skipped (NaN or Inf)" if v.get("skipped") else ""
+    gradient = f"gradient {v['gradient_norm']:.2f}" if "gradient_norm" in v else ""
+    gradient += f" ({100 * v['clipped']:.0f} % clipped)" if "clipped" in v else ""
     fields = [
         step_of(step, steps),
         f"network {v['network']}" if "network" in v else "",
@@ -161,12 +164,23 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
         f"a {v['scale']:.2f} b {v['shift']:.2f}" if "scale" in v else "",
         f"temperature {v['temperature']:.2f}" if "temperature" in v else "",
         f"u image {v['u_image']:.3f} text {v['u_text']:.3f}" if "u_image" in v else "",
+        gradient,
         skipped,
         f"{v[f'{unit}_per_second']:.0f} {unit}/s, data {100 * v['data_wait']:.0f} %",
+        f"MFU {100 * v['mfu']:.1f} %" if "mfu" in v else "",
+        f"{v['memory'] / 2**30:.1f} GiB" if "memory" in v else "",
         f"lr {v['lr']:.1e}",
-        f"ETA {duration(v['eta'])}",
+        # The first step may compile and fetch the first shards: it says little about the others.
+        f"first step {v['first_step']:.1f} s" if "first_step" in v else f"ETA {duration(v['eta'])}",
     ]
     return " | ".join(field for field in fields if field)
+
+
+def rsum_words(values: dict[str, float]) -> str:
+    """RSUM and recalls in percent, for a progress line."""
+    recalls = " ".join(f"{values[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 5, 10))
+    marked = " (best)" if values.get("is_best") else ""
+    return f"RSUM {values['rsum']:.1f}{marked} (R@1, 5, 10 i→t, t→i: {recalls})"
 
 
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:

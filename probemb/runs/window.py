@@ -1,5 +1,6 @@
 """Means and speed over the steps between two log lines."""
 
+import resource
 import time
 from collections.abc import Callable
 
@@ -52,7 +53,14 @@ class Window:
         return {"sums": {name: value.detach().cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
 
     def close(self, batch_size: int, steps_left: int) -> dict[str, float]:
-        """Means over steps and ranks, and speed: samples/s over all ranks, share of time waiting for data, ETA in s.
+        """`read`, then restart."""
+        values = self.read(batch_size, steps_left)
+        self.restart()
+        return values
+
+    def read(self, batch_size: int, steps_left: int) -> dict[str, float]:
+        """Means over steps and ranks; samples/s over all ranks, share of time waiting for data, ETA in s; memory: the
+        bytes that a rank has used at most so far (on a GPU its own, on a CPU the process').
 
         Has no means if every step was skipped. Collective.
         """
@@ -61,6 +69,12 @@ class Window:
         seconds = time.perf_counter() - self.began
         waited = (self.waited() - self.waited_before) / seconds
         values = distributed.mean_over_ranks(means | {"data_wait": waited}, self.device)
+        values["memory"] = distributed.max_over_ranks(_peak_memory(self.device), self.device)
         values |= {f"{self.unit}_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
-        self.restart()
         return values
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -37,6 +37,42 @@ def test_an_interrupt_in_code_of_a_string_ends_alike(tmp_path):
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+def test_the_error_stands_in_torchrun_s_report(monkeypatch, tmp_path, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def fails():
+        raise UserError("The disk is full.", "Make room.")
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit):
+        run_command(fails)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    report = ChildFailedError("pretrain.run", {0: failure}).format_msg()
+    assert "traceback : error: The disk is full.\n         Make room.\n=" in report
+
+
+@pytest.mark.slow
+def test_torchrun_s_own_report_ends_with_the_error(tmp_path):
+    """It prints some forty lines after the ranks' output; the last of them is what people read."""
+    (tmp_path / "command.py").write_text(
+        "from probemb.cli.command import run_command\n"
+        "from probemb.errors import UserError\n"
+        "def fail():\n    raise UserError('The disk is full.', 'Make room.')\n"
+        "run_command(fail)\n"
+    )
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "command"]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    lines = done.stderr.splitlines()
+    assert "error: The disk is full." in lines
+    root_cause = lines[lines.index("Root Cause (first observed failure):") :]
+    shown = [line.strip() for line in root_cause]
+    assert "traceback : error: The disk is full." in shown
+    assert shown.index("Make room.") >= len(shown) - 2
+
+
 def test_nearest_says_nothing_where_nothing_is_near():
     assert nearest("wasserstien2", ["csd", "wasserstein2"]) == " Did you mean 'wasserstein2'?"
     assert nearest("zzz", ["csd"]) == ""

@@ -11,14 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import Config
-from pretrain.stream.order import Order
-from probemb.data.shards.index import read_index
 from probemb.runs.preemption import REQUEUE
 from tests.forked import Job
 from tests.jobs import refused
-from tests.webserver import serve
-from tools.make_scenes import Plan, make
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,30 +79,6 @@ def _signal_soon(rank):
     pretrain.run.make_stream = with_signal
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Eight shards of eight samples."""
-    out = tmp_path_factory.mktemp("shards") / "world"
-    make(Plan(train=64, val=0, classes_images=0, size=32, shard_size=8), out, workers=1)
-    return out / "train"
-
-
-@pytest.fixture
-def silent(shards, options, tmp_path):
-    """A web server that will not send the shard which rank 1 of 2, and it alone, needs for the third step.
-
-    `options` read from it, half a batch for each of two lanes.
-    """
-    sizes = [shard.samples for shard in read_index(shards)]
-    order = Order(sizes, batch_size=16, lanes=2, window=Config().data.window, seed=Config().seed)
-    (needed,) = set(order.rows(0, 2, 8, 16).shard.tolist())
-    assert all(needed not in order.rows(0, step, 0, 16).shard for step in range(2))
-    with serve(shards) as site:
-        site.troubles[f"{needed:05d}.tar"] = ["silence"] * 1000
-        options |= {"data.train": site.address, "data.lanes": 2, "data.cache": tmp_path / "cache"}
-        yield site
-
-
 @pytest.mark.parametrize(("workers", "rank"), [(0, 0), (0, 1), (2, 0)])
 def test_a_signal_while_one_rank_waits_for_its_data(workers, rank, silent, options, shards, tmp_path):
     """Rank 1 waits for a server that would keep it for minutes, and rank 0 for rank 1; either may get the signal."""
@@ -141,13 +112,6 @@ def test_a_signal_while_a_single_process_waits_for_its_data(silent, options, tmp
         assert job.wait() == [REQUEUE], job.text()
         assert time.monotonic() - began < 10
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
-
-
-def test_a_rank_does_not_wait_for_ever_for_the_data_of_another(silent, options, tmp_path):
-    job = Job({**options, "engine.timeout": 0.05}, ranks=2, output=tmp_path / "log")
-    first, second = job.wait()
-    assert (first, second != 0) == (2, True), job.text()
-    assert "Another rank has had no data for 0.05 minutes" in job.text()
 
 
 def torchrun(options: dict, log: Path) -> subprocess.Popen:
@@ -195,24 +159,6 @@ def test_a_killed_rank_takes_the_job_down(options, tmp_path):
     assert not [c for c in children if Path(f"/proc/{c}").exists()]
     on = Job({**options, "stop-at-step": 1}, "--resume", ranks=1, output=tmp_path / "on")
     assert on.wait() == [0], on.text()
-
-
-def test_without_a_launcher_the_others_notice_a_dead_rank_or_the_time_limit(options, tmp_path):
-    """Killed: its connections break. Stopped: nothing breaks, and `engine.timeout` minutes end the wait."""
-    job = Job({**options, "engine.timeout": 0.05}, ranks=2, output=tmp_path / "log")
-    job.until("step     2/")
-    job.signal(signal.SIGSTOP, rank=1)
-    while job.pids[0] not in job.codes:
-        job.poll()
-        signal.sigtimedwait([], 0.05)
-    assert job.codes[job.pids[0]] not in (0, REQUEUE)
-    job.kill()
-    job = Job({**options, "out": tmp_path / "second"}, ranks=2, output=tmp_path / "second.log")
-    job.until("step     2/")
-    job.signal(signal.SIGKILL, rank=1)
-    first, second = job.wait()
-    assert second == -signal.SIGKILL
-    assert first not in (0, REQUEUE)
 
 
 def test_two_jobs_never_write_one_folder(options, tmp_path):

@@ -69,9 +69,14 @@ def here(monkeypatch, options: dict, *words: str) -> int:
     return ended.value.code
 
 
+def _validated(run: Path) -> list[dict]:
+    return [m for m in metrics(run) if "rsum" in m]
+
+
 def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
     """Interrupted and resumed equals uninterrupted, bit for bit; what a person and a program read is there."""
     options = {"data.train": scenes / "train", "evaluate.classes": scenes / "classes", "evaluate.every_samples": 48}
+    options |= {"evaluate.pairs": scenes / "val", "evaluate.batch_size": 5}
     whole = start({**options, "out": tmp_path / "whole"}, ranks=2)
     assert whole.returncode == 0, whole.stderr
     half = start({**options, "out": tmp_path / "half", "stop-at-step": 4}, ranks=2)
@@ -81,17 +86,38 @@ def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
     assert "resumed at step 4" in rest.stdout
 
     assert "step 6/6" in whole.stdout
-    for word in ("ViT-Micro-32", "loss", "clip", "match", "images/s", "data", "lr", "ETA", "zero-shot top-1"):
+    for word in (
+        "ViT-Micro-32",
+        "loss",
+        "clip",
+        "match",
+        "images/s",
+        "data",
+        "lr",
+        "ETA",
+        "zero-shot top-1",
+        "gradient",
+        "GiB",
+    ):
         assert word in whole.stdout
     run = tmp_path / "whole"
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6"]
     assert any((run / "tensorboard").iterdir())
-    trained = [m for m in metrics(run) if "loss" in m]
+    assert "step 1/6 | loss " in whole.stdout
+    assert "| first step " in whole.stdout
+    firsts = [m["step"] for r in ("whole", "half") for m in metrics(tmp_path / r) if m.get("first_step", 0) > 0]
+    assert firsts == [1, 1, 5]
+    validated = _validated(run)
+    assert [m["step"] for m in validated] == [3, 6]
+    half_validated = [m for m in _validated(tmp_path / "half") if m["step"] != 4]  # where it was stopped
+    assert validated == [m | {"time": w["time"]} for m, w in zip(half_validated, validated, strict=True)]
+    trained = [m for m in metrics(run) if "loss" in m and "first_step" not in m]
     assert [m["step"] for m in trained] == [2, 4, 6]
     assert trained[-1]["samples"] == 96
     keys = {"clip", "match", "scale", "shift", "u_image", "u_text", "images_per_second", "data_wait", "lr", "eta"}
+    keys |= {"gradient_norm", "clipped", "memory"}
     assert keys <= set(trained[0])
-    losses = {m["step"]: m["loss"] for m in metrics(tmp_path / "half") if "loss" in m}
+    losses = {m["step"]: m["loss"] for m in metrics(tmp_path / "half") if "loss" in m and "first_step" not in m}
     assert losses == {m["step"]: m["loss"] for m in trained}
 
     model, resumed = load_model(run).model, load_model(tmp_path / "half").model

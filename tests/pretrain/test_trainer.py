@@ -50,7 +50,7 @@ def plain_torch():
         for skip, decay in ((False, o.weight_decay), (True, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
-    losses = []
+    losses, norms = [], []
     for step, (images, tokens) in enumerate(batches(model), 1):
         for group in optimizer.param_groups:
             group["lr"] = trainer.learning_rate(o, step * BATCH, STEPS * BATCH)
@@ -65,10 +65,10 @@ def plain_torch():
         )
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad_norm)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad_norm).item())
         optimizer.step()
         losses.append(loss.item())
-    return losses, {n: p.detach().numpy() for n, p in model.named_parameters()}
+    return losses, norms, {n: p.detach().numpy() for n, p in model.named_parameters()}
 
 
 def on_engine(rank, world, stage, parts, checkpointing):
@@ -79,7 +79,7 @@ def on_engine(rank, world, stage, parts, checkpointing):
     data = list(batches(model))
     engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
     fit = trainer.Trainer(engine, None, config, CPU, STEPS)
-    losses = []
+    losses, norms = [], []
     for step, (images, tokens) in enumerate(data, 1):
         for group in engine.optimizer.param_groups:
             group["lr"] = trainer.learning_rate(config.optimizer, step * BATCH, STEPS * BATCH)
@@ -88,8 +88,10 @@ def on_engine(rank, world, stage, parts, checkpointing):
         loss = terms["loss"].double()
         torch.distributed.all_reduce(loss)
         losses.append(loss.item() / world)
+        norms.append(terms["gradient_norm"])
+        assert terms["clipped"] == (norms[-1] > config.optimizer.clip_grad_norm)
     whole = safe_get_full_fp32_param if stage else torch.Tensor.detach
-    return losses, {n: whole(p).numpy() for n, p in engine.module.model.named_parameters()}
+    return losses, norms, {n: whole(p).numpy() for n, p in engine.module.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -106,9 +108,11 @@ def on_engine(rank, world, stage, parts, checkpointing):
     ],
 )
 def test_steps_equal_plain_torch(world, stage, parts, checkpointing):
-    losses, weights = plain_torch()
-    for rank_losses, rank_weights in run_ranks(world, on_engine, stage, parts, checkpointing):
+    losses, norms, weights = plain_torch()
+    assert max(norms) > CONFIG.optimizer.clip_grad_norm
+    for rank_losses, rank_norms, rank_weights in run_ranks(world, on_engine, stage, parts, checkpointing):
         np.testing.assert_allclose(rank_losses, losses, rtol=2e-5)
+        np.testing.assert_allclose(rank_norms, norms, rtol=1e-3)
         for name, value in weights.items():
             np.testing.assert_allclose(rank_weights[name], value, atol=2e-4, err_msg=name)
 

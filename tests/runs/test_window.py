@@ -16,6 +16,7 @@ def test_means_over_the_steps_between_two_log_lines():
         assert (values["loss"], values["clean"]) == (3.0, 0.5)
         assert one.state() == {"sums": {}, "counts": {}}
         assert values["pairs_per_second"] > 0
+        assert 10 * 2**20 < values["memory"] < 2**40
 
 
 def test_skipped_steps_count_for_the_speed_and_not_for_the_means():
@@ -26,4 +27,4 @@ def test_skipped_steps_count_for_the_speed_and_not_for_the_means():
     assert values["loss"] == 2.0
     assert values["images_per_second"] > 0
     window.add(None)
-    assert set(window.close(batch_size=8, steps_left=1)) == {"data_wait", "images_per_second", "eta"}
+    assert set(window.close(batch_size=8, steps_left=1)) == {"data_wait", "images_per_second", "eta", "memory"}

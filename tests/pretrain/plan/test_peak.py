@@ -1,0 +1,42 @@
+"""Speeds at the devices' peaks, for the MFU."""
+
+import pytest
+import torch
+
+from pretrain.config import Config, Model
+from pretrain.objectives import OBJECTIVES
+from pretrain.plan.cost import flops
+from pretrain.plan.peak import images_at, images_at_peak, peak_flops
+from pretrain.plan.trace import Setting, build
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA A1000", None, None),
+        ("Somebody's GPU", None, None),
+    ],
+)
+def test_peaks_by_name(name, bf16, fp32):
+    assert peak_flops(name, "bf16") == bf16
+    assert peak_flops(name, "fp32") == fp32
+
+
+def test_a_cpu_has_no_known_peak():
+    assert images_at_peak(Config(), "fp32", 1, torch.device("cpu")) is None
+
+
+def test_shorter_texts_are_less_work_and_the_length_is_interpolated():
+    """Against FLOPs counted at that very length."""
+    config = Config(batch_size=8, model=Model(name="ViT-Micro-32"))
+    model, speed = build(config), images_at(1e12, config, "fp32", 1)
+    for tokens in (model.context_length, model.context_length * 5 // 8):
+        setting = Setting(OBJECTIVES["pcmepp"](config.loss), 1, 8, tokens, 1, 1, False, False, False)
+        assert speed(tokens) == pytest.approx(8e12 / flops(model, setting)["model_per_step"], rel=0.02)
+    assert speed(model.context_length) < speed(8)

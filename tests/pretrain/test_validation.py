@@ -1,0 +1,67 @@
+"""Validation loss and retrieval while training, on real engines, against one model and plain loops."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.config import Config, Engine, Evaluate
+from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.validation import Validator
+from probemb import create_model
+from probemb.data.captions.find import find_captions
+from probemb.distances import csd
+from probemb.losses import clip_loss, pairwise_match_loss
+from probemb.models import create_tokenizer, create_transforms
+from tests.ranks import run_ranks
+from tools.make_scenes import Plan, make
+
+CPU = torch.device("cpu")
+
+
+def tiny():
+    torch.manual_seed(0)
+    return create_model("ViT-Micro-32", n_unc_layers=1)
+
+
+def measured(rank, world, config):
+    start_deepspeed()
+    model = tiny()
+    transform, tokenizer = create_transforms(model).evaluate, create_tokenizer(model)
+    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
+    return Validator(config, transform, tokenizer, CPU, rank, world)(engine)
+
+
+def by_hand(path, batch):
+    """Recall from the whole distance matrix, and the losses of whole batches."""
+    model, captions = tiny().eval(), find_captions(path, "val")
+    transform, tokenizer = create_transforms(model).evaluate, create_tokenizer(model)
+    pixels = torch.stack([transform(captions.images.open(i)) for i in range(len(captions))])
+    with torch.no_grad():
+        images, texts = model.encode_image(pixels), model.encode_text(tokenizer(captions.flat()))
+        distance_NM, owner = csd(images, texts), torch.tensor(captions.owner())
+        i2t = [owner[row.argsort()[:5]].eq(i).any() for i, row in enumerate(distance_NM)]
+        t2i = [column.argsort()[:5].eq(owner[j]).any() for j, column in enumerate(distance_NM.T)]
+        first = torch.tensor([captions.owner().index(i) for i in range(len(captions))])
+        losses = []
+        for start in range(0, len(captions) - batch + 1, batch):
+            rows = slice(start, start + batch)
+            image, text = images[rows], texts[first[rows]]
+            match = pairwise_match_loss(image, text, scale=model.scale, shift=model.shift, vib=1e-4)
+            losses.append(clip_loss(image.mean, text.mean, model.logit_scale.exp()).loss + match.loss)
+    percent = [100 * torch.stack(hits).float().mean().item() for hits in (i2t, t2i)]
+    return torch.stack(losses).mean().item(), *percent
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (3, 3)])
+def test_loss_and_recall_are_those_of_one_model_on_all_pairs(world, stage, tmp_path):
+    """Eleven images: shares of the ranks, and their numbers of batches, differ."""
+    make(Plan(train=0, val=11, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
+    pairs = Evaluate(pairs=str(tmp_path / "world"), batch_size=2)
+    config = replace(Config(batch_size=6, evaluate=pairs), engine=Engine(zero_stage=stage))
+    loss, i2t, t2i = by_hand(tmp_path / "world", batch=6)
+    for values in run_ranks(world, measured, config):
+        np.testing.assert_allclose(values["validation_loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose([values["i2t_r5"], values["t2i_r5"]], [i2t, t2i], rtol=1e-5)
+        assert 0 < values["rsum"] < 600
