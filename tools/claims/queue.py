@@ -88,11 +88,10 @@ def train_all(
     seeds = list(dict.fromkeys(one.seed for one in missing))
     world, context = _prepare(study, seeds, keep, tell, test)
     done, first = _WORK["done"], study.starting_steps(world)
-    waiting = {seed: [one for one in missing if one.seed == seed] for seed in seeds}
     unstarted = [seed for seed in seeds if first and not keep.start(seed).exists()]
     total = first * len(unstarted) + sum(study.steps(world, one) for one in missing)
     progress = Progress(total, len(missing), lambda: done.value, study, tell)
-    queue = [one for seed in seeds if seed not in unstarted for one in waiting[seed]]
+    queue = [one for one in missing if one.seed not in unstarted]
     pool = ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),))
     running = {}
     try:
@@ -110,7 +109,7 @@ def train_all(
                 one = running.pop(future)
                 if isinstance(one, int):
                     future.result()
-                    queue += waiting[one]
+                    queue = sorted(queue + [other for other in missing if other.seed == one], key=missing.index)
                     progress.line(f"pretraining of seed {one} is done")
                 else:
                     found[keep.name(one)], seconds = future.result()

@@ -37,7 +37,7 @@ class Study(ABC):
 
     @abstractmethod
     def plan(self, seeds: Sequence[int]) -> list:
-        """All trainings, seed after seed: dataclasses with at least `name` and `seed`."""
+        """All trainings in the order of their start: dataclasses with at least `name` and `seed`."""
 
     @abstractmethod
     def identity(self, training) -> dict:

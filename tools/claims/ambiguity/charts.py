@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
+from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from tools.claims.ambiguity.findings import CLOSELY, NAMES, WAYS
 from tools.claims.verdicts import Found, value
 
-COLOURS = dict(zip(CLOSELY, (GREY, BLUE, ORANGE, GREEN)))
+COLOURS = dict(zip(CLOSELY, (GREY, BLUE, ORANGE)))
 
 
 def charts(found: Found, claims: list[dict]) -> list[list[Chart]]:

@@ -28,7 +28,7 @@ NAMES = {
     "random match": "from random weights: match",
     "random all true": "from random weights: match, every true match labelled",
 }
-CLOSELY = ("start", "recipe", "match with PP", "recipe with PP")  # also swept, and ranked in other ways
+CLOSELY = ("start", "recipe", "recipe with PP")  # also swept, and ranked in other ways
 RANKINGS = {
     "csd": "CSD",
     "mean": "mean",

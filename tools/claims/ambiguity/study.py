@@ -47,7 +47,7 @@ class Ambiguity(Study):
         self.settings = settings or Settings()
 
     def plan(self, seeds: Sequence[int]) -> list[Training]:
-        """All trainings, seed after seed."""
+        """All finetunings, seed after seed, then what begins with random weights and takes longer."""
         trainings = []
         for seed in seeds:
             match = Training("match", seed)
@@ -61,9 +61,10 @@ class Ambiguity(Study):
                 replace(recipe, name="recipe with PP", pseudo_positive=0.1),
                 replace(match, name="all true", all_true=True),
                 replace(recipe, name="recipe all true", all_true=True),
-                replace(match, name="random match", begin=RANDOM),
-                replace(match, name="random all true", begin=RANDOM, all_true=True),
             ]
+        for seed in seeds:
+            random = Training("random match", seed, RANDOM)
+            trainings += [random, replace(random, name="random all true", all_true=True)]
         return trainings
 
     def identity(self, training: Training) -> dict:
