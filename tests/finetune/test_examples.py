@@ -30,3 +30,9 @@ def test_every_method_accepts_it(path, method):
         assert config.data.cache_features
     else:
         assert config.model.pretrained.startswith("runs/")
+
+
+def test_the_scenes_are_finetuned_with_the_losses_of_pretraining():
+    path = next(path for path in EXAMPLES if path.stem == "scenes")
+    config = parse_config(Config, "finetune/run.py", "", with_method_file(["--config", str(path)]))
+    assert (config.method, config.loss.clip, config.loss.pseudo_positive) == ("pcmepp-clip", 1.0, 0.0)
