@@ -29,10 +29,12 @@ from tests.searching import EVIL, N, bomb, gallery, searcher  # noqa: F401 - fix
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
 from tools.search.calibrating import assess_scores, calibrate, caption_groups, choose_score
 from tools.search.calibration import BETTER, CHANCE, WORSE, Calibration, load_calibration
-from tools.search.command import main, open_searcher, parse, print_answer
+from tools.search.command import main, open_searcher, parse
 from tools.search.pictures import read_picture
-from tools.search.query import MAX_TEXT, QueryImage, Searcher, Wish, read_image
+from tools.search.query import Searcher
 from tools.search.scoring import SCORES
+from tools.search.tables import print_answer
+from tools.search.wish import MAX_TEXT, QueryImage, Wish, read_image
 
 
 def brute_force(gallery, query):  # noqa: F811

@@ -12,8 +12,8 @@ from tools.build_index import main as build
 from tools.search.calibrating import calibrate
 from tools.search.calibration import load_calibration, save_calibration
 from tools.search.command import main, open_searcher, parse
-from tools.search.page import make_app
-from tools.search.query import Wish
+from tools.search.web.page import make_app
+from tools.search.wish import Wish
 
 
 def ask(capsys, index, *argv):

@@ -23,8 +23,11 @@ from tests.browser import chromium
 from tests.searching import BACKWARDS, EVIL, MARKUP, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.webserver import serve as serve_folder
 from tests.world import run_folder  # noqa: F401 - a fixture
-from tools.search.page import PICTURES, addresses, host_check, make_app, make_server
-from tools.search.query import QueryImage, Wish
+from tools.search.web.guard import host_check
+from tools.search.web.page import make_app
+from tools.search.web.server import addresses, make_server
+from tools.search.web.thumbnails import PICTURES
+from tools.search.wish import QueryImage, Wish
 
 UPLOAD = 2 << 20
 
@@ -122,7 +125,7 @@ def test_pictures_are_made_anew(port, gallery):  # noqa: F811
 
 
 def test_large_pictures_become_small():
-    from tools.search.page import shrink
+    from tools.search.web.thumbnails import shrink
 
     data = io.BytesIO()
     exif = Image.Exif()

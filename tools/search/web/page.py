@@ -1,0 +1,112 @@
+"""Search page: a small web application around a `Searcher`, for one machine or a trusted network.
+
+GET /                the page
+POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision,
+                     fits (yes, no or empty), max_score -> the answer
+GET /picture/ROW     a thumbnail of an item; /picture/ROW/large up to 1600 pixels; 503 with Retry-After under load
+
+Against requests by other sites through a visitor's browser, the Host header must name this server (against DNS
+rebinding) and a form must come from this page. Pictures are re-encoded, so that no untrusted bytes reach the browser.
+Only the page's own script may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probemb.errors import UserError
+from probemb.reports.text import printable
+from tools.search.web.about import describe
+from tools.search.web.guard import guard, handle_errors, host_check
+from tools.search.web.thumbnails import serve_pictures
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+    from tools.search.query import Searcher
+
+STATIC = Path(__file__).with_name("static")
+FORM_BYTES = 256 << 10  # of all texts of a form
+
+
+def make_app(
+    searcher: Searcher, host: str = "127.0.0.1", names: Sequence[str] = (), max_upload: int = 16 << 20
+) -> Flask:
+    """The application.
+
+    Args:
+        host: address that it is bound to.
+        names: further host names of this server.
+        max_upload: bytes of one request.
+    """
+    from flask import Flask, jsonify, render_template, request
+
+    from tools.search.wish import MAX_PARTS, MAX_TEXT, MAX_TOP, QueryImage, Wish
+
+    app = Flask("probemb search", template_folder=str(STATIC), static_folder=str(STATIC), static_url_path="/static")
+    app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
+    app.json.sort_keys = False
+    guard(app, host_check(host, names))
+    handle_errors(app, max_upload)
+    serve_pictures(app, searcher)
+    about = describe(searcher) | {"max_upload": max_upload, "max_results": MAX_TOP, "max_text": MAX_TEXT}
+
+    @app.get("/")
+    def page():
+        return render_template("page.html", about=about)
+
+    @app.get("/about")
+    def about_this():
+        return jsonify(about)
+
+    @app.post("/search")
+    def search():
+        form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
+        if len(uploads) > MAX_PARTS:
+            raise UserError(f"The query has more than {MAX_PARTS} parts.", "Leave some out.")
+        wish = Wish(
+            texts=form.getlist("text"),
+            images=[QueryImage(file.filename[:100], file.read()) for file in uploads],
+            top=read_number(form, "top", int, 24),
+            max_uncertainty=read_number(form, "max_uncertainty", float),
+            max_item_uncertainty=read_number(form, "max_item_uncertainty", float),
+            min_precision=read_number(form, "min_precision", float),
+            fits=read_choice(form, "fits"),
+            max_score=read_number(form, "max_score", float),
+        )
+        return jsonify(shown(searcher.answer(wish)))
+
+    return app
+
+
+def read_number(form, name: str, kind: Callable, default=None):
+    """A number of a form; `default` if it is absent or empty. Raises UserError."""
+    text = form.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        if len(text) > 40:
+            raise ValueError
+        return kind(text)
+    except ValueError:
+        raise UserError(f"{name} is '{text[:40]}', which is no number.", "Correct it.") from None
+
+
+def read_choice(form, name: str) -> bool | None:
+    """yes or no of a form; None if it is absent or empty. Raises UserError."""
+    text = form.get(name, "")
+    if text not in ("", "yes", "no"):
+        raise UserError(f"{name} is '{text[:40]}', neither yes nor no.", "Correct it.")
+    return None if not text else text == "yes"
+
+
+def shown(answer: dict) -> dict:
+    """An answer for the page: printable texts, and addresses of pictures instead of shards."""
+    for result in answer["results"]:
+        result["picture"] = f"/picture/{result['row']}" if result.pop("shard") else None
+        result["key"] = printable(result["key"])
+        result["captions"] = [printable(caption) for caption in result["captions"]]
+    answer["query"]["texts"] = [printable(text) for text in answer["query"]["texts"]]
+    return answer

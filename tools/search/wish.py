@@ -1,0 +1,111 @@
+"""A query, its limits, and what it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MAX_PARTS = 8
+MAX_TEXT = 2_000  # characters
+MAX_TOP = 1_000
+
+
+class QueryImage(NamedTuple):
+    """An encoded image of a query and its name in messages."""
+
+    name: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A query and its limits.
+
+    Attributes:
+        texts, images: at least one in all.
+        top: number of results.
+        max_uncertainty: a query above it is refused.
+        max_item_uncertainty: items above it are left out.
+        min_precision: a query above the threshold calibrated for this precision is refused.
+        fits: True for all that fits, a large variance of an item as a tolerance; False for the closest, by CSD; None as
+            the index ranks.
+        max_score: a query whose calibrated score is above it is refused.
+    """
+
+    texts: Sequence[str] = ()
+    images: Sequence[QueryImage] = ()
+    top: int = 10
+    max_uncertainty: float | None = None
+    max_item_uncertainty: float | None = None
+    min_precision: float | None = None
+    fits: bool | None = None
+    max_score: float | None = None
+
+
+def clean_texts(texts: Sequence[str], images: int) -> list[str]:
+    """The texts of a query with so many images, stripped. Raises UserError: an empty or too large query."""
+    texts = [text.strip() for text in texts if text.strip()]
+    if not texts and not images:
+        raise UserError("The query is empty.", "Write a text or give an image.")
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        raise UserError("A text of the query is not UTF-8.", "Write it in UTF-8.")
+    if len(texts) + images > MAX_PARTS:
+        raise UserError(f"The query has {len(texts) + images} parts, more than {MAX_PARTS}.", "Leave some out.")
+    if too_long := next((text for text in texts if len(text) > MAX_TEXT), None):
+        raise UserError(f"A text has {len(too_long):,} characters, more than {MAX_TEXT:,}.", "Shorten it.")
+    return texts
+
+
+def check_wish(wish: Wish) -> None:
+    """Refuse numbers out of range. Raises UserError."""
+    import math
+
+    if not 1 <= wish.top <= MAX_TOP:
+        raise UserError(f"{wish.top} results were requested.", f"Request 1 to {MAX_TOP:,}.")
+    for name, value in (
+        ("largest uncertainty of the query", wish.max_uncertainty),
+        ("largest uncertainty of a result", wish.max_item_uncertainty),
+    ):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise UserError(f"The {name} is {value}.", "Give a number from 0 on.")
+    if wish.max_score is not None and not math.isfinite(wish.max_score):
+        raise UserError(f"The largest score of the query is {wish.max_score}.", "Give a finite number.")
+    if wish.min_precision is not None and not 0 < wish.min_precision <= 1:
+        raise UserError(f"The wanted precision is {wish.min_precision}.", "Give a share above 0 and up to 1.")
+
+
+def read_image(path: Path) -> QueryImage:
+    """A local image file as part of a query. Raises UserError: it cannot be read or decoded."""
+    from probemb.data.shards.samples import MAX_IMAGE_BYTES
+
+    try:
+        with open(path, "rb") as file:  # may be an endless pipe or device
+            data = file.read(MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"The image {path} cannot be read ({error.strerror}).", "Check the path.") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise UserError(f"{path} has more than {MAX_IMAGE_BYTES >> 20} MiB.", "Give a smaller image.")
+    image = QueryImage(str(path), data)
+    decode_query(image)
+    return image
+
+
+def decode_query(image: QueryImage) -> Image.Image:
+    """Decode an image of a query. Raises UserError."""
+    from probemb.data.failures import BadSample
+    from probemb.data.images import decode_image
+
+    try:
+        return decode_image(image.data)
+    except BadSample as error:
+        raise UserError(
+            f"{image.name} is not an image that can be searched with: {error}.",
+            "Give a JPEG, PNG or WebP file, neither very large nor very thin.",
+        ) from None
