@@ -7,9 +7,11 @@
     INDEX/u.f32                  N little-endian float32: the items' uncertainty, which re-ranking reads
     INDEX/items/00000.parquet …  metadata of each item; see `items.py`
 
-`writing.py` makes such a folder. FAISS does not check its files: load only your own.
+`writing.py` makes such a folder. FAISS does not check its files: load only your own. An opened index keeps all of its
+files, so replacing or removing the folder changes nothing for it.
 """
 
+import hashlib
 import math
 import os
 import re
@@ -38,14 +40,15 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
         device: "cpu", "cuda" (all GPUs take parts in turn), or "auto": the GPUs if the index fits into them.
         memory_map: leave the parts in their files and read only the pages that a search needs.
 
-    Raises UserError: a file is missing, damaged or of another size than index.json says; no GPU, or FAISS cannot search
-    the index there.
+    Raises UserError: a file is missing, damaged or of another size than index.json says; the folder is replaced
+    meanwhile; no GPU, or FAISS cannot search the index there.
     """
     import faiss
 
     if device not in DEVICES:
         raise UserError(f"There is no device '{device}' for an index.", f"Choose {', '.join(DEVICES)}.")
     folder = Path(folder)
+    before = identity(folder)
     about = read_about(folder)
     mapped = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY if "IVF" in about["factory"] else faiss.IO_FLAG_MMAP_IFC
     flags = mapped if memory_map else 0
@@ -68,8 +71,10 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
     u = _read_uncertainty(folder, about["count"])
     index = Index(
         tuple(parts), about["form"], about["dim"], about["width"], u, _penalty(about), about["kind"], about["model"],
-        about["weights"], about["factory"], about["why"], Items(folder / ITEMS, about["count"]),
+        about["weights"], about["factory"], about["why"], Items(folder / ITEMS, about["count"]), before,
     )  # fmt: skip
+    if identity(folder) != before:
+        raise UserError(f"{folder} was replaced while it was opened.", "Repeat the command.")
     if about["effort"]:
         set_effort(index, about["effort"])
     return index
@@ -87,6 +92,18 @@ def require_model(index: Index, model: str, weights: str, dim: int) -> None:
             f"model is {model} ({weights[:12]}, {dim} dimensions).",
             f"Search with --model {index.model}, or build an index with the other model.",
         )
+
+
+def identity(folder: Path) -> str:
+    """A digest of the folder's files: names, inodes, sizes and times of change, which no other index shares."""
+    told = []
+    for path in sorted([folder / NAME, folder / UNCERTAINTY, *folder.glob("part-*.faiss"), *folder.glob(f"{ITEMS}/*")]):
+        try:
+            status = path.stat()
+        except OSError:  # reported when it is read
+            continue
+        told.append((path.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
 def read_about(folder: Path) -> dict:

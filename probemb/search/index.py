@@ -53,6 +53,7 @@ class Index:
         penalty: of the form; without a meaning for "mean".
         kind, model, weights, factory, why, items: of an index folder, else None. "image" or "text"; the model as typed
             and its SHA-256; the FAISS factory string and the reason for it; the metadata of each item.
+        identity: digest that tells one index folder from another at the same path; None in memory.
     """
 
     parts: tuple[faiss.Index, ...]
@@ -67,6 +68,7 @@ class Index:
     factory: str | None = None
     why: str | None = None
     items: Items | None = None
+    identity: str | None = None
 
     def __len__(self) -> int:
         return len(self.uncertainty)

@@ -2,7 +2,8 @@
 
     items/00000.parquet, items/00001.parquet, …    65,536 rows each, in groups of 1,024, in the order of the gallery
 
-A row's number gives its file and group, so that looking one up reads one group.
+A row's number gives its file and group, so that looking one up reads one group. The files are mapped when they are
+opened, so rows stay the same if the folder is replaced or removed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow
 
 ROWS_PER_FILE = 1 << 16
@@ -50,10 +52,11 @@ class ItemsWriter:
 
 
 class Items:
-    """The metadata of gallery rows, `items[i]` -> dict."""
+    """The metadata of gallery rows, `items[i]` -> dict. Raises UserError: a file cannot be opened."""
 
     def __init__(self, folder: Path, count: int):
         self.folder, self.count = folder, count
+        self._files = [self._map(folder / f"{n:05d}.parquet") for n in range(-(-count // ROWS_PER_FILE))]
         self._group = lru_cache(_CACHED_GROUPS)(self._read_group)
 
     def __len__(self) -> int:
@@ -72,12 +75,22 @@ class Items:
             raise UserError(f"{self.folder} has fewer rows than its index says.", "Rebuild the index.")
         return dict(rows[row])
 
+    def _map(self, path: Path) -> np.ndarray:
+        """The bytes of a file without an open descriptor, of which a process has few."""
+        import torch
+
+        try:
+            return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path} cannot be read ({type(error).__name__}).", "Rebuild the index.") from error
+
     def _read_group(self, file: int, group: int) -> list[dict]:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self.folder / f"{file:05d}.parquet"
         try:
-            with pq.ParquetFile(path) as opened:
+            with pq.ParquetFile(pa.BufferReader(self._files[file])) as opened:
                 return opened.read_row_group(group).to_pylist()
         except Exception as error:  # pyarrow raises many types for a damaged file
+            path = self.folder / f"{file:05d}.parquet"
             raise UserError(f"{path} cannot be read ({type(error).__name__}).", "Rebuild the index.") from error

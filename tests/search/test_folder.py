@@ -46,6 +46,7 @@ from tools.build_index import main
 ROOT = Path(__file__).resolve().parents[2]
 DIM = 16
 SIZES = (90, 0, 210, 140, 260)  # of the partitions
+MAPPED = ("part-00000.faiss", "part-00001.faiss", "u.f32", "items/00000.parquet")
 
 
 @pytest.fixture(scope="module")
@@ -212,10 +213,27 @@ def test_the_files_are_mapped_and_not_read(factory, embeddings, tmp_path):
     index = build(embeddings, tmp_path / "index", "--factory", factory, "--part-items", 350)
     with open("/proc/self/maps") as file:
         mapped = set(re.findall(re.escape(str(tmp_path)) + r"/\S+", file.read()))
-    assert mapped == {str(tmp_path / "index" / name) for name in ("part-00000.faiss", "part-00001.faiss", "u.f32")}
+    assert mapped == {str(tmp_path / "index" / name) for name in MAPPED}
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
     search(index, queries(), 5)
     assert {file: file.read_bytes() for file in before} == before
+
+
+def test_an_opened_index_stays_what_it_was(embeddings, tmp_path):
+    """Also the metadata that it has not looked at yet, after its folder was replaced by another index, or removed."""
+    first = build(embeddings, tmp_path / "index")
+    again = load_index(tmp_path / "index")
+    before = search(first, queries(), 5)
+    build(embeddings, tmp_path / "other", "--kind", "text")
+    shutil.rmtree(tmp_path / "index")
+    (tmp_path / "other").rename(tmp_path / "index")
+    other = load_index(tmp_path / "index")
+    assert first.identity == again.identity != other.identity
+    assert first.item(0)["captions"] == ["image 0 0"]
+    assert other.item(0)["captions"] == ["text 0 0"]
+    shutil.rmtree(tmp_path / "index")
+    assert other.item(699)["captions"] == ["text 4 259"]
+    assert all(map(torch.equal, search(first, queries(), 5), before))
 
 
 def test_the_choice_says_why():

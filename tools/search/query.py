@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
+from uuid import uuid4
 
 from probemb.errors import UserError
 from tools.search.limits import find_limits, is_above
@@ -56,6 +57,7 @@ class Searcher:
         from probemb.evaluation.predictors import MatchModel
 
         self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
+        self.identity = index.identity or uuid4().hex[:16]  # of pictures' addresses
         self.candidates = candidates
         if tolerance is None:
             tolerance = index.weight if index.form == "tolerance" else calibration and calibration.tolerance

@@ -104,7 +104,7 @@ def test_texts_that_mean_harm_are_text(port):
     assert not any(mark in json.dumps(answer, ensure_ascii=False) for mark in ("\u202e", "\u2066", "\x1b"))
 
 
-@pytest.mark.parametrize("path", ["/", "/about", "/static/page.js", "/picture/0", "/picture/1/large", "/nothing"])
+@pytest.mark.parametrize("path", ["/", "/about", "/static/page.js", "/picture/x/0", "/picture/x/1/large", "/nothing"])
 def test_every_answer_is_hardened(port, path):
     _, headers, _ = request(port, path=path)
     policy = headers["Content-Security-Policy"]
@@ -115,13 +115,36 @@ def test_every_answer_is_hardened(port, path):
     assert "Server" not in headers
 
 
-def test_pictures_are_made_anew(port, gallery):  # noqa: F811
-    status, headers, data = request(port, path="/picture/3")
+def test_pictures_are_made_anew(port, gallery, searcher):  # noqa: F811
+    here = f"/picture/{searcher.identity}"
+    status, headers, data = request(port, path=f"{here}/3")
     assert (status, headers["Content-Type"]) == (200, "image/jpeg")
     assert Image.open(io.BytesIO(data)).size == (32, 32)
     assert data != gallery.jpegs[3]
-    for path in (f"/picture/{N}", "/picture/-1", "/picture/99999999999999999999", "/picture/x", "/picture/../3"):
+    for row in (N, "-1", "99999999999999999999", "x", "../3"):
+        path = f"{here}/{row}"
         assert request(port, path=path)[0] == 404
+
+
+def test_another_index_at_the_same_address_has_other_pictures(gallery, searcher, tmp_path):  # noqa: F811
+    """A browser keeps pictures by their address; so a row of another index must have another one."""
+    from tools.build_index import main as build
+    from tools.search.command import open_searcher, parse
+
+    index = tmp_path / "index"
+    build(["--embeddings", str(gallery.images.parent / "embedded"), "--kind", "text", "--out", str(index)])
+    other = open_searcher(parse(["x", "--index", str(index), "--device", "cpu"]))
+    told = []
+    for one in (searcher, other):
+        with serving(one) as server:
+            port = int(server.effective_port)
+            _, answer = post(port, [("text", "a red circle"), ("top", str(N))])
+            told.append({result["picture"] for result in answer["results"]})
+            assert request(port, path=answer["results"][0]["picture"])[0] == 200
+            if len(told) == 2:
+                assert request(port, path=min(told[0]))[0] == 404
+    assert not told[0] & told[1]
+    assert open_searcher(parse(["x", "--index", str(index), "--device", "cpu"])).identity == other.identity
 
 
 def test_large_pictures_become_small():
@@ -494,7 +517,7 @@ def test_pictures_of_shards_on_a_web_server(browser, elsewhere, gallery):  # noq
         search_for(browser, "a red circle")
         browser.wait(PICTURES_ARE_THERE)
         site.troubles["00000.tar"] = [404]
-        status, _, data = request(port, path="/picture/3")
+        status, _, data = request(port, path=f"/picture/{remote.identity}/3")
         assert status == 404
         assert "HTTP 404" in json.loads(data)["error"]
         assert site.address.encode() not in data
@@ -507,7 +530,7 @@ def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
         port = int(server.effective_port)
         site.troubles["00000.tar"] = ["silence"] * 48
         started = time.monotonic()
-        waiting = [pool.submit(request, port, "GET", f"/picture/{row % N}") for row in range(48)]
+        waiting = [pool.submit(request, port, "GET", f"/picture/{remote.identity}/{row % N}") for row in range(48)]
         while len(site.troubles["00000.tar"]) > 48 - PICTURES:
             assert time.monotonic() < started + 5
             time.sleep(0.01)
@@ -517,7 +540,7 @@ def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
         assert Counter(status for status, _ in answers) == {503: 48 - PICTURES, 404: PICTURES}
         assert {headers.get("Retry-After") for status, headers in answers if status == 503} == {"1"}
         site.troubles["00000.tar"] = []
-        assert request(port, path="/picture/3")[0] == 200
+        assert request(port, path=f"/picture/{remote.identity}/3")[0] == 200
 
 
 def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):
@@ -529,7 +552,7 @@ def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):
         browser.open(f"http://127.0.0.1:{port}/")
         browser.wait("document.body.dataset.ready === 'yes'")
         site.troubles["00000.tar"] = ["silence"] * PICTURES
-        waiting = [pool.submit(request, port, "GET", f"/picture/{row}") for row in range(PICTURES)]
+        waiting = [pool.submit(request, port, "GET", f"/picture/{remote.identity}/{row}") for row in range(PICTURES)]
         while site.troubles["00000.tar"]:
             time.sleep(0.01)
         browser.complaints.clear()
@@ -577,6 +600,7 @@ def test_all_that_fits_is_chosen_by_the_keyboard(browser, gallery, tmp_path):  #
     options = ["--serve", "--index", str(gallery.images), "--device", "cpu", "--tolerance", "-2"]
     fitting = open_searcher(parse(options))
     with serving(fitting) as server:
+        browser.open("about:blank")
         browser.complaints.clear()
         browser.open(f"http://127.0.0.1:{server.effective_port}/")
         browser.wait("document.body.dataset.ready === 'yes'")

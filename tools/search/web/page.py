@@ -3,7 +3,8 @@
 GET /                the page
 POST /search         a form with text, image, top, max_uncertainty, max_item_uncertainty, min_precision,
                      fits (yes, no or empty), max_score -> the answer
-GET /picture/ROW     a thumbnail of an item; /picture/ROW/large up to 1600 pixels; 503 with Retry-After under load
+GET /picture/INDEX/ROW  a thumbnail of an item; …/large: up to 1600 pixels; 503 with Retry-After under load. INDEX is
+                        the identity of the index, as browsers keep pictures and another index here has others
 
 Against requests by other sites through a visitor's browser, the Host header must name this server (against DNS
 rebinding) and a form must come from this page. Pictures are re-encoded, so that no untrusted bytes reach the browser.
@@ -76,7 +77,7 @@ def make_app(
             fits=read_choice(form, "fits"),
             max_score=read_number(form, "max_score", float),
         )
-        return jsonify(shown(searcher.answer(wish)))
+        return jsonify(shown(searcher.answer(wish), searcher.identity))
 
     return app
 
@@ -102,10 +103,10 @@ def read_choice(form, name: str) -> bool | None:
     return None if not text else text == "yes"
 
 
-def shown(answer: dict) -> dict:
+def shown(answer: dict, identity: str) -> dict:
     """An answer for the page: printable texts, and addresses of pictures instead of shards."""
     for result in answer["results"]:
-        result["picture"] = f"/picture/{result['row']}" if result.pop("shard") else None
+        result["picture"] = f"/picture/{identity}/{result['row']}" if result.pop("shard") else None
         result["key"] = printable(result["key"])
         result["captions"] = [printable(caption) for caption in result["captions"]]
     answer["query"]["texts"] = [printable(text) for text in answer["query"]["texts"]]

@@ -25,15 +25,17 @@ def serve_pictures(app: Flask, searcher: Searcher) -> None:
     decoding = Lock()  # one large picture at a time: memory stays bounded
     places = BoundedSemaphore(PICTURES)
 
-    @app.get("/picture/<int:row>")
-    def picture(row: int):
-        return jpeg(row, SMALL)
+    @app.get("/picture/<index>/<int:row>")
+    def picture(index: str, row: int):
+        return jpeg(index, row, SMALL)
 
-    @app.get("/picture/<int:row>/large")
-    def large_picture(row: int):
-        return jpeg(row, LARGE)
+    @app.get("/picture/<index>/<int:row>/large")
+    def large_picture(index: str, row: int):
+        return jpeg(index, row, LARGE)
 
-    def jpeg(row: int, side: int) -> Response:
+    def jpeg(index: str, row: int, side: int) -> Response:
+        if index != searcher.identity:
+            return problem(404, "The picture is of another index.", "Search again.")
         if row >= len(searcher.index):
             abort(404)
         if not places.acquire(blocking=False):  # waiting would occupy a thread too
