@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
+from probemb.data.jpeg import ScanFeed, find_scan
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,7 +28,8 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
     published weights.
 
     draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which is
-    several times faster for large photographs; images that are not reduced stay bit-identical. Raises BadSample.
+    several times faster for large photographs; images that are not reduced stay bit-identical. Raises BadSample, also
+    for a sequential JPEG whose coded data does not end with the image, for which libjpeg only warns.
     """
     from PIL import Image
 
@@ -42,7 +44,7 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
             needed = draft(width, height) if callable(draft) else draft and (draft, draft)
             if needed:
                 image.draft(None, needed)
-            image.load()
+            _load(image, data)
             return _to_rgb(image)
     except BadSample:
         raise
@@ -50,6 +52,17 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
         raise BadSample(f"the image has more than {max_pixels:,} pixels") from None
     except Exception as error:  # hostile bytes fail in many ways and must not stop a run
         raise BadSample(f"the image cannot be decoded ({type(error).__name__})") from None
+
+
+def _load(image, data: bytes) -> None:
+    scan = find_scan(data) if image.format in ("JPEG", "MPO") else None
+    if scan is None:
+        image.load()
+        return
+    feed = ScanFeed(data, scan)
+    image.fp, image.decodermaxblock = feed, len(data)
+    image.load()
+    feed.check()
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -130,3 +130,49 @@ def test_a_thread_of_an_image_is_refused(encode):
     with pytest.raises(BadSample, match="101 x 1 pixels"):
         decode_image(encode("PNG", size=(101, 1)))
     assert decode_image(encode("PNG", size=(100, 1))).size == (100, 1)
+
+
+def flip(data: bytes, draw: np.random.RandomState, count: int = 16) -> bytes:
+    """A JPEG with `count` random bytes in its coded data."""
+    at = draw.randint(data.rindex(b"\xff\xda") + 20, len(data) - count - 40)
+    return data[:at] + draw.bytes(count) + data[at + count :]
+
+
+@pytest.mark.parametrize("draft", [None, 100])
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 40, "optimize": True}])
+def test_random_bytes_in_a_jpegs_coded_data_are_noticed(encode, options, draft):
+    draw = np.random.RandomState(3)
+    small = Image.fromarray(draw.randint(0, 255, (60, 80, 3), dtype=np.uint8))
+    data, refused = encode("JPEG", image=small.resize((480, 360), Image.BICUBIC), **options), 0
+    whole = decode_image(data, draft)
+    for _ in range(40):
+        try:
+            decode_image(flip(data, draw), draft)
+        except BadSample:
+            refused += 1
+    assert refused >= 18  # those that libjpeg warns of; Pillow alone refuses 2 to 4
+    assert decode_image(data, draft).tobytes() == whole.tobytes()
+
+
+SOUND = [{}, {"subsampling": 0}, {"quality": 5}, {"quality": 100}, {"optimize": True}, {"progressive": True}]
+SOUND += [{"restart_marker_blocks": 3}, {"restart_marker_rows": 1}, {"comment": b"\xff\xda\xff\xd9 in a comment"}]
+
+
+@pytest.mark.parametrize("options", SOUND)
+def test_sound_jpegs_decode_to_the_same_pixels_as_with_pillow(encode, options):
+    draw = np.random.RandomState(4)
+    for width, height in [(1, 1), (8, 8), (17, 33), (200, 150), (7, 300)]:
+        for top in (1, 256):  # flat, whose last blocks take a few bits, and noise
+            image = Image.fromarray(draw.randint(0, top, (height, width, 3), dtype=np.uint8))
+            for mode in ("RGB", "L", "CMYK"):
+                data = encode("JPEG", image=image.convert(mode), **options)
+                expected = Image.open(io.BytesIO(data)).convert("RGB").tobytes()
+                for tail in (b"", b"\0" * 40, b"trailer \xff\xd8\xff\xd9"):
+                    assert decode_image(data + tail).tobytes() == expected
+                assert decode_image(data[:-2] + b"\xff\xff\xff\xd9").tobytes() == expected  # fill bytes
+
+
+def test_the_first_picture_of_several_in_a_jpeg_decodes(encode):
+    pictures = [Image.fromarray(np.random.RandomState(i).randint(0, 255, (40, 60, 3), dtype=np.uint8)) for i in (1, 2)]
+    data = encode("MPO", image=pictures[0], save_all=True, append_images=pictures[1:])
+    assert decode_image(data).tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()

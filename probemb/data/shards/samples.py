@@ -73,14 +73,20 @@ def list_samples(file: str | os.PathLike | io.IOBase) -> tuple[list[SampleSpan],
 
     A sample has an image and a text member (txt, json or cls); only the members that `parse_sample` reads are kept.
     """
-    samples, others = [], 0
-    for key, parts in group_members(walk_tar(file)):
+    samples, others = sort_groups(group_members(walk_tar(file)))
+    return samples, len(others)
+
+
+def sort_groups(groups: Iterable[SampleSpan]) -> tuple[list[SampleSpan], list[SampleSpan]]:
+    """The samples, with the members that `parse_sample` reads, and the groups that are none."""
+    samples, others = [], []
+    for key, parts in groups:
         image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
         texts = [ext for ext in TEXT_EXTENSIONS if ext in parts]
         if image is None or not texts:
-            others += 1
-            continue
-        samples.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *texts)}))
+            others.append(SampleSpan(key, parts))
+        else:
+            samples.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *texts)}))
     return samples, others
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from probemb.data.failures import BadShard
 
 BLOCK = 512
+_CHUNK = 1 << 20  # a multiple of the block
 MAX_EXTENSION_BYTES = 1 << 20  # a pax header or a long name; real ones have a few hundred bytes
 
 _SKIPPED = {b"1": "hard link", b"2": "link", b"3": "device", b"4": "device", b"5": "folder", b"6": "fifo"}
@@ -30,7 +31,7 @@ def walk_tar(file: str | os.PathLike | io.IOBase) -> Iterator[Member]:
     """Regular files of an uncompressed tar, in order. `file` is a path or an open file, whose position is unchanged.
 
     Folders, links and devices are skipped. Raises BadShard: not a tar, damaged or cut off (also between two members:
-    the end marker is required), sparse or unknown member types.
+    the end marker is required), data after the end marker, sparse or unknown member types.
     """
     if isinstance(file, (str, os.PathLike)):
         try:
@@ -45,9 +46,34 @@ def walk_tar(file: str | os.PathLike | io.IOBase) -> Iterator[Member]:
         yield from _walk(file.fileno(), str(getattr(file, "name", "tar")))
 
 
-def _walk(fd: int, label: str) -> Iterator[Member]:
+def salvage_tar(file: io.IOBase) -> Iterator[Member]:
+    """The members of a damaged tar that can still be found: after damage the walk resumes at the next valid header."""
+    fd = file.fileno()
+    end, offset = os.fstat(fd).st_size, 0
+    while offset < end:
+        try:
+            for member in _walk(fd, "tar", offset):
+                yield member
+                offset = _padded(member.offset + member.size)
+            return
+        except BadShard:
+            offset = _next_header(fd, offset, end)
+
+
+def _next_header(fd: int, offset: int, end: int) -> int:
+    """Offset of the next valid header after the block at `offset`; `end` if there is none."""
+    start = offset + BLOCK
+    while start < end:
+        chunk = os.pread(fd, _CHUNK, start)
+        for place in range(0, len(chunk) - BLOCK + 1, BLOCK):
+            if chunk[place + 257 : place + 262] == b"ustar" and _is_header(chunk[place : place + BLOCK]):
+                return start + place
+        start += _CHUNK
+    return end
+
+
+def _walk(fd: int, label: str, offset: int = 0) -> Iterator[Member]:
     end = os.fstat(fd).st_size
-    offset = 0
     everywhere: dict[str, str] = {}  # pax records for all members from here on
     following: dict[str, str] = {}  # ... for the next member
     while True:
@@ -57,8 +83,9 @@ def _walk(fd: int, label: str) -> Iterator[Member]:
         if header.count(0) == BLOCK:
             if following:
                 raise BadShard(f"{label}: ends after an extended header (byte {offset})")
+            _check_end(fd, label, offset, end)
             return
-        if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:  # the checksum
+        if not _is_header(header):
             raise BadShard(f"{label}: {_why_no_header(fd, offset)}")
         kind = header[156:157]
         size = _number(header[124:136])
@@ -95,6 +122,23 @@ def _walk(fd: int, label: str) -> Iterator[Member]:
         if not name.endswith("/"):  # a folder, in old tars
             yield Member(name, data, size)
         offset = _padded(data + size)
+
+
+def _is_header(header: bytes) -> bool:
+    """Whether the checksum fits."""
+    return _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
+
+
+def _check_end(fd: int, label: str, marker: int, end: int) -> None:
+    """Raises BadShard if something other than zeros follows the end marker."""
+    for start in range(marker, end, _CHUNK):
+        chunk = os.pread(fd, _CHUNK, start)
+        if chunk.count(0) != len(chunk):
+            place = start + len(chunk) - len(chunk.lstrip(b"\0"))
+            raise BadShard(
+                f"{label}: damaged: data follows the end marker of byte {marker} (at byte {place}); "
+                "a part was overwritten with zeros, or tars were joined"
+            )
 
 
 def _padded(offset: int) -> int:
