@@ -198,6 +198,7 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         pin_memory=pin_memory,
         draft=True,
         failure_share=data.failure_share,
+        verify_hash=data.verify_hash,
         cache=data.cache,
         cache_gib=data.cache_gib,
     )

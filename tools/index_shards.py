@@ -2,14 +2,15 @@
 
     python -m tools.index_shards data/cc3m
 
-Reads the headers of every .tar in the folder, counts the samples (keys with an image and a caption or class index),
-and writes `{"shards": [{"name", "samples", "bytes"}]}` beside them, from which training computes every position.
-Nothing is decoded. An unreadable tar stops the command before anything is written.
+Reads every .tar in the folder, counts the samples (keys with an image and a caption or class index), and writes
+`{"shards": [{"name", "samples", "bytes", "sha256"}]}` beside them, from which training computes every position.
+Nothing is decoded. A damaged tar stops the command before anything is written.
 
     python -m tools.index_shards --verify data/cc3m --report damage.json
 
 Decodes everything as training does, and prints the damage: exit code 0 if there is none, else 1. The index is compared
-with the shards; --write-index rebuilds it from the readable ones.
+with the shards; --write-index rebuilds it from the readable ones; --repair DIR writes new shards of what can be read in
+the damaged ones.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from probemb.cli.command import Parser, run_command
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
+from tools.repair_shards import repair_folder
 from tools.verify_shards import Verified, print_damage, read_rows, verify_folder, write_report
 
 
@@ -59,12 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="with --verify: write all damage as JSON")
     parser.add_argument("--labelled", action="store_true", help="with --verify: accept KEY.cls instead of a caption")
     parser.add_argument("--write-index", action="store_true", help="with --verify: write index.json too")
+    parser.add_argument("--repair", type=Path, metavar="DIR", help="with --verify: write the readable samples there")
     options = parser.parse_args(argv)
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} is too small.", "Give at least one process.")
     if options.verify:
         return verify(options)
-    for name in "report", "labelled", "write_index":
+    for name in "report", "labelled", "write_index", "repair":
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} belongs to --verify.", "Add --verify.")
 
@@ -82,11 +85,22 @@ def verify(options: argparse.Namespace) -> int:
     if options.report:
         write_report(options.report, options.folder, results)
         print(f"wrote {options.report}")
+    if rows and (unknown := sum(row.sha256 is None for row in rows.values())):
+        print(f"{unknown:,} of {len(rows):,} shards have no SHA-256 in index.json: their content was not compared.")
+    if options.repair:
+        repair(options, results)
     if options.write_index:
         make_index(options.folder, results, skip_damaged=True)
     elif rows is None:
         print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
     return int(any(one.damage or one.bad for one in results))
+
+
+def repair(options: argparse.Namespace, results: Sequence[Verified]) -> None:
+    """Write the readable samples of damaged shards into --repair, and print how many they are."""
+    names = [one.name for one in results if (one.damage or one.bad) and (options.folder / one.name).is_file()]
+    for name, samples in repair_folder(options.folder, names, options.repair, not options.labelled).items():
+        print(f"wrote {options.repair / name}: {samples:,} samples" if samples else f"{name}: nothing can be read")
 
 
 def make_index(folder: Path, results: Sequence[Verified], skip_damaged: bool) -> None:
@@ -98,8 +112,8 @@ def make_index(folder: Path, results: Sequence[Verified], skip_damaged: bool) ->
     damaged = len(results) - len(whole)
     if damaged and not skip_damaged:
         raise UserError(
-            f"{damaged} of {len(results)} shards in {folder} cannot be read; no index was written.",
-            "Fetch them again, or leave them out with --skip-damaged.",
+            f"{damaged} of {len(results)} shards in {folder} are damaged; no index was written.",
+            "Fetch them again, see --verify and --repair, or leave them out with --skip-damaged.",
         )
     if not any(one.samples for one in whole):
         raise UserError(
@@ -107,7 +121,9 @@ def make_index(folder: Path, results: Sequence[Verified], skip_damaged: bool) ->
             "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other.",
         )
     try:
-        path = write_index(folder, [Shard(one.name, folder / one.name, one.samples, one.bytes) for one in whole])
+        path = write_index(
+            folder, [Shard(one.name, folder / one.name, one.samples, one.bytes, one.sha256) for one in whole]
+        )
     except OSError as error:
         raise UserError(
             f"The index cannot be written into {folder}: {error.strerror}.", "Make the folder writable."

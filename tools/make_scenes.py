@@ -26,7 +26,7 @@ from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
 from probemb.cli.progress import progress
-from probemb.data.shards.index import Shard, read_index, write_index
+from probemb.data.shards.index import Shard, file_sha256, read_index, write_index
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
@@ -91,7 +91,7 @@ def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
             members = sample_files(task.plan, task.part, index)
             tar.write({"__key__": f"{index:08d}", **members})
             count_words(members.get("txt", b"").decode().split("\n"), words)
-    return Shard(task.path.name, task.path, task.count, task.path.stat().st_size), words
+    return Shard(task.path.name, task.path, task.count, task.path.stat().st_size, file_sha256(task.path)), words
 
 
 def plan_shards(plan: Plan, folder: Path) -> list[ShardTask]:

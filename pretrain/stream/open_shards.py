@@ -5,6 +5,7 @@ if possible in the background.
 """
 
 import errno
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from pretrain.stream.content_check import ContentCheck
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.remote.cache import CacheFull, ShardCache
 from probemb.data.remote.sources import Remote
@@ -31,11 +33,13 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 class TarReader:
     """An open shard, a tar file; samples are numbered as in `tools.index_shards`.
 
-    Places are kept in arrays, as Python objects would take about a kilobyte per sample.
+    Places are kept in arrays, as Python objects would take about a kilobyte per sample. `watch`: notice when the file
+    is written to; not for files whose time others set, as that of cached shards.
     """
 
-    def __init__(self, file: BinaryIO, path: str):
-        self._file = file
+    def __init__(self, file: BinaryIO, path: str, watch: bool = False):
+        self._file, self._path = file, path
+        self._state = _state(file) if watch else None
         try:
             samples, _ = list_samples(self._file)
         except OSError as error:
@@ -62,9 +66,12 @@ class TarReader:
         places = self._places[self._first[index] : self._first[index + 1]].tolist()
         parts = {ext: Member(ext, offset, size) for ext, (offset, size) in zip(extensions, places, strict=True)}
         try:
-            return key, read_sample(self._file.fileno(), SampleSpan(key, parts))
+            content = read_sample(self._file.fileno(), SampleSpan(key, parts))
         except OSError as error:
             raise _unreadable(key, error) from None
+        if self._state is not None and _state(self._file) != self._state:
+            raise BadShard(f"{self._path}: was rewritten while it is being read")
+        return key, content
 
     def close(self) -> None:
         """Close the file."""
@@ -79,28 +86,56 @@ class OpenShards:
 
     Attributes:
         while_waiting: called repeatedly while waiting for a remote shard; its exceptions end the wait.
+        notices: what is odd about shards that can be used, for the caller to take.
+
+    `check`: compare the content of every shard with its index, see `ContentCheck`.
     """
 
-    def __init__(self, limit: int, spare: int = 0, cache: ShardCache | None = None):
+    def __init__(self, limit: int, spare: int = 0, cache: ShardCache | None = None, check: bool = False):
         self._limit, self._spare, self._cache = limit, spare, cache
         self._open: OrderedDict[Path | Remote, TarReader | BadSample] = OrderedDict()
         self._prefetcher = Prefetcher(cache) if cache else None
+        self._check = ContentCheck() if check else None
+        self._told: set[Path | Remote] = set()
         self.while_waiting: Callable[[], None] | None = None
+        self.notices: list[str] = []
 
     def get(self, shard: Shard) -> TarReader:
-        """The reader of a shard. Raises BadSample if the shard cannot be used."""
+        """The reader of a shard.
+
+        Raises BadSample if the shard cannot be used; UserError if any has other content than its index says.
+        """
+        if self._check:
+            self._check.raise_difference()
         reader = self._open.get(shard.path)
         if reader is None:
             while len(self._open) >= self._limit:
                 _close(self._open.popitem(last=False)[1])
             try:
-                reader = TarReader(self._open_file(shard), str(shard.path))
+                reader = self._read(shard)
             except BadSample as error:
                 reader = error
             self._open[shard.path] = reader
         self._open.move_to_end(shard.path)
         if isinstance(reader, BadSample):
             raise BadShard(str(reader))
+        return reader
+
+    def _read(self, shard: Shard) -> TarReader:
+        file = self._open_file(shard)
+        size = os.fstat(file.fileno()).st_size
+        if size != shard.bytes:
+            file.close()
+            raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")
+        if self._check:
+            self._check.request(shard, file)
+        reader = TarReader(file, str(shard.path), watch=isinstance(shard.path, Path))
+        if len(reader) > shard.samples and shard.path not in self._told:
+            self._told.add(shard.path)
+            self.notices.append(
+                f"{shard.path}: holds {len(reader):,} samples, but its index says {shard.samples:,}; the others are "
+                "not used. Bring the index up to date with `python -m tools.index_shards`."
+            )
         return reader
 
     def prepare(self, shards: Iterable[Shard]) -> None:
@@ -130,6 +165,8 @@ class OpenShards:
 
     def close(self) -> None:
         """Close all shards."""
+        if self._check:
+            self._check.close()
         if self._prefetcher:
             self._prefetcher.close()
         while self._open:
@@ -155,6 +192,11 @@ def _in_thread(work: Callable[[], BinaryIO], while_waiting: Callable[[], None] |
     while not wait([done], LOOK_UP_SECONDS).done:
         while_waiting()
     return done.result()
+
+
+def _state(file: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _close(reader: TarReader | BadSample) -> None:

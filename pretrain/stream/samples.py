@@ -48,6 +48,7 @@ class Report(NamedTuple):
 
     keys: list[str]  # "shard/key" of the sample that each row shows
     failures: list[tuple[int, str]]  # shard and reason for every slot whose own sample cannot be used
+    notices: list[str]  # what is odd about shards that can be used
 
 
 class _Example(NamedTuple):
@@ -67,6 +68,7 @@ class SampleMaker:
         caption: "random" or "first" of a sample's captions.
         draft: see `CropDraft`.
         cache: of remote shards; None if there are none.
+        verify_hash: compare every shard with its index, see `ContentCheck`.
     """
 
     def __init__(
@@ -82,12 +84,13 @@ class SampleMaker:
         caption: str = "random",
         draft: bool = False,
         cache: ShardCache | None = None,
+        verify_hash: bool = False,
     ):
         self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
         self.transform, self.tokenizer, self.caption = transform, tokenizer, caption
         self._draft = CropDraft(transform) if draft else None
         self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
-        self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache)
+        self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache, check=verify_hash)
         self._remote = cache is not None
         self._epoch = -1
         # The number of the shard that is being read, for the process that waits; -1 for none.
@@ -129,7 +132,7 @@ class SampleMaker:
             self._good.fill(-1)
         if self._remote:
             self._prepare(epoch, step)
-        report = Report([], [])
+        report = Report([], [], [])
         slots = self.order.rows(epoch, step, self.start, self.stop)
         rows.slots.copy_(torch.from_numpy(np.stack([slots.shard, slots.index], axis=1)))
         for i, (shard, index, visit) in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
@@ -151,6 +154,8 @@ class SampleMaker:
             rows.tokens[i].copy_(example.tokens)
             report.keys.append(example.key)
         self._now[0] = -1
+        report.notices.extend(map(printable, self._open.notices))
+        self._open.notices.clear()
         return report
 
     @property

@@ -10,6 +10,7 @@ size that divides the lanes and for any number of workers, and the position is o
 """
 
 import hashlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from probemb.data.remote.cache import GIB, ShardCache, TemporaryCache
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
 from probemb.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 
 class Corpus(NamedTuple):
@@ -115,6 +118,14 @@ class Stream:
         self._labels = labels_of(self.shards)
         minimum = min(settings.failure_minimum, self.order.steps * self.rows)
         self._tally = Tally(settings.failure_share, minimum)
+        self._noticed: set[str] = set()
+        if settings.verify_hash and rank == 0 and (unknown := sum(shard.sha256 is None for shard in self.shards)):
+            _log.warning(
+                "data: %d of %d shards have no SHA-256 in their index.json and are not compared with it "
+                "(`python -m tools.index_shards` writes it)",
+                unknown,
+                len(self.shards),
+            )
         shard_cache = self._make_cache()
         parts = max(1, min(settings.workers, self.rows))
         cuts = [self.rows * i // parts for i in range(parts + 1)]
@@ -131,6 +142,7 @@ class Stream:
                 caption=settings.caption,
                 draft=settings.draft,
                 cache=shard_cache,
+                verify_hash=settings.verify_hash,
             )
             for start, stop in self._parts
         ]
@@ -269,6 +281,10 @@ class Stream:
         return self._tally.failures
 
     def _count(self, reports: list[Report]) -> None:
+        for notice in (notice for report in reports for notice in report.notices):
+            if notice not in self._noticed:  # by another worker
+                self._noticed.add(notice)
+                _log.warning("data: %s", notice)
         failures = ((self._labels[number], reason) for report in reports for number, reason in report.failures)
         if self._tally.add(self.rows, failures):
             t = self._tally

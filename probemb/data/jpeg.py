@@ -7,14 +7,13 @@ be enough for the last row of blocks, and one that must be. That tells the same 
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from probemb.data.failures import BadSample
 
-_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # the next one after coded data: not a stuffed 0, a restart, a fill
 _HELD_BACK = 8  # bytes; libjpeg reads so many ahead and does not count them as surplus either
 _READ_AHEAD = bytes(16)  # in place of the end marker, at which libjpeg would make up what is missing
+_END = b"\xff\xd9"
 _SCAN, _BASELINE = 0xDA, (0xC0, 0xC1)
 
 
@@ -37,10 +36,12 @@ def find_scan(data: bytes) -> Scan | None:
         if kind in _BASELINE and position + 9 < len(data):
             components = data[position + 9]
         if kind == _SCAN:
-            marker = _MARKER.search(data, following)
-            if data[position + 4] != components or marker is None:
+            end = data.find(_END, following)  # any other marker before it stops libjpeg, which `check` notices
+            if data[position + 4] != components or end < 0:
                 return None
-            return Scan(following, following + len(data[following : marker.start()].rstrip(b"\xff")))
+            while data[end - 1] == 0xFF:  # fill
+                end -= 1
+            return Scan(following, end)
         position = following
     return None
 

@@ -183,8 +183,8 @@ def empty_index(folder: Path) -> Path:
 
 def twice(folder: Path) -> str:
     folder.mkdir()
-    (folder / "a.tar").write_bytes(bytes(1024))
-    (folder / "index.json").write_text('{"shards": [{"name": "a.tar", "samples": 32, "bytes": 1024}]}')
+    (folder / "a.tar").write_bytes(bytes(102400))
+    (folder / "index.json").write_text('{"shards": [{"name": "a.tar", "samples": 32, "bytes": 102400}]}')
     return f'["{folder}", "{folder}"]'
 
 

@@ -44,7 +44,7 @@ def test_index_and_table(corpus, capsys):
         ("00001.tar", 2),
         ("00002.tar", 3),
     ]
-    assert set(json.loads((corpus / "index.json").read_text())["shards"][0]) == {"name", "samples", "bytes"}
+    assert set(json.loads((corpus / "index.json").read_text())["shards"][0]) == {"name", "samples", "bytes", "sha256"}
     table = capsys.readouterr().out
     row = next(line for line in table.splitlines() if "│" in line)
     total = sum(path.stat().st_size for path in corpus.glob("*.tar"))

@@ -61,7 +61,7 @@ def test_it_finds_what_training_finds(sound, tmp_path, capsys):
         list(stream)
     found = {row["name"]: row["lost"] for row in report["damaged"]}
     assert found == {name: failure.count for name, failure in stream.failures.items()}
-    assert report["lost"] == sum(found.values()) == 6 + 8 + 8 + 3
+    assert report["lost"] == sum(found.values()) == 6 + 8 + 8 + 8
     by_name = {row["name"]: row for row in report["damaged"]}
     assert {(int(name[:5]), bad["index"]) for name, row in by_name.items() for bad in row["bad_samples"]} == set(KINDS)
     for name, failure in stream.failures.items():
@@ -70,7 +70,7 @@ def test_it_finds_what_training_finds(sound, tmp_path, capsys):
             assert any(reason in failure.reason for reason in reasons), (failure.reason, reasons)
     assert "holds 5 samples, but its index says 8" in by_name["00006.tar"]["damage"]
     shown = capsys.readouterr().out
-    assert "7 shards damaged, 25 samples lost" in shown
+    assert "7 shards damaged, 30 samples lost" in shown
     assert "cut off" in shown
     assert "\x1b[31m" not in shown
 
@@ -117,3 +117,64 @@ def test_labelled_images_need_no_caption(tmp_path, capsys):
 
 def test_real_photographs(shared_data):
     assert main(["--verify", str(shared_data("flickr8k")), "--workers", "2"]) == 0
+
+
+def test_another_content_of_the_same_size_is_damage(sound, tmp_path, capsys):
+    path = sound / "00001.tar"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"caption")] ^= 1  # a letter of a caption, which no decoder would miss
+    path.write_bytes(data)
+    code, report = verify(sound, tmp_path)
+    assert code == 1
+    assert [(row["name"], row["lost"]) for row in report["damaged"]] == [("00001.tar", 0)]
+    assert "other content" in report["damaged"][0]["damage"][0]
+    old = json.loads((sound / "index.json").read_text())
+    for row in old["shards"]:
+        del row["sha256"]
+    (sound / "index.json").write_text(json.dumps(old))
+    code, _ = verify(sound, tmp_path)
+    assert code == 0
+    assert "8 of 8 shards have no SHA-256 in index.json" in capsys.readouterr().out
+
+
+def test_what_can_be_read_is_written_to_new_shards(sound, tmp_path, capsys):
+    data = {number: (sound / f"{number:05d}.tar").read_bytes() for number in range(4)}
+    cut, zeros = len(data[0]) - 12_000, data[1].index(b"0004.jpg")
+    (sound / "00000.tar").write_bytes(data[0][:cut])
+    (sound / "00001.tar").write_bytes(data[1][:zeros] + bytes(1024) + data[1][zeros + 1024 :])
+    (sound / "00002.tar").write_bytes(data[2] + data[3])
+    code, _ = verify(sound, tmp_path, "--repair", str(tmp_path / "new"))
+    assert code == 1
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["00000.tar", "00001.tar", "00002.tar"]
+    shown = capsys.readouterr().out
+    assert main([str(tmp_path / "new"), "--workers", "1"]) == 0
+    counts = {shard.name: shard.samples for shard in read_index(tmp_path / "new")}
+    assert 4 <= counts["00000.tar"] < 8
+    assert counts["00001.tar"] == 7
+    assert counts["00002.tar"] == 16
+    assert all(f"{name}: {count} samples" in shown.replace("\n", "") for name, count in counts.items())
+    assert verify(tmp_path / "new", tmp_path)[0] == 0
+    with pytest.raises(UserError, match="is there already"):
+        verify(sound, tmp_path, "--repair", str(tmp_path / "new"))
+    with pytest.raises(UserError, match="damaged shards themselves"):
+        verify(sound, tmp_path, "--repair", str(sound))
+
+
+def test_samples_split_over_parts_are_damage(tmp_path, capsys):
+    image, text = jpeg(class_scene("test", 0)), b"a caption"
+    (tmp_path / "data").mkdir()
+    write_tar(tmp_path / "data" / "a.tar", [("0.jpg", image), ("0.txt", text), ("1.jpg", image)])
+    write_tar(tmp_path / "data" / "b.tar", [("1.txt", text), ("2.jpg", image), ("2.txt", text)])
+    write_tar(
+        tmp_path / "data" / "c.tar",
+        [("3.jpg", image), ("4.jpg", image), ("3.txt", text), ("4.txt", text), ("5.jpg", image), ("6.txt", text)],
+    )
+    assert main(["--verify", str(tmp_path / "data"), "--workers", "1"]) == 1
+    code, report = verify(tmp_path / "data", tmp_path, "--repair", str(tmp_path / "new"))
+    assert code == 1
+    assert {row["name"]: row["damage"] for row in report["damaged"]} == {
+        "a.tar": ["1 sample is split over this shard and b.tar (1)"],
+        "c.tar": ["2 samples are split over files that are not one after the other (3, 4)"],
+    }
+    assert main([str(tmp_path / "new"), "--workers", "1"]) == 0
+    assert {shard.name: shard.samples for shard in read_index(tmp_path / "new")} == {"a.tar": 1, "c.tar": 2}

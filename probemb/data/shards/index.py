@@ -1,10 +1,12 @@
 """The index of a corpus, `index.json`: reading it, selecting shards from it, writing it.
 
-A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name", "samples", "bytes"}]}`, written by
-`python -m tools.index_shards FOLDER`. The folder may be remote (see `probemb/data/remote/sources.py`).
+A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name", "samples", "bytes", "sha256"}]}`,
+written by `python -m tools.index_shards FOLDER`; older ones have no `sha256`. The folder may be remote (see
+`probemb/data/remote/sources.py`).
 """
 
 import fnmatch
+import hashlib
 import itertools
 import json
 import os
@@ -23,6 +25,8 @@ from probemb.files import replace_text
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 256 << 20
 MAX_PATTERN_FILES = 100_000
+MAX_SHARD_BYTES = 1 << 44
+LEAST_SAMPLE_BYTES = 1536  # the headers of two members, and an image
 _TAR_WORD = re.compile(r"[^\s/'\"=:|<>;]+\.tar(?![\w.])")  # the file name of a tar, inside a command
 _NOWHERE = Remote("pipe:false")  # names from an index never become part of a command
 _EMBEDDED = "make the embedded data with `python -m tools.make_scenes data/scenes`"
@@ -30,12 +34,22 @@ _EMBEDDED = "make the embedded data with `python -m tools.make_scenes data/scene
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar of a corpus: its name in the index, its path or address, its number of samples and bytes."""
+    """One tar of a corpus: its name in the index, its path or address, its number of samples and bytes.
+
+    sha256: of the whole file, in hexadecimal; None if the index has none.
+    """
 
     name: str
     path: Path | Remote
     samples: int
     bytes: int
+    sha256: str | None = None
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """SHA-256 of a file, as `sha256sum` prints it. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_index(
@@ -68,6 +82,9 @@ def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
     """Write `folder/index.json`, atomically. Returns its path. Raises OSError."""
     path = Path(folder) / INDEX_NAME
     rows = [{"name": shard.name, "samples": shard.samples, "bytes": shard.bytes} for shard in shards]
+    for row, shard in zip(rows, shards, strict=True):
+        if shard.sha256:
+            row["sha256"] = shard.sha256
     # One shard a line, for readers and diffs.
     replace_text(path, '{"shards": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]}\n")
     return path
@@ -161,7 +178,7 @@ def _read_commands(source: str, policy: FetchPolicy) -> list[Shard]:
                 f"The index that {prints_index} prints does not name {names[0][0]}.",
                 "Correct the command, or bring the index up to date with `python -m tools.index_shards`.",
             )
-        shards.append(Shard(named.name, Remote(command), named.samples, named.bytes))
+        shards.append(replace(named, path=Remote(command)))
     return shards
 
 
@@ -235,12 +252,14 @@ def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remot
         if len(content) > MAX_INDEX_BYTES:
             raise ValueError("too large")
         rows = json.loads(content.decode())["shards"]
-        shards = [Shard(row["name"], Path(), row["samples"], row["bytes"]) for row in rows]
+        shards = [Shard(row["name"], Path(), row["samples"], row["bytes"], row.get("sha256")) for row in rows]
         for shard in shards:
             if type(shard.name) is not str:
                 raise ValueError("names must be strings")
             if type(shard.samples) is not int or type(shard.bytes) is not int or min(shard.samples, shard.bytes) < 0:
                 raise ValueError("counts must be whole numbers")
+            if shard.sha256 is not None and not re.fullmatch("[0-9a-f]{64}", shard.sha256):
+                raise ValueError("not a hash")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not an index of shards.", rebuild) from None
     for shard in shards:
@@ -250,6 +269,9 @@ def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remot
             beside(shard.name)
         except ValueError:
             raise UserError(f"{path} names a file outside its own folder: {shard.name!r}.", rebuild) from None
+        if shard.bytes > MAX_SHARD_BYTES or shard.samples * LEAST_SAMPLE_BYTES > shard.bytes:
+            counts = f"{shard.samples:,} samples in {shard.bytes:,} bytes"
+            raise UserError(f"{path} says that {shard.name} holds {counts}, which cannot be.", rebuild)
     if len({shard.name for shard in shards}) < len(shards):
         raise UserError(f"{path} names a shard twice.", rebuild)
     shards = [replace(shard, path=beside(shard.name)) for shard in shards if shard.samples]

@@ -295,7 +295,7 @@ def test_an_index_names_nothing_outside_its_folder_and_no_command(corpus, name, 
     import json
 
     monkeypatch.chdir(tmp_path)
-    (corpus / "index.json").write_text(json.dumps({"shards": [{"name": name, "samples": 1, "bytes": 9}]}))
+    (corpus / "index.json").write_text(json.dumps({"shards": [{"name": name, "samples": 1, "bytes": 10240}]}))
     with serve(corpus) as site:
         if name == "pipe:touch run.tar" or ";" in name:  # a strange name, but one of a file in the folder
             [shard] = read_index(f"{site.address}/c", QUICK)

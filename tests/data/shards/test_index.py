@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from probemb.data.shards.index import Shard, read_index
+from probemb.data.shards.index import Shard, read_index, write_index
 from probemb.data.shards.samples import list_samples
 from probemb.errors import UserError
 
@@ -151,3 +151,23 @@ def test_an_index_of_nothing(corpus):
 def test_an_index_that_is_not_text(corpus):
     (corpus / "index.json").write_bytes(b"\xff\xfe\x00")
     assert "is not an index" in refusal(corpus).what
+
+
+@pytest.mark.parametrize("samples", [3 * 10**9, 10**18, 10**30])
+def test_counts_that_cannot_be_are_refused(corpus, samples):
+    rewrite(corpus, lambda rows: rows[1].update(samples=samples))
+    assert f"00001.tar holds {samples:,} samples in 10,240 bytes, which cannot be" in refusal(corpus).what
+    rewrite(corpus, lambda rows: rows[1].update(bytes=10**30))
+    assert "which cannot be" in refusal(corpus).what
+
+
+def test_the_hash_of_a_shard_is_kept_and_may_be_missing(corpus):
+    assert all(shard.sha256 is None for shard in read_index(corpus))
+    rewrite(corpus, lambda rows: rows[1].update(sha256="ab" * 32))
+    shards = read_index(corpus)
+    assert [shard.sha256 for shard in shards] == [None, "ab" * 32, None, None]
+    write_index(corpus, shards)
+    assert read_index(corpus) == shards
+    for wrong in ("ab", 3, ["ab" * 32]):
+        rewrite(corpus, lambda rows, wrong=wrong: rows[1].update(sha256=wrong))
+        assert "is not an index of shards" in refusal(corpus).what

@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from probemb.data.failures import BadShard
-from probemb.data.shards.tar import walk_tar
+from probemb.data.shards.tar import salvage_tar, walk_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -178,3 +178,43 @@ def test_flipped_bytes_end_in_a_refusal_or_in_members_inside_the_file(write_tar)
         except BadShard:
             refused += 1
     assert refused > 50
+
+
+def test_data_after_the_end_marker_is_damage(write_tar, tmp_path):
+    files = [(f"{i}.jpg", b"5" * 3000) for i in range(40)]
+    path = write_tar("a.tar", files)
+    data, whole = path.read_bytes(), members(path)
+    middle = whole[20][1] - 512  # a header
+    for name, damaged in {
+        "zeros": data[:middle] + bytes(4096) + data[middle + 4096 :],
+        "joined": data + data,
+        "one byte": data[:-1] + b"x",
+    }.items():
+        path.write_bytes(damaged)
+        with pytest.raises(BadShard, match="data follows the end marker"):
+            members(path)
+        with open(path, "rb") as file:
+            found = [tuple(member) for member in salvage_tar(file)]
+        if name == "zeros":
+            assert found == whole[:20] + whole[22:]  # the two members under the zeros are lost
+        elif name == "joined":
+            assert found == whole + [(one, offset + len(data), size) for one, offset, size in whole]
+        else:
+            assert found == whole
+    path.write_bytes(data + bytes(3 << 20))
+    assert members(path) == whole
+
+
+def test_what_is_found_of_a_damaged_tar(write_tar):
+    path = write_tar("a.tar", [(f"{'long' * 40}{i}.jpg", b"5" * 3000) for i in range(9)], tarfile.PAX_FORMAT)
+    data, whole = path.read_bytes(), members(path)
+    for damaged, expected in [
+        (data[: whole[7][1] + 100], whole[:7]),
+        (data[: whole[3][1] - 10] + b"x" + data[whole[3][1] - 9 :], whole[:3] + whole[4:]),
+        (b"x" * 512 + data[512:], None),
+        (b"", []),
+    ]:
+        path.write_bytes(damaged)
+        with open(path, "rb") as file:
+            found = [tuple(member) for member in salvage_tar(file)]
+        assert found[1:] == whole[1:] if expected is None else found == expected

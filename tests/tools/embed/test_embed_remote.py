@@ -222,7 +222,7 @@ def test_room_for_fetched_shards(served, whole, run_folder, tmp_path):  # noqa: 
 
 @pytest.mark.parametrize("name", ["../../x.tar", "/etc/x.tar", "a\u202eb.tar", "n" * 300 + ".tar"])
 def test_a_server_whose_index_means_harm(name, served, run_folder, tmp_path):  # noqa: F811
-    rows = [{"name": name, "samples": 6, "bytes": 10}]
+    rows = [{"name": name, "samples": 6, "bytes": 10240}]
     (served / "index.json").write_text(json.dumps({"shards": rows}))
     with serve(served) as site, pytest.raises(UserError, match=r"outside its own folder|name of .* is too long"):
         main(options(run_folder, f"{site.address}/corpus", tmp_path / "out"))
