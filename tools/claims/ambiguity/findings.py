@@ -25,6 +25,9 @@ NAMES = {
     "match": "match",
     "match with PP": "match + PP",
     "all true": "match, every true match labelled",
+    "recipe a=5": "CLIP + match, a = b = 5",
+    "match a=5": "match, a = b = 5",
+    "match with PP a=5": "match + PP, a = b = 5",
     "random match": "from random weights: match",
     "random all true": "from random weights: match, every true match labelled",
 }
@@ -131,11 +134,14 @@ def _recipe(found: Found) -> dict:
         "head": ["trained with", *(title for title, _, _ in columns)],
         "rows": rows,
         "comparisons": [
-            compare(f"CLIP + match: u and ambiguity over {KEPT}", kept, goal, "", 1.0),
+            *(
+                compare(f"{NAMES[name]}: u and ambiguity over {KEPT}", found.of(name, spearman), goal, "", 1.0)
+                for name in ("recipe", "recipe a=5")
+            ),
             *(
                 not_below(f"{NAMES[name]}: {what} not below the start", *(found.of(x, get) for x in (name, "start")),
                           factor)
-                for name in ("recipe", "recipe with PP", "match")
+                for name in ("recipe", "recipe a=5", "recipe with PP", "match")
                 for what, get, factor in unlike
             ),
         ],

@@ -3,10 +3,11 @@
     python -m tools.claims --world ambiguity --out claims-ambiguity
 
 A seed has one start, `scenes-cnn-gru` trained from random weights with the CLIP and the match loss, as in the demo.
-Finetunings of that start on 2,000 other scenes differ in their loss and their labels alone, and two more trainings
-begin with random weights. An epoch sees every scene once, with one of its five captions. The weights of the ranking
-"tolerance" are chosen on validation scenes, one of each direction, by mAP@R of all true matches. OUT/scenes keeps the
-pictures and OUT/embeddings the embeddings, so that `--report` measures again without training.
+Finetunings of that start on 2,000 other scenes differ in their loss and their labels, and two more trainings begin with
+random weights. An epoch sees every scene once, with one of its five captions. a and b of the match probability continue
+from the start's values, or are set to 5, as `finetune` does by default. The weights of the ranking "tolerance" are
+chosen on validation scenes, one of each direction, by mAP@R of all true matches. OUT/scenes keeps the pictures and
+OUT/embeddings the embeddings, so that `--report` measures again without training.
 
 `--choose` finetunes with a seed of its own at other learning rates and weights of the CLIP loss, and prints on
 validation scenes what the recipe has to keep.
@@ -50,7 +51,7 @@ class Ambiguity(Study):
         """All finetunings, seed after seed, then what begins with random weights and takes longer."""
         trainings = []
         for seed in seeds:
-            match = Training("match", seed)
+            match = Training("match", seed, kept=True)
             recipe = replace(match, name="recipe", clip=1.0)
             trainings += [
                 Training("start", seed, NOTHING),
@@ -61,6 +62,9 @@ class Ambiguity(Study):
                 replace(recipe, name="recipe with PP", pseudo_positive=0.1),
                 replace(match, name="all true", all_true=True),
                 replace(recipe, name="recipe all true", all_true=True),
+                replace(recipe, name="recipe a=5", kept=False),
+                replace(match, name="match a=5", kept=False),
+                replace(match, name="match with PP a=5", kept=False, pseudo_positive=0.1),
             ]
         for seed in seeds:
             random = Training("random match", seed, RANDOM)

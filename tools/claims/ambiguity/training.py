@@ -31,7 +31,8 @@ class Settings:
         start_epochs, start_lr: of a seed's start, from random weights with the CLIP and the match loss.
         start_scale: a = b of the start at first.
         random_epochs: of the other trainings from random weights, at start_lr.
-        epochs, lr, scale: of the finetunings; learning rates fall along a cosine.
+        epochs, lr: of the finetunings; learning rates fall along a cosine.
+        scale: a = b that finetune sets at first.
     """
 
     sizes: Sizes = field(default_factory=Sizes)
@@ -55,6 +56,7 @@ class Training:
         clip, pseudo_positive: weights of the CLIP loss and of the pseudo-positives beside the match loss.
         all_true: whether every true match in a batch is labelled, instead of a scene's own caption alone.
         frozen: whether the heads of the log-variances stay as they are.
+        kept: whether a and b continue from the start's values instead of the settings' scale.
         lr: None for the settings'.
     """
 
@@ -66,6 +68,7 @@ class Training:
     all_true: bool = False
     frozen: bool = False
     lr: float | None = None
+    kept: bool = False
 
     def epochs(self, settings: Settings) -> int:
         """Passes over the scenes."""
@@ -153,8 +156,9 @@ def train(
         model.load_state_dict(start)
     if training.begin == NOTHING:
         return model.eval()
-    with torch.no_grad():  # finetune sets a and b, too
-        model.scale.fill_(settings.scale)
-        model.shift.fill_(settings.scale)
+    if not training.kept:
+        with torch.no_grad():
+            model.scale.fill_(settings.scale)
+            model.shift.fill_(settings.scale)
     part = world.start if training.begin == RANDOM else world.training[training.seed]
     return fit(model, training.config(settings), part, step_done, training.all_true, training.frozen)
