@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
 from probemb.errors import UserError
+from tools.search.decoding import DecodingPool
 from tools.search.limits import find_limits, is_above
 from tools.search.scoring import SCORES, candidate_count, query_scores
-from tools.search.wish import QueryImage, Wish, check_wish, clean_texts, decode_query
+from tools.search.wish import QueryImage, Wish, check_wish, clean_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,23 +66,21 @@ class Searcher:
         model, tokenizer, transforms = loaded
         self.match_model = MatchModel.of(model)
         self.embedder = Embedder(model, tokenizer, transforms.evaluate, device or CPU)
+        self.decoding = DecodingPool(transforms.evaluate)
         self._one_at_a_time = Lock()  # for the model: bounds memory and protects the tokenizer's cache
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
         self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources serve one thread
 
     def embed(self, texts: Sequence[str], images: Sequence[QueryImage]) -> Gaussian:
-        """The parts of a query, texts first, (K, D). Raises UserError: an empty, too large or undecodable query."""
-        import torch
-
+        """The parts of a query, texts first, (K, D). Raises UserError: an empty, too large, undecodable query; Busy."""
         from probemb.gaussian import Gaussian
 
         texts = clean_texts(texts, len(images))
-        parts = []
+        parts, pixels = [], self.decoding.pixels(images) if images else None
         with self._one_at_a_time:
             if texts:
                 parts.append(self.embedder.texts(texts))
-            if images:
-                pixels = torch.stack([self.embedder.transform(decode_query(image)) for image in images])
+            if pixels is not None:
                 parts.append(self.embedder.pixels([pixels]))
         return Gaussian.cat(parts)
 

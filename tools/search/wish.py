@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MAX_PARTS = 8
 MAX_TEXT = 2_000  # characters
 MAX_TOP = 1_000
+MAX_PIXELS = 16_000_000  # decoded at full size; a JPEG may have 64 million, and is decoded smaller
+SIDE = 1024  # least side of a JPEG that is decoded smaller; more than models take
 
 
 class QueryImage(NamedTuple):
@@ -98,12 +100,17 @@ def read_image(path: Path) -> QueryImage:
 
 
 def decode_query(image: QueryImage) -> Image.Image:
-    """Decode an image of a query. Raises UserError."""
+    """Decode an image of a query, a large JPEG at a fraction of its size. Raises UserError."""
     from probemb.data.failures import BadSample
+    from probemb.data.images import MAX_PIXELS as MAX_STORED
     from probemb.data.images import decode_image
 
+    def draft(width: int, height: int) -> tuple[int, int] | None:
+        return None if width * height <= MAX_PIXELS else (SIDE, SIDE)
+
+    is_jpeg = image.data.startswith(b"\xff\xd8")
     try:
-        return decode_image(image.data)
+        return decode_image(image.data, draft, MAX_STORED if is_jpeg else MAX_PIXELS)
     except BadSample as error:
         raise UserError(
             f"{image.name} is not an image that can be searched with: {error}.",

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from probemb.errors import UserError
 from probemb.reports.text import printable
+from tools.search.decoding import Busy
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -56,6 +57,12 @@ def guard(app: Flask, known: Callable[[str], bool]) -> None:
 def handle_errors(app: Flask, max_upload: int) -> None:
     """Answer errors with JSON."""
     from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+    @app.errorhandler(Busy)
+    def busy(error):
+        response, code = problem(503, error.what, error.remedy)
+        response.headers["Retry-After"] = "1"
+        return response, code
 
     @app.errorhandler(UserError)
     def user_error(error):

@@ -164,7 +164,12 @@ async function ask(results = PAGE) {
   $("results").className = "old";
   say("Searching …");
   try {
-    const response = await fetch("/search", { method: "POST", body: form });
+    let response = await fetch("/search", { method: "POST", body: form });
+    const end = Date.now() + PATIENCE;
+    while (response.status === 503 && Date.now() < end && number === asked) {
+      await new Promise((wake) => setTimeout(wake, 1000 * (Number(response.headers.get("Retry-After")) || 1)));
+      response = await fetch("/search", { method: "POST", body: form });
+    }
     const answer = await response.json().catch(() => null); // a far too large upload is answered in plain text
     const problem = response.status === 413 ? await whyBroken(true) : answer ? `${answer.error} ${answer.remedy}`
       : `The server answered ${response.status}. Search again, or reload this page.`;
