@@ -200,7 +200,11 @@ def note(task: ShardTask, batch: Batch) -> None:
 
 
 def judge(task: ShardTask, options: Namespace) -> None:
-    """Mark a shard as damaged if too many of its samples failed."""
+    """Mark a shard as damaged if too many of its samples failed, or if its content is not that of its index."""
+    from tools.embed.shards import content_hash
+
+    if task.shard.sha256 and not task.damage and content_hash(task) != task.shard.sha256:
+        task.damage = "has other content than when it was indexed (another SHA-256)"
     if len(task.failures) > options.max_bad * len(task.spans) and not task.damage:
         key, why = task.failures[0]
         task.damage = f"{len(task.failures):,} of {len(task.spans):,} samples cannot be used ({key}: {why})"

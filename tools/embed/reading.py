@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
 from probemb.data.remote.cache import ShardCache, TemporaryCache
 from probemb.data.remote.sources import Remote
-from probemb.data.shards.index import Shard
+from probemb.data.shards.index import Shard, file_sha256
 from probemb.data.shards.prefetch import Prefetcher
 from probemb.data.shards.samples import (
     IMAGE_EXTENSIONS,
@@ -49,6 +50,8 @@ class ShardTask:
         kinds: those of KINDS that are missing.
         damage: why it cannot be used, "" if it can.
         file: the local file; version: of a remote shard, as its server stated when it was fetched.
+        times: size, times of modification and of change of the file, from before it was read.
+        sha256: its hash, computed while it is embedded; None if it could not be opened.
         spans: its samples; skipped: number of file groups without an image.
         images: rows of `spans` whose image was embedded.
         failures: (key, reason) of samples that were left out.
@@ -62,6 +65,8 @@ class ShardTask:
     damage: str = ""
     file: Path | None = None
     version: str | None = None
+    times: tuple[int, int, int] | None = None
+    sha256: Future[str] | None = None
     spans: list[SampleSpan] = field(default_factory=list)
     skipped: int = 0
     images: list[int] = field(default_factory=list)
@@ -253,13 +258,16 @@ def read_batches(
     """
     import torch
 
-    files = ShardFiles(tasks, limit)
+    files, hashing = ShardFiles(tasks, limit), ThreadPoolExecutor(1, "hash-shard")
 
     def jobs() -> Iterator[list[ReadRequest]]:
         for number, task in enumerate(tasks):
             try:
                 while not files.take(number):
                     yield []  # lets the batches of earlier shards through, which gives room back
+                status = task.file.stat()
+                task.times = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+                task.sha256 = hashing.submit(file_sha256, task.file)
                 task.spans, task.skipped = list_images(task.file)
                 if len(task.spans) < task.shard.samples:
                     raise BadShard(f"holds {len(task.spans):,} samples, but its index says {task.shard.samples:,}")
@@ -280,7 +288,7 @@ def read_batches(
         collate_fn=_collate,
         pin_memory=torch.cuda.is_available(),
     )
-    with closing(files), closing(read(loader)) as batches:
+    with closing(files), hashing, closing(read(loader)) as batches:
         for batch in batches:
             yield batch
             if batch and batch.last:

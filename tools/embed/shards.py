@@ -14,7 +14,7 @@ from pathlib import Path
 from probemb.data.failures import BadShard
 from probemb.data.image_loader import find_tars
 from probemb.data.remote.sources import Remote, is_remote, version_of
-from probemb.data.shards.index import INDEX_NAME, Shard, read_index, read_index_file
+from probemb.data.shards.index import INDEX_NAME, Shard, file_sha256, read_index, read_index_file
 from probemb.data.shards.samples import SampleSpan
 from probemb.errors import UserError
 from probemb.search.embeddings import Embeddings
@@ -86,7 +86,7 @@ def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequenc
     """
     markers = {(kind, name): out.marker(kind, name) for _, name in shards for kind in kinds}
     versions = look_up(
-        [shard for shard, name in shards if any(was_fetched(shard, markers[kind, name]) for kind in kinds)]
+        [shard for shard, name in shards if any(needs_version(shard, markers[kind, name]) for kind in kinds)]
     )
     tasks = []
     for shard, name in shards:
@@ -111,6 +111,11 @@ def was_fetched(shard: Shard, marker: dict | None) -> bool:
     return remote and marker.get("bytes") == shard.bytes and bool(marker.get("members"))
 
 
+def needs_version(shard: Shard, marker: dict | None) -> bool:
+    """Whether only the server can say if a shard that was fetched has changed: one of the two hashes is missing."""
+    return was_fetched(shard, marker) and not (shard.sha256 and marker.get("sha256"))
+
+
 def look_up(shards: Sequence[Shard]) -> dict[Remote, str | None]:
     """Current versions of remote shards; None if the server states none. Raises UserError."""
     paths = [shard.path for shard in shards]
@@ -129,35 +134,45 @@ def look_up(shards: Sequence[Shard]) -> dict[Remote, str | None]:
 def is_unchanged(shard: Shard, marker: dict, versions: Mapping[Remote, str | None]) -> bool:
     """Whether a shard is the one that was embedded.
 
-    A local file: same time or, as after copying, same members. A remote one: same size in its index and same version
-    (ETag or date), if its server states one.
+    A local file: its times are the same or, as after copying, its SHA-256. A remote one: the same SHA-256 in its index;
+    without one, the same size there and the same version (ETag or date), if its server states one.
     """
     if isinstance(shard.path, Remote):
-        return was_fetched(shard, marker) and marker.get("version") == versions[shard.path]
+        if not was_fetched(shard, marker):
+            return False
+        if needs_version(shard, marker):
+            return marker.get("version") == versions[shard.path]
+        return marker["sha256"] == shard.sha256
     try:
         status = shard.path.stat()
+        if marker.get("bytes") != status.st_size:
+            return False
+        # Markers of older versions have neither the time of change nor a hash.
+        if marker.get("modified") == status.st_mtime_ns and marker.get("changed") in (None, status.st_ctime_ns):
+            return True
+        return bool(marker.get("sha256")) and marker["sha256"] == file_sha256(shard.path)
     except OSError:  # a broken link
-        return False
-    if marker.get("bytes") != status.st_size:
-        return False
-    if marker.get("modified") == status.st_mtime_ns:
-        return True
-    try:
-        return marker.get("members") == members_digest(list_images(shard.path)[0])
-    except BadShard:
         return False
 
 
 def identity(task: ShardTask) -> dict:
     """The part of a marker by which `is_unchanged` recognises the shard."""
-    members = members_digest(task.spans)
+    members, sha256 = members_digest(task.spans), content_hash(task)
     if isinstance(task.path, Remote):  # without members it is fetched again by the next command
-        return {"bytes": task.shard.bytes, "version": task.version, "members": members if task.file else None}
+        known = {"bytes": task.shard.bytes, "version": task.version, "members": members if task.file else None}
+    elif task.times is None:
+        known = {"bytes": None, "modified": None, "changed": None, "members": None}
+    else:
+        known = {**dict(zip(("bytes", "modified", "changed"), task.times)), "members": members}
+    return {**known, "sha256": sha256}
+
+
+def content_hash(task: ShardTask) -> str | None:
+    """SHA-256 of the file that was embedded; None if it could not be read."""
     try:
-        status = task.path.stat()
+        return task.sha256.result() if task.sha256 else None
     except OSError:
-        return {"bytes": None, "modified": None, "members": None}
-    return {"bytes": status.st_size, "modified": status.st_mtime_ns, "members": members}
+        return None
 
 
 def members_digest(spans: Sequence[SampleSpan]) -> str:

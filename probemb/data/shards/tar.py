@@ -132,7 +132,7 @@ def _is_header(header: bytes) -> bool:
 def _check_end(fd: int, label: str, marker: int, end: int) -> None:
     """Raises BadShard if something other than zeros follows the end marker."""
     for start in range(marker, end, _CHUNK):
-        chunk = os.pread(fd, _CHUNK, start)
+        chunk = os.pread(fd, min(_CHUNK, end - start), start)
         if chunk.count(0) != len(chunk):
             place = start + len(chunk) - len(chunk.lstrip(b"\0"))
             raise BadShard(

@@ -127,6 +127,19 @@ def test_a_shard_that_has_changed_is_embedded_again(whole, corpus, run_folder, t
     assert items(out) == {"image": 27, "text": 49}
 
 
+def test_another_content_with_the_same_names_sizes_and_time_is_embedded_again(run_folder, tmp_path):  # noqa: F811
+    data, out = tmp_path / "corpus", tmp_path / "out"
+    write_tar(data / "0.tar", [("a.jpg", jpeg(scene("embed", 0))), ("a.txt", b"one red circle")])
+    assert main(options(run_folder, data, out)) == 0
+    before, times = contents(out), (data / "0.tar").stat()
+    write_tar(data / "0.tar", [("a.jpg", jpeg(scene("embed", 0))), ("a.txt", b"two red circle")])
+    os.utime(data / "0.tar", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (data / "0.tar").stat().st_size == times.st_size
+    assert main(options(run_folder, data, out)) == 0
+    after = contents(out)
+    assert before["text/corpus-0.npz"] != after["text/corpus-0.npz"]
+
+
 def test_what_happens_to_one_corpus_or_kind_does_not_concern_another(corpus, run_folder, tmp_path):  # noqa: F811
     out, data = tmp_path / "out", tmp_path / "gone"
     write_tar(data / "0.tar", [("a.jpg", jpeg(scene("embed", 1))), ("a.txt", b"one")])
