@@ -124,12 +124,14 @@ class OpenShards:
     def _read(self, shard: Shard) -> TarReader:
         file = self._open_file(shard)
         size = os.fstat(file.fileno()).st_size
+        reader = TarReader(
+            file, str(shard.path), watch=isinstance(shard.path, Path)
+        )  # which says more of a damaged tar
         if size != shard.bytes:
             file.close()
             raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")
         if self._check:
             self._check.request(shard, file)
-        reader = TarReader(file, str(shard.path), watch=isinstance(shard.path, Path))
         if len(reader) > shard.samples and shard.path not in self._told:
             self._told.add(shard.path)
             self.notices.append(
