@@ -2,7 +2,8 @@
 
     INDEX/index.json             {"format", "model", "weights", "dim", "width", "kind", "form", "factory", "why",
                                   "effort", "count", "parts": [{"file", "count"}]}; for the form "tolerance" its
-                                 weight and, for a negative one, the largest u: "tolerance", "largest_u"
+                                 weight and, for a negative one, the largest u: "tolerance", "largest_u". "least_u":
+                                 the smallest one, taken off in the vectors; absent: 0
     INDEX/part-00000.faiss …     FAISS' own files, together the gallery in its order
     INDEX/u.f32                  N little-endian float32: the items' uncertainty, which re-ranking reads
     INDEX/items/00000.parquet …  metadata of each item; see `items.py`
@@ -136,12 +137,15 @@ def _is_fine(about: dict) -> bool:
     weights = [about.get(key) for key in ("tolerance", "largest_u")]
     if about.get("form") == "tolerance" and not all(type(w) in (int, float) and math.isfinite(w) for w in weights):
         return False
+    least = about.get("least_u", 0.0)
+    if type(least) not in (int, float) or not math.isfinite(least):
+        return False
     kinds = about.get("kind") in ("image", "text") and about.get("form") in FORMS
     return kinds and sum(row["count"] for row in rows) == about["count"] and about["width"] >= about["dim"]
 
 
 def _penalty(about: dict) -> Penalty:
-    return penalty_of(about["form"], about.get("tolerance"), about.get("largest_u", 0.0))
+    return penalty_of(about["form"], about.get("tolerance"), about.get("largest_u", 0.0), about.get("least_u", 0.0))
 
 
 def _read_uncertainty(folder: Path, count: int) -> torch.Tensor:

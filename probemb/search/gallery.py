@@ -38,11 +38,12 @@ class Gallery:
             )
         self.form, self.factory, self.dim = form, factory, sources[0].dim
         self.width = width_of(self.dim, form, factory)
-        most = self._largest_u() if form == "tolerance" else 0.0
-        self.penalty = penalty_of(form, tolerance, most)
+        least, most = (0.0, 0.0) if form == "mean" else self._ends_of_u()
+        self.penalty = penalty_of(form, tolerance, most, least)
 
-    def _largest_u(self) -> float:
-        return max(float(source.read_uncertainty(part).max()) for source, part in self.parts if part.count)
+    def _ends_of_u(self) -> tuple[float, float]:
+        several = [source.read_uncertainty(part) for source, part in self.parts if part.count]
+        return min(float(u.min()) for u in several), max(float(u.max()) for u in several)
 
     def versions(self) -> list[list]:
         """[path, bytes, time of change] of each file, which change with the embeddings."""

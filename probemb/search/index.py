@@ -3,9 +3,10 @@
     index = build_index(gallery, "Flat")              # any FAISS factory string: "HNSW32", "IVF256,Flat", "PQ32", ...
     distance, place = search(index, queries, k=10)    # (Q, k) CSD and gallery indices, closest first
 
-CSD(q, j) = |mu_q - mu_j|^2 + u_q + u_j, u the sum of the variances. With sqrt(u_j) appended to the gallery's mean and 0
-to the query's, the squared Euclidean distance in D + 1 dimensions is |mu_q - mu_j|^2 + u_j; the query's own u is a
-constant of its ranking. So an exact index ("Flat") is exact under CSD, and an approximate one approximates CSD itself.
+CSD(q, j) = |mu_q - mu_j|^2 + u_q + u_j, u the sum of the variances. With sqrt(u_j - min u) appended to the gallery's
+mean and 0 to the query's, the squared Euclidean distance in D + 1 dimensions is |mu_q - mu_j|^2 + u_j - min u; the
+query's u and min u are constants of its ranking. So an exact index ("Flat") is exact under CSD, and an approximate one
+approximates CSD itself.
 The form "tolerance" weighs u_j with any lambda (`penalty.py`).
 The paper's way searches the means and adds u_j to the candidates (PCME++ §C.5), which misses items that the means alone
 do not find.
@@ -112,7 +113,7 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tol
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
     u = gallery.uncertainty().float().cpu()
-    penalty = penalty_of(form, tolerance, float(u.max()))
+    penalty = penalty_of(form, tolerance, float(u.max()), float(u.min()))
     vectors = gallery_vectors(gallery.mean.detach().float().cpu().numpy(), u.numpy(), form, factory, penalty)
     index = new_index(vectors.shape[1], factory)
     train(index, vectors, factory)

@@ -1,7 +1,8 @@
 """The last dimension of an index: the gallery's uncertainties as a part of squared distances, with any weight.
 
-sqrt(lambda u_j) in the gallery's vectors and 0 in the query's add lambda u_j. Below 0 sqrt(-lambda (max u - u_j)) adds
-lambda u_j and a constant, -lambda max u.
+sqrt(lambda (u_j - min u)) in the gallery's vectors and 0 in the query's add lambda u_j and a constant, -lambda min u.
+Below 0 sqrt(-lambda (max u - u_j)) adds lambda u_j and -lambda max u. So only differences of u are added in float32,
+which tells items apart however large all variances are.
 """
 
 from __future__ import annotations
@@ -22,29 +23,33 @@ class Penalty:
 
     Attributes:
         weight: lambda; 1 is CSD.
-        most: largest u of the gallery, for a negative weight.
+        most: largest u of the gallery, for a negative weight; least: the smallest one, for a positive weight.
     """
 
     weight: float = 1.0
     most: float = 0.0
+    least: float = 0.0
 
     def column(self, u: np.ndarray) -> np.ndarray:
         """The last dimension of items with uncertainties (N,)."""
-        return np.sqrt(self.weight * u if self.weight >= 0 else -self.weight * (np.float32(self.most) - u))
+        away = u - np.float32(self.least) if self.weight >= 0 else np.float32(self.most) - u
+        return np.sqrt(abs(self.weight) * away)
 
     @property
     def constant(self) -> float:
         """To be taken off every squared distance."""
-        return max(0.0, -self.weight) * self.most
+        return -self.weight * (self.least if self.weight >= 0 else self.most)
 
 
 CSD = Penalty()
 
 
-def penalty_of(form: str, tolerance: float | None, most: float) -> Penalty:
-    """The penalty of a form of search; `most`: the gallery's largest u. Raises UserError: lambda is not finite."""
-    if form != "tolerance":
+def penalty_of(form: str, tolerance: float | None, most: float, least: float = 0.0) -> Penalty:
+    """The penalty of a form of search; `most` and `least` u of the gallery. Raises UserError: lambda is not finite."""
+    if form == "mean":
         return CSD
+    if form == "csd":
+        return Penalty(least=least)
     if tolerance is None or not math.isfinite(tolerance):
         raise UserError(f"The weight of the variances is {tolerance}.", "Give a finite number, such as -1.")
-    return Penalty(tolerance, most if tolerance < 0 else 0.0)
+    return Penalty(tolerance, most if tolerance < 0 else 0.0, least if tolerance > 0 else 0.0)

@@ -59,6 +59,8 @@ def write_index(
     about |= {"width": gallery.width, "kind": kind, "form": form, "factory": choice.factory, "count": gallery.count}
     if form == "tolerance":
         about |= {"tolerance": gallery.penalty.weight, "largest_u": gallery.penalty.most}
+    if gallery.penalty.least:
+        about["least_u"] = gallery.penalty.least
     plan = about | {
         "rows": min(gallery.count, part_items or gallery.count),
         "train_items": min(gallery.count, train_items or training_count(choice.factory, gallery.count)),

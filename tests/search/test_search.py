@@ -35,6 +35,21 @@ def test_flat_ranks_and_measures_exactly_as_csd():
     assert not torch.equal(found, by_mean)  # uncertainty changes the ranking here
 
 
+def test_large_variances_leave_the_ranking_as_it_is():
+    """In float32 the u of every variance near e^3, some 10,000, would swallow the differences of the means."""
+    gallery, queries = gaussians(2000, dim=512), gaussians(50, dim=512, seed=1)
+    r = torch.Generator().manual_seed(2)
+    large = Gaussian(gallery.mean, 3 + 1e-4 * torch.randn(2000, 512, generator=r))
+    distance, found = search(build_index(large), queries, 10)
+    u = large.uncertainty()
+    exact = (queries.mean.double()[:, None] - large.mean.double()).square().sum(-1) + u.double()
+    same = (found == exact.argsort(dim=1)[:, :10]).all(1)
+    assert same.double().mean() > 0.9
+    torch.testing.assert_close(
+        distance.double(), exact.gather(1, found) + queries.uncertainty().double()[:, None], rtol=1e-6, atol=0
+    )
+
+
 def test_the_means_alone_and_re_ranking():
     gallery, queries = gaussians(300), gaussians(40, seed=1)
     index = build_index(gallery, form="mean")
