@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from probemb.errors import UserError
 from probemb.reports.text import printable
 from tools.search.decoding import Busy
+from tools.search.wish import MAX_PARTS, MAX_TEXT
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -56,6 +57,7 @@ def guard(app: Flask, known: Callable[[str], bool]) -> None:
 
 def handle_errors(app: Flask, max_upload: int) -> None:
     """Answer errors with JSON."""
+    from flask import request
     from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
     @app.errorhandler(Busy)
@@ -70,6 +72,9 @@ def handle_errors(app: Flask, max_upload: int) -> None:
 
     @app.errorhandler(RequestEntityTooLarge)
     def too_large(_):
+        if (request.content_length or 0) <= max_upload:  # it is the form that exceeds its limits
+            what = f"The query is too long: a text has at most {MAX_TEXT:,} characters, a query {MAX_PARTS} parts."
+            return problem(413, what, "Shorten it.")
         what = f"The upload is too large: the limit is {max_upload / (1 << 20):g} MiB."
         return problem(413, what, "Choose a smaller image, or fewer parts.")
 

@@ -171,7 +171,7 @@ async function ask(results = PAGE) {
       response = await fetch("/search", { method: "POST", body: form });
     }
     const answer = await response.json().catch(() => null); // a far too large upload is answered in plain text
-    const problem = response.status === 413 ? await whyBroken(true) : answer ? `${answer.error} ${answer.remedy}`
+    const problem = answer ? `${answer.error} ${answer.remedy}` : response.status === 413 ? await whyBroken(true)
       : `The server answered ${response.status}. Search again, or reload this page.`;
     if (number !== asked) return;
     if (response.ok && answer) show(answer);
