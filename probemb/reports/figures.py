@@ -22,10 +22,11 @@ from matplotlib.ticker import MaxNLocator
 from probemb.reports.text import number, printable
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0068a8", "#b8560f", "#00785a", "#8f4a86", "#6a7480", "#1f2733"
+GOLD = "#8a6d00"
 SOFT, GRID, PAPER = "#5d6875", "#e3e7ec", "#ffffff"
 _VARIABLES = {  # colours of a page's style sheet
-    BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", INK: "ink", SOFT: "soft",
-    GRID: "grid", PAPER: "paper",
+    BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", GOLD: "gold", INK: "ink",
+    SOFT: "soft", GRID: "grid", PAPER: "paper",
 }  # fmt: skip
 _STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib

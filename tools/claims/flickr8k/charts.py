@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from probemb.reports.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Chart
+from probemb.reports.figures import BLUE, GOLD, GREEN, GREY, INK, ORANGE, PURPLE, Chart
 from tools.claims.flickr8k.findings import LEVELS, NAMES, PARTS, PROBABILISTIC, SHORT, own, own_rsum
 from tools.claims.verdicts import Found
 
-COLOURS = dict(zip(NAMES, (GREY, ORANGE, GREEN, BLUE, INK)))
+COLOURS = dict(zip(NAMES, (GREY, ORANGE, GREEN, BLUE, GOLD, PURPLE, INK), strict=True))
 MARKERS = "osD^vPX"
 
 
