@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -265,9 +265,10 @@ def read_batches(
             try:
                 while not files.take(number):
                     yield []  # lets the batches of earlier shards through, which gives room back
-                status = task.file.stat()
-                task.times = status.st_size, status.st_mtime_ns, status.st_ctime_ns
-                task.sha256 = hashing.submit(file_sha256, task.file)
+                with suppress(OSError):  # list_images says why
+                    status = task.file.stat()
+                    task.times = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+                    task.sha256 = hashing.submit(file_sha256, task.file)
                 task.spans, task.skipped = list_images(task.file)
                 if len(task.spans) < task.shard.samples:
                     raise BadShard(f"holds {len(task.spans):,} samples, but its index says {task.shard.samples:,}")

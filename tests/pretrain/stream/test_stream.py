@@ -613,7 +613,8 @@ import multiprocessing, sys
 from pathlib import Path
 from tests.pretrain.stream.test_stream import make
 from probemb.data.shards.index import Shard
-shards = [Shard(Path(path).name, Path(path), int(size), 0) for path, size in zip(sys.argv[1::2], sys.argv[2::2])]
+places = [(Path(path), int(size)) for path, size in zip(sys.argv[1::2], sys.argv[2::2])]
+shards = [Shard(path.name, path, size, path.stat().st_size) for path, size in places]
 stream = make(shards, workers=2)
 next(stream)
 print(*[process.pid for process in multiprocessing.active_children()])
