@@ -45,15 +45,13 @@ def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, REQUEUE when it was asked to stop."""
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
-    import torch
-
     from finetune.folder import RunFolder, load_checkpoint
     from finetune.loading.noise import noisy_captions
     from finetune.recipe import make_schedule
     from finetune.selection import Selection, Validator
     from finetune.trainer import Hooks, Trainer
     from probemb.distributed import on_main, same_everywhere
-    from probemb.models import as_one, create_tokenizer, create_transforms, fill_word_vectors
+    from probemb.models import as_one, create_tokenizer, create_transforms
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
     from probemb.runs.starts import refuse_endless_starts
@@ -68,14 +66,7 @@ def train(config: Config, preemption: Preemption) -> int:
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
-    torch.manual_seed(config.seed)
-    method = METHODS[config.method]
-    make = partial(
-        config.model.create, [config.data.path], config.loss, grad_checkpointing=config.engine.grad_checkpointing
-    )
-    networks = [make(probabilistic=method.probabilistic) for _ in range(method.networks)]
-    for network in networks if config.model.word_vectors and not earlier else ():
-        say(f"words   {fill_word_vectors(network, config.model.word_vectors)}")
+    networks = make_networks(config, earlier, say)
     transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
     if clean is not None and config.data.cache_features is not None:
         clean, validation, transforms = read_features(config, networks, transforms, clean, validation, accelerator)
@@ -128,6 +119,28 @@ def train(config: Config, preemption: Preemption) -> int:
         say(selection.summary())
     end(accelerator)
     return REQUEUE if stopped else 0
+
+
+def make_networks(config: Config, earlier: Path | None, say) -> list:
+    """The method's networks as they start, or as a run that resumes fills them."""
+    import torch
+
+    from probemb.models import fill_word_vectors
+
+    torch.manual_seed(config.seed)
+    method, networks = METHODS[config.method], []
+    for _ in range(method.networks):
+        networks.append(
+            config.model.create(
+                [config.data.path],
+                config.loss,
+                grad_checkpointing=config.engine.grad_checkpointing,
+                probabilistic=method.probabilistic,
+            )
+        )
+        if config.model.word_vectors and not earlier:
+            say(f"words   {fill_word_vectors(networks[-1], config.model.word_vectors)}")
+    return networks
 
 
 def find_data(config: Config):

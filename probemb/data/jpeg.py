@@ -2,7 +2,7 @@
 
 libjpeg only warns when the coded data ends before the image or the image before the coded data, as nearly every change
 of a few bytes makes it do, and Pillow drops its warnings. Here the decoder gets the file in two pieces: one that cannot
-be enough for the last row of blocks, and one that must be. That tells the same at no cost, as nothing is decoded twice.
+be enough for the last row of blocks, and one that must be. That tells the same, and nothing is decoded twice.
 """
 
 from __future__ import annotations
