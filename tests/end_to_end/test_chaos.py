@@ -36,6 +36,11 @@ def partials(run: Path) -> set[tuple[str, int]]:
     return found
 
 
+def count_lines(path: Path) -> int:
+    """Lines of a log, which begins with its first line."""
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
 def strike(job: Job, run: Path, chance: random.Random) -> None:
     """Kill it while it starts, after some steps, or inside a write of a checkpoint."""
     kind = chance.choice(["start", "steps", "write", "write"])
@@ -44,8 +49,8 @@ def strike(job: Job, run: Path, chance: random.Random) -> None:
     elif kind == "steps":
         job.until("\nrun  ")  # by then the log of samples has been cut to where the run goes on
         lines = run / "samples" / "rank-0.jsonl"
-        goal = len(lines.read_bytes().splitlines()) + chance.randint(1, 3)
-        while len(lines.read_bytes().splitlines()) < goal and not job.poll():
+        goal = count_lines(lines) + chance.randint(1, 3)
+        while count_lines(lines) < goal and not job.poll():
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.1))
     else:

@@ -54,9 +54,10 @@ class Job(tests.jobs.Job):
 
 
 def metrics(run: Path) -> list[dict]:
-    """The lines of metrics.jsonl without what depends on the clock."""
+    """The lines of metrics.jsonl without what depends on the clock and the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in m.items() if k not in ("time", "data_wait", "pairs_per_second", "eta")} for m in lines]
+    outside = ("time", "data_wait", "pairs_per_second", "eta", "memory")
+    return [{key: value for key, value in line.items() if key not in outside} for line in lines]
 
 
 def checkpoint(run: Path, step: int) -> dict:
