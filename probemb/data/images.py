@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
@@ -31,6 +32,22 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
     several times faster for large photographs; images that are not reduced stay bit-identical. Raises BadSample, also
     for a sequential JPEG whose coded data does not end with the image, for which libjpeg only warns.
     """
+    with _opened(data, max_pixels) as image:
+        needed = draft(*image.size) if callable(draft) else draft and (draft, draft)
+        if needed:
+            image.draft(None, needed)
+        _load(image, data)
+        return _to_rgb(image)
+
+
+def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
+    """Refuse what `decode_image` refuses by its header alone. Raises BadSample."""
+    with _opened(data, max_pixels):
+        pass
+
+
+@contextmanager
+def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     from PIL import Image
 
     try:
@@ -41,11 +58,7 @@ def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int 
             if max(width, height) > MAX_ASPECT * min(width, height):
                 ratio = f"one side more than {MAX_ASPECT} times the other"
                 raise BadSample(f"the image has {width} x {height} pixels, {ratio}")
-            needed = draft(width, height) if callable(draft) else draft and (draft, draft)
-            if needed:
-                image.draft(None, needed)
-            _load(image, data)
-            return _to_rgb(image)
+            yield image
     except BadSample:
         raise
     except Image.DecompressionBombError:

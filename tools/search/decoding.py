@@ -11,7 +11,7 @@ from threading import BoundedSemaphore
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
-from tools.search.wish import QueryImage, decode_query
+from tools.search.wish import QueryImage, check_image, decode_query
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,8 @@ class DecodingPool:
         """(K, 3, H, W). Raises UserError: an image cannot be decoded; Busy."""
         import torch
 
+        for image in images:
+            check_image(image)  # hopeless ones take no place
         if not self._places.acquire(blocking=False):
             raise Busy
         end = time.monotonic() + SECONDS

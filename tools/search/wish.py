@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,16 +102,31 @@ def read_image(path: Path) -> QueryImage:
 
 def decode_query(image: QueryImage) -> Image.Image:
     """Decode an image of a query, a large JPEG at a fraction of its size. Raises UserError."""
-    from probemb.data.failures import BadSample
-    from probemb.data.images import MAX_PIXELS as MAX_STORED
     from probemb.data.images import decode_image
 
     def draft(width: int, height: int) -> tuple[int, int] | None:
         return None if width * height <= MAX_PIXELS else (SIDE, SIDE)
 
-    is_jpeg = image.data.startswith(b"\xff\xd8")
+    with _usable(image) as most:
+        return decode_image(image.data, draft, most)
+
+
+def check_image(image: QueryImage) -> None:
+    """Refuse an image of a query by its header, which costs nothing. Raises UserError."""
+    from probemb.data.images import check_header
+
+    with _usable(image) as most:
+        check_header(image.data, most)
+
+
+@contextmanager
+def _usable(image: QueryImage) -> Iterator[int]:
+    """The pixels that it may have, for a block that may find the image unusable."""
+    from probemb.data.failures import BadSample
+    from probemb.data.images import MAX_PIXELS as MAX_STORED
+
     try:
-        return decode_image(image.data, draft, MAX_STORED if is_jpeg else MAX_PIXELS)
+        yield MAX_STORED if image.data.startswith(b"\xff\xd8") else MAX_PIXELS
     except BadSample as error:
         raise UserError(
             f"{image.name} is not an image that can be searched with: {error}.",

@@ -233,7 +233,7 @@ def slowest(port, seconds):
     return sorted(took)[int(0.99 * (len(took) - 1))]
 
 
-@pytest.mark.parametrize(("pixels", "codes"), [(64_000_000, {400, 503}), (16_000_000, {200, 503})])
+@pytest.mark.parametrize(("pixels", "codes"), [(64_000_000, {400}), (16_000_000, {200, 503})])
 def test_uploads_do_not_hold_up_texts(port, pixels, codes):
     """Eight of them at once, again and again, and each small as a file."""
     picture, quiet, stop = plain_png(pixels), slowest(port, 0.5), threading.Event()
@@ -250,9 +250,8 @@ def test_uploads_do_not_hold_up_texts(port, pixels, codes):
             under = slowest(port, 2)
         finally:
             stop.set()
-        found = set().union(*(one.result() for one in attacks))
-    assert min(codes) in found <= codes  # 503: two more uploads than are taken at once
-    assert under < 3 * quiet + 2.5  # seconds for a machine with other work: it was ten
+        assert set().union(*(one.result() for one in attacks)) <= codes
+    assert under < 3 * quiet + 0.5  # half a second for a machine with other work: it was seconds
 
 
 def test_a_large_photograph_is_searched_with(port, searcher, gallery):  # noqa: F811
