@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.forked import Job
@@ -66,7 +67,8 @@ def strike(job: Job, run: Path, chance: random.Random) -> None:
     assert job.kill() == [-signal.SIGKILL] * RANKS, job.text()
 
 
-def test_twenty_kills_change_nothing(tmp_path):
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))])
+def test_twenty_kills_change_nothing(stage, tmp_path):
     make(Plan(train=SAMPLES, val=16, classes_images=24, size=32, shard_size=32), tmp_path / "world", workers=1)
     options = {
         "data.train": tmp_path / "world" / "train",
@@ -79,6 +81,7 @@ def test_twenty_kills_change_nothing(tmp_path):
         "log-every": 1,
         "log-samples": "true",
         "engine.threads": 1,
+        "engine.zero_stage": stage,
     }
     whole, run = tmp_path / "whole", tmp_path / "killed"
     assert Job({**options, "out": whole, "save-every": 0}, ranks=RANKS, output=tmp_path / "whole.log").wait() == [0, 0]
