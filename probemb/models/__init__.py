@@ -1,18 +1,11 @@
 """Models: create, save, load; what prepares their input; which parameters decay."""
 
 from probemb.models.create import create_model, fill_word_vectors, vocabulary_for
+from probemb.models.digest import digest_model, weights_sha256
 from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_decay
 from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
 from probemb.models.ensemble import Ensemble, as_one
-from probemb.models.hub import (
-    LoadedModel,
-    digest_model,
-    lasting_name,
-    load_model,
-    push_to_hub,
-    save_model,
-    weights_sha256,
-)
+from probemb.models.hub import LoadedModel, lasting_name, load_model, push_to_hub, save_model
 from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
 from probemb.models.published import import_pcmepp
 

@@ -1,12 +1,12 @@
 """Saving and loading: folders, single files and Hugging Face hub names.
 
 A saved model is a folder with `model.safetensors` and `config.json`. The configuration is also inside the weights file,
-so that each of the two files is replaced as a whole and a model never exists in halves.
+so that each of the two files is replaced as a whole and a model never exists in halves. Both have the SHA-256 of the
+tensors, which loading compares; models saved by older versions have none.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
+from probemb.models.digest import tensors_sha256
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.pretrained import HUB_NAME, HUB_PREFIX, is_hub_name, load_strictly, read_state_dict
@@ -28,6 +29,7 @@ from probemb.models.published import import_pcmepp, is_pcmepp
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything
 FORMAT = {"format": "probemb", "version": 1}
+SHA256 = "tensors_sha256"  # in a saved configuration, beside what describes the model
 
 
 class LoadedModel(NamedTuple):
@@ -57,14 +59,23 @@ def save_model(model: DualEncoder, folder: str | Path, overwrite: bool = False) 
             f"{folder} already holds another model.", "Choose another folder, or pass overwrite=True to replace it."
         )
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    write_model(folder / WEIGHTS, state, folder / CONFIG, config, {"config": json.dumps(config)})
+    write_model(folder / WEIGHTS, state, folder / CONFIG, config, embed=True)
     return folder
 
 
-def write_model(
-    weights: Path, state: dict[str, Tensor], config: Path, about: dict, metadata: dict[str, str] | None = None
-) -> None:
-    """Write tensors, and their configuration as JSON; each file is replaced as a whole. Raises UserError."""
+def write_model(weights: Path, state: dict[str, Tensor], config: Path, about: dict, embed: bool = False) -> None:
+    """Write tensors, and their configuration as JSON; each file is replaced as a whole.
+
+    The configuration also gets the SHA-256 of the tensors.
+
+    Args:
+        embed: put the configuration into the weights file too.
+
+    Raises:
+        UserError: if they cannot be written.
+    """
+    about = {**about, SHA256: tensors_sha256(state)}
+    metadata = {"config": json.dumps(about)} if embed else None
     try:
         replace_file(weights, lambda path: save_file(state, path, metadata))
         replace_text(config, json.dumps(about, indent=2) + "\n")
@@ -100,21 +111,6 @@ def lasting_name(path_or_name: str | Path) -> str:
     """A name for `load_model` that holds in every working directory: a path made absolute, or a hub name as it is."""
     path = Path(path_or_name)
     return str(path.absolute()) if path.exists() else str(path_or_name)
-
-
-def digest_model(digest, model: torch.nn.Module) -> None:
-    """Feed a hash with everything that a model's embeddings depend on: its configuration and its weights."""
-    digest.update(json.dumps(model.config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"|{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-def weights_sha256(model: torch.nn.Module) -> str:
-    """What tells one model from another, wherever its files lie: 64 hexadecimal digits over `digest_model`."""
-    digest = hashlib.sha256()
-    digest_model(digest, model)
-    return digest.hexdigest()
 
 
 def push_to_hub(
@@ -206,6 +202,8 @@ def _build(weights: Path, config_path: Path | None) -> DualEncoder:
         raise UserError(
             f"{weights} has no configuration.", f"Put the {CONFIG} that was saved with it into the same folder."
         )
+    # The one inside is written with the tensors; config.json may be of the state before, after a crash between the two.
+    sums = [about.pop(SHA256, None) for about in (embedded, config) if about]
     if embedded is not None and embedded != config:
         raise UserError(
             f"{config_path} and {weights} do not belong together.",
@@ -228,7 +226,16 @@ def _build(weights: Path, config_path: Path | None) -> DualEncoder:
             f"Restore the {CONFIG} that was saved with the weights.",
         ) from error
     load_strictly(model, state, weights)
+    _check_tensors(state, next(filter(None, sums), None), weights)
     return model
+
+
+def _check_tensors(state: dict[str, Tensor], expected: str | None, weights: Path) -> None:
+    if expected is not None and tensors_sha256(state) != expected:
+        raise UserError(
+            f"{weights} is damaged: its tensors are not the ones that were saved (their SHA-256 differs).",
+            "Copy the file again, or save the model again.",
+        )
 
 
 def _embedded_config(weights: Path) -> dict | None:
@@ -237,11 +244,14 @@ def _embedded_config(weights: Path) -> dict | None:
     try:
         with safe_open(weights, framework="pt") as file:
             text = (file.metadata() or {}).get("config")
-        return None if text is None else json.loads(text)
+        config = None if text is None else json.loads(text)
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(
             f"{weights} is not a readable safetensors file.", "The file may be cut short: copy or save it again."
         ) from error
+    if config is not None and not isinstance(config, dict):
+        raise UserError(f"{weights} has no configuration of a model inside.", "Copy or save it again.")
+    return config
 
 
 def _read_json(path: Path) -> dict:
@@ -262,4 +272,5 @@ def _holds_another(folder: Path, config: dict) -> bool:
         held = _embedded_config(folder / WEIGHTS) or {}
     else:
         return False
+    held.pop(SHA256, None)
     return {**DEFAULTS, **held} != config

@@ -217,6 +217,49 @@ def test_damaged_files(tmp_path):
         load_model(tmp_path)
 
 
+def test_a_flipped_bit_in_the_tensors_is_noticed(tmp_path):
+    save_model(model_with(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for config in (True, False):  # with config.json, and with the configuration in the weights alone
+        for at in (header, header + len(whole[header:]) // 2, len(whole) - 1):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(UserError, match=r"model\.safetensors is damaged: .* SHA-256 differs"):
+                load_model(tmp_path)
+        if config:
+            (tmp_path / "config.json").unlink()
+    file.write_bytes(whole)
+    assert same_outputs(load_model(tmp_path).model, model_with())
+
+
+def test_the_hash_in_config_json_is_enough(tmp_path):
+    save_model(model_with(), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["scale"] = state["scale"] + 1e-6
+    save_file(state, tmp_path / "model.safetensors")  # without a configuration inside
+    with pytest.raises(UserError, match="SHA-256 differs"):
+        load_model(tmp_path)
+
+
+def test_a_model_of_an_older_version_has_no_hash(tmp_path):
+    save_model(model_with(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert len(config.pop("tensors_sha256")) == 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state, tmp_path / "model.safetensors", {"config": json.dumps(config)})
+    assert same_outputs(load_model(tmp_path).model, model_with())
+
+
+def test_a_crash_between_the_two_files_leaves_a_model_that_loads(tmp_path):
+    save_model(model_with(seed=0), tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    save_model(model_with(seed=1), tmp_path)
+    (tmp_path / "config.json").write_bytes(before)
+    assert same_outputs(load_model(tmp_path).model, model_with(seed=1))
+
+
 @pytest.mark.parametrize("n_unc_layers", [1, 2])
 @pytest.mark.parametrize("pickled", [False, True])
 def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):

@@ -1,14 +1,17 @@
 """Exported models: open_clip loads them strictly, and embeds as the means did."""
 
+import json
 import sys
 
 import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
+from probemb.models.digest import tensors_sha256
 from probemb.models.export import export_open_clip
 from tools.export import main
 
@@ -32,6 +35,8 @@ def test_open_clip_loads_it_strictly_with_equal_outputs(tmp_path, monkeypatch, n
     with torch.no_grad():
         assert torch.equal(theirs.encode_text(tokens, normalize=True), ours.encode_text(tokens).mean)
         assert torch.equal(theirs.encode_image(images, normalize=True), ours.encode_image(images).mean)
+    about = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())
+    assert about["tensors_sha256"] == tensors_sha256(load_file(tmp_path / "out" / "open_clip_model.safetensors"))
     assert theirs.logit_scale.item() == pytest.approx(ours.logit_scale.item())
     assert open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["two dogs"]).tolist() == tokens[1:].tolist()
 
