@@ -28,7 +28,6 @@ from probemb.data.captions.annotations import (
 )
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.shards.index import Shard, write_index
 from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
@@ -37,7 +36,7 @@ from probemb.pools import process_pool
 from probemb.runs.lock import RunLock
 from tools.download.plan import check_same, read_state
 from tools.download.report import Outcome, publish
-from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker
+from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker, write_shard_index
 from tools.download.zips import Place, fetch_archive, members, read_bytes, read_text
 
 _COCO = "http://images.cocodataset.org"
@@ -100,7 +99,7 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
             dropped,
             markers,
             shards=len(markers),
-            tars=_write_indexes(folder, done),
+            tars=[tar for split, found in done.items() for tar in write_shard_index(folder / split, found)],
             settings=settings,
             splits={split: sum(one.samples for one in found) for split, found in done.items()},
         )
@@ -113,17 +112,6 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
             "Name the zip files of the images beside those of the captions.",
         )
     return 0
-
-
-def _write_indexes(folder: Path, done: dict[str, list[Marker]]) -> list[Path]:
-    """Write every split's index; returns the shards of all."""
-    tars = []
-    for split, found in done.items():
-        shards = [(ShardPaths(folder / split, one.shard).tar, one) for one in found if one.samples]
-        if shards:
-            write_index(folder / split, [Shard(path.name, path, one.samples, one.bytes) for path, one in shards])
-        tars += [path for path, _ in shards]
-    return tars
 
 
 def _read(corpus: str, paths: Sequence[Path]) -> tuple[dict[str, list[Picture]], dict[str, Place], Counter]:

@@ -166,21 +166,19 @@ def run(folder: Path, state, options: Download, part: tuple[int, int]) -> None:
 
 def finish(folder: Path, state, options: Download) -> None:
     """Drop duplicates across shards, write the index and the report."""
-    from probemb.data.shards.index import INDEX_NAME, Shard, write_index
+    from probemb.data.shards.index import INDEX_NAME
     from tools.download.plan import markers
-    from tools.download.shard import ShardPaths, drop_duplicates
+    from tools.download.shard import drop_duplicates, write_shard_index
 
     drop_duplicates(folder, state.shards)
-    shards = [(ShardPaths(folder, one.shard).tar, one) for one in markers(folder, state) if one.samples]
     made = report(folder, state, options)
-    if not shards:
+    if not write_shard_index(folder, markers(folder, state)):
         (folder / INDEX_NAME).unlink(missing_ok=True)
         cause, count = next(iter(made["lost"].items()), ("nothing was asked", 0))
         raise UserError(
             f"No image was fetched: {count:,} of {made['asked']:,} for the cause '{cause}'.",
             f"See {folder}/download/report.html. {_remedy(cause)}",
         )
-    write_index(folder, [Shard(path.name, path, one.samples, one.bytes) for path, one in shards])
 
 
 def _remedy(cause: str) -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from probemb.data.shards.index import Shard, file_sha256, write_index
 from probemb.data.shards.samples import list_samples, read_sample
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.files import flush, replace_file, replace_text
@@ -50,11 +51,15 @@ class Record:
 
 @dataclass
 class Marker:
-    """Summary of a finished shard: `samples` and `bytes` of its tar (0, 0 if there is none), sums over its records."""
+    """Summary of a finished shard: `samples` and `bytes` of its tar (0, 0 if there is none), sums over its records.
+
+    sha256: of the tar; None if there is none, or in markers of older versions.
+    """
 
     shard: int
     samples: int = 0
     bytes: int = 0
+    sha256: str | None = None
     causes: dict[str, int] = field(default_factory=dict)
     sides: list[int] = field(default_factory=lambda: [0] * (len(SIDES) + 1))
     aspects: list[int] = field(default_factory=lambda: [0] * (len(ASPECTS) + 1))
@@ -139,13 +144,13 @@ class ShardWriter:
             self.abandon()
             raise
         if got:
-            size = self.paths.part.stat().st_size
             self.paths.part.replace(self.paths.tar)
             flush(self.paths.tar.parent)
+            marker = Marker(self.number, got, seen.bytes, seen.sha256)
         else:
-            size = 0
             self.paths.part.unlink()
-        return write_records(self.paths, self.number, self.records, got, size)
+            marker = Marker(self.number)
+        return write_records(self.paths, marker, self.records)
 
     def abandon(self) -> None:
         """Remove the unfinished tar."""
@@ -156,28 +161,27 @@ class ShardWriter:
         self.paths.part.unlink(missing_ok=True)
 
 
-def write_records(paths: ShardPaths, number: int, records: Sequence[Record], samples: int, size: int) -> Marker:
-    """Write the records, then the marker."""
+def write_records(paths: ShardPaths, marker: Marker, records: Sequence[Record]) -> Marker:
+    """Write the records, then the marker with sums over them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.table({name: [getattr(one, name) for one in records] for name in Record.__dataclass_fields__}, _schema())
     replace_file(paths.records, lambda aside: pq.write_table(table, aside, compression="zstd"))
-    marker = summarise(number, records, samples, size)
+    summarise(marker, records)
     replace_text(paths.marker, json.dumps(vars(marker)) + "\n")
     return marker
 
 
-def summarise(number: int, records: Sequence[Record], samples: int, size: int) -> Marker:
-    """Counts by cause, and histograms of the fetched images."""
-    marker = Marker(number, samples, size, dict(Counter(one.cause for one in records).most_common()))
+def summarise(marker: Marker, records: Sequence[Record]) -> None:
+    """Fill in counts by cause, and histograms of the fetched images."""
+    marker.causes = dict(Counter(one.cause for one in records).most_common())
     for one in records:
         if one.cause == GOT:
             short, long = sorted((one.width, one.height))
             marker.sides[_bin(short, SIDES)] += 1
             marker.aspects[_bin(long / max(short, 1), ASPECTS)] += 1
             marker.words[_bin(one.words, WORDS)] += 1
-    return marker
 
 
 def _bin(value: float, edges: Sequence[float]) -> int:
@@ -208,6 +212,18 @@ def read_marker(paths: ShardPaths) -> Marker | None:
     except (OSError, ValueError, TypeError):
         return None
     return marker if size == marker.bytes else None
+
+
+def write_shard_index(folder: Path, markers: Sequence[Marker]) -> list[Path]:
+    """Write the index of the shards that hold samples; returns their paths (none: no index). Raises OSError."""
+    rows = []
+    for one in markers:
+        if one.samples:
+            path = ShardPaths(folder, one.shard).tar
+            rows.append(Shard(path.name, path, one.samples, one.bytes, one.sha256))
+    if rows:
+        write_index(folder, rows)
+    return [row.path for row in rows]
 
 
 def drop_duplicates(folder: Path, shards: int) -> int:
@@ -248,7 +264,7 @@ def _remove_samples(folder: Path, number: int, keys: Collection[str]) -> Marker:
     except BaseException:
         paths.part.unlink(missing_ok=True)
         raise
-    size = paths.part.stat().st_size if kept else 0
+    marker = Marker(number, kept, paths.part.stat().st_size, file_sha256(paths.part)) if kept else Marker(number)
     records = [Record(**row) for row in read_records(paths)]
     for record in records:
         if record.key in keys and record.cause == GOT:
@@ -259,7 +275,7 @@ def _remove_samples(folder: Path, number: int, keys: Collection[str]) -> Marker:
     else:
         paths.part.unlink()
         paths.tar.unlink()
-    return write_records(paths, number, records, kept, size)
+    return write_records(paths, marker, records)
 
 
 def _copy_without(paths: ShardPaths, keys: set[str]) -> int:

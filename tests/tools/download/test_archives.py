@@ -68,6 +68,7 @@ def test_coco(tmp_path, capsys):
     assert report["not_asked_yet"] == 0
     for split in ("train", "val"):
         assert index_shards(["--verify", str(out / split), "--workers", "1"]) == 0
+        assert all(shard.sha256 for shard in read_index(out / split))
     samples = {sample.key: sample for sample in iterate_samples(read_index(out / "train"))}
     assert sorted(samples) == [f"{i:012d}" for i in TRAIN if i not in (11, 12, 13)]
     first = samples["000000000009"]

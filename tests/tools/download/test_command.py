@@ -74,6 +74,7 @@ def test_the_whole_way(site, cc3m, tmp_path, capsys):
     assert sum(report["shorter_side"].values()) == sum(report["caption_words"].values()) == 21
     shards = read_index(out)
     assert sum(shard.samples for shard in shards) == 21
+    assert all(shard.sha256 for shard in shards)
     assert index_shards(["--verify", str(out), "--workers", "1"]) == 0
     capsys.readouterr()
     samples = list(iterate_samples(shards))

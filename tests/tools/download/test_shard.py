@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from probemb.data.shards.index import read_index
 from tests.imagesite import picture
 from tests.shards import iterate_samples
 from tools.download.shard import (
@@ -19,6 +20,7 @@ from tools.download.shard import (
     drop_duplicates,
     read_marker,
     read_records,
+    write_shard_index,
 )
 from tools.verify_shards import verify_shard
 
@@ -64,6 +66,7 @@ def test_counts_and_histograms(folder):
     assert marker.sides == [0, 3, 0, 0, 0, 0, 0, 0, 0]  # 64 is not below 64
     assert marker.aspects == [0, 0, 0, 3, 0, 0, 0]
     assert read_marker(ShardPaths(folder, 0)) == marker
+    assert marker.sha256 == hashlib.sha256(ShardPaths(folder, 0).tar.read_bytes()).hexdigest()
     assert write(folder, 1, ["a", "a"], unique=False).samples == 2
 
 
@@ -81,6 +84,27 @@ def test_duplicates_are_kept_in_the_first_shard(folder):
     assert [row["cause"] for row in read_records(ShardPaths(folder, 1))] == ["got", "duplicate image", "got"]
     assert verify_shard(ShardPaths(folder, 1).tar, None).samples == 2
     assert drop_duplicates(folder, 3) == 0
+
+
+def test_the_index_has_the_hashes_of_the_shards_as_they_are(folder):
+    write(folder, 0, ["a", "b"])
+    write(folder, 1, ["c", "b", "d"])
+    write(folder, 2, ["a"])
+    drop_duplicates(folder, 3)
+    markers = [read_marker(ShardPaths(folder, number)) for number in range(3)]
+    assert [path.name for path in write_shard_index(folder, markers)] == ["00000.tar", "00001.tar"]
+    for shard in read_index(folder):
+        assert shard.sha256 == hashlib.sha256(shard.path.read_bytes()).hexdigest()
+
+
+def test_markers_of_older_versions_have_no_hash(folder):
+    write(folder, 0, ["a"])
+    path = ShardPaths(folder, 0).marker
+    older = json.loads(path.read_text())
+    del older["sha256"]
+    path.write_text(json.dumps(older))
+    write_shard_index(folder, [read_marker(ShardPaths(folder, 0))])
+    assert [(shard.samples, shard.sha256) for shard in read_index(folder)] == [(1, None)]
 
 
 def test_no_room_while_duplicates_are_dropped(folder):
