@@ -18,7 +18,7 @@ from jsonargparse.typing import (
 
 from finetune.methods.registry import METHODS
 from probemb.cli.configuration import chosen_options, given
-from probemb.cli.ranges import BelowHalf, Count, Distance, Minutes, Precision, Seed, Workers
+from probemb.cli.ranges import BelowHalf, Count, Distance, Minutes, Precision, Seed, Threads, Workers
 from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
@@ -131,7 +131,7 @@ class Engine:
 
     precision: Precision = "auto"
     grad_checkpointing: bool = False
-    threads: NonNegativeInt = 0
+    threads: Threads = 0
     eval_batch_size: Count = 64
     timeout: Minutes = 120.0
 

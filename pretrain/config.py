@@ -9,7 +9,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 
 from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import chosen_options
-from probemb.cli.ranges import BelowOne, Count, Gibibytes, Minutes, Precision, Seed, Workers
+from probemb.cli.ranges import BelowOne, Count, Gibibytes, Minutes, Precision, Seed, Threads, Workers
 from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
@@ -92,7 +92,7 @@ class Engine:
     accumulation: PositiveInt = 1
     grad_checkpointing: bool = False
     compile: bool = False
-    threads: NonNegativeInt = 0
+    threads: Threads = 0
     timeout: Minutes = 30.0
 
 

@@ -211,7 +211,7 @@ def pick_device(config: Config):
 
     from probemb.cli.device import share_cores
 
-    here = share_cores(config.engine.threads)
+    here = share_cores(config.engine.threads, config.data.workers)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if here > torch.cuda.device_count():

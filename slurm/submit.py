@@ -27,6 +27,7 @@ from jsonargparse.typing import PositiveInt
 
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
+from probemb.cli.machine import refuse_crowd
 from probemb.errors import UserError, nearest
 from slurm.sweep import argument_lists
 
@@ -160,6 +161,8 @@ def check(stage: str, given: Submission) -> None:
         raise UserError(f"The stage {stage} runs in one process.", "Ask for --nodes 1 and one GPU.")
     if given.local and given.nodes != 1:
         raise UserError(f"--local has one machine, not {given.nodes}.", "Leave --nodes out.")
+    if given.local:
+        refuse_crowd(given.ranks_per_node, "--tasks-per-node" if given.cpu else "--gpus-per-node")
     if not (given.local or given.dry_run) and not shutil.which("sbatch"):
         raise UserError("This machine has no sbatch.", "Submit from a login node of the cluster, or add --local.")
 

@@ -16,12 +16,13 @@ the damaged ones.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
+from probemb.cli.machine import cores
+from probemb.cli.ranges import Processes
 from probemb.data.shards.index import Shard, write_index
 from probemb.errors import UserError
 from tools.repair_shards import repair_folder
@@ -55,16 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.index_shards", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that holds the .tar files")
     parser.add_argument("--skip-damaged", action="store_true", help="leave unreadable tars out of the index")
-    cores = min(16, os.cpu_count() or 1)
-    parser.add_argument("--workers", type=int, default=cores, help="processes (default: %(default)s)")
+    parser.add_argument("--workers", type=Processes, default=min(16, cores()), help="processes (default: %(default)s)")
     parser.add_argument("--verify", action="store_true", help="decode everything and report damage")
     parser.add_argument("--report", type=Path, metavar="FILE", help="with --verify: write all damage as JSON")
     parser.add_argument("--labelled", action="store_true", help="with --verify: accept KEY.cls instead of a caption")
     parser.add_argument("--write-index", action="store_true", help="with --verify: write index.json too")
     parser.add_argument("--repair", type=Path, metavar="DIR", help="with --verify: write the readable samples there")
     options = parser.parse_args(argv)
-    if options.workers < 1:
-        raise UserError(f"--workers {options.workers} is too small.", "Give at least one process.")
     if options.verify:
         return verify(options)
     for name in "report", "labelled", "write_index", "repair":

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
 from probemb.cli.progress import progress
+from probemb.cli.ranges import Processes
 from probemb.data.shards.index import Shard, file_sha256, read_index, write_index
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
@@ -194,7 +195,6 @@ OPTIONS = {  # least value and help
     "seed": (None, "number of the world"),
     "shard_size": (1, "samples per shard"),
     "captions": (1, "captions per image"),
-    "workers": (1, "processes"),
 }
 
 
@@ -203,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     for name, (_, text) in OPTIONS.items():
         text += " (default: %(default)s)"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Plan, name, 2), help=text)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Plan, name), help=text)
+    parser.add_argument("--workers", type=Processes, default=2, help="processes (default: %(default)s)")
     options = parser.parse_args(argv)
     for name, (least, _) in OPTIONS.items():
         value = getattr(options, name)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from probemb.cli.machine import cores, refuse_crowd
 from probemb.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -77,19 +78,21 @@ def choose_device(device: str, precision: str) -> Device:
     return Device(device, precision)
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def share_cores(threads: int, world_size: int = 1) -> int:
+def share_cores(threads: int, workers: int, world_size: int = 1) -> int:
     """Give this rank `threads` CPU threads, or for 0 its share of the machine's cores; returns the machine's ranks.
 
-    `world_size`: ranks of the run, which are all here where the launcher does not say.
+    Args:
+        workers: the rank's data workers.
+        world_size: ranks of the run, which are all here where the launcher does not say.
+
+    Raises:
+        UserError: all ranks together are too many threads or workers for the machine.
     """
     import torch
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    refuse_crowd(threads, "engine.threads", here)
+    refuse_crowd(workers, "data.workers", here)
     torch.set_num_threads(threads or max(1, cores() // here))
     return here
 

@@ -4,10 +4,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse.typing import restricted_number_type
 
+from probemb.cli.machine import COMPUTING, WAITING, describe_cores
 from probemb.errors import UserError, nearest
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)])
-Workers = restricted_number_type("Workers", int, [(">=", 0), ("<=", 512)])  # each is a process
+Workers = restricted_number_type("Workers", int, [(">=", 0), ("<=", COMPUTING)])  # processes; 0 for this one alone
+Threads = Workers  # 0 chooses a number
+Processes = restricted_number_type("Processes", int, [(">=", 1), ("<=", COMPUTING)])
+Requests = restricted_number_type("Requests", int, [(">=", 1), ("<=", WAITING)])  # threads that wait for the network
 Count = restricted_number_type("Count", int, [(">=", 1), ("<=", 1_000_000)])  # of a batch: more is a typing error
 Dimensions = restricted_number_type("Dimensions", int, [(">=", 1), ("<=", 2**20)])
 Gibibytes = restricted_number_type("Gibibytes", float, [(">", 0), ("<=", 1_000_000)])
@@ -24,6 +28,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
 _KINDS[list] = _KINDS[tuple]
 _UNITS = {Minutes: "a number of minutes", Gibibytes: "a number of GiB"}
+_OF_MACHINE = (Workers, Processes, Requests)
 _COMPARED = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
 
@@ -47,6 +52,8 @@ def describe(hint: Any) -> str:
         bounds[1] = f"to {bounds[1]}"
     if len(bounds) == 1 and bounds[0].startswith("from"):
         bounds.append("on")
+    if hint in _OF_MACHINE:
+        bounds.append(f"({describe_cores()})")
     return " ".join([_UNITS.get(hint) or _KINDS.get(base_type(hint), str(hint)), *bounds])
 
 

@@ -86,7 +86,7 @@ def test_nothing_to_index(tmp_path):
     write_tar(tmp_path / "a.tar", [("README", b"x")])
     with pytest.raises(UserError, match="holds a sample"):
         main([str(tmp_path)])
-    with pytest.raises(UserError, match="too small"):
+    with pytest.raises(UserError, match=r"--workers is 0\. Set it to a whole number from 1"):
         main([str(tmp_path), "--workers", "0"])
     assert not (tmp_path / "index.json").exists()
 

@@ -166,7 +166,7 @@ def test_an_empty_folder_is_used(tmp_path):
         (["--train", "-1"], "too small"),
         (["--size", "4"], "too small"),
         (["--size", "5000"], "too large"),
-        (["--workers", "0"], "too small"),
+        (["--workers", "0"], "--workers is 0. Set it to a whole number from 1"),
         (["--shard-size", "0"], "too small"),
         (["--train", "0", "--val", "0", "--classes-images", "0"], "No images"),
     ],

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from probemb.cli.command import Parser, run_command
+from probemb.cli.ranges import Workers
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512, help="pixels of the JPEGs' sides (%(default)s)")
     parser.add_argument("--items", nargs="+", choices=("image", "both"), default=["image", "both"])
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=Workers, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
+from probemb.cli.ranges import Workers
 
 IMAGE_SIZE = 224
 
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=512, help="JPEGs of each size, in 4 shards")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--batches", type=int, default=16, help="timed in each repeat")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=Workers, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
 

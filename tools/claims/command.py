@@ -34,11 +34,13 @@ PHOTOGRAPHS = ("data", "images_weights", "word_vectors", "judgements", "coco")  
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from probemb.cli.ranges import Processes
+
     parser = Parser(prog="python -m tools.claims", description="Re-test the paper's main claims in miniature.")
     parser.add_argument("--world", choices=WORLDS, default="scenes", help="the data (default: scenes)")
     parser.add_argument("--out", type=Path, default=Path("claims"), help="folder of the results (default: claims)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of every training (default: 3)")
-    parser.add_argument("--workers", type=int, default=2, help="trainings at a time, one core each (default: 2)")
+    parser.add_argument("--workers", type=Processes, default=2, help="trainings at a time, one core each (default: 2)")
     parser.add_argument("--choose", action="store_true", help="compare loss scalars and learning rates on validation")
     parser.add_argument("--report", action="store_true", help="train nothing, judge the seeds that are finished")
     photographs = parser.add_argument_group("flickr8k")
@@ -48,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     photographs.add_argument("--judgements", type=Path, help="people's judgements of test pairs")
     photographs.add_argument("--coco", type=Path, help="captioned COCO images, a test set that nothing is trained on")
     options = parser.parse_args(argv)
-    for name in ("seeds", "workers"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} {getattr(options, name)} is too small.", "Give at least 1.")
+    if options.seeds < 1:
+        raise UserError(f"--seeds {options.seeds} is too small.", "Give at least 1.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads do not outlive a fork
     study = make_study(options)
     if options.choose:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +11,12 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
 
+from probemb.cli.machine import WAITING, cores, refuse_crowd
+from probemb.cli.ranges import Processes, Requests
 from probemb.errors import UserError
 
 Resize = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"]
-PROCESSES = min(16, os.cpu_count() or 1)
+PROCESSES = min(16, cores())
 Quality = restricted_number_type("Quality", int, [(">=", 1), ("<=", 100)])
 TEMPORARY_CAUSES = "no answer,too slow,connection,cut off,host not found,HTTP 408,HTTP 425,HTTP 429,HTTP 5"
 STORED_SETTINGS = ("image_size", "resize", "upscale", "min_size", "quality", "hash", "shard_size", "captions")
@@ -70,8 +71,8 @@ class Download:
     respect_opt_out: bool = True
     private_hosts: bool = False
     distributor: Literal["multiprocessing", "pyspark", "ray"] = "multiprocessing"
-    processes: PositiveInt = PROCESSES
-    threads: PositiveInt = 64
+    processes: Processes = PROCESSES
+    threads: Requests = 64
     part: str | None = None
     retry_failed: bool = False
     retry_causes: str = TEMPORARY_CAUSES
@@ -95,6 +96,8 @@ def check(options: Download) -> tuple[int, int]:
     """Check options before anything is read; returns the part as (i, n). Raises UserError."""
     if not options.out:
         raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
+    if options.distributor == "multiprocessing":
+        refuse_crowd(options.threads, "--threads", options.processes, WAITING)
     if options.distributor != "multiprocessing" and not importlib.util.find_spec(options.distributor):
         raise UserError(
             f"--distributor {options.distributor} needs the package {options.distributor}.",

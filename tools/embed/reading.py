@@ -299,7 +299,9 @@ def read_batches(
 def default_workers(wanted: int | None, device: str, samples: int) -> int:
     """Reading processes of this rank: `wanted`, or what suits the machine and the number of samples."""
     from probemb.cli.device import loader_workers
+    from probemb.cli.machine import refuse_crowd
 
     shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    refuse_crowd(wanted or 0, "--workers", shared)
     found = loader_workers(wanted, samples, device)
     return found if wanted is not None else -(-found // shared)

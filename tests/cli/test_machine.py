@@ -1,0 +1,57 @@
+"""Counts of processes and threads are bound by the machine, in every command that takes one."""
+
+import importlib
+
+import pytest
+
+from probemb.cli.machine import COMPUTING, WAITING, cores, refuse_crowd
+from probemb.errors import UserError
+
+COUNTS = [  # command, arguments, the option, its bound
+    ("pretrain.run", ["--data.train=x"], "--data.workers", COMPUTING),
+    ("pretrain.run", ["--data.train=x"], "--engine.threads", COMPUTING),
+    ("finetune.run", ["--data.path=x"], "--data.workers", COMPUTING),
+    ("finetune.run", ["--data.path=x"], "--engine.threads", COMPUTING),
+    ("zeroshot.imagenet", ["--data=x"], "--workers", COMPUTING),
+    ("zeroshot.retrieval", ["--data=x"], "--workers", COMPUTING),
+    ("tools.make_scenes", ["x"], "--workers", COMPUTING),
+    ("tools.index_shards", ["x"], "--workers", COMPUTING),
+    ("tools.embed.command", ["--model=x", "--data=x", "--out=x"], "--workers", COMPUTING),
+    ("tools.download.command", ["cc3m", "x", "--out=x"], "--processes", COMPUTING),
+    ("tools.download.command", ["cc3m", "x", "--out=x"], "--threads", WAITING),
+    ("tools.claims.command", [], "--workers", COMPUTING),
+    ("tools.bench.loader", [], "--workers", COMPUTING),
+    ("tools.bench.embedding", [], "--workers", COMPUTING),
+]
+
+
+@pytest.mark.parametrize(("module", "words", "option", "most"), COUNTS)
+def test_more_than_the_machine_can_use_is_refused_with_the_bound(module, words, option, most, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [module, *words, option, "100000"])
+    with pytest.raises(UserError) as error:
+        importlib.import_module(module).main()
+    assert f"{option} is 100000." in error.value.what
+    assert f"to {most:,} (this machine has {cores()} CPU core" in error.value.remedy
+    assert not any(tmp_path.iterdir())
+
+
+def test_ranks_of_a_machine_share_the_bound(monkeypatch):
+    """Each rank's count alone is within it."""
+    from probemb.cli.device import share_cores
+
+    refuse_crowd(COMPUTING // 2, "data.workers", ranks=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for threads, workers, name in ((COMPUTING, 0, "engine.threads"), (1, COMPUTING, "data.workers")):
+        with pytest.raises(UserError) as error:
+            share_cores(threads, workers)
+        assert error.value.what == f"{name} is {COMPUTING}, for each of 4 processes on this machine."
+        assert error.value.remedy.startswith(f"Set it to at most {COMPUTING // 4}: this machine has")
+
+
+def test_ranks_started_here_are_bound(tmp_path):
+    from slurm.submit import main
+
+    with pytest.raises(UserError, match="--tasks-per-node is 10000"):
+        main(["pretrain", "--local", "--cpu", "--tasks-per-node", "10000", "--folder", str(tmp_path / "jobs")])
+    assert not any(tmp_path.iterdir())
