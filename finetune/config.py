@@ -148,6 +148,8 @@ class Config:
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over all pairs.
         distance: pcmepp's: csd, kl, min-kl, symmetric-kl, wasserstein2, elk, bhattacharyya, match-probability.
+        ranking: of the validation, which selects the epoch: csd, mean, or tolerance, whose weights are the validation
+            split's best; see docs/zeroshot.md.
         noise_ratio: share of the training captions that are moved to wrong images.
         size_augment: share of tokens that SizeAugment drops; 0 for none.
         swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.
@@ -171,6 +173,7 @@ class Config:
     batch_size: Pairs = 128
     epochs: NonNegativeInt = 25
     distance: Distance | None = None
+    ranking: Literal["csd", "mean", "tolerance"] = "csd"
     noise_ratio: ClosedUnitInterval = 0.0
     size_augment: ClosedUnitInterval = 0.2
     swa_epochs: NonNegativeInt = 10

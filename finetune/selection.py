@@ -18,14 +18,14 @@ from probemb.runs.preemption import SIGNALS
 
 
 class Validator:
-    """Retrieval on the validation split, ranked by CSD (a point model by the cosine)."""
+    """Retrieval on the validation split, ranked by `config.ranking` (a point model by the cosine)."""
 
     def __init__(self, captions: CaptionDataset, tokenizer, transforms, config: Config, accelerator):
         self.captions, self.tokenizer, self.transform, self.config = captions, tokenizer, transforms.evaluate, config
         self.device = Device(str(accelerator.device), "bf16" if accelerator.mixed_precision == "bf16" else "fp32")
 
     def measure(self, model: DualEncoder) -> dict[str, float]:
-        """RSUM and recalls, in percent."""
+        """RSUM and recalls, in percent, and the weights of the ranking "tolerance", which are chosen on the split."""
         embedder = Embedder(
             model, self.tokenizer, self.transform, self.device, self.config.engine.eval_batch_size,
             workers=self.config.data.workers, max_bad=self.config.data.failure_share,
@@ -35,12 +35,13 @@ class Validator:
         # The scheduler's warning signal would kill the forked workers; they inherit this mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            found = evaluate_retrieval(embedder, self.captions)
+            found = evaluate_retrieval(embedder, self.captions, self.config.ranking)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             model.train(training)
         ways = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
-        return {"rsum": found["rsum"]} | ways
+        chosen = {f"tolerance_{way}": weight for way, weight in found.get("tolerance", {}).items()}
+        return {"rsum": found["rsum"]} | ways | chosen
 
 
 class Selection:

@@ -15,7 +15,7 @@ from pretrain.objectives import OBJECTIVES, Pairs
 from probemb import Gaussian, UserError, distributed
 from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import ImageBatches
-from probemb.evaluation.rankings import KS, retrieval
+from probemb.evaluation.rankings import KS, RankingOptions, retrieval
 
 
 class Validator:
@@ -90,7 +90,13 @@ class Validator:
         starts = [0, *torch.tensor([len(texts) for texts in self.captions]).cumsum(0).tolist()]
         own = [list(range(starts[i], starts[i + 1])) for i in kept]
         owner = torch.tensor([row for row, captions in enumerate(own) for _ in captions])
-        found = retrieval(images, texts[[t for captions in own for t in captions]], owner, "csd", str(self.device))
+        found = retrieval(
+            images,
+            texts[[t for captions in own for t in captions]],
+            owner,
+            "csd",
+            RankingOptions(device=str(self.device)),
+        )
         ways = {f"{way}_r{k}": 100 * found[way][f"r@{k}"] for way in ("i2t", "t2i") for k in KS}
         loss = self._loss(images, texts[[captions[0] for captions in own]], scalars)
         return {"validation_loss": loss, "rsum": found["rsum"], **ways}

@@ -24,14 +24,14 @@ class PCMEPlusPlusMean(Method):
         """Match loss between means. Source: PCME++ §B.2, Table 1 ("mu only").
 
         Args:
-            scale: initial a of the match probability sigmoid(-a d + b).
-            shift: initial b.
+            scale: initial a of the match probability sigmoid(-a d + b); null for that of the run in model.pretrained.
+            shift: initial b, or null.
             pseudo_positive: weight alpha of the pseudo-positives.
             clip: weight of the CLIP loss beside the match loss, as in pretraining.
         """
 
-        scale: PositiveFloat = 5.0
-        shift: NonNegativeFloat = 5.0
+        scale: PositiveFloat | None = 5.0
+        shift: NonNegativeFloat | None = 5.0
         pseudo_positive: NonNegativeFloat = 0.1
         clip: NonNegativeFloat = 0.0
 

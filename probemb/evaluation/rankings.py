@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from probemb.errors import UserError, nearest
 from probemb.evaluation.embed_pairs import embed_pairs
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.scores import SCORES, Scores
-from probemb.evaluation.tolerance import CSD, GIVEN, Tolerance
+from probemb.evaluation.tolerance import CSD, GIVEN, Tolerance, choose_tolerance
 from probemb.gaussian import Gaussian
 from probemb.metrics import Positives, mean_metrics, query_metrics, rank_both, rsum
 from probemb.search import build_index, rerank, search
@@ -190,22 +190,31 @@ def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: st
     """RSUM and its parts under one ranking, by which finetuning selects its model.
 
     Args:
-        ranking: "csd" or another of TITLES; by default "csd", and "mean" for a point model.
+        ranking: "csd" or another of TITLES; by default "csd", and "mean" for a point model, always. The weights of
+            "tolerance" are those with the best recalls of own captions, on these same images.
 
     Returns:
-        {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}.
+        {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}, and of "tolerance"
+        its weights, "tolerance": {"i2t", "t2i"}.
 
     Raises:
         UserError: too many images that cannot be read, embeddings that are not finite.
     """
-    ranking = ranking or ("csd" if getattr(embedder.model, "probabilistic", True) else "mean")
-    images, texts, owner, _, _ = embed_pairs(embedder, captions)
-    found = retrieval(images, texts, owner, ranking, embedder.device.name)
-    return found | {"ranking": ranking, "images": len(images), "captions": len(texts)}
+    ranking = (ranking or "csd") if getattr(embedder.model, "probabilistic", True) else "mean"
+    pairs = embed_pairs(embedder, captions)
+    images, texts, owner = pairs.images, pairs.texts, pairs.owner
+    found: dict = {"ranking": ranking, "images": len(images), "captions": len(texts)}
+    options = RankingOptions(device=embedder.device.name)
+    if ranking == "tolerance":
+        chosen = choose_tolerance(pairs, own_captions(owner, len(images)), "recall")
+        options, found["tolerance"] = replace(options, tolerance=chosen), {"i2t": chosen.i2t, "t2i": chosen.t2i}
+    return found | retrieval(images, texts, owner, ranking, options)
 
 
-def retrieval(images: Gaussian, texts: Gaussian, owner: Tensor, ranking: str, device: str = "cpu") -> dict:
+def retrieval(
+    images: Gaussian, texts: Gaussian, owner: Tensor, ranking: str, options: RankingOptions = RankingOptions()
+) -> dict:
     """`both_directions` of embedded pairs, (N, D) and (M, D), under one ranking; `owner` (M,) is each text's image."""
     positives = own_captions(owner, len(images))
-    ranker = make_ranker(ranking, images, texts, RankingOptions(device=device))
+    ranker = make_ranker(ranking, images, texts, options)
     return both_directions(rank_all(ranker, len(images), len(texts), depth_for([positives])), positives)

@@ -17,7 +17,7 @@ from probemb.gaussian import Gaussian
 from probemb.metrics import Positives, mean_metrics, query_metrics, ranking
 from probemb.metrics.retrieval import CHUNK_ELEMENTS
 
-GRID = (-4.0, -2.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+GRID = (-4.0, -2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 METRICS = {"map_at_r": "mAP@R", "recall": "mean of R@1, R@5 and R@10"}  # both in [0, 1]
 GIVEN, ORACLE = "given", "oracle"
 

@@ -48,11 +48,12 @@ class ModelOptions:
         pretrained: a weight tag of open_clip, or a file with open_clip weights (.safetensors, .pt). They fill the trunk
             and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
             `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
-            taken from there. In every case a and b start from `init_scale` and `init_shift`.
+            taken from there. In every case a and b start from `init_scale` and `init_shift`, if these are numbers.
         image_size: pixels, if not the configuration's; position embeddings are resized.
         grad_checkpointing: trade time for memory in all blocks.
         uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
-        init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO.
+        init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO; None for those of
+            the run in `pretrained`, or 1.
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
         n_embeddings: K embeddings of every item, for heads that give several.
@@ -69,8 +70,8 @@ class ModelOptions:
     image_size: int | None = None
     grad_checkpointing: bool = False
     uncertainty_bias: bool = True
-    init_scale: float = 1.0
-    init_shift: float = 1.0
+    init_scale: float | None = 1.0
+    init_shift: float | None = 1.0
     probabilistic: bool = True
     n_embeddings: int = 1
     vocabulary: str | Path | Sequence[str] | None = None
@@ -127,8 +128,9 @@ def create_model(name: str, **options) -> DualEncoder:
     if source is not None:
         fill_from_model(model, source, o.pretrained)
     with torch.no_grad():
-        model.scale.fill_(o.init_scale)
-        model.shift.fill_(o.init_shift)
+        for scalar, start in (("scale", o.init_scale), ("shift", o.init_shift)):
+            own = 1.0 if source is None else getattr(source, scalar).item()
+            getattr(model, scalar).fill_(own if start is None else start)
     model.set_grad_checkpointing(o.grad_checkpointing)
     return model
 

@@ -180,7 +180,9 @@ def rsum_words(values: dict[str, float]) -> str:
     """RSUM and recalls in percent, for a progress line."""
     recalls = " ".join(f"{values[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 5, 10))
     marked = " (best)" if values.get("is_best") else ""
-    return f"RSUM {values['rsum']:.1f}{marked} (R@1, 5, 10 i→t, t→i: {recalls})"
+    weights = [f"{values[key]:g}" for key in ("tolerance_i2t", "tolerance_t2i") if key in values]
+    by = f", by tolerance, λ {', '.join(weights)} chosen here" if weights else ""
+    return f"RSUM {values['rsum']:.1f}{marked} (R@1, 5, 10 i→t, t→i: {recalls}{by})"
 
 
 def headline(out: str, length: str, step: int, earlier: Path | None, **lines: str) -> str:

@@ -29,6 +29,7 @@ from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config, to_yaml
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
+from probemb.evaluation.tolerance import GRID
 from probemb.metrics import retrieval_metrics, rsum
 from probemb.models import create_model, save_model
 from probemb.models.architectures import build_stock
@@ -536,10 +537,12 @@ def test_starting_from_saved_models_and_from_open_clip_weights(scenes, tmp_path)
     for name, state in given.items():
         out = tmp_path / f"from-{name}"
         options = {"model.pretrained": tmp_path / name, "data.path": scenes, "stop-after-epochs": 1, "out": out}
+        options["ranking"] = "tolerance"
         argv = [w for w in words(options) if w != "--no-model.pretrained"]
         assert run_argv(argv) == 0
         assert torch.equal(saved(out)[still], state[still])
         assert metrics(out)[0]["scale"] == pytest.approx(5.0, abs=0.01)  # init_scale of the method, not of the source
+        assert {metrics(out)[-1][f"tolerance_{way}"] for way in ("i2t", "t2i")} <= set(GRID)
     other = {
         "model.head": "clip",
         "model.embed_dim": 24,

@@ -281,6 +281,15 @@ def test_scalars_and_their_starting_values():
     assert (model.scale.item(), model.shift.item()) == (1, 1)
     model = make("gpo", init_scale=5, init_shift=5)
     assert (model.scale.item(), model.shift.item()) == (5, 5)
+    model = make("gpo", init_scale=None, init_shift=None)
+    assert (model.scale.item(), model.shift.item()) == (1, 1)
+
+
+def test_a_and_b_of_the_run_go_on(tmp_path):
+    source = saved(tmp_path)
+    model = make("clip", pretrained=str(tmp_path), init_scale=None, init_shift=4)
+    assert model.scale.item() == source.scale.item() != 1
+    assert model.shift.item() == 4
 
 
 def test_decay_is_for_matrices():

@@ -19,6 +19,7 @@ from probemb.evaluation.embed_pairs import EmbeddedPairs, exact_match
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.predictors import warning
 from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
+from probemb.evaluation.tolerance import GRID
 from probemb.evaluation.uncertainty import erase_pixels, erase_words, evenly, extremes, projection, quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import create_model, load_model, save_model
@@ -74,6 +75,24 @@ def test_the_numbers_are_those_of_the_whole_matrix(measured, run_folder, caption
     match = torch.tensor(data.owner()) == torch.arange(24)[:, None]
     for way, s, m in (("i2t", scores, match), ("t2i", scores.T, match.T)):
         assert validation[way] == pytest.approx(metrics.retrieval_metrics(s, m), abs=0.03)
+
+
+def test_validation_by_tolerance_takes_the_best_weights(run_folder, captioned):
+    model, tokenizer, transforms = load_model(run_folder)
+    data = find_captions(captioned)
+    found = evaluate_retrieval(Embedder(model, tokenizer, transforms.evaluate), data, "tolerance")
+    with torch.no_grad():
+        pixels = torch.stack([transforms.evaluate(data.images.open(i)) for i in range(24)])
+        images, texts = model.encode_image(pixels), model.encode_text(tokenizer(data.flat()))
+    match = torch.tensor(data.owner()) == torch.arange(24)[:, None]
+    near = -torch.cdist(images.mean.double(), texts.mean.double()).square()
+    for way, scores, gallery, m in (("i2t", near, texts, match), ("t2i", near.T, images, match.T)):
+        u = gallery.uncertainty().double()
+        under = {weight: metrics.retrieval_metrics(scores - weight * u, m) for weight in GRID}
+        total = {weight: sum(one[f"r@{k}"] for k in (1, 5, 10)) for weight, one in under.items()}
+        weight = found["tolerance"][way]
+        assert total[weight] == pytest.approx(max(total.values()), abs=0.03)
+        assert found[way] == pytest.approx(under[weight], abs=0.03)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from probemb.models import DualEncoder
 from tools.claims.flickr8k.measuring import Pair
 from tools.claims.scenes.world import Part
 
-LAMBDAS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
+LAMBDAS = (-2.0, -1.5, -1.25, -1.0, -0.75, -0.5, -0.25, 0.0, 0.5, 1.0, 2.0)
 CHOSEN = "honest (validation scenes)"
 EMBEDDED = 250  # images at a time
 
