@@ -52,6 +52,7 @@ class Data:
         validation: split that selects the model; empty for none.
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
+        exif: turn images as their EXIF orientation says; open_clip does not.
         cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
     """
 
@@ -62,6 +63,7 @@ class Data:
     validation: str | None = "val"
     workers: Workers = 2
     failure_share: ClosedUnitInterval = 0.05
+    exif: bool = False
     cache_features: str | None = None
 
 

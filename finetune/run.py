@@ -153,7 +153,7 @@ def find_data(config: Config):
     from probemb.data.captions.find import find_captions
 
     data = config.data
-    where = {"images": data.images, "format": data.format}
+    where = {"images": data.images, "format": data.format, "exif": data.exif}
     validation = find_captions(data.path, data.validation, **where) if data.validation else None
     if validation is not None:
         refuse_unusable(validation, data.failure_share)
@@ -182,6 +182,7 @@ def resume_from(config: Config, earlier: Path | None, identity: dict):
     if not earlier:
         return Position()
     state = read_state(earlier)
+    state["config"]["data"].setdefault("exif", False)  # of runs before there was a choice
     refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
     return Position(**{field.name: state[field.name] for field in fields(Position)})
 

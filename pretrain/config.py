@@ -35,6 +35,7 @@ class Data:
         window: samples of a lane that are shuffled together.
         captions: which caption of an image is used: random (drawn in every epoch) or first.
         failure_share: share of unreadable samples at which the run stops.
+        exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
         verify_hash: compare each shard with its index' SHA-256, in the background; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
         cache_gib: its largest size; it holds one or two shards for each lane of the machine.
@@ -47,6 +48,7 @@ class Data:
     window: PositiveInt = 4096
     captions: Literal["random", "first"] = "random"
     failure_share: ClosedUnitInterval = 0.05
+    exif: bool = False
     verify_hash: bool = False
     cache: str | None = None
     cache_gib: Gibibytes = 100.0

@@ -24,6 +24,7 @@ class Evaluator:
         transform: PIL image -> (3, H, W).
         tokenizer: list of n texts -> (n, L).
         device, rank, world_size: of this process.
+        exif: turn images as their EXIF orientation says.
 
     Raises:
         UserError: the images are missing, or their classes do not fit.
@@ -37,9 +38,10 @@ class Evaluator:
         device: torch.device,
         rank: int = 0,
         world_size: int = 1,
+        exif: bool = False,
     ):
         self.device, self.batch_size = device, config.batch_size
-        images = find_images(config.classes)
+        images = find_images(config.classes, exif=exif)
         classes, labels = resolve_classes(images, None)
         templates = [SINGLE_TEMPLATE] if config.templates == "single" else imagenet_templates()
         self.shape = (len(classes.names), len(templates))

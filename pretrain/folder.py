@@ -19,7 +19,7 @@ from probemb.runs.output import RunOutput
 
 FREE_TO_CHANGE = (
     "engine",
-    "data",  # the resulting order is compared
+    "data",  # the resulting samples and their order are compared
     "out",
     "resume",
     "allow_changes",

@@ -158,7 +158,7 @@ def make_evaluators(config: Config, transforms, tokenizer, device, rank: int, wo
     if config.evaluate.classes:
         from pretrain.evaluation import Evaluator
 
-        found.append(Evaluator(config.evaluate, *where))
+        found.append(Evaluator(config.evaluate, *where, exif=config.data.exif))
     return found
 
 
@@ -198,6 +198,7 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         pin_memory=pin_memory,
         draft=True,
         failure_share=data.failure_share,
+        exif=data.exif,
         verify_hash=data.verify_hash,
         cache=data.cache,
         cache_gib=data.cache_gib,

@@ -46,7 +46,7 @@ class Validator:
         given = config.evaluate
         self.device, self.batch_size, self.loss_batch = device, given.batch_size, config.batch_size
         self.objective = OBJECTIVES[config.objective](config.loss)
-        captions = find_captions(given.pairs, given.pairs_split)
+        captions = find_captions(given.pairs, given.pairs_split, exif=config.data.exif)
         n = len(captions)
         if n < world_size:
             raise UserError(

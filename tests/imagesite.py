@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 from PIL import Image
 
+from tests.orientation import stored, upright
 from tests.webserver import running
 
 DRIP = 0.05  # seconds between two bytes
@@ -103,6 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_large(self, rest: str) -> None:
         self.answer(picture(rest, (900, 600)))
+
+    def do_turned(self, rest: str) -> None:  # stored with the orientation that the path names
+        self.answer(stored(upright((640, 416)), int(rest)))
 
     def do_alpha(self, rest: str) -> None:
         self.answer(picture(rest, form="PNG", mode="RGBA"), kind="image/png")

@@ -30,6 +30,7 @@ class ImagenetConfig:
         select_on: where K is chosen: oracle (on the scored images), or in addition train (with select_data) or folds:5.
         select_data: labelled images to choose K on, for --select-on train.
         out: folder for results.json and report.html; by default zeroshot/ in the run folder.
+        exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
         batch_size: images in a batch.
         text_batch_size: prompts in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -50,6 +51,7 @@ class ImagenetConfig:
     select_on: str = "oracle"
     select_data: str | None = None
     out: str | None = None
+    exif: bool = False
     batch_size: Count = 64
     text_batch_size: Count = 256
     workers: Workers | None = None
@@ -100,6 +102,7 @@ class RetrievalConfig:
         compare: results of another model with the same --judgements (a folder), to be compared with.
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
         out: folder for results.json and report.html; by default retrieval/ in the run folder.
+        exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
         batch_size: images in a batch.
         text_batch_size: captions in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -127,6 +130,7 @@ class RetrievalConfig:
     compare: str | None = None
     erased: NonNegativeInt = 200
     out: str | None = None
+    exif: bool = False
     batch_size: Count = 64
     text_batch_size: Count = 256
     workers: Workers | None = None

@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     templates = read_templates(config.templates)
     if config.k is not None and config.k > len(templates):
         raise UserError(f"--k {config.k} is more than the {len(templates)} templates.", "Give a smaller --k.")
-    images = find_images(config.data, config.labels)
+    images = find_images(config.data, config.labels, config.exif)
     classes, labels = resolve_classes(images, config.classes)
     if selection.folds:
         stratified_folds(labels, [place.name for place in images.places], selection.folds)
     other = None
     if selection.on == "train":
-        found = find_images(config.select_data)
+        found = find_images(config.select_data, exif=config.exif)
         other = (found, assign_labels(found, classes))
     out = results_folder(config.out, config.model, "zeroshot", "zeroshot-results")
     claim_files(out, OUTPUTS, GENERATOR)

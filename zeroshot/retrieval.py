@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rankings = ranking_names(config.rankings)
     check_tolerance(config, rankings)
-    captions = find_captions(config.data, config.split, config.images)
+    captions = find_captions(config.data, config.split, config.images, exif=config.exif)
     _ = captions.images  # refuses data with missing images
     refuse_too_many_exact_pairs(captions)
     selection = find_selection(config, captions)

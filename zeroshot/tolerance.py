@@ -49,7 +49,7 @@ def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> Captio
     from probemb.evaluation.benchmarks import refuse_too_many_exact_pairs
 
     images = config.images if Path(config.select_data) == Path(config.data) else None
-    found = find_captions(config.select_data, config.select_split, images)
+    found = find_captions(config.select_data, config.select_split, images, exif=config.exif)
     if known := in_both(found.images, evaluated.images):
         raise UserError(
             f"{len(known):,} of the images in {found.images.source} are also evaluated (such as {known[0]}).",

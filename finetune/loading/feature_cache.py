@@ -111,6 +111,7 @@ def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images) -> str:
     digest = hashlib.sha256()
     config = model.config
     about = [config["architecture"], config["preprocess"], layout.parts, images.source]
+    about += ["exif"] * images.exif
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.image_tower.state_dict().items()):
         if model.image_tower.place(name).part == "trunk":

@@ -68,6 +68,7 @@ class SampleMaker:
         caption: "random" or "first" of a sample's captions.
         draft: see `CropDraft`.
         cache: of remote shards; None if there are none.
+        exif: turn images as their EXIF orientation says.
         verify_hash: compare every shard with its index, see `ContentCheck`.
     """
 
@@ -84,10 +85,11 @@ class SampleMaker:
         caption: str = "random",
         draft: bool = False,
         cache: ShardCache | None = None,
+        exif: bool = False,
         verify_hash: bool = False,
     ):
         self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
-        self.transform, self.tokenizer, self.caption = transform, tokenizer, caption
+        self.transform, self.tokenizer, self.caption, self.exif = transform, tokenizer, caption, exif
         self._draft = CropDraft(transform) if draft else None
         self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
         self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache, check=verify_hash)
@@ -181,7 +183,8 @@ class SampleMaker:
         try:
             sample = parse_sample(parts, key)
             seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
-            image = decode_image(sample.image, self._draft and partial(self._draft.needed, seed=seed))
+            draft = self._draft and partial(self._draft.needed, seed=seed)
+            image = decode_image(sample.image, draft, exif=self.exif)
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
             caption = sample.captions[which if self.caption == "random" else 0]
             seed()

@@ -25,6 +25,7 @@ class Settings:
             enough pixels even then (see `CropDraft`): faster, but not bit-identical where it applies.
         failure_share: the run stops when more than this share of this rank's samples cannot be used,
         failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
+        exif: turn images as their EXIF orientation says.
         verify_hash: compare the SHA-256 of each shard that is opened with its index, in the background; the run stops
             at a difference.
         cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
@@ -44,6 +45,7 @@ class Settings:
     draft: bool = False
     failure_share: float = 0.05
     failure_minimum: int = 1000
+    exif: bool = False
     verify_hash: bool = False
     cache: str | None = None
     cache_gib: float = 100.0

@@ -142,6 +142,7 @@ class Stream:
                 caption=settings.caption,
                 draft=settings.draft,
                 cache=shard_cache,
+                exif=settings.exif,
                 verify_hash=settings.verify_hash,
             )
             for start, stop in self._parts
@@ -186,7 +187,7 @@ class Stream:
 
     @property
     def identity(self) -> dict[str, int | str]:
-        """Everything that the order of the samples depends on; a run must be resumed with the same."""
+        """Everything that the samples and their order depend on; a run must be resumed with the same."""
         digest = hashlib.sha256()
         for shard, corpus in zip(self.shards, self.order.corpus.tolist(), strict=True):
             weight = self.order.weights[corpus]
@@ -199,6 +200,7 @@ class Stream:
             "window": order.window,
             "seed": order.seed,
             "caption": self.settings.caption,
+            **({"exif": True} if self.settings.exif else {}),  # runs before there was a choice have no such key
         }
 
     def start(self) -> None:

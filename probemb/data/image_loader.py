@@ -45,11 +45,13 @@ class Images:
     Attributes:
         source: the path given, for messages.
         bad: (name, reason) of samples that were skipped while listing.
+        exif: turn images as their EXIF orientation says; see `decode_image`.
     """
 
     places: list[Place]
     source: str
     bad: list[tuple[str, str]] = field(default_factory=list)
+    exif: bool = False
 
     def __len__(self) -> int:
         return len(self.places)
@@ -68,7 +70,7 @@ class Images:
             size = status.st_size if place.size < 0 else place.size
             if size > MAX_IMAGE_BYTES:
                 raise BadSample(f"has {size:,} bytes")
-            return decode_image(os.pread(fd, size, place.offset))
+            return decode_image(os.pread(fd, size, place.offset), exif=self.exif)
         finally:
             os.close(fd)
 

@@ -16,34 +16,68 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
 MAX_ASPECT = 100  # after resizing the short side to a model's size, the long side is up to this many times longer
-# Stored width and height -> the smallest size needed, or None for full size.
+ORIENTATION = 0x0112  # EXIF's tag
+UPRIGHT, SIDEWAYS = 1, (5, 6, 7, 8)  # its values; width and height of the sideways ones are exchanged
+# Width and height -> the smallest size needed, or None for full size.
 Draft = Callable[[int, int], "tuple[int, int] | None"]
 
 
-def decode_image(data: bytes, draft: int | Draft | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decoded RGB image (a `PIL.Image`, H x W pixels as stored).
+def decode_image(
+    data: bytes, draft: int | Draft | None = None, max_pixels: int = MAX_PIXELS, *, exif: bool = False
+) -> Image.Image:
+    """Decoded RGB image (a `PIL.Image` of W x H pixels).
 
     Only PIL's JPEG, PNG and WebP decoders are tried, and the header's size is checked before decoding. Transparency is
     composited over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become RGB; only the first
-    frame of an animation is used. The EXIF orientation is ignored, as in PIL, webdataset, open_clip and the training of
-    published weights.
+    frame of an animation is used. Raises BadSample, also for a sequential JPEG whose coded data does not end with the
+    image, for which libjpeg only warns.
 
-    draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which is
-    several times faster for large photographs; images that are not reduced stay bit-identical. Raises BadSample, also
-    for a sequential JPEG whose coded data does not end with the image, for which libjpeg only warns.
+    Args:
+        draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which
+            is several times faster for large photographs; images that are not reduced stay bit-identical.
+        exif: turn and mirror the image as its EXIF orientation says, so that it is what browsers and viewers show;
+            sizes, also those of `draft`, are those of the turned image. False gives the pixels as stored, as PIL,
+            webdataset, open_clip and the training of published weights do.
     """
     with _opened(data, max_pixels) as image:
-        needed = draft(*image.size) if callable(draft) else draft and (draft, draft)
+        orientation = _orientation(image) if exif else UPRIGHT
+        order = -1 if orientation in SIDEWAYS else 1
+        needed = draft(*image.size[::order]) if callable(draft) else draft and (draft, draft)
         if needed:
-            image.draft(None, needed)
+            image.draft(None, needed[::order])
         _load(image, data)
-        return _to_rgb(image)
+        if exif and image.format == "PNG":  # EXIF may follow the pixels
+            orientation = _orientation(image)
+        return _turned(_to_rgb(image), orientation)
 
 
 def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
     """Refuse what `decode_image` refuses by its header alone. Raises BadSample."""
     with _opened(data, max_pixels):
         pass
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's orientation of an opened image, 1 to 8; upright if it is missing, unknown or unreadable."""
+    from PIL import Image
+
+    tags = Image.Exif()
+    try:
+        tags.load(image.info.get("exif"))
+        found = tags.get(ORIENTATION)
+    except Exception:  # damaged EXIF fails in many ways, and viewers show such an image as it is stored
+        return UPRIGHT
+    return found if found in range(1, 9) else UPRIGHT
+
+
+def _turned(image: Image.Image, orientation: int) -> Image.Image:
+    from PIL.Image import Transpose as Turn
+
+    if orientation == UPRIGHT:
+        return image
+    turns = (Turn.FLIP_LEFT_RIGHT, Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM, Turn.TRANSPOSE)
+    turns += (Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90)
+    return image.transpose(turns[orientation - 2])
 
 
 @contextmanager

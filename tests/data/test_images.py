@@ -50,12 +50,6 @@ def test_transparency_is_laid_over_white(encode):
     assert pixel(encode("PNG", "RGB", colour=(1, 2, 3), transparency=(1, 2, 3))) == (255, 255, 255)
 
 
-def test_the_orientation_tag_is_not_applied(encode):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    assert decode_image(encode("JPEG", size=(16, 8), exif=exif)).size == (16, 8)
-
-
 def test_draft_decodes_large_jpegs_smaller(encode):
     data = encode("JPEG", size=(640, 480))
     assert decode_image(data, draft=100).size == (160, 120)

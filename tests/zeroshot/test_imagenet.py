@@ -1,13 +1,16 @@
 """The command, from arguments to table, JSON and page."""
 
+import io
 import json
 import subprocess
 import sys
 from html.parser import HTMLParser
 
 import pytest
+from PIL import Image
 
 from probemb.errors import UserError
+from tests.orientation import stored
 from tests.world import N_CLASSES, PER_CLASS, write_tar
 from zeroshot.imagenet import main
 
@@ -35,6 +38,24 @@ def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
     assert every_correct == pytest.approx(results["rows"][1]["top1"])
     assert results["config"]["select_on"] == "folds:2"
     assert set(results["seconds"]) == {"text", "images", "filters"}
+
+
+def test_turned_images_are_classified_as_upright_ones_if_asked(run_folder, pictures, names, tmp_path):
+    for i, (label, data) in enumerate(pictures):
+        image = Image.open(io.BytesIO(data))
+        for kind, orientation in ("upright", 1), ("turned", 1 + i % 8):
+            file = tmp_path / kind / names[label] / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(stored(image, orientation, "PNG"))
+    found = {}
+    for kind, *more in ("upright",), ("turned",), ("turned", "--exif"):
+        out = tmp_path / "out" / "-".join([kind, *more])
+        words = ["--filter", "all", "--model", str(run_folder), "--data", str(tmp_path / kind), "--no-cache", *more]
+        assert main([*words, "--out", str(out)]) == 0
+        results = json.loads((out / "results.json").read_text())
+        assert results["config"]["exif"] == bool(more)
+        found[(kind, *more)] = results["uncertainty"]["images"]["uncertainty"]
+    assert found["turned", "--exif"] == found[("upright",)] != found[("turned",)]
 
 
 class Page(HTMLParser):

@@ -208,7 +208,7 @@ def write_shard(task: Task) -> Marker:
                 continue
             try:
                 data = read_bytes(place, MAX_IMAGE_BYTES)
-                image = decode_image(data)
+                image = decode_image(data, exif=True)
             except BadSample as error:
                 record.cause, record.detail = "broken image", str(error)
                 writer.drop(record)

@@ -50,7 +50,7 @@ class SafeResizer(Resizer):
         """Returns (JPEG, width, height, original width, original height, None), or the reason in the last place."""
         data = img_stream.read()
         try:
-            image = decode_image(data)
+            image = decode_image(data, exif=True)
         except BadSample as error:
             return None, None, None, None, None, f"{_kind(data)}|{error}"
         if min(image.size) < self.min_image_size:

@@ -151,7 +151,7 @@ def _pictures(tars: Sequence[Path]) -> list[dict]:
             for span in draw.sample(spans, min(SHOWN_PICTURES // len(chosen), len(spans))):
                 try:
                     sample = parse_sample(read_sample(file.fileno(), span), span.key)
-                    source = thumbnail(decode_image(sample.image))
+                    source = thumbnail(decode_image(sample.image, exif=True))
                 except BadSample:  # damaged since; see --verify of tools.index_shards
                     continue
                 shown.append({"src": source, "note": f"{span.key}: {sample.captions[0]}", "kind": ""})

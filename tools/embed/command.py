@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = share(options.part)
 
     from probemb.cli.device import choose_device
-    from tools.embed.shards import distinct, find_corpora, partition_names, pending
+    from tools.embed.shards import distinct, find_corpora, ignored_exif, partition_names, pending
 
     corpora = find_corpora(options.data)
     shards = distinct(corpora.values())
@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = plan_embeddings(options.out, lasting_name(options.model), weights, dim, named)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     tasks = pending(out, mine, kinds)
+    held = [out.marker("image", task.name) for task in tasks if "image" in task.kinds]
+    if old := sum(ignored_exif("image", marker) for marker in held if marker):
+        print(f"{old:,} shards were embedded without the EXIF orientation of their images, and are embedded again")
     save_embeddings(out, named)
     for task in tasks:
         for kind in task.kinds:  # of a shard that has changed
@@ -230,7 +233,7 @@ def write(out: Embeddings, task: ShardTask, means, uncertainties, model, options
         u = torch.cat(uncertainties).cpu() if means else torch.zeros(0)
         refuse_nonfinite(mean, u, task)
         rows = [(row, task.captions[row], None) for row in task.images]
-        out.write("image", task.name, mean.numpy(), u.numpy(), table("image", task, rows), marker)
+        out.write("image", task.name, mean.numpy(), u.numpy(), table("image", task, rows), {**marker, "exif": True})
     if "text" in task.kinds:
         rows = [(row, [one], i) for row, some in enumerate(task.captions) for i, one in enumerate(some or [])]
         mean, u = torch.zeros(0, model.embed_dim), torch.zeros(0)

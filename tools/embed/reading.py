@@ -135,7 +135,7 @@ class _Samples:
         pixels, tokens, why = None, None, ""
         if "image" in job.kinds:
             try:
-                pixels = self.transform(decode_image(sample.image))
+                pixels = self.transform(decode_image(sample.image, exif=True))
             except BadSample as error:
                 why = str(error)
             except Exception as error:  # one image must not end a run

@@ -98,11 +98,16 @@ def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequenc
                     f"{out.folder} has embeddings of {marker.get('shard')} under the name {name}.",
                     f"Embed {shard.path} into another folder; tools.build_index takes several.",
                 )
-            if not marker or not is_unchanged(shard, marker, versions):
+            if not marker or not is_unchanged(shard, marker, versions) or ignored_exif(kind, marker):
                 left.append(kind)
         if left:
             tasks.append(ShardTask(shard, name, tuple(left)))
     return tasks
+
+
+def ignored_exif(kind: str, marker: dict) -> bool:
+    """Whether a partition is of an older version, which embedded images as stored, some of them on their side."""
+    return kind == "image" and not marker.get("exif")
 
 
 def was_fetched(shard: Shard, marker: dict | None) -> bool:

@@ -54,7 +54,7 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
 
     if rivals not in RIVALS:
         raise UserError(f"There are no rivals '{rivals}'.{nearest(rivals, RIVALS)}", f"Use {' or '.join(RIVALS)}.")
-    weights, captions = searcher.index.weights or "", find_captions(data)
+    weights, captions = searcher.index.weights or "", find_captions(data, exif=True)
     if not 1 <= within <= len(captions):
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
     embedded = embed_pairs(replace(searcher.embedder, workers=None, show=show or silent), captions)

@@ -101,14 +101,14 @@ def read_image(path: Path) -> QueryImage:
 
 
 def decode_query(image: QueryImage) -> Image.Image:
-    """Decode an image of a query, a large JPEG at a fraction of its size. Raises UserError."""
+    """Decode an image of a query as viewers show it, a large JPEG at a fraction of its size. Raises UserError."""
     from probemb.data.images import decode_image
 
     def draft(width: int, height: int) -> tuple[int, int] | None:
         return None if width * height <= MAX_PIXELS else (SIDE, SIDE)
 
     with _usable(image) as most:
-        return decode_image(image.data, draft, most)
+        return decode_image(image.data, draft, most, exif=True)
 
 
 def check_image(image: QueryImage) -> None:

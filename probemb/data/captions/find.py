@@ -17,8 +17,9 @@ __all__ = ["FORMATS", "CaptionDataset", "find_captions"]
 
 
 def find_captions(
-    data: str | Path, split: str | None = None, images: str | Path | None = None, format: str | None = None
-) -> CaptionDataset:
+    data: str | Path, split: str | None = None, images: str | Path | None = None, format: str | None = None,
+    exif: bool = False,
+) -> CaptionDataset:  # fmt: skip
     """List images and captions without decoding any image.
 
     Args:
@@ -29,6 +30,7 @@ def find_captions(
         images: image folder of a json or caption file, for COCO the one with train2014 and val2014; by default searched
             beside the file.
         format: "webdataset", "karpathy" or "precomp"; recognised by default.
+        exif: turn images as their EXIF orientation says.
 
     Raises UserError: the path, the split or the images do not exist; malformed data, an image without a caption,
     duplicate ids, or names that lead out of the folder.
@@ -55,12 +57,18 @@ def find_captions(
     if format == "webdataset":
         from probemb.data.captions.webdataset import read_shards
 
-        return read_shards(data, split)
+        return _turned(read_shards(data, split), exif)
     from probemb.data.captions.karpathy import read_karpathy
     from probemb.data.captions.precomp import read_precomp
 
     read = read_karpathy if format == "karpathy" else read_precomp
-    return read(Path(data), split, None if images is None else Path(images))
+    return _turned(read(Path(data), split, None if images is None else Path(images)), exif)
+
+
+def _turned(found: CaptionDataset, exif: bool) -> CaptionDataset:
+    if found.located is not None:
+        found.located.exif = exif
+    return found
 
 
 def _recognise(data: str | Path) -> str:

@@ -32,13 +32,14 @@ class LabelledImages(Images):
     class_file: Path | None = None
 
 
-def find_images(data: str | Path, labels: str | Path | None = None) -> LabelledImages:
+def find_images(data: str | Path, labels: str | Path | None = None, exif: bool = False) -> LabelledImages:
     """List the labelled images under a path, without decoding any.
 
     Args:
         data: a folder of class folders, a folder (or pattern) of webdataset shards with KEY.cls, or one tar whose
             members are CLASS/NAME.jpg, or KEY.jpg with KEY.cls, or NAME.jpg together with `labels`.
         labels: a file of "NAME LABEL" lines for images without a class folder; LABEL is a class index or WordNet id.
+        exif: turn images as their EXIF orientation says.
 
     Raises UserError: the path is missing, holds no labelled image, or cannot be read.
     """
@@ -51,7 +52,7 @@ def find_images(data: str | Path, labels: str | Path | None = None) -> LabelledI
             f"Name a folder of class folders, of webdataset shards, or a tar, {MAKE_SCENES}.",
         )
     found = _from_tars(tars, given) if tars else _from_folders(path, given)
-    found.source = str(data)
+    found.source, found.exif = str(data), exif
     folder = path if path.is_dir() else tars[0].parent
     found.class_file = next((folder / name for name in CLASS_FILES if (folder / name).is_file()), None)
     if not found.places:

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+from finetune.config import Config, Data
 from finetune.loading.feature_cache import ABOUT, FEATURES, cache_features, unchanged
 from finetune.loading.pair_loader import PairLoader
+from finetune.run import find_data
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, create_transforms
@@ -42,6 +44,14 @@ def test_features_give_what_pixels_give(tmp_path, data, head, probabilistic):
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # float16
     assert cached.captions == data.captions
+
+
+def test_features_of_turned_images_are_kept_apart(tmp_path, captioned):  # noqa: F811
+    for exif in (False, True):
+        data = find_data(Config(data=Data(path=str(captioned), train="val", validation=None, exif=exif)))[0]
+        assert data.images.exif == exif
+        cache_features([make()], create_transforms(make()).evaluate, data, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_gradients_of_the_heads(tmp_path, data):

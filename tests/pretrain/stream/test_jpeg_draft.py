@@ -13,6 +13,7 @@ from pretrain.stream.stream import Stream
 from probemb.data.images import decode_image
 from probemb.data.shards.index import Shard
 from probemb.models.inputs import Augmentation, create_transforms
+from tests.orientation import stored
 from tests.pretrain.stream.test_stream import tokenize
 from tests.world import write_tar
 
@@ -84,6 +85,18 @@ def batches(one, draft, **settings):
     crop = settings.pop("transform", None) or transform()
     with Stream([one], Settings(batch_size=8, draft=draft, **settings), crop, tokenize, steps=2) as stream:
         return torch.cat([batch.images for batch in stream])
+
+
+def test_turned_images_are_read_as_upright_ones_if_asked(tmp_path):
+    pictures = [photograph(400, 304, i) for i in range(16)]
+    plain = shard(tmp_path / "plain", [jpeg(one, subsampling=0) for one in pictures])
+    turned = shard(tmp_path / "turned", [stored(one, 1 + i % 8) for i, one in enumerate(pictures)])
+    upright = batches(plain, True)
+    away = (batches(turned, True, exif=True) - upright).abs().mean((1, 2, 3))
+    assert away.max() < 0.1 * (batches(turned, True) - upright).abs().mean((1, 2, 3)).max()
+    assert torch.equal(batches(plain, True, exif=True), upright)
+    streams = [Stream([plain], Settings(batch_size=8, exif=exif), transform(), tokenize) for exif in (False, True)]
+    assert streams[0].identity != streams[1].identity  # so that a run is not resumed with the other
 
 
 def test_images_that_are_not_reduced_stay_the_same_to_the_last_bit(tmp_path):

@@ -141,6 +141,18 @@ def test_resizing(site, tmp_path, resize, size):
     assert (sample.meta["width"], sample.meta["height"]) == size
 
 
+def test_pictures_stored_on_their_side_become_upright(site, tmp_path):
+    paths, _ = fetch(tmp_path, [f"{site.address}/turned/{orientation}" for orientation in range(1, 9)])
+    samples = list(iterate_samples(paths.tar))
+    assert len(samples) == 8
+    for sample in samples:
+        image = Image.open(io.BytesIO(sample.image))
+        assert (image.size, dict(image.getexif())) == ((98, 64), {})
+        corners = [image.getpixel(place) for place in ((20, 10), (70, 10), (20, 50))]
+        assert [tuple(level // 200 for level in corner) for corner in corners] == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+        assert (sample.meta["width"], sample.meta["original_width"]) == (98, 640)
+
+
 def test_upscaling_is_asked_for(site, tmp_path):
     paths, _ = fetch(tmp_path, [f"{site.address}/ok/a"], {"image_size": 128, "upscale": True})
     (sample,) = iterate_samples(paths.tar)

@@ -54,7 +54,7 @@ def serve_pictures(app: Flask, searcher: Searcher) -> None:
 
 
 def shrink(data: bytes, side: int) -> bytes:
-    """An image as a JPEG of at most `side` pixels a side. Raises LookupError: it cannot be decoded."""
+    """An image, upright, as a JPEG of at most `side` pixels a side. Raises LookupError: it cannot be decoded."""
     from probemb.data.failures import BadSample
     from probemb.data.images import decode_image
 
@@ -63,7 +63,7 @@ def shrink(data: bytes, side: int) -> bytes:
         return math.ceil(width * scale), math.ceil(height * scale)
 
     try:
-        image = decode_image(data, draft)
+        image = decode_image(data, draft, exif=True)
     except BadSample as error:
         raise LookupError(str(error)) from None
     image.thumbnail((side, side))

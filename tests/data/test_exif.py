@@ -1,0 +1,94 @@
+"""EXIF's orientation: applied where it is asked for, in all eight values, and harmless where it is damaged."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from probemb.data.captions.find import find_captions
+from probemb.data.images import decode_image
+from probemb.data.labelled.images import find_images
+from tests.orientation import stored, upright
+from tests.world import write_tar
+
+ALL = range(1, 9)
+
+
+def away(image, other):
+    """Mean difference of two images of one size, in levels."""
+    assert image.size == other.size
+    return np.abs(np.asarray(image, int) - np.asarray(other, int)).mean()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", ALL)
+def test_every_orientation_decodes_to_the_upright_picture(orientation, form):
+    data = stored(upright(), orientation, form)
+    assert away(decode_image(data, exif=True), upright()) < 3
+    assert away(decode_image(data, exif=True), ImageOps.exif_transpose(Image.open(io.BytesIO(data)))) == 0
+
+
+@pytest.mark.parametrize("orientation", ALL)
+def test_it_is_not_applied_unless_asked_for(orientation):
+    data = stored(upright(), orientation)
+    assert decode_image(data).tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("orientation", ALL)
+def test_drafts_speak_of_the_upright_picture(orientation):
+    data, asked = stored(upright((640, 416)), orientation), []
+
+    def draft(width, height):
+        asked.append((width, height))
+        return 300, 100  # of the stored picture on its side this would be (100, 300)
+
+    image = decode_image(data, draft, exif=True)
+    assert asked == [(640, 416)]
+    assert image.size == (320, 208)
+    assert away(image, upright((320, 208))) < 3
+    assert decode_image(data, 100, exif=True).size == (160, 104)
+
+
+def test_exif_after_the_pixels_of_a_png():
+    data = stored(upright(), 6, "PNG")
+    at = data.index(b"eXIf") - 4
+    length = 12 + int.from_bytes(data[at : at + 4], "big")
+    end = data.index(b"IEND") - 4
+    moved = data[:at] + data[at + length : end] + data[at : at + length] + data[end:]
+    assert decode_image(moved, exif=True).size == (64, 48)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "value"),
+    [(3, 1, b"\0\0"), (3, 1, b"\0\x09"), (3, 1, b"\xff\xff"), (2, 2, b"6\0"), (7, 1, b"\x06")],
+)
+def test_an_unknown_orientation_is_none(kind, count, value):
+    entry = struct.pack(">HHI", 0x0112, kind, count) + value.ljust(4, b"\0")
+    data = io.BytesIO()
+    upright().save(data, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + entry + bytes(4))
+    assert b"MM\0*" in data.getvalue()
+    assert decode_image(data.getvalue(), exif=True).size == (64, 48)
+
+
+def test_damaged_exif_leaves_the_picture_as_it_is_stored():
+    data, draw = stored(upright(), 6), np.random.RandomState(0)
+    at, end = data.index(b"Exif") + 6, data.index(b"\xff\xdb")
+    sizes = set()
+    for _ in range(300):
+        junk = draw.bytes(draw.randint(1, end - at))
+        place = draw.randint(at, end - len(junk) + 1)
+        sizes.add(decode_image(data[:place] + junk + data[place + len(junk) :], exif=True).size)
+    assert sizes == {(64, 48), (48, 64)}
+
+
+def test_listed_images_are_turned_if_asked(tmp_path):
+    picture = stored(upright(), 6)
+    write_tar(tmp_path / "captions" / "val.tar", [("a.jpg", picture), ("a.txt", b"four corners")])
+    folder = tmp_path / "classes" / "corners"
+    folder.mkdir(parents=True)
+    (folder / "a.jpg").write_bytes(picture)
+    for find, where in (lambda *a, **k: find_captions(*a, **k).images, "captions"), (find_images, "classes"):
+        assert find(tmp_path / where).open(0).size == (48, 64)
+        assert find(tmp_path / where, exif=True).open(0).size == (64, 48)
