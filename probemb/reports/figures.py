@@ -8,7 +8,6 @@ names are printed beside lines.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -24,6 +23,7 @@ from probemb.reports.text import number, printable
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0068a8", "#b8560f", "#00785a", "#8f4a86", "#6a7480", "#1f2733"
 GOLD = "#8a6d00"
 SOFT, GRID, PAPER = "#5d6875", "#e3e7ec", "#ffffff"
+WIDTH, HEIGHT = 5.2, 3.0  # inches, of a figure without long names
 _VARIABLES = {  # colours of a page's style sheet
     BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", GOLD: "gold", INK: "ink",
     SOFT: "soft", GRID: "grid", PAPER: "paper",
@@ -68,6 +68,19 @@ def _styled(method: Callable) -> Callable:
     return inside
 
 
+def apart(at: Sequence[float], distance: float) -> list[float]:
+    """Ascending places moved so that no two are closer than `distance`; those in each other's way move together."""
+    groups: list[list[float]] = []  # [the lowest one's place, how many, sum of the lowest places that they want]
+    for place in at:
+        groups.append([place, 1, place])
+        while len(groups) > 1 and groups[-1][0] < groups[-2][0] + groups[-2][1] * distance:
+            _, n, wanted = groups.pop()
+            _, before, also = groups[-1]
+            total = also + wanted - n * before * distance
+            groups[-1] = [total / (before + n), before + n, total]
+    return [low + k * distance for low, n, _ in groups for k in range(int(n))]
+
+
 class Chart:
     """One figure with one pair of axes.
 
@@ -81,7 +94,7 @@ class Chart:
         self.name = name
         self.title = f"{y_label} against {x_label}"
         self._x_label = x_label
-        self._figure = Figure(figsize=(5.2, 3.0), dpi=72, layout="constrained")  # at 72 a pixel is a point
+        self._figure = Figure(figsize=(WIDTH, HEIGHT), dpi=72, layout="constrained")  # at 72 a pixel is a point
         self._axes = self._figure.add_subplot()
         self._axes.set_xlabel(printable(x_label))
         self._axes.set_ylabel(printable(y_label))
@@ -181,22 +194,36 @@ class Chart:
         self._finished = True
         axes = self._axes
         if axes.collections and axes.get_legend_handles_labels()[1]:
-            legend = self._figure.legend(loc="outside upper right", ncols=4)
-            for handle in legend.legend_handles:
-                handle.set_sizes([30])
+            self._add_legend()
         if axes.lines:
+            if all(float(x).is_integer() for line in axes.lines for x in line.get_xdata()):
+                axes.xaxis.get_major_locator().set_params(integer=True)
             axes.margins(x=0.03, y=0.08)
             if axes.dataLim.ymin >= 0:
                 axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+        longest = max((len(name) for _, name, _ in self._ends), default=0)
+        self._figure.set_figwidth(WIDTH + max(0, longest - 18) * 0.075)  # inches a letter, so that the axes stay wide
         self._figure.draw_without_rendering()  # the layout's heights; names at the right do not change them
-        above = -math.inf
-        for y, name, colour in sorted(self._ends):
-            at = axes.transData.transform((0, y))[1]
-            above = max(at, above + 12)
+        ends = sorted(self._ends)
+        at = [axes.transData.transform((0, y))[1] for y, _, _ in ends]
+        for (y, name, colour), own, free in zip(ends, at, apart(at, 12)):
             axes.annotate(
-                printable(name), (1, y), (5, above - at), xycoords=("axes fraction", "data"),
+                printable(name), (1, y), (5, free - own), xycoords=("axes fraction", "data"),
                 textcoords="offset points", color=colour, va="center", annotation_clip=False,
             )  # fmt: skip
+
+    def _add_legend(self) -> None:
+        """Above the axes, in as many columns as fit; further rows make the figure higher."""
+        for columns in (4, 3, 2, 1):
+            legend = self._figure.legend(loc="outside upper right", ncols=columns)
+            for handle in legend.legend_handles:
+                handle.set_sizes([30])
+            self._figure.draw_without_rendering()
+            if legend.get_window_extent().x0 >= 0 or columns == 1:
+                break
+            legend.remove()
+        rows = -(-len(legend.legend_handles) // columns)
+        self._figure.set_figheight(HEIGHT + 0.2 * (rows - 1))
 
     @_styled
     def save(self, path: Path, format: str, generator: str = "") -> None:

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from probemb.reports.figures import GREEN, GREY, Chart
+from probemb.reports.figures import GREEN, GREY, Chart, apart
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert(1)</script> $\\frac{1}$ \x00 \u202e \ud800 ]]> -->"
@@ -126,3 +126,34 @@ def test_the_users_matplotlib_is_neither_asked_nor_changed():
 def test_pyplot_is_not_loaded():
     code = "import sys, probemb.reports.figures; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)
+
+
+def test_places_move_apart_as_little_as_their_neighbours_need():
+    assert apart([1, 20, 50], 12) == [1, 20, 50]
+    assert apart([10, 10], 12) == [4, 16]
+    assert apart([0, 10, 20, 60], 12) == [-2, 10, 22, 60]
+    assert apart([0, 11, 12, 13], 12) == [-9, 3, 15, 27]  # the first is pushed by the others' group
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["PCME++ with the CLIP loss, weight 1", "a", "b", "c" * 20, "d" * 30]])
+def test_every_name_of_a_legend_is_inside_the_figure(names):
+    chart = Chart("legend", x_label="x", y_label="y")
+    for i, name in enumerate(names):
+        chart.cloud([(i, i, 4, "")], name)
+    chart.svg()
+    (legend,) = chart._figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    chart._figure.draw_without_rendering()
+    box, (width, height) = legend.get_window_extent(), chart._figure.get_size_inches() * 72
+    assert box.x0 >= 0 <= box.y0
+    assert box.x1 <= width + 1
+    assert box.y1 <= height + 1
+    assert chart._axes.get_window_extent().height > 100
+
+
+def test_epochs_are_whole_numbers():
+    whole, parts = (Chart("x", x_label="x", y_label="y").line(xs, [1, 2, 3]) for xs in ([1, 2, 4], [1, 2.5, 3]))
+    for chart in (whole, parts):
+        chart.svg()
+    assert all(float(tick).is_integer() for tick in whole._axes.get_xticks())
+    assert not all(float(tick).is_integer() for tick in parts._axes.get_xticks())
