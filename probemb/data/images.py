@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
-from probemb.data.jpeg import ScanFeed, find_scan
+from probemb.data.jpeg import load_jpeg
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,8 +29,8 @@ def decode_image(
 
     Only PIL's JPEG, PNG and WebP decoders are tried, and the header's size is checked before decoding. Transparency is
     composited over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become RGB; only the first
-    frame of an animation is used. Raises BadSample, also for a sequential JPEG whose coded data does not end with the
-    image, for which libjpeg only warns.
+    frame of an animation is used. Raises BadSample, also for a JPEG in which the coded data of a scan does not end
+    with the scan, for which libjpeg only warns.
 
     Args:
         draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which
@@ -45,7 +45,10 @@ def decode_image(
         needed = draft(*image.size[::order]) if callable(draft) else draft and (draft, draft)
         if needed:
             image.draft(None, needed[::order])
-        _load(image, data)
+        if image.format in ("JPEG", "MPO"):
+            load_jpeg(image, data)
+        else:
+            image.load()
         if exif and image.format == "PNG":  # EXIF may follow the pixels
             orientation = _orientation(image)
         return _turned(_to_rgb(image), orientation)
@@ -99,17 +102,6 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
         raise BadSample(f"the image has more than {max_pixels:,} pixels") from None
     except Exception as error:  # hostile bytes fail in many ways and must not stop a run
         raise BadSample(f"the image cannot be decoded ({type(error).__name__})") from None
-
-
-def _load(image, data: bytes) -> None:
-    scan = find_scan(data) if image.format in ("JPEG", "MPO") else None
-    if scan is None:
-        image.load()
-        return
-    feed = ScanFeed(data, scan)
-    image.fp, image.decodermaxblock = feed, len(data)
-    image.load()
-    feed.check()
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -1,76 +1,108 @@
 """Detect damaged entropy data of JPEGs while Pillow decodes them.
 
-libjpeg only warns when the coded data ends before the image or the image before the coded data, as nearly every change
-of a few bytes makes it do, and Pillow drops its warnings. Here the decoder gets the file in two pieces: one that cannot
-be enough for the last row of blocks, and one that must be. That tells the same, and nothing is decoded twice.
+libjpeg only warns when a scan's coded data ends before the scan or the scan before its data, as most changes of a few
+bytes make it do, and Pillow drops its warnings. Here the decoder gets the file in pieces that end shortly before and
+after the end of each scan. A decoder inside a scan leaves the last bytes until there are enough of them to go on; one
+that is done with a scan takes all bytes on its way to the next marker. That tells the same as the warnings, and nothing
+is decoded twice.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Iterator
 
 from probemb.data.failures import BadSample
 
 _HELD_BACK = 8  # bytes; libjpeg reads so many ahead and does not count them as surplus either
-_READ_AHEAD = bytes(16)  # in place of the end marker, at which libjpeg would make up what is missing
-_END = b"\xff\xd9"
-_SCAN, _BASELINE = 0xDA, (0xC0, 0xC1)
+_READ_AHEAD = b"\xff\x00" * 8 + b"\0"  # ones, which are no code, in place of a marker that would end the scan
+_MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)  # after coded data: neither stuffing nor a restart
+_SCAN, _END, _HUFFMAN = 0xDA, 0xD9, (0xC0, 0xC1, 0xC2)
 
 
-class Scan(NamedTuple):
-    """The coded data of an image's only scan: offsets of its first byte and of the one after the last."""
+def load_jpeg(image, data: bytes) -> None:
+    """`image.load()` of an opened JPEG whose file is `data`. Raises BadSample and what Pillow raises."""
+    scans = list(find_scans(data))
+    if not scans:  # of another coding, or damaged before its first scan
+        image.load()
+        return
+    decoder, fed = _Decoder(image), 0
+    try:
+        for start, end in scans:
+            cut = max(start, end - _HELD_BACK)
+            while 0xFF in data[max(start, cut - 2) : cut]:  # a stuffed byte stays whole
+                cut -= 1
+            if decoder.is_between_scans(data[fed:cut]):
+                raise BadSample("the image is corrupt: it ends before its data does")
+            if not decoder.is_between_scans(data[cut:end] + _READ_AHEAD):
+                raise BadSample("the image is corrupt: its data ends too early")
+            fed = end
+        decoder.feed(data[fed:])
+        decoder.finish()
+    finally:
+        decoder.close()
 
-    start: int
-    end: int
 
+def find_scans(data: bytes) -> Iterator[tuple[int, int]]:
+    """Offsets of the coded data of every scan (its first byte, the one after its last) of a Huffman-coded JPEG.
 
-def find_scan(data: bytes) -> Scan | None:
-    """The scan of a sequential Huffman-coded JPEG with one scan; None for others, such as progressive ones."""
-    position, components = 2, None
+    Nothing for other codings; where the markers stop making sense, the scans end.
+    """
+    position, known = 2, False
     while position + 4 <= len(data) and data[position] == 0xFF:
         kind = data[position + 1]
         if kind == 0xFF:  # fill
             position += 1
             continue
         following = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        if kind in _BASELINE and position + 9 < len(data):
-            components = data[position + 9]
+        known |= kind in _HUFFMAN
+        if kind == _END or (kind == _SCAN and not known):
+            return
         if kind == _SCAN:
-            end = data.find(_END, following)  # any other marker before it stops libjpeg, which `check` notices
-            if data[position + 4] != components or end < 0:
-                return None
-            while data[end - 1] == 0xFF:  # fill
-                end -= 1
-            return Scan(following, end)
+            marker = _MARKER.search(data, following)
+            if marker is None:
+                return
+            yield following, marker.start()
+            following = marker.start()
         position = following
-    return None
 
 
-class ScanFeed:
-    """A file for Pillow's JPEG decoder, which must read it exactly twice.
+class _Decoder:
+    """Pillow's decoder of an opened image, fed by hand."""
 
-    `read` raises BadSample when the decoder has used up all coded data and wants more; `check` when it wanted less.
-    """
+    def __init__(self, image):
+        from PIL import Image
 
-    def __init__(self, data: bytes, scan: Scan):
-        cut = max(scan.start, scan.end - _HELD_BACK)
-        self._pieces = [data[cut : scan.end] + _READ_AHEAD, data[:cut]]
+        image.load_prepare()
+        ((name, extents, _, arguments),) = image.tile
+        self._image, self._left, self._ended = image, b"", False
+        self._decoder = Image._getdecoder(image.mode, name, arguments, image.decoderconfig)
+        self._decoder.setimage(image.im, extents)
 
-    def read(self, _: int) -> bytes:
-        if not self._pieces:
-            raise BadSample("the image is corrupt: its data ends too early")
-        return self._pieces.pop()
+    def feed(self, piece: bytes) -> int:
+        """Decode as much as possible; returns the number of bytes that the decoder leaves for later."""
+        if not self._ended:
+            self._left += piece
+            taken, error = self._decoder.decode(self._left)
+            if error:
+                raise OSError(f"Pillow's decoder ends with {error}")
+            self._ended, self._left = taken < 0, self._left[max(taken, 0) :]
+        return 0 if self._ended else len(self._left)
 
-    def seek(self, *_) -> int:
-        return 0
+    def is_between_scans(self, piece: bytes) -> bool:
+        """Feed a piece; whether the decoder is not inside a scan then.
 
-    def tell(self) -> int:
-        return 0
+        Inside of one it may have taken all bytes by chance, but not one more.
+        """
+        left = self.feed(piece[:-1])
+        return self.feed(piece[-1:]) == left == 0
+
+    def finish(self) -> None:
+        """Leave the image as `image.load()` does."""
+        if not self._ended:
+            raise OSError("the image is truncated")
+        self._image.tile = []
+        self._image.load_end()
 
     def close(self) -> None:
-        pass
-
-    def check(self) -> None:
-        """Raises BadSample if the decoder did not need the last of the data."""
-        if self._pieces:
-            raise BadSample("the image is corrupt: it ends before its data does")
+        self._decoder.cleanup()

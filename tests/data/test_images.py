@@ -10,6 +10,7 @@ from PIL import Image
 
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
+from probemb.data.jpeg import find_scans
 
 
 def pixel(data):
@@ -133,7 +134,7 @@ def flip(data: bytes, draw: np.random.RandomState, count: int = 16) -> bytes:
 
 
 @pytest.mark.parametrize("draft", [None, 100])
-@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 40, "optimize": True}])
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 40, "optimize": True}, {"progressive": True}])
 def test_random_bytes_in_a_jpegs_coded_data_are_noticed(encode, options, draft):
     draw = np.random.RandomState(3)
     small = Image.fromarray(draw.randint(0, 255, (60, 80, 3), dtype=np.uint8))
@@ -148,8 +149,44 @@ def test_random_bytes_in_a_jpegs_coded_data_are_noticed(encode, options, draft):
     assert decode_image(data, draft).tobytes() == whole.tobytes()
 
 
-SOUND = [{}, {"subsampling": 0}, {"quality": 5}, {"quality": 100}, {"optimize": True}, {"progressive": True}]
-SOUND += [{"restart_marker_blocks": 3}, {"restart_marker_rows": 1}, {"comment": b"\xff\xda\xff\xd9 in a comment"}]
+def test_damage_in_every_scan_of_a_progressive_jpeg_is_noticed(encode):
+    draw = np.random.RandomState(5)
+    small = Image.fromarray(draw.randint(0, 255, (60, 80, 3), dtype=np.uint8))
+    data = encode("JPEG", image=small.resize((320, 240), Image.BICUBIC), progressive=True)
+    scans = list(find_scans(data))
+    raw = [(start, end) for start, end in scans if data[start - 3] == 0 and data[start - 1] > 15]  # refines constants
+    assert (len(scans), len(raw)) == (10, 1)
+    for start, end in set(scans) - set(raw):
+        refused = 0
+        for _ in range(20):
+            at = draw.randint(start, end - 64)
+            try:
+                decode_image(data[:at] + draw.bytes(64) + data[at + 64 :])
+            except BadSample:
+                refused += 1
+        assert refused >= 8
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}])
+def test_coded_data_that_lacks_or_has_too_much_at_its_end(encode, options):
+    small = Image.fromarray(np.random.RandomState(6).randint(0, 255, (60, 80, 3), dtype=np.uint8))
+    data = encode("JPEG", image=small, **options)
+    for start, end in find_scans(data):
+        if end - start > 60:
+            with pytest.raises(BadSample, match="ends too early"):
+                decode_image(data[: end - 40] + data[end:])
+            with pytest.raises(BadSample, match="ends before its data"):
+                decode_image(data[:end] + b"abcd" * 10 + data[end:])
+
+
+SOUND = [{}, {"subsampling": 0}, {"quality": 5}, {"quality": 100}, {"optimize": True}]
+SOUND += [{"progressive": True}, {"progressive": True, "quality": 100, "subsampling": 0}]
+SOUND += [
+    {"progressive": True, "quality": 5, "restart_marker_rows": 1},
+    {"restart_marker_blocks": 3},
+    {"restart_marker_rows": 1},
+    {"comment": b"\xff\xda\xff\xd9 in a comment"},
+]
 
 
 @pytest.mark.parametrize("options", SOUND)
