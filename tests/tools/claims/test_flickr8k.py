@@ -160,7 +160,7 @@ def test_a_run_and_its_report(files, tmp_path, capsys):
     assert {one.method for one in plan} == {name.partition(" ")[0] for name in CHOSEN}
     content = claims.run(study, tmp_path / "claims", n_seeds=1)
     titles = [claim["title"].partition(".")[0] for claim in content["claims"]]
-    assert titles == ["1", "2", "3", "4", "5", "6"]
+    assert titles == ["1", "2", "3", "4", "5", "6", "7"]
     found = {one["name"]: one for one in content["trainings"]}
     assert len(found) == len(plan)
     assert found["recipe noise 50%"]["noise"] == 0.5
@@ -168,7 +168,8 @@ def test_a_run_and_its_report(files, tmp_path, capsys):
     assert set(found["pcme"]["retrieval"]) == {"csd", "mean", "tolerance", "match-probability"}
     assert set(found["ncr noise 20%"]["retrieval"]) == {"mean"}
     assert found["recipe"]["coco"]["csd"]["own"]["rsum"] > 0
-    assert "tolerance" in found["recipe"]["judged"]
+    assert {"tolerance", "inclusion", "log-likelihood", "u"} <= set(found["recipe"]["judged"])
+    assert set(found["infonce"]["judged"]) == {"mean"}
     assert (tmp_path / "claims" / "report.html").read_text().count("<svg") == 5
     again = claims.run(study, tmp_path / "claims", n_seeds=1, report_only=True)
     for one, other in zip(content["trainings"], again["trainings"], strict=True):

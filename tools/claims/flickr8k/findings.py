@@ -56,7 +56,7 @@ def judge(found: Found, judged: dict | None) -> list[dict]:
     """
     claims = [_methods(found), _parts(found), _noise(found), _refusal(found)]
     if judged is not None:
-        claims.append(_judged(found, judged))
+        claims += [_judged(found, judged), _other_scores(found)]
     return [*claims, _coco(found)] if "coco" in found.all("infonce")[0] else claims
 
 
@@ -191,10 +191,12 @@ def _refusal(found: Found) -> dict:
     }  # fmt: skip
 
 
-def _judged(found: Found, judged: dict) -> dict:
-    def score(ranking: str, metric: str) -> Get:
-        return lambda one: one["judged"].get(ranking, {}).get(metric)
+def score(ranking: str, metric: str) -> Get:
+    """A metric of the judged pairs; None where a model has no such ranking."""
+    return lambda one: one["judged"].get(ranking, {}).get(metric)
 
+
+def _judged(found: Found, judged: dict) -> dict:
     columns = [(ranking, metric) for ranking, metric in (
         ("mean", "average_precision"), ("csd", "average_precision"), ("mean", "average_precision_halves"),
         ("tolerance", "average_precision_halves"), ("mean", "roc_auc"), ("csd", "roc_auc"),
@@ -218,6 +220,28 @@ def _judged(found: Found, judged: dict) -> dict:
             "tolerance are cross-fitted: chosen on the judgements of one half of the images, measured on the other. "
             "Comparisons are of the means of both halves and over the seeds, with 95 % intervals of the paired "
             "bootstrap over captions."
+        ],
+    }  # fmt: skip
+
+
+def _other_scores(found: Found) -> dict:
+    halves = "average_precision_halves"
+    titles = {"tolerance": "tolerance", "mean": "mean", "csd": "CSD", "inclusion": "inclusion",
+              "log-likelihood": "log-likelihood", "u": "u of the caption alone"}  # fmt: skip
+    probabilistic = [name for name in NAMES if found.of(name, score("u", halves)) is not None]
+    best = found.of("recipe", score("tolerance", halves))
+    return {
+        "title": "6. Other scores of judged pairs",
+        "claim": "As a tolerance the variance orders judged pairs better than in any other way.",
+        "head": ["AP of halves", *titles.values()],
+        "rows": [[NAMES[name], *(cell(found.of(name, score(ranking, halves)), 1, 3) for ranking in titles)]
+                 for name in probabilistic],
+        "comparisons": [compare(f"recipe: tolerance over {title}", best, found.of("recipe", score(ranking, halves)),
+                                "of AP", 1.0)
+                        for ranking, title in titles.items() if ranking != "tolerance"],
+        "notes": [
+            "As in 5. The match probability of PCME++ orders pairs as CSD does. u of the caption knows nothing of the "
+            "image; it tells how much of the order is between captions."
         ],
     }  # fmt: skip
 
@@ -253,7 +277,7 @@ def _coco(found: Found) -> dict:
     rows += [[f"{NAMES[name]}, tolerance", *row(name, "tolerance")] for name in ("pcmepp", "recipe")]
     infonce, whole = found.of("infonce", get("mean", "own", "rsum", None)), ("own", "rsum", None)
     return {
-        "title": "6. COCO images that nothing was trained on",
+        "title": "7. COCO images that nothing was trained on",
         "claim": "The order of the methods is the same on other photographs.",
         "head": ["method", *(one[0] for one in columns)],
         "rows": rows,

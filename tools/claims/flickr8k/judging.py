@@ -24,6 +24,7 @@ from probemb.gaussian import Gaussian
 from tools.claims.flickr8k.measuring import read_embeddings
 
 RIVAL, RESAMPLES = "infonce", 1000
+OTHERS = ("inclusion", "log-likelihood")  # rankings that are not compared with the rival's
 
 
 class Judge:
@@ -37,10 +38,15 @@ class Judge:
     def measure(self, images: Gaussian, texts: Gaussian, probabilistic: bool) -> dict:
         """Numbers of one training: ranking -> "average_precision", "roc_auc" and the same as means of both halves.
 
-        Cross-fitted scores ("tolerance") have those of the halves alone. "acceptance": Spearman of a caption's u with
-        the share of its judged images that people accept.
+        Cross-fitted scores ("tolerance") have those of the halves alone. A probabilistic model has OTHERS, too, and
+        "u", the caption's alone. "acceptance": Spearman of a caption's u with the share of its judged images that
+        people accept.
         """
         scores, chosen = self.scores(images, texts, probabilistic)
+        if probabilistic:
+            pairs = self._embedded(images, texts)
+            scores |= {name: judged_scores(pairs, self.once, name, RankingOptions()) for name in OTHERS}
+            scores["u"] = texts.uncertainty()[self.once.caption]
         found: dict = {}
         for name, each in scores.items():
             values = {key: float(x[0]) for key, x in judged_metrics(each, self.once).items()}
