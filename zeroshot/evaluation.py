@@ -13,6 +13,7 @@ from torch import Tensor
 
 from probemb.evaluation.classification import accuracy, class_accuracy, class_vectors, prefix_vectors, true_ranks
 from probemb.gaussian import Gaussian
+from probemb.metrics import standard_error
 from zeroshot.filters import (
     FILTERS,
     FilterOptions,
@@ -36,6 +37,8 @@ class Row:
         title: its name in tables.
         k: prompts kept, the mean over classes (and folds) where it varies; None for soft weights.
         top1, top5: accuracies in [0, 1].
+        top1_se: standard error of top1; None for a single image.
+        mean_per_class_recall: mean over classes with images of each class' top-1 accuracy, in [0, 1].
         gain: top1 minus that of `all`.
         gain_se: its standard error, paired over images; None for a single image.
         note: "zero-shot" (nothing chosen on labelled images), "oracle" (chosen on the scored images), or "honest (...)"
@@ -47,6 +50,8 @@ class Row:
     k: float | None
     top1: float
     top5: float
+    top1_se: float | None
+    mean_per_class_recall: float
     gain: float
     gain_se: float | None
     note: str
@@ -57,6 +62,11 @@ class Row:
         if self.k is None:
             return "soft"
         return str(int(self.k)) if float(self.k).is_integer() else f"mean {self.k:.1f}"
+
+    @property
+    def top1_text(self) -> str:
+        """top1 and its standard error in percent: "71.20 ± 0.45"."""
+        return f"{100 * self.top1:.2f}" + ("" if self.top1_se is None else f" ± {100 * self.top1_se:.2f}")
 
     @property
     def gain_text(self) -> str:
@@ -80,28 +90,30 @@ class Evaluation:
     Attributes:
         rows: the table.
         curve1, curve5: (P,) accuracy with a common K = 1..P, or None if no filter needs it.
-        class_k: (C,) K of each class, chosen on the evaluation images (oracle), or None.
-        kept: (C,) prompts that each class keeps in the report.
+        oracle_k: (C,) K of each class, chosen on the evaluation images, or None.
+        kept: (C,) prompts that each class keeps in the report; kept_by: "oracle" if their number was chosen on the
+            evaluation images, else "".
         order: (C, P) prompts of each class from the most to the least certain.
         uncertainty: (C, P) uncertainty of every prompt.
         counts: (C,) images of each class.
         class_all: (C,) accuracy of each class under `all`; NaN without images.
-        class_best: (C,) the same for `best-topk` as one classifier, or None.
-        class_max: (C,) max over K of the accuracy under a common K, or None.
+        oracle_best_topk: (C,) the same for `best-topk` as one classifier with `oracle_k`, or None.
+        oracle_max_over_k: (C,) max over K of the accuracy under a common K, or None.
         correct: (N,) whether `all` is right.
     """
 
     rows: list[Row]
     curve1: Tensor | None
     curve5: Tensor | None
-    class_k: Tensor | None
+    oracle_k: Tensor | None
     kept: Tensor
+    kept_by: str
     order: Tensor
     uncertainty: Tensor
     counts: Tensor
     class_all: Tensor
-    class_best: Tensor | None
-    class_max: Tensor | None
+    oracle_best_topk: Tensor | None
+    oracle_max_over_k: Tensor | None
     correct: Tensor
 
 
@@ -114,10 +126,7 @@ def paired_standard_error(correct: Tensor, reference: Tensor) -> float | None:
     Returns:
         Standard deviation of the per-image differences (-1, 0 or 1) over sqrt(N); None for fewer than two images.
     """
-    if len(correct) < 2:
-        return None
-    difference = correct.double() - reference.double()
-    return float(difference.std() / len(difference) ** 0.5)
+    return standard_error(correct.double() - reference.double())
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ class _Scorer:
         self.base = self._filtered("all")
         self.ranks = self.per_class = self.prefixes = None
         self.splits: list[_Split] = []
-        self.common_k, self.class_k, self.class_best = None, None, None
+        self.common_k, self.oracle_k, self.oracle_best_topk, self.kept_by = None, None, None, ""
 
     def rank_every_k(self, names: Sequence[str], selection: Selection, select_data: SelectionData | None) -> None:
         """Compute `ranks`, from which K is chosen, and the splits to choose it on."""
@@ -213,26 +222,32 @@ class _Scorer:
 
     def evaluation(self, rows: list[Row]) -> Evaluation:
         """Everything together."""
-        kept = torch.full((self.n_classes,), self.common_k or self.n_prompts) if self.class_k is None else self.class_k
+        kept = self.oracle_k
+        if kept is None:
+            kept = torch.full((self.n_classes,), self.common_k or self.n_prompts)
         return Evaluation(
             rows=rows,
             curve1=None if self.ranks is None else accuracy(self.ranks),
             curve5=None if self.ranks is None else accuracy(self.ranks, 5),
-            class_k=self.class_k,
+            oracle_k=self.oracle_k,
             kept=kept,
+            kept_by=self.kept_by,
             order=self.u.argsort(dim=1, stable=True).cpu(),
             uncertainty=self.u.cpu(),
             counts=torch.bincount(self.labels, minlength=self.n_classes),
             class_all=class_accuracy(self.base, self.labels, self.n_classes),
-            class_best=self.class_best,
-            class_max=None if self.class_k is None else self.per_class.max(dim=1).values,
+            oracle_best_topk=self.oracle_best_topk,
+            oracle_max_over_k=None if self.oracle_k is None else self.per_class.max(dim=1).values,
             correct=self.base < 1,
         )
 
     def _row(self, name: str, k: float | None, ranks: Tensor, note: str, title: str | None = None) -> Row:
-        top1, base1 = float(accuracy(ranks)), float(accuracy(self.base))
-        se = paired_standard_error(ranks < 1, self.base < 1)
-        return Row(name, title or name, k, top1, float(accuracy(ranks, 5)), top1 - base1, se, note)
+        right = ranks < 1
+        top1, recall = float(accuracy(ranks)), class_accuracy(ranks, self.labels, self.n_classes).nanmean()
+        return Row(
+            name, title or name, k, top1, float(accuracy(ranks, 5)), standard_error(right), float(recall),
+            gain=top1 - float(accuracy(self.base)), gain_se=paired_standard_error(right, self.base < 1), note=note,
+        )  # fmt: skip
 
     def _filtered(self, name: str, k: int | None = None) -> Tensor:
         """(N,) ranks under a filter's weights."""
@@ -249,16 +264,16 @@ class _Scorer:
         return true_ranks(self.image_mean[images.to(self.image_mean.device)], vectors, self.labels[images]).cpu()
 
     def _topk(self, name: str) -> list[Row]:
-        self.common_k = best_common_k(self.ranks)
+        self.common_k, self.kept_by = best_common_k(self.ranks), ORACLE
         oracle = self._row(name, self.common_k, self.ranks[:, self.common_k - 1], ORACLE)
         return [oracle, *self._honest(name, lambda split: best_common_k(split.ranks), self._with_common_k)]
 
     def _best_topk(self, name: str) -> list[Row]:
-        self.class_k = best_class_k(self.per_class)
-        own = self._with_class_k(self.class_k, torch.ones(len(self.labels), dtype=torch.bool))
-        self.class_best = class_accuracy(own, self.labels, self.n_classes)
-        k_mean = float(self.class_k.double().mean())
-        best_of_own_class = self.ranks.gather(1, (self.class_k[self.labels] - 1).unsqueeze(1)).squeeze(1)
+        self.oracle_k, self.kept_by = best_class_k(self.per_class), ORACLE
+        own = self._with_class_k(self.oracle_k, torch.ones(len(self.labels), dtype=torch.bool))
+        self.oracle_best_topk = class_accuracy(own, self.labels, self.n_classes)
+        k_mean = float(self.oracle_k.double().mean())
+        best_of_own_class = self.ranks.gather(1, (self.oracle_k[self.labels] - 1).unsqueeze(1)).squeeze(1)
         return [
             self._row(name, k_mean, own, ORACLE),
             self._row(name, k_mean, best_of_own_class, f"{ORACLE}, upper bound", UPPER_BOUND),

@@ -153,15 +153,15 @@ def print_table(outcome: Outcome, n_classes: int) -> None:
         console = Console(width=120)
     table = Table(title=f"zero-shot accuracy, {len(outcome.labels):,} images, {n_classes:,} classes")
     table.add_column("filter")
-    for heading in ("K", "top-1 %", "top-5 %", "gain over all ± SE"):
+    for heading in ("K", "top-1 %", "per class", "top-5 %", "gain ± SE"):
         table.add_column(heading, justify="right")
     table.add_column("chosen on")
     colours = {"up": "green", "down": "red", "": ""}
     for row in outcome.evaluation.rows:
         style = "dim" if row.note.startswith("oracle") else None
         gain = Text(row.gain_text, colours[row.verdict])
-        cells = (row.title, row.k_text, f"{100 * row.top1:.2f}", f"{100 * row.top5:.2f}", gain, row.note)
-        table.add_row(*cells, style=style)
+        shares = (f"{100 * share:.2f}" for share in (row.top1, row.mean_per_class_recall, row.top5))
+        table.add_row(row.title, row.k_text, *shares, gain, row.note, style=style)
     console.print(table)
 
 
@@ -199,9 +199,9 @@ def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Devic
                 "images": e.counts[c],
                 "uncertainty": class_u[c],
                 "top1_all": e.class_all[c],
-                "best_k": None if e.class_k is None else e.class_k[c],
-                "top1_best_topk": None if e.class_best is None else e.class_best[c],
-                "top1_max_over_k": None if e.class_max is None else e.class_max[c],
+                "oracle_k": None if e.oracle_k is None else e.oracle_k[c],
+                "oracle_top1_best_topk": None if e.oracle_best_topk is None else e.oracle_best_topk[c],
+                "oracle_top1_max_over_k": None if e.oracle_max_over_k is None else e.oracle_max_over_k[c],
             }
             for c, name in enumerate(classes.names)
         ],

@@ -26,6 +26,7 @@ from probemb.metrics.uncertainty import (
     average_ranks,
     pearson,
     rejection_curve,
+    standard_error,
     uncertainty_bins,
 )
 
@@ -63,5 +64,6 @@ __all__ = [
     "reliability",
     "retrieval_metrics",
     "rsum",
+    "standard_error",
     "uncertainty_bins",
 ]

@@ -16,6 +16,7 @@ class Bins:
 
     Attributes:
         uncertainty, accuracy: mean of each bin; counts: items in each.
+        accuracy_se: standard error of each mean accuracy over independent items; None for a bin of one item.
         pearson: of the bins' means, as in PCME++ Fig. 3; None if one of the two is constant.
         spearman: rank correlation over single items; None likewise.
     """
@@ -23,6 +24,7 @@ class Bins:
     uncertainty: list[float]
     accuracy: list[float]
     counts: list[int]
+    accuracy_se: list[float | None]
     pearson: float | None
     spearman: float | None
 
@@ -50,9 +52,15 @@ def uncertainty_bins(uncertainty: Tensor, score: Tensor, n_bins: int = 10, cut_o
         mean_u,
         mean_s,
         [len(part) for part in parts],
+        [standard_error(s[part]) for part in parts],
         pearson(torch.tensor(mean_u, dtype=torch.float64), torch.tensor(mean_s, dtype=torch.float64)),
         pearson(average_ranks(u[has]), average_ranks(s[has])),
     )
+
+
+def standard_error(values: Tensor) -> float | None:
+    """Standard error of the mean of n independent values (n,); None for fewer than two."""
+    return float(values.double().std() / len(values) ** 0.5) if len(values) > 1 else None
 
 
 def pearson(a: Tensor, b: Tensor) -> float | None:

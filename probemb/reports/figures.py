@@ -8,6 +8,7 @@ names are printed beside lines.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -136,13 +137,16 @@ class Chart:
         return self
 
     def bins(self, bins: dict, things: str) -> Chart:
-        """A point for every bin of `probemb.metrics.Bins` (as a dict): accuracy in percent against uncertainty."""
+        """A point with a standard error for every bin of `probemb.metrics.Bins` (as a dict): accuracy in percent
+        against uncertainty.
+        """
         ys = [100 * y for y in bins["accuracy"]]
+        errors = [math.nan if se is None else 100 * se for se in bins["accuracy_se"]]
         notes = [
-            f"{count} {things}, mean uncertainty {number(x)}: {y:.2f} %"
-            for count, x, y in zip(bins["counts"], bins["uncertainty"], ys)
+            f"{count} {things}, mean uncertainty {number(x)}: {y:.2f}{'' if math.isnan(se) else f' ± {se:.2f}'} %"
+            for count, x, y, se in zip(bins["counts"], bins["uncertainty"], ys, errors)
         ]
-        return self.line(bins["uncertainty"], ys, points=True, notes=notes)
+        return self.line(bins["uncertainty"], ys, points=True, spread=errors, notes=notes)
 
     @_styled
     def level(self, y: float, name: str, colour: str = GREY) -> Chart:
@@ -176,15 +180,27 @@ class Chart:
         return self
 
     @_styled
-    def bars(self, counts: Sequence[float], things: str) -> Chart:
-        """Bars at x = 1, 2, ..., len(counts); `things` names what is counted."""
-        ks = range(1, len(counts) + 1)
+    def bars(self, counts: Sequence[int], things: str) -> Chart:
+        """Bars at x = 1, 2, ..., len(counts), with the standard errors of multinomial counts; `things` names what is
+        counted.
+        """
+        ks, total = range(1, len(counts) + 1), sum(counts)
+        errors = [math.sqrt(n * (1 - n / total)) if n else 0.0 for n in counts]
         self._axes.bar(ks, counts, 0.8, color=BLUE)
+        shown = [k - 1 for k in ks if errors[k - 1]]
+        self._axes.errorbar(
+            [k + 1 for k in shown], [counts[k] for k in shown], [errors[k] for k in shown],
+            fmt="none", ecolor=INK, capsize=2, elinewidth=1,
+        )  # fmt: skip
         self._axes.set_xlim(0.4, len(counts) + 0.6)
-        self._axes.set_ylim(0, max([*counts, 1]) * 1.05)
+        self._axes.set_ylim(0, max([n + error for n, error in zip(counts, errors)] + [1]) * 1.05)
         for axis in (self._axes.xaxis, self._axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
-        self._notes += [(k, n / 2, 4, f"{self._x_label} {k}: {number(n)} {things}") for k, n in zip(ks, counts) if n]
+        self._notes += [
+            (k, n / 2, 4, f"{self._x_label} {k}: {number(n)} ± {number(error)} {things}")
+            for k, n, error in zip(ks, counts, errors)
+            if n
+        ]
         return self
 
     def _finish(self) -> None:

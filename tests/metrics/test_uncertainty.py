@@ -15,6 +15,8 @@ def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
     assert sum(bins.counts) == 97
     assert max(bins.counts) - min(bins.counts) <= 1
     assert bins.uncertainty == sorted(bins.uncertainty)
+    parts = np.array_split(score[u.argsort(stable=True)].numpy(), 10)
+    assert bins.accuracy_se == pytest.approx([part.std(ddof=1) / len(part) ** 0.5 for part in parts])
     assert bins.pearson == pytest.approx(np.corrcoef(bins.uncertainty, bins.accuracy)[0, 1])
     stats = pytest.importorskip("scipy.stats")
     assert bins.spearman == pytest.approx(stats.spearmanr(u, score).statistic)
@@ -31,6 +33,7 @@ def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
 def test_bins_may_be_cut_over_items_without_a_score():
     u, score = torch.arange(6.0), torch.tensor([1.0, torch.nan, torch.nan, torch.nan, 0.0, 1.0])
     assert uncertainty_bins(u, score, 3).counts == [1, 1, 1]
+    assert uncertainty_bins(u, score, 3).accuracy_se == [None] * 3
     bins = uncertainty_bins(u, score, 3, cut_over_all=True)
     assert (bins.counts, bins.accuracy) == ([1, 2], [1.0, 0.5])  # the middle bin holds no score
 

@@ -42,6 +42,18 @@ def charts() -> list[Chart]:
     ]
 
 
+def test_bars_have_standard_errors():
+    chart = Chart("bars", x_label="K", y_label="classes").bars([0, 30, 10], "classes")
+    notes = [circle[0].text for circle in ElementTree.fromstring(chart.svg()).iter(f"{SVG}circle")]
+    assert notes == ["K 2: 30 ± 2.739 classes", "K 3: 10 ± 2.739 classes"]  # of binomial counts: sqrt(n (1 - n / N))
+    assert chart.svg().count("LineCollection") == 1
+    bins = {"uncertainty": [1.0, 2.0], "accuracy": [0.5, 0.25], "accuracy_se": [0.1, None], "counts": [9, 1]}
+    chart = Chart("bins", x_label="u", y_label="%").bins(bins, "images")
+    notes = [circle[0].text for circle in ElementTree.fromstring(chart.svg()).iter(f"{SVG}circle")]
+    assert notes == ["9 images, mean uncertainty 1: 50.00 ± 10.00 %", "1 images, mean uncertainty 2: 25.00 %"]
+    assert chart.svg().count("LineCollection") == 1
+
+
 def test_points_stand_where_they_belong_inside_the_picture():
     for chart in charts():
         root = ElementTree.fromstring(chart.svg())

@@ -63,9 +63,27 @@ def test_standard_errors_of_gains_are_paired_over_images(every):
     assert rows["weighted", "zero-shot"].gain_se == pytest.approx(bootstrap, rel=0.05)
 
 
+def test_accuracies_have_standard_errors_and_a_mean_over_classes():
+    from sklearn.metrics import balanced_accuracy_score
+
+    images, labels, names, prompts = world()
+    some = (torch.arange(len(labels)) % 12 < labels + 2) & (labels != 3)  # 2 to 7 images a class, and none of one
+    images, labels, names = images[some], labels[some], [name for name, kept in zip(names, some) if kept]
+    found = rows_of(evaluate_embeddings(images, labels, names, prompts, ["single", "all"]))
+    for name, weights in ("single", torch.eye(9)[0].expand(6, 9)), ("all", torch.full((6, 9), 1 / 9)):
+        answer = (images @ normalise(torch.einsum("cp,cpd->cd", weights, prompts.mean)).T).argmax(1)
+        row, right = found[name, "zero-shot"], (answer == labels).double()
+        with pytest.warns(UserWarning, match="not in y_true"):  # one class has no images
+            balanced = balanced_accuracy_score(labels, torch.where(right > 0, answer, 3))
+        assert row.mean_per_class_recall == pytest.approx(balanced)
+        assert row.mean_per_class_recall != pytest.approx(row.top1)
+        assert row.top1_se == pytest.approx(right.std().item() / len(right) ** 0.5)
+        assert row.top1_text == f"{100 * right.mean():.2f} ± {100 * row.top1_se:.2f}"
+
+
 def test_only_gains_beyond_two_standard_errors_are_marked():
     def row(gain, se):
-        return Row("weighted", "weighted", None, 0.5, 0.9, gain, se, "zero-shot")
+        return Row("weighted", "weighted", None, 0.5, 0.9, 0.01, 0.5, gain, se, "zero-shot")
 
     assert [row(*pair).verdict for pair in ((0.1, 0.04), (0.1, 0.05), (-0.1, 0.04), (-0.1, 0.2), (0.0, 0.0))] == [
         "up", "", "down", "", ""
@@ -97,15 +115,17 @@ def test_oracles_are_labelled_and_at_least_as_good_as_what_they_choose_from(ever
 def test_best_topk_is_a_real_classifier_with_each_class_own_k(every):
     images, labels, _, prompts = world()
     u = prompts.uncertainty()
-    vectors = normalise(torch.stack([prompts.mean[c][u[c].argsort()[: every.class_k[c]]].mean(0) for c in range(6)]))
+    vectors = normalise(torch.stack([prompts.mean[c][u[c].argsort()[: every.oracle_k[c]]].mean(0) for c in range(6)]))
     hits = (images @ vectors.T).argmax(1) == labels
     assert rows_of(every)["best-topk", "oracle"].top1 == pytest.approx(hits.double().mean().item())
-    assert len(set(every.class_k.tolist())) > 1
+    assert len(set(every.oracle_k.tolist())) > 1
 
 
 def test_the_upper_bound_is_the_mean_of_the_best_of_each_class(every):
     bound = rows_of(every)[UPPER_BOUND, "oracle, upper bound"]
-    assert bound.top1 == pytest.approx((every.class_max * every.counts).sum().item() / every.counts.sum().item())
+    assert bound.top1 == pytest.approx(
+        (every.oracle_max_over_k * every.counts).sum().item() / every.counts.sum().item()
+    )
 
 
 def test_folds_choose_k_without_the_images_they_score():
@@ -154,7 +174,7 @@ def test_classes_without_images_keep_all_prompts_and_have_no_accuracy():
     keep = labels != 2
     names = [name for name, k in zip(names, keep.tolist()) if k]
     evaluation = evaluate_embeddings(images[keep], labels[keep], names, prompts, ["best-topk"])
-    assert evaluation.class_k[2] == 9
+    assert evaluation.oracle_k[2] == 9
     assert evaluation.class_all[2].isnan()
     assert evaluation.counts[2] == 0
 

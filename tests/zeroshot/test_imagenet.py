@@ -93,6 +93,32 @@ def test_the_page_is_whole_and_loads_nothing(every):
     assert page.images == N_CLASSES * PER_CLASS  # eight classes, shown with all their four images
 
 
+def test_what_was_chosen_on_the_images_is_called_oracle(every, run_folder, shards, tmp_path):
+    results, page = json.loads((every / "results.json").read_text()), (every / "report.html").read_text()
+    chosen = {"oracle_k", "oracle_top1_best_topk", "oracle_top1_max_over_k"}
+    for row in results["per_class"]:
+        assert set(row) == {"name", "key", "images", "uncertainty", "top1_all", *chosen}
+    assert page.count("with every class at its own oracle K") == N_CLASSES
+    assert page.count("<h4>Kept (oracle): ") == N_CLASSES
+    assert "Oracle K of each class" in page
+    assert (every / "figures" / "oracle-k-of-classes.pdf").is_file()
+    words = ["--filter", "topk", "--model", str(run_folder), "--data", str(shards), "--no-cache"]
+    for more, mark in ([], True), (["--k", "3"], False):
+        assert main([*words, *more, "--out", str(tmp_path)]) == 0
+        assert ("<h4>Kept (oracle): " in (tmp_path / "report.html").read_text()) == mark
+
+
+def test_accuracies_are_shown_with_their_standard_errors(every):
+    results, page = json.loads((every / "results.json").read_text()), (every / "report.html").read_text()
+    for row in results["rows"]:
+        assert 0 < row["top1_se"] < 0.1
+        assert f"<td>{100 * row['top1']:.2f} ± {100 * row['top1_se']:.2f}</td>" in page
+        assert row["mean_per_class_recall"] == pytest.approx(row["top1"])  # as many images of every class
+    bins = results["uncertainty"]["images"]
+    for mean, se in zip(bins["accuracy"], bins["accuracy_se"], strict=True):
+        assert f"{100 * mean:.2f} ± {100 * se:.2f} %" in page
+
+
 def test_every_gain_is_shown_with_its_standard_error(every):
     html = (every / "report.html").read_text()
     for row in json.loads((every / "results.json").read_text())["rows"]:

@@ -51,7 +51,7 @@ def write_report(
         file, Path(__file__).with_name("imagenet.html"), GENERATOR, results=results, config=results["config"],
         n_classes=len(classes), n_prompts=len(templates), n_bad=len(outcome.bad), rows=e.rows, kind=_kind,
         significant=SIGNIFICANT, tiles=_tiles(e, len(classes)), curves=_curves(e), chosen=_chosen(e),
-        bins=_bins(results["uncertainty"]), groups=groups,
+        bins=_bins(results["uncertainty"]), groups=groups, kept_by=e.kept_by,
     )  # fmt: skip
 
 
@@ -84,13 +84,15 @@ def _curves(e: Evaluation) -> list[Chart]:
 
 def _chosen(e: Evaluation) -> dict | None:
     """Number of classes that are classified best at each K: an oracle."""
-    if e.class_k is None:
+    if e.oracle_k is None:
         return None
-    hopeless = (e.class_max == 0) | (e.counts == 0)
-    chosen, n_prompts = e.class_k[~hopeless], e.uncertainty.shape[1]
+    hopeless = (e.oracle_max_over_k == 0) | (e.counts == 0)
+    chosen, n_prompts = e.oracle_k[~hopeless], e.uncertainty.shape[1]
     counts = [int((chosen == k).sum()) for k in range(1, n_prompts + 1)]
     return {
-        "chart": Chart("k-of-classes", x_label="K, prompts kept", y_label="classes").bars(counts, "classes"),
+        "chart": Chart("oracle-k-of-classes", x_label="oracle K, prompts kept", y_label="classes").bars(
+            counts, "classes"
+        ),
         "classes": len(chosen),
         "hopeless": int(hopeless.sum()),
         "all": counts[-1],
@@ -113,9 +115,9 @@ def _bins(uncertainty: dict) -> list[tuple[str, Chart, dict]]:
 def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:
     """Disjoint groups of classes to show: by gain if K was chosen per class, else by uncertainty; and at random."""
     with_images = [c for c in range(len(e.counts)) if e.counts[c] > 0]
-    if e.class_best is not None:
-        score = (e.class_best - e.class_all).tolist()
-        titles = ("Gained most from their own K", "Gained least, or lost", "At random")
+    if e.oracle_best_topk is not None:
+        score = (e.oracle_best_topk - e.class_all).tolist()
+        titles = ("Gained most from their own oracle K", "Gained least from it, or lost", "At random")
     else:
         score = e.uncertainty.mean(dim=1).tolist()
         titles = ("Most uncertain", "Most certain", "At random")
@@ -140,7 +142,7 @@ def _card(c: int, outcome: Outcome, images: LabelledImages, classes: Classes, te
         "name": name,
         "images": int(e.counts[c]),
         "all": float(e.class_all[c]),
-        "best": None if e.class_best is None else float(e.class_best[c]),
+        "oracle": None if e.oracle_best_topk is None else float(e.oracle_best_topk[c]),
         "pictures": _pictures((outcome.labels == c).nonzero().flatten(), outcome, images),
         "kept": prompts[:kept],
         "dropped": prompts[kept:],
