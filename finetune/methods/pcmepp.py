@@ -24,7 +24,8 @@ class PCMEPlusPlusMean(Method):
         """Match loss between means. Source: PCME++ §B.2, Table 1 ("mu only").
 
         Args:
-            scale: initial a of the match probability sigmoid(-a d + b); null for that of the run in model.pretrained.
+            scale: initial a of the match probability sigmoid(-a d + b); null for that of the run in model.pretrained,
+                or 5 without one.
             shift: initial b, or null.
             pseudo_positive: weight alpha of the pseudo-positives.
             clip: weight of the CLIP loss beside the match loss, as in pretraining.
@@ -96,7 +97,8 @@ class PCMEPlusPlus(PCMEPlusPlusMean):
 class PCMEPlusPlusCLIP(PCMEPlusPlus):
     """PCME++ with the loss of pretraining: the CLIP loss beside the match loss, and no pseudo-positives.
 
-    A caption that fits many images then keeps a large variance (docs/finetune.md).
+    A caption that fits many images then keeps a large variance (docs/finetune.md). a and b go on from the run in
+    model.pretrained.
     """
 
     @dataclass(frozen=True)
@@ -104,9 +106,12 @@ class PCMEPlusPlusCLIP(PCMEPlusPlus):
         """Match loss and CLIP loss. Source: PCME++ §C.6 (pretraining).
 
         Args:
+            scale, shift: as in `PCMEPlusPlusMean.Options`.
             clip: weight of the CLIP loss.
             pseudo_positive: weight alpha of the pseudo-positives.
         """
 
+        scale: PositiveFloat | None = None
+        shift: NonNegativeFloat | None = None
         clip: NonNegativeFloat = 1.0
         pseudo_positive: NonNegativeFloat = 0.0

@@ -53,7 +53,7 @@ class ModelOptions:
         grad_checkpointing: trade time for memory in all blocks.
         uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
         init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO; None for those of
-            the run in `pretrained`, or 1.
+            the run in `pretrained`, if it is of a probabilistic model, else 5.
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
         n_embeddings: K embeddings of every item, for heads that give several.
@@ -129,7 +129,7 @@ def create_model(name: str, **options) -> DualEncoder:
         fill_from_model(model, source, o.pretrained)
     with torch.no_grad():
         for scalar, start in (("scale", o.init_scale), ("shift", o.init_shift)):
-            own = 1.0 if source is None else getattr(source, scalar).item()
+            own = getattr(source, scalar).item() if source is not None and source.probabilistic else 5.0
             getattr(model, scalar).fill_(own if start is None else start)
     model.set_grad_checkpointing(o.grad_checkpointing)
     return model

@@ -36,5 +36,4 @@ def test_the_scenes_are_finetuned_with_the_losses_of_pretraining():
     path = next(path for path in EXAMPLES if path.stem == "scenes")
     config = parse_config(Config, "finetune/run.py", "", with_method_file(["--config", str(path)]))
     assert (config.method, config.loss.clip, config.loss.pseudo_positive) == ("pcmepp-clip", 1.0, 0.0)
-    assert config.loss.scale is None
-    assert config.loss.shift is None  # of the pretraining, not PCME++'s 5
+    assert config.loss.scale is config.loss.shift is None  # of the pretraining, not PCME++'s 5

@@ -282,7 +282,7 @@ def test_scalars_and_their_starting_values():
     model = make("gpo", init_scale=5, init_shift=5)
     assert (model.scale.item(), model.shift.item()) == (5, 5)
     model = make("gpo", init_scale=None, init_shift=None)
-    assert (model.scale.item(), model.shift.item()) == (1, 1)
+    assert (model.scale.item(), model.shift.item()) == (5, 5)
 
 
 def test_a_and_b_of_the_run_go_on(tmp_path):
