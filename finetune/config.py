@@ -18,7 +18,7 @@ from jsonargparse.typing import (
 
 from finetune.methods.registry import METHODS
 from probemb.cli.configuration import chosen_options, given
-from probemb.cli.ranges import BelowHalf, Count, Distance, Minutes, Precision, Seed, Threads, Workers
+from probemb.cli.ranges import BelowHalf, Count, Distance, Folder, Minutes, Precision, Seed, Threads, Workers
 from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
@@ -169,7 +169,7 @@ class Config:
     )
 
     method: str = "pcmepp"
-    out: str = "runs/finetune"
+    out: Folder = "runs/finetune"
     resume: bool = False
     seed: Seed = 0
     batch_size: Pairs = 128
@@ -213,8 +213,6 @@ def check(config: Config, world_size: int = 1) -> None:
             "Name Karpathy's json, a folder of precomp captions, or webdataset shards; the embedded data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
-    if not config.out.strip() or "\0" in config.out:
-        raise UserError("--out is empty.", "Name the folder that the run is to be written to.")
     if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:
         raise UserError(
             "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."

@@ -9,7 +9,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 
 from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import chosen_options
-from probemb.cli.ranges import BelowOne, Count, Gibibytes, Minutes, Precision, Seed, Threads, Workers
+from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Minutes, Precision, Seed, Threads, Workers
 from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
@@ -157,7 +157,7 @@ class Config:
         "model.vocabulary",
     )
 
-    out: str = "runs/pretrain"
+    out: Folder = "runs/pretrain"
     resume: bool = False
     allow_changes: bool = False
     seed: Seed = 0

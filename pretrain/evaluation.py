@@ -11,7 +11,7 @@ from torch import Tensor
 from pretrain.config import Evaluate
 from probemb import Gaussian, UserError, distributed
 from probemb.data.image_loader import ImageBatches
-from probemb.data.labelled.images import find_images, resolve_classes
+from probemb.data.labelled.images import find_images, remarks, resolve_classes
 from probemb.data.labelled.prompts import SINGLE_TEMPLATE, imagenet_templates, prompt_texts
 from probemb.evaluation.classification import class_vectors, true_ranks
 
@@ -43,6 +43,8 @@ class Evaluator:
         self.device, self.batch_size = device, config.batch_size
         images = find_images(config.classes, exif=exif)
         classes, labels = resolve_classes(images, None)
+        for line in remarks(labels, classes) if rank == 0 else ():
+            print(f"classes {line}", flush=True)
         templates = [SINGLE_TEMPLATE] if config.templates == "single" else imagenet_templates()
         self.shape = (len(classes.names), len(templates))
         self.tokens = tokenizer(prompt_texts(classes.names, templates))  # (C P, L)

@@ -13,13 +13,15 @@ Words after `--` go to the stage. Several methods, the lines of a sweep, or part
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from jsonargparse.typing import PositiveInt
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.machine import refuse_crowd
+from probemb.cli.ranges import Folder
 from probemb.errors import UserError, nearest
 from slurm.sweep import argument_lists
 
@@ -92,7 +95,7 @@ class Submission:
     parts: int | None = None
     parallel: PositiveInt = 256
     name: str | None = None
-    folder: str = "runs/slurm"
+    folder: Folder = "runs/slurm"
     dry_run: bool = False
     local: bool = False
 
@@ -224,10 +227,12 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> int:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
-    executor = SlurmExecutor(Path(given.folder).absolute(), max_num_timeout=MAX_TIMEOUTS)
+    folder = Path(given.folder).absolute()
+    executor = SlurmExecutor(folder, max_num_timeout=MAX_TIMEOUTS)
     executor.update_parameters(**parameters(stage, given))
     try:
-        jobs = executor.submit_array([make_stage(stage, given, arguments) for arguments in runs])
+        with leaving_nothing(folder, FailedJobError):
+            jobs = executor.submit_array([make_stage(stage, given, arguments) for arguments in runs])
     except (FailedJobError, FailedSubmissionError, OSError) as error:
         reason = " ".join(str(error).split())[-300:].rstrip(".")
         raise UserError(f"Slurm refused the job: {reason}.", f"Inspect it with {PROG} {stage} … --dry-run.") from error
@@ -239,6 +244,32 @@ def submit(stage: str, given: Submission, runs: list[list[str]]) -> int:
     number = jobs[0].job_id.split("_")[0]
     print(f"see squeue --job {number}; end it with scancel {number}")
     return 0
+
+
+@contextmanager
+def leaving_nothing(folder: Path, refusal: type[Exception]) -> Iterator[None]:
+    """If sbatch refuses the job, remove the files that submitit has written into `folder` by then, and what it made of
+    the folder. Submissions into one folder take turns, so that no other one's files are removed.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        before = set(folder.iterdir())
+        try:
+            yield
+        except refusal:
+            for path in set(folder.iterdir()) - before:
+                if re.fullmatch(r"[0-9a-f]{32}\.pkl|\.submission_file_[0-9a-f]{32}\.sh", path.name):
+                    path.unlink(missing_ok=True)
+            for path in made:
+                with suppress(OSError):  # somebody uses it by now
+                    path.rmdir()
+            raise
+    finally:
+        os.close(handle)
 
 
 def run_here(stage: str, given: Submission, arguments: list[str]) -> int:

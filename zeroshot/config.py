@@ -5,7 +5,7 @@ from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
 
-from probemb.cli.ranges import Count, Workers
+from probemb.cli.ranges import Count, Folder, Workers
 
 # Marks in each command's files, so that it replaces no others.
 GENERATOR = "probemb zeroshot"
@@ -50,7 +50,7 @@ class ImagenetConfig:
     temperature: PositiveFloat = 1.0
     select_on: str = "oracle"
     select_data: str | None = None
-    out: str | None = None
+    out: Folder | None = None
     exif: bool = False
     batch_size: Count = 64
     text_batch_size: Count = 256
@@ -129,7 +129,7 @@ class RetrievalConfig:
     judgements: str | None = None
     compare: str | None = None
     erased: NonNegativeInt = 200
-    out: str | None = None
+    out: Folder | None = None
     exif: bool = False
     batch_size: Count = 64
     text_batch_size: Count = 256

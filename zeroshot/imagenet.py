@@ -77,6 +77,7 @@ def evaluate_and_write(
     from probemb.cli.progress import progress
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
+    from probemb.data.labelled.images import remarks
     from probemb.evaluation.embedding import Embedder
     from zeroshot.filters import FilterOptions
     from zeroshot.outcome import evaluate
@@ -91,6 +92,8 @@ def evaluate_and_write(
         f"class, on {device.name} in {device.precision}",
         flush=True,
     )
+    for line in (notes := remarks(task.labels, classes)):
+        print(line, flush=True)
     embedder = Embedder(
         model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
         config.max_bad, progress,
@@ -103,7 +106,7 @@ def evaluate_and_write(
         if message:
             print(message, flush=True)
     print_table(outcome, len(classes))
-    results = describe(config, outcome, task, device)
+    results = describe(config, outcome, task, device) | {"notes": notes}
     write_json(out / OUTPUTS[0], results, GENERATOR)
     write_report(out / OUTPUTS[1], results, outcome, task.images, classes, templates)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)

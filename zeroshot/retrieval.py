@@ -53,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.cli.results import claim_files, results_folder
     from probemb.data.captions.find import find_captions
     from probemb.evaluation.benchmarks import choose_benchmarks, refuse_too_many_exact_pairs
-    from probemb.evaluation.rankings import ranking_names
+    from probemb.evaluation.rankings import check_factory, ranking_names
     from zeroshot.judgements import SCORES, read_judged
 
     rankings = ranking_names(config.rankings)
+    check_factory(config.factory, rankings)
     check_tolerance(config, rankings)
     captions = find_captions(config.data, config.split, config.images, exif=config.exif)
     _ = captions.images  # refuses data with missing images

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from probemb.cli.streams import make_output_unfailing
@@ -21,6 +22,9 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         from probemb.cli.ranges import plain, wrong_value
 
+        if action.type is Path and not arg_string.strip():  # Path would make the working directory of it
+            name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+            raise UserError(f"{name} is empty.", "Give a path; the working directory is called `.`.")
         try:
             return plain(super()._get_value(action, arg_string))
         except argparse.ArgumentError as error:

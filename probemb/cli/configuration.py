@@ -181,12 +181,33 @@ def known_keys(config_class: type, prefix: str = "", only: type | None = None) -
     return keys
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without the keys that stand twice in a mapping, of which YAML takes the last."""
+
+    def construct_mapping(self, node, deep=False):
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise UserError(
+                    f"{self.name} has the key {key.value} twice, in lines {seen[key.value]} and {line}.",
+                    "Remove one of them.",
+                )
+            seen[str(key.value)] = line
+        return super().construct_mapping(node, deep)
+
+
 def _checked_file(path: Path, known: list[str], elsewhere: Callable[[str], UserError | None]) -> str:
     """The path; or its content as YAML, without keys of other classes that have no value there (earlier versions)."""
+    if path.is_dir():
+        inside = sorted(path.glob("*.yaml"))
+        remedy = f"Name a file in it, such as {inside[0]}." if inside else "Name a YAML file."
+        raise UserError(f"--config {path} is a folder.", remedy)
     if not path.is_file():
         raise UserError(f"The configuration file {path} does not exist.", "Check the path given to --config.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            content = yaml.load(file, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path} is not a YAML file: {reason}.", "Correct the file.") from error
@@ -205,6 +226,12 @@ def _checked_file(path: Path, known: list[str], elsewhere: Callable[[str], UserE
                     )
                 left_out.append(key)
                 del node[name]
+            elif not isinstance(value, dict) and any(other.startswith(f"{key}.") for other in known):
+                shown = "nothing" if value is None else repr(value)[:80]
+                raise UserError(
+                    f"{path} sets {key} to {shown}, but it is a group of keys.",
+                    "Write its keys below it, each indented, or remove the line.",
+                )
             elif isinstance(value, dict):
                 walk(value, f"{key}.")
                 if not value:  # a class without options

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args, get_origin
 
-from jsonargparse.typing import restricted_number_type
+from jsonargparse.typing import restricted_number_type, restricted_string_type
 
 from probemb.cli.machine import COMPUTING, WAITING, describe_cores
 from probemb.errors import UserError, nearest
@@ -20,6 +20,8 @@ Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
 BelowOne = restricted_number_type("BelowOne", float, [(">=", 0), ("<", 1)])
 BelowHalf = restricted_number_type("BelowHalf", float, [(">=", 0), ("<", 0.5)])
 
+Folder = restricted_string_type("Folder", r"[^\0]*[^\s\0][^\0]*", "the name of a folder")
+
 Distance = Literal[
     "csd", "kl", "min-kl", "symmetric-kl", "wasserstein2", "elk", "bhattacharyya", "match-probability"
 ]  # fmt: skip
@@ -27,7 +29,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
 _KINDS[list] = _KINDS[tuple]
-_UNITS = {Minutes: "a number of minutes", Gibibytes: "a number of GiB"}
+_UNITS = {Minutes: "a number of minutes", Gibibytes: "a number of GiB", Folder: "the name of a folder"}
 _OF_MACHINE = (Workers, Processes, Requests)
 _COMPARED = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
@@ -68,10 +70,10 @@ def base_type(hint: Any) -> type:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of jsonargparse's types as plain ones, which YAML and JSON can hold."""
+    """Numbers and texts of jsonargparse's types as plain ones, which YAML and JSON can hold."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(plain, value))
-    for kind in (int, float):
+    for kind in (int, float, str):
         if isinstance(value, kind) and not isinstance(value, bool):
             return kind(value)
     return value
@@ -81,6 +83,8 @@ def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> U
     """The error for a `value`, as typed or read, that the type `hint` of a dotted `key` does not take."""
     kind = base_type(hint)
     shown = f"'{value[:100]}'" if isinstance(value, str) else str(value)[:100]
+    if Folder in (hint, *get_args(hint)) and not str(value or "").strip():
+        return UserError(f"{key} is empty.", "Name the folder that is to be written, or leave the option out.")
     if value is None:
         return UserError(f"{key} is empty.", f"Set it to {describe(hint)}.")
     if get_origin(hint) is Literal or any(get_origin(one) is Literal for one in get_args(hint)):

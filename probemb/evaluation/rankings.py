@@ -22,6 +22,7 @@ from probemb.evaluation.tolerance import CSD, GIVEN, Tolerance, choose_tolerance
 from probemb.gaussian import Gaussian
 from probemb.metrics import Positives, mean_metrics, query_metrics, rank_both, rsum
 from probemb.search import build_index, rerank, search
+from probemb.search.index import new_index, width_of
 
 KS = (1, 5, 10)
 TITLES = {
@@ -36,6 +37,7 @@ TITLES = {
     "log-likelihood": "log-likelihood",
     "inclusion": "inclusion",
 }
+ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 BY_NAME_ALONE = ("log-likelihood", "inclusion")  # they do not separate: some hundred times the work of CSD
 
 
@@ -51,6 +53,16 @@ def ranking_names(text: str | None) -> list[str]:
     if not names:
         raise UserError("--rankings names none.", f"Choose from {', '.join(TITLES)}, or leave it out.")
     return list(dict.fromkeys(names))
+
+
+def check_factory(factory: str, names: Sequence[str]) -> None:
+    """Refuse a string that FAISS does not know, if any ranking of `names` needs it. Raises UserError."""
+    for form in {_form(name) for name in names if name.startswith("faiss")}:
+        new_index(width_of(ANY_DIMENSION, form, factory), factory)
+
+
+def _form(name: str) -> str:
+    return "csd" if name == "faiss-csd" else "mean"
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ class SearchRanker:
     def _search(self, queries: Gaussian, gallery: Gaussian, depth: int) -> Tensor:
         depth = min(depth, len(gallery))
         start = time.perf_counter()
-        index = build_index(gallery, self.options.factory, "csd" if self.name == "faiss-csd" else "mean")
+        index = build_index(gallery, self.options.factory, _form(self.name))
         self.build_seconds += time.perf_counter() - start
         if self.name != "faiss-rerank":
             return search(index, queries, depth)[1]

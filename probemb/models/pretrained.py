@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -213,7 +214,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the restricted unpickler fails in many ways on bytes that are no pickle
         raise UserError(
-            f"{path} cannot be read as model weights ({_first_line(error)}).",
+            f"{path} cannot be read as model weights ({_why_unreadable(path, error)}).",
             "Give a .safetensors file, or a .pt file that holds nothing but tensors.",
         ) from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
@@ -225,6 +226,20 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     if all(key.startswith("module.") for key in state):
         state = {key.removeprefix("module."): value for key, value in state.items()}
     return state
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """The reason in our words: torch's own messages advise to load pickles without protection."""
+    if path.suffix == ".safetensors" or not path.is_file():
+        return _first_line(error)
+    if found := re.search(r"\bGLOBAL ([\w.]+)", str(error)):
+        return f"it holds a Python object, {found[1]}, which is not loaded"
+    with path.open("rb") as file:
+        is_archive = file.read(2) == b"PK"
+    if not is_archive:
+        return "it is damaged, or no file of weights"
+    unpickled = isinstance(error, pickle.UnpicklingError)
+    return "it holds more than tensors" if unpickled else "its archive is damaged or cut short"
 
 
 def load_strictly(model: torch.nn.Module, state: dict[str, Tensor], source: str | Path) -> None:

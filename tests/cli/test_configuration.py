@@ -1,5 +1,6 @@
 """Configurations: dataclasses from YAML and options, ranges, and options of a chosen class."""
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -115,6 +116,11 @@ def test_what_cannot_be_read_is_named(argv, message):
         ("name: [", "not a YAML file"),
         ("just words", "holds no keys"),
         ("\x00", "not a YAML file"),
+        ("name: a\npart: {rate: 1}\nname: b\n", "has the key name twice, in lines 1 and 3."),
+        ("part:\n  rate: 1\n  rate: 2\n", "has the key rate twice, in lines 2 and 3."),
+        ("part:\n", "sets part to nothing, but it is a group of keys."),
+        ("part: null\n", "sets part to nothing, but it is a group of keys."),
+        ("part: fast\n", "sets part to 'fast', but it is a group of keys."),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
@@ -123,6 +129,50 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
     with pytest.raises(UserError) as error:
         parse("--config", str(file))
     assert message in str(error.value)
+
+
+def test_a_folder_is_no_configuration(tmp_path):
+    with pytest.raises(UserError, match=rf"--config {tmp_path} is a folder\. Name a YAML file\."):
+        parse("--config", str(tmp_path))
+    (tmp_path / "config.yaml").write_text("name: y\n")
+    with pytest.raises(UserError, match=rf"Name a file in it, such as {tmp_path}/config.yaml."):
+        parse("--config", str(tmp_path))
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("pretrain.run", ["--data.train=x"]),
+        ("finetune.run", ["--data.path=x"]),
+        ("zeroshot.imagenet", ["--data=x"]),
+        ("zeroshot.retrieval", ["--data=x"]),
+        ("tools.embed.command", ["--model=x", "--data=x"]),
+        ("tools.build_index", ["--embeddings=x"]),
+        ("tools.export", ["--model=x"]),
+        ("tools.toy2d", []),
+        ("tools.claims.command", []),
+    ],
+)
+def test_an_empty_name_is_no_folder(module, words, empty, monkeypatch, tmp_path):
+    """It would be the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [module, *words, "--out", empty])
+    with pytest.raises(UserError, match=r"^--out is empty"):
+        importlib.import_module(module).main()
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_empty_folder_in_a_file_is_refused_too(tmp_path):
+    from pretrain.config import Config
+
+    file = tmp_path / "c.yaml"
+    for out in ("''", "' '", '"\\0"'):
+        file.write_text(f"out: {out}\n")
+        with pytest.raises(UserError, match=r"^out is"):
+            parse_config(Config, "prog", "description", ["--config", str(file)])
+    file.write_text("out: runs/x\n")
+    assert type(parse_config(Config, "prog", "description", ["--config", str(file)]).out) is str
 
 
 @pytest.mark.parametrize(

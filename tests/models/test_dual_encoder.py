@@ -339,18 +339,23 @@ def test_wrong_weight_files(tmp_path):
     torch.save({"model": {1, 2}}, tmp_path / "no_tensors.pt")
     torch.save(open_clip.create_model(NAME), tmp_path / "pickled_module.pt")
     (tmp_path / "garbage.pt").write_bytes(b"\x80\x02garbage")
+    (tmp_path / "no_pickle.pt").write_bytes(b"\xd5not a pickle\n" * 50)
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:50_000])
     (tmp_path / "garbage.safetensors").write_bytes(b"\xff" * 40)
     (tmp_path / "empty.safetensors").write_bytes(b"")
     for file, what in {
         "other.pt": "another model .*visual.transformer.resblocks.2.ln_1.weight.*another shape: visual.class_embedding",
         "no_tensors.pt": "dictionary of tensors",
-        "pickled_module.pt": "cannot be read",
-        "garbage.pt": "cannot be read",
+        "pickled_module.pt": r"holds a Python object, open_clip\.model\.CLIP, which is not loaded",
+        "garbage.pt": r"cannot be read as model weights \(it is damaged, or no file of weights\)",
+        "no_pickle.pt": r"\(it is damaged, or no file of weights\)",
+        "cut.pt": r"\(its archive is damaged or cut short\)",
         "garbage.safetensors": "cannot be read",
         "empty.safetensors": "cannot be read",
     }.items():
-        with pytest.raises(UserError, match=what):
+        with pytest.raises(UserError, match=what) as error:
             create_model(NAME, pretrained=str(tmp_path / file))
+        assert "weights_only" not in str(error.value)  # torch's advice to load it without protection
     torch.save(open_clip.create_model(NAME).state_dict(), tmp_path / "good.pt")
     with pytest.raises(UserError, match="16 dimensions, not 8"):
         create_model(NAME, embed_dim=8, pretrained=str(tmp_path / "good.pt"))

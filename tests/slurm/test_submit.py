@@ -161,6 +161,25 @@ def test_without_slurm_a_stage_that_fails_fails_the_command(here):
     assert "rank 0, 1 failed" in said
 
 
+@pytest.mark.parametrize("more", [(), ("--sweep", "sweep.txt")])
+@pytest.mark.parametrize("folder_is_there", [False, True])
+def test_a_job_that_slurm_refuses_leaves_nothing(cluster, tmp_path, more, folder_is_there):
+    (tmp_path / "sweep.txt").write_text("--out=a\n--out=b\n")
+    if folder_is_there:
+        (tmp_path / "jobs").mkdir()
+        (tmp_path / "jobs" / "7_0_log.out").write_text("of an earlier job")
+    before = sorted(tmp_path.rglob("*"))
+    own = ("--cpu", "--time=30", "--cpus-per-task=1", "--partition=nowhere", "--folder", str(tmp_path / "jobs"))
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm.submit", "pretrain", *own, *more, "--", "--data.train=x"],
+        cwd=tmp_path, env={**cluster.env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Slurm refused the job: " in done.stderr
+    assert "invalid partition specified: nowhere" in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_slurm_is_not_needed_for_help():
     environ = {**os.environ, "PATH": str(Path(shutil.which("env")).parent), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

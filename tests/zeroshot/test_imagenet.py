@@ -170,6 +170,17 @@ def test_own_templates_and_hostile_names_are_shown_as_text(run_folder, shards, t
     assert "\u202e" not in text
 
 
+def test_classes_without_images_are_told(run_folder, shards, tmp_path, names, capsys):
+    (tmp_path / "c.txt").write_text("\n".join([*names, "zebra"]))
+    main([
+        "--filter", "single", "--model", str(run_folder), "--data", str(shards), "--no-cache",
+        "--classes", str(tmp_path / "c.txt"), "--out", str(tmp_path / "out"),
+    ])  # fmt: skip
+    note = "1 of 9 classes have no images (zebra): they only compete with the others."
+    assert note in capsys.readouterr().out.splitlines()
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["notes"] == [note]
+
+
 def bad_inputs(shards, run_folder, tmp):
     good = {"--model": str(run_folder), "--data": str(shards)}
     (tmp / "two.txt").write_text("cat\ndog\n")

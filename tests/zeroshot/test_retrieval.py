@@ -354,6 +354,13 @@ def test_bad_input(options, message, run_folder, captioned, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_index_that_cannot_be_is_refused_before_the_model_is_loaded(captioned, tmp_path):
+    with pytest.raises(UserError, match="FAISS makes no index of 'Flatt'"):
+        command(tmp_path / "no-model", captioned, tmp_path / "out", "--factory", "Flatt")
+    with pytest.raises(UserError, match="There is no model"):  # rankings without FAISS need none
+        command(tmp_path / "no-model", captioned, tmp_path / "out", "--factory", "Flatt", "--rankings", "csd")
+
+
 def test_what_is_missing_is_said(run_folder, captioned, tmp_path):
     with pytest.raises(UserError, match="--model is missing"):
         main([])

@@ -18,6 +18,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.cli.command import Parser
@@ -104,7 +105,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="run folder, model folder, .safetensors file or hub name")
     parser.add_argument("--data", required=True, nargs="+", help="folders, patterns or addresses of webdataset shards")
-    parser.add_argument("--out", required=True, help="folder for the embeddings")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the embeddings")
     parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
     parser.add_argument("--batch-size", type=Count, default=64, help="images in a batch (%(default)s)")

@@ -104,4 +104,11 @@ def _recognise(data: str | Path) -> str:
         raise UserError(
             f"{path} holds no captions: it is neither a tar nor a text.", "Name shards, a Karpathy json or a caps.txt."
         )
-    return "karpathy" if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[") else "precomp"
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start[:15].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise UserError(
+            f"{path} is a web page, not captions.",
+            "Fetch the annotation file again: the server may have answered with an error or a login page.",
+        )
+    is_json = start[:1] in (b"{", b"[") or path.name.endswith((".json", ".json.gz"))
+    return "karpathy" if is_json else "precomp"

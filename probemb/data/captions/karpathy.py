@@ -29,6 +29,8 @@ def read_karpathy(path: Path, split: str | None, images: Path | None) -> Caption
         path = only_file(sorted(path.glob("dataset*.json*")), path, "a Karpathy json")
     try:
         rows = json.loads(read_text(path).decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text in UTF-8.", "Fetch the annotation file again.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {str(error)[:200]}.", "Fetch the annotation file again.") from None
     rows = rows.get("images") if isinstance(rows, dict) else None

@@ -60,6 +60,19 @@ def read_classes(path: str | Path) -> Classes:
     return Classes(tuple(name.strip() for name in names), tuple(keys) if keys else None, str(path))
 
 
+def refuse_same_names(classes: Classes) -> None:
+    """Raise UserError if two classes have the same prompts; CLIP's own names of ImageNet have two such pairs."""
+    names = [" ".join(name.casefold().split()) for name in classes.names]
+    if len(set(names)) == len(names) or classes.names == imagenet_classes().names:
+        return
+    same = next(name for name in names if names.count(name) > 1)
+    first, second = [i for i, name in enumerate(names) if name == same][:2]
+    raise UserError(
+        f"Classes {first} and {second} of {classes.source} have the same name, {classes.names[second]}.",
+        "Their prompts would be the same: give them names that differ, such as `crane bird` and `construction crane`.",
+    )
+
+
 def _classes_from_json(text: str, path: Path) -> tuple[list, list[str] | None]:
     try:
         content = json.loads(text)

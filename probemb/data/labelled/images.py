@@ -8,7 +8,7 @@ from pathlib import Path
 
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images, Place, find_tars, list_members
-from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes, read_text
+from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes, read_text, refuse_same_names
 from probemb.data.shards.samples import IMAGE_EXTENSIONS, group_members, parse_sample
 from probemb.errors import UserError, nearest
 
@@ -191,7 +191,19 @@ def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes
             f"{images.source} has {n_marks} classes and does not say what they are called.",
             "Name a class-name file with --classes, or say --classes imagenet if the labels are ImageNet's.",
         )
+    refuse_same_names(classes)
     return classes, assign_labels(images, classes)
+
+
+def remarks(labels: Sequence[int], classes: Classes) -> list[str]:
+    """Sentences on what makes an accuracy over these labels say less: classes without images, a single class."""
+    if len(classes) == 1:
+        return [f"There is one class, {classes.names[0]}: every image counts as correct, whatever the model says."]
+    empty = sorted(set(range(len(classes))) - set(labels))
+    if not empty:
+        return []
+    named = ", ".join(classes.names[i] for i in empty[:3]) + (", …" if len(empty) > 3 else "")
+    return [f"{len(empty)} of {len(classes)} classes have no images ({named}): they only compete with the others."]
 
 
 def assign_labels(images: LabelledImages, classes: Classes) -> list[int]:

@@ -163,6 +163,9 @@ def changed(**changes):
 
 HOSTILE = [
     ("{", "is not JSON"),
+    ("not found", "is not JSON"),
+    ("<!DOCTYPE html>\n<html><body>404</body></html>", "is a web page, not captions. Fetch the annotation file again"),
+    (" \n<HTML>\n<p>Log in</p></HTML>", "is a web page"),
     ("{" * 200_000, "not JSON"),
     ('{"images": ' + "9" * 10_000 + "}", "not"),
     ("[1, 2]", "not in Karpathy's format: it has no list of images"),

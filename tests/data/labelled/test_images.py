@@ -9,8 +9,8 @@ from PIL import Image
 
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, describe_bad, in_both
-from probemb.data.labelled.classes import imagenet_classes
-from probemb.data.labelled.images import find_images, resolve_classes
+from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes, refuse_same_names
+from probemb.data.labelled.images import find_images, remarks, resolve_classes
 from probemb.errors import UserError
 from tests.world import N_CLASSES, write_tar
 
@@ -117,6 +117,37 @@ def test_names_that_do_not_fit_the_labels_are_refused(shards, folders, tmp_path)
     unnamed.class_file = None
     with pytest.raises(UserError, match="does not say what they are called"):
         resolve_classes(unnamed, None)
+
+
+def test_two_classes_of_one_name_are_refused(shards, folders, pictures, names, tmp_path):
+    """Their prompts, and so their scores, would be the same."""
+    (tmp_path / "c.txt").write_text("\n".join([*names[:3], f" {names[0].upper()} ", *names[4:]]))
+    with pytest.raises(UserError, match=f"Classes 0 and 3 of .*c.txt have the same name, {names[0].upper()}."):
+        resolve_classes(find_images(shards), str(tmp_path / "c.txt"))
+    for folder in ("red_circle", "red circle"):
+        (tmp_path / "folders" / folder).mkdir(parents=True)
+        (tmp_path / "folders" / folder / "x.jpg").write_bytes(pictures[0][1])
+    with pytest.raises(UserError, match="Classes 0 and 1 of the names of the class folders have the same name"):
+        resolve_classes(find_images(tmp_path / "folders"), None)
+
+
+def test_clip_s_own_names_pass_with_their_two_pairs(tmp_path, pictures):
+    own = imagenet_classes()
+    refuse_same_names(own)
+    (tmp_path / "c.txt").write_text("\n".join(own.names))
+    refuse_same_names(read_classes(tmp_path / "c.txt"))
+
+
+def test_classes_without_images_and_a_single_class_are_told(shards, tmp_path, names):
+    images = find_images(shards)
+    classes, labels = resolve_classes(images, None)
+    assert remarks(labels, classes) == []
+    (more,) = remarks([label for label in labels if label > 3], classes)
+    assert more.startswith(f"4 of 8 classes have no images ({', '.join(names[:3])}, …)")
+    alone = Classes(("cat",), None, "x")
+    assert remarks([0, 0], alone) == [
+        "There is one class, cat: every image counts as correct, whatever the model says."
+    ]
 
 
 def test_a_thousand_wordnet_folders_are_imagenet(tmp_path, pictures):
