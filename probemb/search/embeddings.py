@@ -1,8 +1,8 @@
 """The embeddings of shards in a folder: one partition a shard, complete once its marker is there.
 
-    OUT/embeddings.json          {"format", "model", "weights", "dim"}
+    OUT/embeddings.json          {"format", "model", "weights", "dim", "mean_dtype"}
     OUT/corpora/HASH.json        {"data": path or address, "shards": [SHARD, …]}; a file each, as commands run at once
-    OUT/image/SHARD.npz          mean (n, D) float16, u (n,) float32 = sum of the variances
+    OUT/image/SHARD.npz          mean (n, D) of mean_dtype, u (n,) float32 = sum of the variances
     OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
     OUT/image/SHARD.done.json    {"shard", "bytes", "modified" or "version", "members", "samples", "without_image",
                                  "count", "failures": {cause: n}, "examples"}, written last
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 KINDS = ("image", "text")
+MEAN_DTYPES = ("float16", "float32")  # the first one of folders that do not say
 NAME = "embeddings.json"
+ABOUT = ("model", "weights", "dim", "mean_dtype")
 CORPORA = "corpora"
 MARKER = ".done.json"
 MAX_JSON_BYTES = 64 << 20
@@ -61,6 +63,7 @@ class Embeddings:
         model: as typed; weights: its SHA-256 (`probemb.models.weights_sha256`).
         dim: D.
         corpora: names of all partitions by the path or address of each corpus.
+        mean_dtype: of the means in the files, in MEAN_DTYPES.
     """
 
     folder: Path
@@ -68,6 +71,7 @@ class Embeddings:
     weights: str
     dim: int
     corpora: dict[str, list[str]]
+    mean_dtype: str = MEAN_DTYPES[0]
 
     def count(self, kind: str) -> int | None:
         """Rows of a kind; None while it is incomplete. Raises UserError."""
@@ -87,10 +91,10 @@ class Embeddings:
         return found
 
     def read(self, part: Partition) -> tuple[np.ndarray, np.ndarray]:
-        """mean (n, D) float16 and u (n,) float32. Raises UserError for files that do not fit the marker."""
+        """mean (n, D) of `mean_dtype` and u (n,) float32. Raises UserError for files that do not fit the marker."""
         path, (mean, u) = self.path(part), self._arrays(part, "mean", "u")
-        if mean.shape != (part.count, self.dim) or mean.dtype != np.float16 or u.shape != (part.count,):
-            wanted = f"float16 of ({part.count}, {self.dim})"
+        if mean.shape != (part.count, self.dim) or mean.dtype != self.mean_dtype or u.shape != (part.count,):
+            wanted = f"{self.mean_dtype} of ({part.count}, {self.dim})"
             raise UserError(f"{path} holds {mean.dtype} of the shape {mean.shape}, not {wanted}.", _REPAIR)
         return mean, np.ascontiguousarray(u, dtype=np.float32)
 
@@ -150,7 +154,7 @@ class Embeddings:
         import pyarrow.parquet as pq
 
         folder = self.folder / kind
-        mean, u = np.asarray(mean, dtype=np.float16), np.asarray(u, dtype=np.float32)
+        mean, u = np.asarray(mean, dtype=self.mean_dtype), np.asarray(u, dtype=np.float32)
 
         def arrays(path: Path) -> None:
             with open(path, "wb") as file:
@@ -189,7 +193,9 @@ def open_embeddings(folder: str | Path) -> Embeddings:
     if content.get("format") != FORMAT:
         raise UserError(f"{path} has the format {content.get('format')!r}, not {FORMAT}.", _ANEW)
     model, weights, dim = (content.get(key) for key in ("model", "weights", "dim"))
-    if not (type(model) is type(weights) is str and type(dim) is int and 0 < dim <= MAX_DIM):
+    mean_dtype = content.get("mean_dtype", MEAN_DTYPES[0])
+    known = mean_dtype in MEAN_DTYPES
+    if not (known and type(model) is type(weights) is str and type(dim) is int and 0 < dim <= MAX_DIM):
         raise UserError(f"{path} does not describe embeddings.", _ANEW)
     corpora = {}
     for file in sorted((path.parent / CORPORA).glob("*.json")):
@@ -198,15 +204,21 @@ def open_embeddings(folder: str | Path) -> Embeddings:
         if type(data) is not str or type(names) is not list or not all(type(name) is str for name in names):
             raise UserError(f"{file} does not describe a corpus.", _AGAIN)
         corpora[data] = names
-    return Embeddings(path.parent, model, weights, dim, corpora)
+    return Embeddings(path.parent, model, weights, dim, corpora, mean_dtype)
 
 
 def plan_embeddings(
-    folder: str | Path, model: str, weights: str, dim: int, corpora: dict[str, list[str]]
+    folder: str | Path,
+    model: str,
+    weights: str,
+    dim: int,
+    corpora: dict[str, list[str]],
+    mean_dtype: str | None = None,
 ) -> Embeddings:
     """A folder for the embeddings of `corpora`, which may already hold some of them, or of others. Writes nothing.
 
-    Raises UserError: it holds embeddings of another model, or other files.
+    `mean_dtype` None takes that of the folder. Raises UserError: it holds embeddings of another model, means of another
+    type, or other files.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -219,16 +231,21 @@ def plan_embeddings(
                 f"{model} ({weights[:12]}, {dim} dimensions).",
                 "Name another folder with --out, or the model that it was made with.",
             )
+        if mean_dtype not in (None, held.mean_dtype):
+            raise UserError(
+                f"{folder} holds means in {held.mean_dtype}, not in {mean_dtype}.",
+                "Name another folder with --out, or leave --mean-dtype out.",
+            )
         return replace(held, corpora=held.corpora | corpora)
     others = [file for file in folder.iterdir() if not file.name.startswith(f".{NAME}.")] if folder.is_dir() else []
     if others:  # besides leftovers of a killed process
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
-    return Embeddings(folder, model, weights, dim, corpora)
+    return Embeddings(folder, model, weights, dim, corpora, mean_dtype or MEAN_DTYPES[0])
 
 
 def save_embeddings(embeddings: Embeddings, given: Iterable[str]) -> None:
     """Write the description of the folder and of the `given` corpora, if it changed. Raises UserError."""
-    files = {NAME: {"format": FORMAT, **{name: getattr(embeddings, name) for name in ("model", "weights", "dim")}}}
+    files = {NAME: {"format": FORMAT, **{name: getattr(embeddings, name) for name in ABOUT}}}
     for data in given:
         digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
         files[f"{CORPORA}/{digest[:16]}.json"] = {"data": data, "shards": embeddings.corpora[data]}

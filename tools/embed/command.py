@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_model(options.model, device=device.name)
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
     named = {data: partition_names(found) for data, found in corpora.items()}
-    out = plan_embeddings(options.out, lasting_name(options.model), weights, dim, named)
+    out = plan_embeddings(options.out, lasting_name(options.model), weights, dim, named, options.mean_dtype)
     mine = list(zip(shards, names))[part[0] :: part[1]]
     tasks = pending(out, mine, kinds)
     held = [out.marker("image", task.name) for task in tasks if "image" in task.kinds]
@@ -107,6 +107,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--data", required=True, nargs="+", help="folders, patterns or addresses of webdataset shards")
     parser.add_argument("--out", required=True, type=Path, help="folder for the embeddings")
     parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
+    kept = "type of the stored means; by default the folder's own, float16 for a new one"
+    parser.add_argument("--mean-dtype", choices=("float16", "float32"), help=kept)
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
     parser.add_argument("--batch-size", type=Count, default=64, help="images in a batch (%(default)s)")
     parser.add_argument("--text-batch-size", type=Count, default=256, help="captions in a batch (%(default)s)")
@@ -180,7 +182,7 @@ def embed(loaded, out: Embeddings, tasks: Sequence[ShardTask], options: Namespac
                 pixels = batch.pixels.to(device.name, non_blocking=True)
                 with device.autocast():
                     found = model.encode_image(pixels)
-                means.append(found.mean.half())
+                means.append(found.mean.to(getattr(torch, out.mean_dtype)))
                 uncertainties.append(found.uncertainty().float())
             note(task, batch)
             advance(len(batch.captions))
