@@ -133,6 +133,7 @@ def flip(data: bytes, draw: np.random.RandomState, count: int = 16) -> bytes:
     return data[:at] + draw.bytes(count) + data[at + count :]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("draft", [None, 100])
 @pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 40, "optimize": True}, {"progressive": True}])
 def test_random_bytes_in_a_jpegs_coded_data_are_noticed(encode, options, draft):
@@ -149,6 +150,7 @@ def test_random_bytes_in_a_jpegs_coded_data_are_noticed(encode, options, draft):
     assert decode_image(data, draft).tobytes() == whole.tobytes()
 
 
+@pytest.mark.chaos
 def test_damage_in_every_scan_of_a_progressive_jpeg_is_noticed(encode):
     draw = np.random.RandomState(5)
     small = Image.fromarray(draw.randint(0, 255, (60, 80, 3), dtype=np.uint8))

@@ -217,6 +217,7 @@ def test_damaged_files(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.chaos
 def test_a_flipped_bit_in_the_tensors_is_noticed(tmp_path):
     save_model(model_with(), tmp_path)
     file = tmp_path / "model.safetensors"

@@ -6,8 +6,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.forked import Job
 from tests.jobs import refused
+
+pytestmark = pytest.mark.chaos
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(options, small_disk, tmp_path):

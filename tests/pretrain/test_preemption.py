@@ -22,6 +22,7 @@ def weights(run: Path, step: int) -> bytes:
     return (run / "checkpoints" / f"step-{step}" / "weights.safetensors").read_bytes()
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_ends_all_of_them_with_a_checkpoint(number, options, tmp_path):
     """And the run goes on from it as if it had not been stopped; a second and third signal change nothing."""
@@ -49,6 +50,7 @@ def test_a_signal_while_starting_ends_the_run_before_its_first_step(options, tmp
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.chaos
 def test_three_starts_in_a_row_without_a_step_are_the_last(options, tmp_path):
     """A start with a step in between, and one after the run has ended so, count from one again."""
 
@@ -79,6 +81,7 @@ def _signal_soon(rank):
     pretrain.run.make_stream = with_signal
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("workers", "rank"), [(0, 0), (0, 1), (2, 0)])
 def test_a_signal_while_one_rank_waits_for_its_data(workers, rank, silent, options, shards, tmp_path):
     """Rank 1 waits for a server that would keep it for minutes, and rank 0 for rank 1; either may get the signal."""
@@ -129,6 +132,7 @@ def await_words(process: subprocess.Popen, log: Path, words: str) -> None:
         signal.sigtimedwait([], 0.05)
 
 
+@pytest.mark.chaos
 def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
     log = tmp_path / "log"
     process = torchrun(options, log)
@@ -143,6 +147,7 @@ def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
+@pytest.mark.chaos
 def test_a_killed_rank_takes_the_job_down(options, tmp_path):
     """Rank 1 is killed; torchrun and rank 0 end by themselves, and no lock or process is left."""
     log = tmp_path / "log"
@@ -161,6 +166,7 @@ def test_a_killed_rank_takes_the_job_down(options, tmp_path):
     assert on.wait() == [0], on.text()
 
 
+@pytest.mark.chaos
 def test_two_jobs_never_write_one_folder(options, tmp_path):
     first = Job(options, ranks=1, output=tmp_path / "log")
     first.until("step     1/")

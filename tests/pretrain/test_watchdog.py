@@ -9,6 +9,7 @@ import pytest
 
 from tests.forked import Job
 
+pytestmark = pytest.mark.chaos
 HOST = os.uname().nodename
 
 

@@ -50,6 +50,7 @@ def test_sound_shards(sound, tmp_path, capsys):
     assert "8 shards, 64 samples: 0 shards damaged, 0 samples lost" in capsys.readouterr().out
 
 
+@pytest.mark.chaos
 def test_it_finds_what_training_finds(sound, tmp_path, capsys):
     shards = read_index(sound)
     damage(sound)
@@ -119,6 +120,7 @@ def test_real_photographs(shared_data):
     assert main(["--verify", str(shared_data("flickr8k")), "--workers", "2"]) == 0
 
 
+@pytest.mark.chaos
 def test_another_content_of_the_same_size_is_damage(sound, tmp_path, capsys):
     path = sound / "00001.tar"
     data = bytearray(path.read_bytes())
@@ -137,6 +139,7 @@ def test_another_content_of_the_same_size_is_damage(sound, tmp_path, capsys):
     assert "8 of 8 shards have no SHA-256 in index.json" in capsys.readouterr().out
 
 
+@pytest.mark.chaos
 def test_what_can_be_read_is_written_to_new_shards(sound, tmp_path, capsys):
     data = {number: (sound / f"{number:05d}.tar").read_bytes() for number in range(4)}
     cut, zeros = len(data[0]) - 12_000, data[1].index(b"0004.jpg")
@@ -160,6 +163,7 @@ def test_what_can_be_read_is_written_to_new_shards(sound, tmp_path, capsys):
         verify(sound, tmp_path, "--repair", str(sound))
 
 
+@pytest.mark.chaos
 def test_samples_split_over_parts_are_damage(tmp_path, capsys):
     image, text = jpeg(class_scene("test", 0)), b"a caption"
     (tmp_path / "data").mkdir()

@@ -153,6 +153,7 @@ def test_missing_file(tmp_path):
         members(tmp_path / "none.tar")
 
 
+@pytest.mark.chaos
 def test_every_cut_of_a_tar_is_noticed(write_tar):
     path = write_tar("a.tar", [("long/" * 40 + "a.jpg", b"x" * 700), ("b.txt", b"y")], tarfile.PAX_FORMAT)
     data = path.read_bytes()
@@ -180,6 +181,7 @@ def test_flipped_bytes_end_in_a_refusal_or_in_members_inside_the_file(write_tar)
     assert refused > 50
 
 
+@pytest.mark.chaos
 def test_data_after_the_end_marker_is_damage(write_tar, tmp_path):
     files = [(f"{i}.jpg", b"5" * 3000) for i in range(40)]
     path = write_tar("a.tar", files)

@@ -31,6 +31,7 @@ def read_until(stream, seconds=20.0):
         next(stream)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_content_of_the_same_size_stops_the_run(shards, workers):
     change_a_letter(shards[3].path)
@@ -53,6 +54,7 @@ def test_sound_shards_are_compared_and_unknown_ones_told(shards, caplog):
     assert "1 of 5 shards have no SHA-256" in caplog.text
 
 
+@pytest.mark.chaos
 def test_a_shard_of_another_size_is_refused(shards):
     changed = write_shard(shards[1].path, shards[1].samples + 2)
     assert changed.bytes != shards[1].bytes
@@ -63,6 +65,7 @@ def test_a_shard_of_another_size_is_refused(shards):
     )
 
 
+@pytest.mark.chaos
 def test_more_samples_than_the_index_says_are_told_once(shards, caplog):
     less = [replace(shards[0], samples=6), *shards[1:]]
     with caplog.at_level(logging.WARNING), make(less, steps=12, workers=2) as stream:
@@ -72,6 +75,7 @@ def test_more_samples_than_the_index_says_are_told_once(shards, caplog):
     assert "00000.tar: holds 11 samples, but its index says 6" in told[0]
 
 
+@pytest.mark.chaos
 def test_a_shard_rewritten_in_place_is_noticed(shards):
     with make(shards, failure_share=1) as stream:
         next(stream)

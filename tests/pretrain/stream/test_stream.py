@@ -443,6 +443,7 @@ def test_whole_shards_that_cannot_be_used(tmp_path):
         )
 
 
+@pytest.mark.chaos
 def test_every_kind_of_damage_is_counted_with_its_reason(tmp_path):
     kinds = {"image": "cannot be decoded", "zero bytes": "no image", "bomb": "64,000,000 pixels"}
     kinds |= {"caption": "no caption", "encoding": "not UTF-8"}
@@ -458,6 +459,7 @@ def test_every_kind_of_damage_is_counted_with_its_reason(tmp_path):
         assert reason in stream.failures[f"{shard:05d}.tar"].reason
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["vanishes", "is cut", "is emptied"])
 def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
@@ -485,6 +487,7 @@ def test_a_shard_that_is_lost_while_training(tmp_path, how, workers):
     ].reason or "has become shorter" in stream.failures["00004.tar"].reason
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_failures_stop_the_run_and_name_the_worst_shards(tmp_path, workers):
     bad = {(1, i): "image" for i in range(8)} | {(3, i): "caption" for i in range(4)}
@@ -548,6 +551,7 @@ def die(image: Image.Image) -> torch.Tensor:
     return augment(image)
 
 
+@pytest.mark.chaos
 def test_a_killed_worker_is_noticed(corpus):
     with make(corpus, transform=die, workers=2) as stream, pytest.raises(UserError, match="exit code -9"):
         take(stream, 20)
@@ -557,6 +561,7 @@ def send_eight_mib(step: int) -> bytes:
     return bytes(8 << 20)
 
 
+@pytest.mark.chaos
 def test_a_worker_that_is_killed_in_the_middle_of_its_answer_is_noticed():
     team = Team([send_eight_mib], ahead=1)
     (process,), (connection,) = team._processes, team._connections
