@@ -18,6 +18,9 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38}
+KEYS |= {"ArrowRight": 39, "ArrowDown": 40, "v": 86, "/": 191}
+
 
 class Browser:
     """One page. Everything that its scripts log, throw or are forbidden is in `complaints`."""
@@ -113,11 +116,27 @@ class Browser:
         """Into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str) -> None:
-        codes = {"Enter": 13, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9}
-        text = {"text": "\r"} if key == "Enter" else {}
+    def press(self, key: str, **more) -> None:
+        text = {"Enter": "\r", "/": "/", " ": " "}.get(key)
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text)
+            given = {"text": text} if text and kind == "keyDown" else {}
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], **given, **more
+            )
+
+    def paste(self) -> None:
+        """What is on the clipboard, with the keys."""
+        self.press("v", modifiers=2, commands=["paste"])
+
+    def drop(self, *paths: Path) -> None:
+        """Drag files into the page and drop them."""
+        data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            self.call("Input.dispatchDragEvent", type=kind, x=300, y=300, data=data)
+
+    def prefer(self, scheme: str) -> None:
+        """ "light" or "dark"."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def choose_files(self, selector: str, *paths: Path) -> None:
         root = self.call("DOM.getDocument")["root"]["nodeId"]

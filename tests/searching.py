@@ -14,6 +14,7 @@ from tests.world import jpeg, write_tar
 N = 40
 EVIL = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">'
 BACKWARDS = "photo of \u202egnp.exe\u2066 \x1b[31mred"
+HOSTILE_URLS = ("javascript:alert(1)", "https://bank.example@evil.example/", "https://x.example/\u202egnp.exe", 7)
 MARKUP = "[red]not markup[/red] & <b>bold</b>"
 
 
@@ -59,6 +60,7 @@ def gallery(tmp_path_factory, run_folder):
         row = sample_to_json(one, draw_captions(one, 3))
         if i < 3:
             row = {"captions": [(EVIL, BACKWARDS, MARKUP)[i], "a further caption", "a third one"]}
+        row["url"] = HOSTILE_URLS[i] if i < len(HOSTILE_URLS) else f"https://photos.example/{i}.jpg?a=1&b=2"
         told.append([one["caption"] if isinstance(one, dict) else one for one in row["captions"]])
         jpegs.append(jpeg(one))
         members += [(f"{i:03d}<i>.jpg", jpegs[-1]), (f"{i:03d}<i>.json", json.dumps(row).encode())]

@@ -66,6 +66,10 @@ class MatchModel:
         probabilistic = getattr(model, "probabilistic", True)
         return cls(model.scale.item(), model.shift.item(), probabilistic, temperature)
 
+    def probability(self, csd: Tensor) -> Tensor | None:
+        """sigmoid(-a CSD + b), the probability that an image and a caption match; None for a point model."""
+        return (self.shift - self.scale * csd).sigmoid() if self.probabilistic else None
+
     def describe(self) -> str:
         """The formula with its numbers."""
         if self.probabilistic:

@@ -1,9 +1,27 @@
 """Numbers and untrusted text for pages and figures."""
 
+import re
+from urllib.parse import urlsplit
+
+MAX_LINK = 2_000  # characters
+
 
 def printable(text: object) -> str:
     """Untrusted text with control characters, lone surrogates and changes of writing direction replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
+def web_link(address: object) -> str | None:
+    """An untrusted address that may become a link, else None: http or https, printable, without a user name."""
+    if not isinstance(address, str) or len(address) > MAX_LINK or not address.isprintable():
+        return None
+    if not re.fullmatch(r"https?://[^\s\\\"<>^`{|}]+", address, re.IGNORECASE):
+        return None
+    try:
+        parts = urlsplit(address)
+        return address if parts.hostname and "@" not in parts.netloc and parts.port != 0 else None
+    except ValueError:  # an invalid port or IPv6 address
+        return None
 
 
 def number(value: float) -> str:

@@ -3,7 +3,7 @@
     OUT/embeddings.json          {"format", "model", "weights", "dim", "mean_dtype"}
     OUT/corpora/HASH.json        {"data": path or address, "shards": [SHARD, …]}; a file each, as commands run at once
     OUT/image/SHARD.npz          mean (n, D) of mean_dtype, u (n,) float32 = sum of the variances
-    OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar)
+    OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar), url
     OUT/image/SHARD.done.json    {"shard", "bytes", "modified" or "version", "members", "samples", "without_image",
                                  "count", "failures": {cause: n}, "examples"}, written last
     OUT/text/…                   the same, a row for each caption: captions has that one, `number` is its index
@@ -117,12 +117,15 @@ class Embeddings:
             raise UserError(f"{self.path(part)} cannot be read ({type(error).__name__}).", _REPAIR) from error
 
     def read_items(self, part: Partition) -> pyarrow.Table:
-        """key, captions, shard, offset, size (and number, of captions) of every row. Raises UserError."""
+        """key, captions, shard, offset, size, url (and number, of captions) of every row. Raises UserError."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         path, schema = self.folder / part.kind / f"{part.name}.parquet", item_schema(part.kind)
         try:
             table = pq.read_table(path)
+            if "url" not in table.column_names:  # of an older version
+                table = table.append_column("url", pa.nulls(table.num_rows, pa.string()))
             fits = table.num_rows == part.count and set(schema.names) <= set(table.column_names)
             table = table.select(schema.names).cast(schema) if fits else None
         except Exception as error:  # pyarrow raises many types for a damaged file
@@ -176,11 +179,12 @@ class Embeddings:
 
 
 def item_schema(kind: str) -> pyarrow.Schema:
-    """The columns of a partition's parquet file."""
+    """The columns of a partition's parquet file; `url` is where the image came from, null if unknown."""
     import pyarrow as pa
 
     columns = {"key": pa.string(), "captions": pa.list_(pa.string()), "shard": pa.string()}
-    columns |= {"offset": pa.int64(), "size": pa.int64()} | ({"number": pa.int32()} if kind == "text" else {})
+    columns |= {"offset": pa.int64(), "size": pa.int64(), "url": pa.string()}
+    columns |= {"number": pa.int32()} if kind == "text" else {}
     return pa.schema(columns)
 
 

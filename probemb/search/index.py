@@ -86,7 +86,7 @@ class Index:
         return part
 
     def item(self, i: int) -> dict:
-        """key, captions, shard, offset and size of a gallery item; see `probemb.search.items`.
+        """key, captions, shard, offset, size and url of a gallery item; see `probemb.search.items`.
 
         Raises UserError: the index was made in memory.
         """

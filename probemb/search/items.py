@@ -63,8 +63,10 @@ class Items:
         return self.count
 
     def __getitem__(self, i: int) -> dict:
-        """key, captions (list), shard (path of the tar), offset and size of the image's bytes in it; for a gallery of
-        captions also number, the caption's index within its image. Raises IndexError, UserError.
+        """key, captions (list), shard (path of the tar), offset and size of the image's bytes in it, url (not in older
+        indexes); for a gallery of captions also number, the caption's index within its image.
+
+        Raises IndexError, UserError.
         """
         if not 0 <= i < self.count:
             raise IndexError(i)

@@ -68,6 +68,7 @@ def fill(made, sizes, seed=0):
                 "shard": [f"/data/{number}.tar"] * n,
                 "offset": list(range(n)),
                 "size": [7] * n,
+                "url": [None] * n,
                 **({"number": [0] * n} if kind == "text" else {}),
             }
             table = pa.table(rows, schema=item_schema(kind))
@@ -363,8 +364,19 @@ def test_an_index_has_no_more_parts_than_a_search_can_open(embeddings, tmp_path,
     assert len(build(embeddings, tmp_path / "index", *words[4:], "--memory-gib", "5.4e-6").parts) == 9
 
 
+def test_items_of_an_older_version_have_no_url(embeddings, tmp_path):
+    part = embeddings.partitions("image")[0]
+    path = embeddings.folder / "image" / f"{part.name}.parquet"
+    kept = path.read_bytes()
+    try:
+        pq.write_table(pq.read_table(path).drop_columns(["url"]), path)
+        assert embeddings.read_items(part)["url"].to_pylist() == [None] * part.count
+    finally:
+        path.write_bytes(kept)
+
+
 def one_row():
-    rows = {"key": ["k"], "captions": [["c"]], "shard": ["x"], "offset": [0], "size": [1]}
+    rows = {"key": ["k"], "captions": [["c"]], "shard": ["x"], "offset": [0], "size": [1], "url": [None]}
     return pa.table(rows, schema=item_schema("image"))
 
 

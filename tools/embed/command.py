@@ -191,7 +191,7 @@ def embed(loaded, out: Embeddings, tasks: Sequence[ShardTask], options: Namespac
                 if not task.damage or options.skip_damaged:
                     write(out, task, means, uncertainties, model, options, device)
                 means, uncertainties = [], []
-                task.spans, task.captions, task.tokens = [], [], []
+                task.spans, task.captions, task.urls, task.tokens = [], [], {}, []
     return False
 
 
@@ -200,6 +200,7 @@ def note(task: ShardTask, batch: Batch) -> None:
     task.images += batch.rows
     for row, captions in batch.captions.items():
         task.captions[row] = captions
+    task.urls |= batch.urls
     task.failures += [(task.spans[row].key, why) for row, why in batch.failures]
     if batch.tokens is not None:
         task.tokens.append(batch.tokens)
@@ -265,6 +266,7 @@ def table(kind: str, task: ShardTask, rows: Sequence[tuple[int, list[str], int |
         "shard": [plain(str(task.path))] * len(rows),
         "offset": [image.offset for image in images],
         "size": [image.size for image in images],
+        "url": [task.urls.get(row) for row, _, _ in rows],
     }
     if kind == "text":
         columns["number"] = [number for _, _, number in rows]

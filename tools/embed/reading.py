@@ -31,6 +31,7 @@ from probemb.data.shards.samples import (
 from probemb.data.shards.tar import walk_tar
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
+from probemb.reports.text import web_link
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -56,6 +57,7 @@ class ShardTask:
         images: rows of `spans` whose image was embedded.
         failures: (key, reason) of samples that were left out.
         captions: of each row of `spans`; None for an unreadable sample.
+        urls: by row, where an image came from, as far as its sample says so.
         tokens: one tensor (n, L) for each batch.
     """
 
@@ -72,6 +74,7 @@ class ShardTask:
     images: list[int] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
     captions: list[list[str] | None] = field(default_factory=list)
+    urls: dict[int, str] = field(default_factory=dict)
     tokens: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -96,6 +99,7 @@ class Batch(NamedTuple):
         rows: of the images in `pixels` (B, 3, H, W).
         pixels, tokens: None if there are none; tokens (n, L) of all captions of the batch.
         captions: by row; None for an unreadable sample.
+        urls: by row, of samples that state one.
         failures: (row, reason).
         last: the shard ends here.
     """
@@ -105,6 +109,7 @@ class Batch(NamedTuple):
     pixels: torch.Tensor | None
     tokens: torch.Tensor | None
     captions: dict[int, list[str] | None]
+    urls: dict[int, str]
     failures: list[tuple[int, str]]
     last: bool
 
@@ -117,9 +122,9 @@ class _Samples:
         self._path, self._file = "", None
 
     def __getitem__(self, job: ReadRequest):
-        """(job, pixels, tokens, captions, reason of a failure); each of the middle three may be None."""
+        """(job, pixels, tokens, captions, URL, reason of a failure); each of the middle four may be None."""
         if job.span is None:
-            return job, None, None, None, ""
+            return job, None, None, None, None, ""
         try:
             wanted = job.span if "image" in job.kinds else _without_image(job.span)
             if job.path != self._path:
@@ -129,9 +134,9 @@ class _Samples:
                 parts["jpg"] = b"-"  # parse_sample requires one and does not read it
             sample = parse_sample(parts, job.span.key, need_caption=None)
         except OSError as error:
-            return job, None, None, None, f"cannot be read ({error.strerror})"
+            return job, None, None, None, None, f"cannot be read ({error.strerror})"
         except BadSample as error:
-            return job, None, None, None, str(error)
+            return job, None, None, None, None, str(error)
         pixels, tokens, why = None, None, ""
         if "image" in job.kinds:
             try:
@@ -144,8 +149,8 @@ class _Samples:
             try:
                 tokens = self.tokenizer(sample.captions).int()
             except Exception as error:
-                return job, None, None, None, f"its captions cannot be tokenised ({type(error).__name__})"
-        return job, pixels, tokens, sample.captions, why
+                return job, None, None, None, None, f"its captions cannot be tokenised ({type(error).__name__})"
+        return job, pixels, tokens, sample.captions, web_link(sample.meta.get("url")), why
 
 
 def list_images(path: Path) -> tuple[list[SampleSpan], int]:
@@ -170,14 +175,15 @@ def _collate(rows: list) -> Batch | None:
     if not rows:
         return None
     good = [(job.row, pixels) for job, pixels, *_ in rows if pixels is not None]
-    tokens = [tokens for _, _, tokens, _, _ in rows if tokens is not None]
+    tokens = [tokens for _, _, tokens, *_ in rows if tokens is not None]
     return Batch(
         rows[0][0].number,
         [row for row, _ in good],
         torch.stack([pixels for _, pixels in good]) if good else None,
         torch.cat(tokens) if tokens else None,
-        {job.row: captions for job, _, _, captions, _ in rows if job.span},
-        [(job.row, why) for job, _, _, _, why in rows if why],
+        {job.row: captions for job, _, _, captions, *_ in rows if job.span},
+        {job.row: url for job, *_, url, _ in rows if url},
+        [(job.row, why) for job, *_, why in rows if why],
         rows[0][0].span is None,
     )
 

@@ -57,7 +57,7 @@ def calibrate(searcher: Searcher, data: str, rivals: str = "validation", within:
     weights, captions = searcher.index.weights or "", find_captions(data, exif=True)
     if not 1 <= within <= len(captions):
         raise UserError(f"--within is {within}, and {data} has {len(captions):,} images.", "Give a number up to that.")
-    embedded = embed_pairs(replace(searcher.embedder, workers=None, show=show or silent), captions)
+    embedded = embed_pairs(replace(searcher.encoder.embedder, workers=None, show=show or silent), captions)
     owner, tolerance = embedded.owner.tolist(), best_tolerance(searcher, captions, embedded)
     places = list(range(len(embedded.images)))
     if searcher.index.kind == "text":

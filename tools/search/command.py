@@ -2,7 +2,7 @@
 
     python -m tools.search "two dogs on grass" --index index/cc3m                      # a table
     python -m tools.search "the same, at night" --image x.jpg --index index/cc3m --json
-    python -m tools.search --serve --index index/cc3m                                  # a search page
+    python -m tools.search --serve --index index/cc3m --index index/cc12m              # a search page
     python -m tools.search --calibrate data/val --index index/cc3m                     # calibrate refusals
     python -m tools.search "a dog" --min-precision 0.8 --index index/cc3m
     python -m tools.search --image x.jpg --fits --tolerance -1 --index index/captions  # all that fits, not the closest
@@ -18,9 +18,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
 from tools.search.options import parse
+
+if TYPE_CHECKING:
+    from probemb.search import Index
+    from tools.search.query import Searcher
 
 REFUSED = 1
 
@@ -34,39 +39,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     return search_once(options)
 
 
-def open_searcher(options: argparse.Namespace, calibrated: bool = True):
-    """A searcher of the index with the model that made it. Raises UserError."""
+def open_searchers(options: argparse.Namespace, calibrated: bool = True) -> dict[str, Searcher]:
+    """Searchers of the indexes, by name, with the models that made them. Raises UserError."""
     from probemb.cli.device import choose_device
-    from probemb.search import load_index, require_model, set_effort
+    from probemb.models import load_model, weights_sha256
+    from probemb.search import require_model
+    from tools.search.calibration import load_calibration
+    from tools.search.decoding import DecodingPool
+    from tools.search.encoding import QueryEncoder
+    from tools.search.query import Searcher
 
-    device = choose_device(options.device, options.precision)
+    device, decoding = choose_device(options.device, options.precision), DecodingPool()
     on_gpu = options.serve and device.name.startswith("cuda")  # one query takes less time than the copy
-    index = load_index(options.index, device="auto" if on_gpu else "cpu")
+    indexes = {folder: open_index(folder, options, "auto" if on_gpu else "cpu") for folder in options.index}
+    encoders: dict[str, QueryEncoder] = {}
+    weights: dict[str, str] = {}
+    found = {}
+    for title, (folder, index) in zip(index_names(options.index), indexes.items()):
+        name = options.model or index.model
+        if name not in encoders:
+            try:
+                encoders[name] = QueryEncoder(load_model(name, device=device.name), name, device, decoding)
+            except UserError as error:
+                if options.model:
+                    raise
+                what = f"The index {folder} was made with it; --model names its present location."
+                raise UserError(error.what, what) from None
+            weights[name] = weights_sha256(encoders[name].loaded.model)
+        require_model(index, name, weights[name], encoders[name].loaded.model.embed_dim)
+        calibration = load_calibration(folder, index.weights) if calibrated else None
+        found[title] = Searcher(index, encoders[name], calibration, options.rerank, options.tolerance)
+    return found
+
+
+def open_searcher(options: argparse.Namespace, calibrated: bool = True) -> Searcher:
+    """The searcher of a single index. Raises UserError."""
+    (searcher,) = open_searchers(options, calibrated).values()
+    return searcher
+
+
+def open_index(folder: Path, options: argparse.Namespace, device: str) -> Index:
+    """An index, with what the options say of its searches. Raises UserError: they do not apply to it."""
+    from probemb.search import load_index, set_effort
+
+    index = load_index(folder, device=device)
     if options.rerank is not None and index.form != "mean":
         raise UserError(
-            f"{options.index} already ranks by CSD.",
+            f"{folder} already ranks by CSD.",
             "Leave --rerank out, or build an index of the means with `python -m tools.build_index --form mean`.",
         )
     if options.effort is not None and options.effort > len(index):
         raise UserError(f"--effort is {options.effort:,} of {len(index):,} items.", "Give fewer.")
     if options.effort is not None and set_effort(index, options.effort) is None:
         raise UserError(f"The index '{index.factory}' always searches everything.", "Leave --effort out.")
-    from probemb.models import load_model, weights_sha256
-    from tools.search.calibration import load_calibration
-    from tools.search.query import Searcher
+    return index
 
-    name = options.model or index.model
-    try:
-        loaded = load_model(name, device=device.name)
-    except UserError as error:
-        if options.model:
-            raise
-        raise UserError(
-            error.what, f"The index {options.index} was made with it; --model names its present location."
-        ) from None
-    require_model(index, name, weights_sha256(loaded.model), loaded.model.embed_dim)
-    calibration = load_calibration(options.index, index.weights) if calibrated else None
-    return Searcher(index, loaded, name, calibration, device, options.rerank, options.tolerance)
+
+def index_names(folders: Sequence[Path]) -> list[str]:
+    """Names of distinct folders: their last components, as many as tell them apart."""
+    parts = [folder.absolute().parts[1:] for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(one[-depth:]) for one in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def search_once(options: argparse.Namespace) -> int:
@@ -98,8 +134,9 @@ def calibrate_index(options: argparse.Namespace) -> int:
 
     searcher = open_searcher(options, calibrated=False)
     calibration = calibrate(searcher, options.calibrate, options.rivals, options.within, progress)
-    before = replaced(options.index, calibration.weights)
-    path = save_calibration(options.index, calibration)
+    (folder,) = options.index
+    before = replaced(folder, calibration.weights)
+    path = save_calibration(folder, calibration)
     if options.json:
         print(path.read_text(encoding="utf-8"))
         return 0
@@ -132,7 +169,7 @@ def serve_page(options: argparse.Namespace) -> int:
     if not is_loopback(options.host):
         print(f"Everyone who can reach {options.host} can search and see the pictures.", file=sys.stderr)
     max_upload = options.max_upload << 20
-    app = make_app(open_searcher(options), options.host, options.allow_host, max_upload)
+    app = make_app(open_searchers(options), options.host, options.allow_host, max_upload)
     server = make_server(app, options.host, options.port, max_upload)
     print(f"serving {' and '.join(addresses(server))} (end with Ctrl-C)", flush=True)
     server.run()

@@ -11,7 +11,7 @@ from threading import BoundedSemaphore
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
-from tools.search.wish import QueryImage, check_image, decode_query
+from tools.search.wish import QueryImage, StoredImage, check_image, decode_query
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,28 +29,26 @@ class Busy(UserError):
 
 
 class DecodingPool:
-    """Threads that turn encoded images into the model's input; decoders release Python's lock.
+    """Threads that turn encoded images into a model's input; decoders release Python's lock."""
 
-    Args:
-        transform: PIL image -> (3, H, W).
-    """
-
-    def __init__(self, transform: Callable):
-        self._transform = transform
+    def __init__(self):
         self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_PER_DECODER), "decoding")
         self._places = BoundedSemaphore(QUERIES)
 
-    def pixels(self, images: Sequence[QueryImage]) -> Tensor:
-        """(K, 3, H, W). Raises UserError: an image cannot be decoded; Busy."""
+    def pixels(self, images: Sequence[QueryImage | StoredImage], transform: Callable) -> Tensor:
+        """(K, 3, H, W); `transform`: PIL image -> (3, H, W). Raises UserError: an image cannot be decoded; Busy."""
         import torch
 
         for image in images:
-            check_image(image)  # hopeless ones take no place
+            if isinstance(image, QueryImage):
+                check_image(image)  # hopeless ones take no place
         if not self._places.acquire(blocking=False):
             raise Busy
-        end = time.monotonic() + SECONDS
-        waiting = [self._pool.submit(self._decode, image) for image in images]
+        waiting = []
         try:
+            given = [image if isinstance(image, QueryImage) else image.read() for image in images]
+            end = time.monotonic() + SECONDS
+            waiting = [self._pool.submit(lambda one: transform(decode_query(one)), image) for image in given]
             return torch.stack([one.result(max(0.0, end - time.monotonic())) for one in waiting])
         except TooLate:
             raise Busy from None
@@ -58,6 +56,3 @@ class DecodingPool:
             for one in waiting:
                 one.cancel()
             self._places.release()
-
-    def _decode(self, image: QueryImage) -> Tensor:
-        return self._transform(decode_query(image))

@@ -39,7 +39,8 @@ def add_options() -> Parser:
     mebibytes = restricted_number_type("Mebibytes", int, [(">=", 1), ("<=", 1024)])
     parser = Parser(prog=PROG, description="Search an index with texts and images; several are one query.")
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts of the query")
-    parser.add_argument("--index", type=Path, metavar="FOLDER", help="index folder of tools.build_index")
+    index = "index folder of tools.build_index; for --serve may be repeated, the page lets people choose"
+    parser.add_argument("--index", type=Path, action="append", default=[], metavar="FOLDER", help=index)
     image = "an image of the query; may be repeated"
     parser.add_argument("--image", type=Path, action="append", default=[], help=image)
     parser.add_argument("--model", help="run, model folder or hub name (default: the one the index was made with)")
@@ -85,8 +86,13 @@ def add_options() -> Parser:
 
 def check_mode(parser: Parser, options: argparse.Namespace) -> None:
     """Refuse several modes, options of another mode, and empty queries. Raises UserError."""
-    if options.index is None:
+    if not options.index:
         raise UserError("--index is missing.", "Name the folder that tools.build_index has made.")
+    if len(options.index) > 1 and not options.serve:
+        raise UserError(f"--index is given {len(options.index)} times.", "Give one; only --serve takes several.")
+    folders = [folder.absolute() for folder in options.index]
+    if twice := next((one for one in folders if folders.count(one) > 1), None):
+        raise UserError(f"--index {twice} is given twice.", "Give it once.")
     asked = bool(options.texts or options.image)
     if options.serve + bool(options.calibrate) + asked > 1:
         raise UserError("A query, --serve and --calibrate exclude each other.", "Use one at a time.")

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
 from probemb.errors import UserError
-from tools.search.decoding import DecodingPool
 from tools.search.limits import find_limits, is_above
 from tools.search.scoring import SCORES, candidate_count, query_scores
-from tools.search.wish import QueryImage, Wish, check_wish, clean_texts
+from tools.search.wish import QueryImage, StoredImage, Wish, check_wish
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from probemb.cli.device import Device
     from probemb.gaussian import Gaussian
     from probemb.search import Index
     from tools.search.calibration import Calibration
+    from tools.search.encoding import QueryEncoder
 
 MAX_NEIGHBOURS = 2_048  # among which certain enough items are searched; FAISS' limit on a GPU
 
@@ -35,10 +34,9 @@ class Found(NamedTuple):
 
 
 class Searcher:
-    """A model and its index; thread-safe.
+    """An index and the model that made it; thread-safe.
 
     Args:
-        loaded: `probemb.models.LoadedModel`, on `device`.
         candidates: least number that is re-ranked with an index of means; by default 10 times the results.
         tolerance: weight of the gallery's variances for all that fits; by default the index' own or the calibrated one.
     """
@@ -46,49 +44,25 @@ class Searcher:
     def __init__(
         self,
         index: Index,
-        loaded,
-        name: str,
+        encoder: QueryEncoder,
         calibration: Calibration | None = None,
-        device: Device | None = None,
         candidates: int | None = None,
         tolerance: float | None = None,
     ):
-        from probemb.cli.device import CPU
-        from probemb.evaluation.embedding import Embedder
-        from probemb.evaluation.predictors import MatchModel
-
-        self.index, self.loaded, self.name, self.calibration = index, loaded, name, calibration
+        self.index, self.encoder, self.calibration = index, encoder, calibration
         self.identity = index.identity or uuid4().hex[:16]  # of pictures' addresses
         self.candidates = candidates
         if tolerance is None:
             tolerance = index.weight if index.form == "tolerance" else calibration and calibration.tolerance
         self.tolerance = tolerance
-        model, tokenizer, transforms = loaded
-        self.match_model = MatchModel.of(model)
-        self.embedder = Embedder(model, tokenizer, transforms.evaluate, device or CPU)
-        self.decoding = DecodingPool(transforms.evaluate)
-        self._one_at_a_time = Lock()  # for the model: bounds memory and protects the tokenizer's cache
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
         self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources serve one thread
-
-    def embed(self, texts: Sequence[str], images: Sequence[QueryImage]) -> Gaussian:
-        """The parts of a query, texts first, (K, D). Raises UserError: an empty, too large, undecodable query; Busy."""
-        from probemb.gaussian import Gaussian
-
-        texts = clean_texts(texts, len(images))
-        parts, pixels = [], self.decoding.pixels(images) if images else None
-        with self._one_at_a_time:
-            if texts:
-                parts.append(self.embedder.texts(texts))
-            if pixels is not None:
-                parts.append(self.embedder.pixels([pixels]))
-        return Gaussian.cat(parts)
 
     def answer(self, wish: Wish) -> dict:
         """The answer as plain JSON types (docs/search.md); its captions and keys are untrusted text.
 
         Raises:
-            UserError: as `embed`, or numbers out of range.
+            UserError: as `QueryEncoder.embed`, or numbers out of range.
         """
         from probemb.compose import as_query, compose
 
@@ -100,7 +74,7 @@ class Searcher:
                 "The calibration of this index is of its own ranking, not of this one.",
                 "Use --max-uncertainty instead.",
             )
-        parts = self.embed(wish.texts, wish.images)
+        parts = self.encoder.embed(wish.texts, wish.images)
         kinds = ["text"] * (len(parts) - len(wish.images)) + ["image"] * len(wish.images)
         name = self.calibration.score if self.calibration else "u"
         limits = find_limits(self.calibration, name, kinds, wish)
@@ -129,7 +103,7 @@ class Searcher:
             "limit": limits.get("u"),
             "score": {"name": name, "title": SCORES[name][0], "value": values.get(name), "limit": limits.get(name)},
             "refused": refused,
-            "results": [self.describe(rank, one) for rank, one in enumerate(found, 1)],
+            "results": self.describe(found, weight, kinds),
             "looked_at": looked_at,
             "gallery": len(self.index),
             "seconds": round(time.perf_counter() - started, 4),
@@ -166,7 +140,7 @@ class Searcher:
         k = candidate_count(self.index)
         with self._one_search:
             distances, rows = self._look(query, k, self.own_weight)
-        return query_scores(self.index, query, distances, rows, self.match_model)
+        return query_scores(self.index, query, distances, rows, self.encoder.match_model)
 
     def _look(self, query: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
         """Distances with a weight of the items' variances, CSD for 1, and rows of the k closest items."""
@@ -197,16 +171,36 @@ class Searcher:
                 return found[:top], k
             k = min(4 * k, len(self.index), MAX_NEIGHBOURS)
 
-    def describe(self, rank: int, found: Found) -> dict:
-        """A result with the metadata of its item."""
-        item = self.index.item(found.row)
-        return {
-            "rank": rank,
-            **found._asdict(),
-            "key": item["key"],
-            "captions": list(item.get("captions") or []),
-            "shard": item.get("shard"),
-        }
+    def describe(self, found: Sequence[Found], weight: float, kinds: Sequence[str]) -> list[dict]:
+        """Results with the metadata of their items, and with their match probabilities.
+
+        The model knows these of an image and a caption: they are None if a part of the query is of the gallery's kind.
+        """
+        import torch
+
+        csd = torch.tensor([one.distance + (1 - weight) * one.uncertainty for one in found])
+        p = None if self.index.kind in kinds else self.encoder.match_model.probability(csd)
+        several = []
+        for place, one in enumerate(found):
+            item, match = self.index.item(one.row), None if p is None else float(p[place])
+            result = {"rank": place + 1, "match": match, **one._asdict(), "key": item["key"]}
+            result |= {"captions": list(item.get("captions") or []), "shard": item.get("shard"), "url": item.get("url")}
+            several.append(result)
+        return several
+
+    def stored_image(self, row: int) -> StoredImage:
+        """The picture of an item as a part of a query. Raises UserError: there is no such item."""
+        if row >= len(self.index):
+            raise UserError(f"The index has {len(self.index):,} items, and no item {row}.", "Search again.")
+
+        def read() -> QueryImage:
+            try:
+                return QueryImage(self.index.item(row)["key"], self.picture(row))
+            except LookupError as error:
+                remedy = "Put the shards back where they were indexed."
+                raise UserError(f"The picture to search with is not there: {error}.", remedy) from None
+
+        return StoredImage(read)
 
     def picture(self, row: int) -> bytes:
         """The encoded image of an item from its shard. Raises LookupError: it is not available."""

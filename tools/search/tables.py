@@ -31,13 +31,14 @@ def print_answer(answer: dict) -> None:
         console.print(limit, highlight=False, soft_wrap=True)
         return
     table = Table()
-    for heading in ("rank", "distance", "uncertainty"):
+    for heading in ("rank", "match", "distance", "uncertainty"):
         table.add_column(heading, justify="right")
     table.add_column("key", overflow="fold")
     table.add_column("caption", overflow="fold")
     for result in answer["results"]:
+        match = "" if result["match"] is None else f"{100 * result['match']:.3g} %"
         table.add_row(
-            str(result["rank"]), f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
+            str(result["rank"]), match, f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
             escape(printable(result["key"])), escape(printable((result["captions"] or [""])[0])),
         )  # fmt: skip
     if answer["results"]:

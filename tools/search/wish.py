@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,12 @@ class QueryImage(NamedTuple):
     data: bytes
 
 
+class StoredImage(NamedTuple):
+    """An image of an index as part of a query. `read` fetches it when its turn comes; raises UserError."""
+
+    read: Callable[[], QueryImage]
+
+
 @dataclass(frozen=True)
 class Wish:
     """A query and its limits.
@@ -43,7 +49,7 @@ class Wish:
     """
 
     texts: Sequence[str] = ()
-    images: Sequence[QueryImage] = ()
+    images: Sequence[QueryImage | StoredImage] = ()
     top: int = 10
     max_uncertainty: float | None = None
     max_item_uncertainty: float | None = None

@@ -45,6 +45,7 @@ def test_embeddings_are_those_of_a_plain_loop(whole, corpus, run_folder):  # noq
         with open(row["shard"], "rb") as tar:
             tar.seek(row["offset"])
             assert tar.read(row["size"]) == sample.image
+    assert not any(row["url"] for row in rows)
     rows = [row for part in embeddings.partitions("text") for row in embeddings.read_items(part).to_pylist()]
     assert [(r["key"], r["captions"], r["number"]) for r in rows] == [(s.key, [s.captions[i]], i) for s, i, _ in texts]
     assert not list(whole.rglob(".*"))

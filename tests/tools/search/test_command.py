@@ -55,7 +55,7 @@ def ask(gallery, capsys, *argv, index=None, code=0):  # noqa: F811
 
 def test_a_text_is_ranked_by_csd(gallery, searcher):  # noqa: F811
     answer = searcher.answer(Wish(["a red circle"], top=N))
-    order, distance = brute_force(gallery, searcher.embed(["a red circle"], [])[0])
+    order, distance = brute_force(gallery, searcher.encoder.embed(["a red circle"], [])[0])
     assert rows(answer) == order
     assert [one["distance"] for one in answer["results"]] == pytest.approx(distance.tolist(), abs=1e-4)
     assert [one["captions"] for one in answer["results"]] == [gallery.captions[row] for row in order]
@@ -81,7 +81,7 @@ def test_an_index_made_with_relative_paths_works_from_any_folder(gallery, tmp_pa
 
 def test_an_image_finds_itself_among_the_means(gallery, searcher):  # noqa: F811
     image = QueryImage("q.jpg", gallery.jpegs[7])
-    query = searcher.embed([], [image])[0]
+    query = searcher.encoder.embed([], [image])[0]
     torch.testing.assert_close(query.mean, gallery.embedded.mean[7], atol=1e-3, rtol=0)
     answer = searcher.answer(Wish(images=[image], top=5))
     assert rows(answer) == brute_force(gallery, query)[0][:5]
@@ -91,7 +91,7 @@ def test_an_image_finds_itself_among_the_means(gallery, searcher):  # noqa: F811
 def test_several_parts_are_their_product(gallery, searcher, tmp_path, capsys):  # noqa: F811
     (tmp_path / "x.jpg").write_bytes(gallery.jpegs[3])
     answer = ask(gallery, capsys, "a red circle", "a blue square", "--image", tmp_path / "x.jpg", "--top", 6)
-    parts = searcher.embed(["a red circle", "a blue square"], [QueryImage("x", gallery.jpegs[3])])
+    parts = searcher.encoder.embed(["a red circle", "a blue square"], [QueryImage("x", gallery.jpegs[3])])
     product = compose(parts)
     order, distance = brute_force(gallery, as_query(product.gaussian))
     assert rows(answer) == order[:6]
@@ -115,7 +115,7 @@ def test_an_index_of_means_is_reranked(gallery, searcher, tmp_path, capsys):  # 
     capsys.readouterr()
     answer = ask(gallery, capsys, "a red circle", "--top", 10, index=out)
     assert rows(answer) == rows(searcher.answer(Wish(["a red circle"])))  # 10 x 10 candidates are all of them
-    means = (gallery.embedded.mean - searcher.embed(["a red circle"], []).mean).square().sum(1)
+    means = (gallery.embedded.mean - searcher.encoder.embed(["a red circle"], []).mean).square().sum(1)
     by_mean, by_csd = means.argsort().tolist(), rows(answer)
     k = next(k for k in range(1, 10) if set(by_mean[:k]) != set(by_csd[:k]))
     few = ask(gallery, capsys, "a red circle", "--rerank", k, "--top", k, index=out)
@@ -126,7 +126,7 @@ def test_uncertain_results_are_left_out(gallery, searcher, capsys):  # noqa: F81
     u = gallery.embedded.uncertainty()
     limit = float(u.sort().values[4]) + 1e-6
     answer = searcher.answer(Wish(["a red circle"], top=3, max_item_uncertainty=limit))
-    order = [row for row in brute_force(gallery, searcher.embed(["a red circle"], [])[0])[0] if u[row] <= limit]
+    order = [row for row in brute_force(gallery, searcher.encoder.embed(["a red circle"], [])[0])[0] if u[row] <= limit]
     assert rows(answer) == order[:3]  # 5 of 40 are certain enough: more than 3 had to be looked at
     assert answer["looked_at"] > 3
     assert rows(searcher.answer(Wish(["a red circle"], top=9, max_item_uncertainty=limit))) == order
@@ -186,12 +186,12 @@ def test_rivals_in_the_index_count(gallery, searcher, captioned):  # noqa: F811
 
     curve = calibrate(searcher, str(captioned), "index").curves[1]
     samples = list(iterate_samples(captioned))
-    images = searcher.embed([], [QueryImage("x", sample.image) for sample in samples[:8]])
-    images = Gaussian.cat([images, *(searcher.embed([], [QueryImage("x", s.image)]) for s in samples[8:])])
+    images = searcher.encoder.embed([], [QueryImage("x", sample.image) for sample in samples[:8]])
+    images = Gaussian.cat([images, *(searcher.encoder.embed([], [QueryImage("x", s.image)]) for s in samples[8:])])
     right = []
     for i, sample in enumerate(samples):
         for caption in sample.captions:
-            query = searcher.embed([caption], [])
+            query = searcher.encoder.embed([caption], [])
             own = csd(query, images)[0]
             right.append(own.argmin() == i and csd(query, gallery.embedded).min() >= own[i] - 2e-3)
     assert curve.precision[-1] == pytest.approx(sum(right) / len(right))
@@ -222,11 +222,11 @@ def test_calibration_of_an_index_of_captions(gallery, tmp_path, capsys):  # noqa
 
 def test_min_precision_refuses_by_the_curve(gallery, calibrated, searcher, capsys):  # noqa: F811
     calibration = load_calibration(calibrated, searcher.index.weights)
-    u = float(searcher.embed(["a red circle"], []).uncertainty())
+    u = float(searcher.encoder.embed(["a red circle"], []).uncertainty())
     for threshold, refused in ((u - 1e-4, True), (u + 1e-4, False)):
         curve = dataclasses.replace(calibration.curves[1], threshold=[threshold], coverage=[1.0], at_least=[0.8])
         changed = dataclasses.replace(calibration, curves={1: curve}, score="u", tests=None)  # as of format 1
-        one = Searcher(searcher.index, searcher.loaded, "x", changed)
+        one = Searcher(searcher.index, searcher.encoder, changed)
         answer = one.answer(Wish(["a red circle"], min_precision=0.8))
         assert (answer["refused"], answer["limit"]) == (refused, threshold)
         with pytest.raises(UserError, match="out of reach"):
@@ -241,13 +241,13 @@ def test_min_precision_refuses_by_the_curve(gallery, calibrated, searcher, capsy
 
 def test_scores_are_those_of_the_evaluation_and_the_same_for_one_query_and_many(gallery, searcher):  # noqa: F811
     texts = ["a red circle", "two squares", "something", "a large blue triangle below a circle"]
-    queries = searcher.embed(texts, [])
-    found, truth = searcher.scores(queries), query_scores(queries, gallery.embedded, searcher.match_model)
+    queries = searcher.encoder.embed(texts, [])
+    found, truth = searcher.scores(queries), query_scores(queries, gallery.embedded, searcher.encoder.match_model)
     assert list(found) == list(SCORES) == list(truth)  # 40 items are all candidates, and Flat gives its vectors back
     for name in SCORES:
         torch.testing.assert_close(found[name], truth[name].float(), rtol=2e-3, atol=2e-4)
         calibration = Calibration("text", {1: CURVE}, "", "data", N, "validation", 1, name, {1: {name: PASSED}})
-        one = Searcher(searcher.index, searcher.loaded, "x", calibration)
+        one = Searcher(searcher.index, searcher.encoder, calibration)
         for text, value in zip(texts, found[name].tolist()):
             score = one.answer(Wish([text], top=1))["score"]
             assert score == {"name": name, "title": SCORES[name][0], "value": pytest.approx(value, abs=1e-4),
@@ -257,10 +257,10 @@ def test_scores_are_those_of_the_evaluation_and_the_same_for_one_query_and_many(
 def test_scores_do_not_depend_on_the_weight_of_the_ranking(gallery, searcher):  # noqa: F811
     from probemb.search import build_index
 
-    queries = searcher.embed(["a red circle", "something"], [])
-    truth = query_scores(queries, gallery.embedded, searcher.match_model)
+    queries = searcher.encoder.embed(["a red circle", "something"], [])
+    truth = query_scores(queries, gallery.embedded, searcher.encoder.match_model)
     index = build_index(gallery.embedded, "Flat", "tolerance", -0.5)
-    found = Searcher(index, searcher.loaded, "x").scores(queries)
+    found = Searcher(index, searcher.encoder).scores(queries)
     for name in SCORES.keys() - {"spread"}:  # whose neighbours are those of the ranking
         torch.testing.assert_close(found[name], truth[name].float(), rtol=2e-3, atol=2e-4)
 
@@ -271,11 +271,11 @@ PASSED = {"gain": 0.3, "se": 0.02, "verdict": "better than chance"}
 
 @pytest.mark.parametrize("name", ["u", "entropy"])
 def test_the_calibrated_score_refuses(gallery, searcher, name, capsys):  # noqa: F811
-    value = float(searcher.scores(searcher.embed(["a red circle"], []))[name])
+    value = float(searcher.scores(searcher.encoder.embed(["a red circle"], []))[name])
     for limit, refused in ((value - 1e-3, True), (value + 1e-3, False)):
         curve = dataclasses.replace(CURVE, threshold=[limit])
         calibration = Calibration("text", {1: curve}, "", "data", N, "validation", 1, name, {1: {name: PASSED}})
-        one = Searcher(searcher.index, searcher.loaded, "x", calibration)
+        one = Searcher(searcher.index, searcher.encoder, calibration)
         for wish in (Wish(["a red circle"], min_precision=0.8), Wish(["a red circle"], max_score=limit)):
             answer = one.answer(wish)
             assert answer["refused"] == refused
@@ -437,6 +437,10 @@ def test_an_image_without_an_end(monkeypatch):
 
 
 def test_no_index():
+    with pytest.raises(UserError, match="--index is given 2 times"):
+        main(["a dog", "--index", "a", "--index", "b"])
+    with pytest.raises(UserError, match="b is given twice"):
+        main(["--serve", "--index", "a/../b", "--index", "b", "--index", "b"])
     with pytest.raises(UserError, match="--index is missing"):
         parse(["a dog"])
     with pytest.raises(UserError, match="There is no index in nowhere"):
@@ -472,7 +476,7 @@ def test_queries_of_the_gallerys_own_model(gallery, searcher):  # noqa: F811
     model, tokenizer, _ = load_model(gallery.model)
     with torch.inference_mode():
         truth = model.encode_text(tokenizer(["a dog"]))
-    torch.testing.assert_close(searcher.embed([" a dog "], []).mean, truth.mean)
+    torch.testing.assert_close(searcher.encoder.embed([" a dog "], []).mean, truth.mean)
 
 
 def test_the_page_is_served_until_the_command_is_told_to_end(gallery, tmp_path):  # noqa: F811
@@ -480,7 +484,8 @@ def test_the_page_is_served_until_the_command_is_told_to_end(gallery, tmp_path):
 
     def work():  # forked, so that nothing is imported again
         with open(log, "w", buffering=1) as out, redirect_stdout(out), redirect_stderr(out):
-            run_command(lambda: main(["--serve", "--port", "0", "--index", str(gallery.images)]))
+            folders = ["--index", str(gallery.images), "--index", str(gallery.texts)]
+            run_command(lambda: main(["--serve", "--port", "0", *folders]))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -492,8 +497,9 @@ def test_the_page_is_served_until_the_command_is_told_to_end(gallery, tmp_path):
             time.sleep(0.05)
         line = log.read_text()
         assert line.startswith("serving http://127.0.0.1:")
-        with urllib.request.urlopen(line.split()[1], timeout=10) as response:
-            assert b"40 images" in response.read()
+        with urllib.request.urlopen(f"{line.split()[1]}about", timeout=10) as response:
+            told = [(one["name"], one["count"], one["kind"]) for one in json.load(response)["indexes"]]
+        assert told == [("image", 40, "image"), ("text", 120, "text")]
         os.kill(process.pid, signal.SIGINT)
         process.join(10)
         assert process.exitcode == 0

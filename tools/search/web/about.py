@@ -35,7 +35,8 @@ def describe(searcher: Searcher) -> dict:
                     "precision": curve.at_least,
                 }
     return {
-        "model": printable(Path(searcher.name).name if Path(searcher.name).exists() else searcher.name),
+        "model": printable(model_name(searcher.encoder.name)),
+        "identity": searcher.identity,
         "count": len(index),
         "kind": index.kind,
         "items": [items[0], items[-1]],
@@ -44,6 +45,11 @@ def describe(searcher: Searcher) -> dict:
         "calibrated": calibrated,
         "fits": fits(searcher),
     }
+
+
+def model_name(name: str) -> str:
+    """A model as the page names it: without the path of this machine."""
+    return Path(name).resolve().name if Path(name).exists() else name
 
 
 def fits(searcher: Searcher) -> dict | None:
@@ -60,5 +66,5 @@ def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:
     texts = [caption[:200] for caption in captions if caption.strip()]
     u = [float(searcher.index.uncertainty[row]) for row in rows]
     for start in range(0, len(texts), 8):
-        u += searcher.embed(texts[start : start + 8], []).uncertainty().tolist()
+        u += searcher.encoder.embed(texts[start : start + 8], []).uncertainty().tolist()
     return [min(u), max(u)]

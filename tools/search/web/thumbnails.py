@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ SMALL, LARGE = 480, 1600  # pixels of the longer side
 PICTURES = 12  # threads for pictures; the rest stay free for searches while a shard's server is slow
 
 
-def serve_pictures(app: Flask, searcher: Searcher) -> None:
-    """Add the pictures of items."""
+def serve_pictures(app: Flask, searchers: Mapping[str, Searcher]) -> None:
+    """Add the pictures of items. `searchers` by the identity of their indexes."""
     from flask import Response, abort
 
     decoding = Lock()  # one large picture at a time: memory stays bounded
@@ -34,7 +35,8 @@ def serve_pictures(app: Flask, searcher: Searcher) -> None:
         return jpeg(index, row, LARGE)
 
     def jpeg(index: str, row: int, side: int) -> Response:
-        if index != searcher.identity:
+        searcher = searchers.get(index)
+        if searcher is None:
             return problem(404, "The picture is of another index.", "Search again.")
         if row >= len(searcher.index):
             abort(404)

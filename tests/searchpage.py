@@ -1,0 +1,117 @@
+"""A search page behind a real server, requests to it, and the page in a real headless Chromium."""
+
+import http.client
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+from waitress import wasyncore
+
+from tests.browser import chromium
+from tools.search.web.page import make_app
+from tools.search.web.server import make_server
+
+UPLOAD = 2 << 20
+
+
+@contextmanager
+def serving(*searchers, host="127.0.0.1"):
+    """A server of searchers; they are named first, second, …"""
+    named = dict(zip(("first", "second", "third"), searchers))
+    server = make_server(make_app(named, host, max_upload=UPLOAD), host, 0, UPLOAD)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map))  # in the server's own thread
+        thread.join(5)
+        server.task_dispatcher.shutdown()
+
+
+@pytest.fixture(scope="module")
+def port(searcher):
+    with serving(searcher) as server:
+        yield int(server.effective_port)
+
+
+def request(port, method="GET", path="/", body=None, **headers):
+    """(status, headers, body) of one request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, dict(response.headers), data
+
+
+def form(fields, files=()):
+    """A multipart body and its content type."""
+    mark = "----mark"
+    parts = [f'--{mark}\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{v}\r\n'.encode() for k, v in fields]
+    for name, filename, data in files:
+        head = f'--{mark}\r\nContent-Disposition: form-data; name="{name}"; filename="{filename}"\r\n\r\n'
+        parts.append(head.encode() + data + b"\r\n")
+    return b"".join(parts) + f"--{mark}--\r\n".encode(), f"multipart/form-data; boundary={mark}"
+
+
+def post(port, fields, files=(), **headers):
+    """(status, JSON) of a search."""
+    body, kind = form(fields, files)
+    status, _, data = request(port, "POST", "/search", body, Content_Type=kind, **headers)
+    return status, json.loads(data)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture
+def page(browser, port):
+    """The page, ready; at the end nothing may have been complained about."""
+    browser.open("about:blank")
+    browser.complaints.clear()
+    browser.resize(1280, 900)
+    open_page(browser, f"http://127.0.0.1:{port}/")
+    yield browser
+    assert browser.complaints == []
+
+
+CARDS = "[...document.querySelectorAll('.card')]"
+
+
+STATUS = "document.querySelector('#status')"
+
+
+PICTURES_ARE_THERE = "[...document.querySelectorAll('.frame img')].filter(i => i.naturalWidth === 32).length === 24"
+
+
+SETTLED = f"{STATUS}.textContent && !document.querySelector('#go').disabled"
+
+
+KEYS = f"{CARDS}.map(c => c.querySelector('.key').textContent)"
+STATE = "import('/static/state.js').then(m => m.state)"
+
+
+def open_page(browser, address):
+    """The page at an address of its own, ready."""
+    browser.open(address)
+    browser.wait("document.body?.dataset.ready === 'yes'")
+
+
+def reload(browser):
+    """Reload the page, until it is ready."""
+    browser.run("document.body.dataset.ready = 'before'")
+    browser.call("Page.reload")
+    browser.wait("document.body?.dataset.ready === 'yes'")
+
+
+def search_for(page, text):
+    page.click("#texts input")
+    page.run("document.activeElement.select()")
+    page.type(text)
+    page.press("Enter")
+    page.wait(SETTLED)

@@ -1,0 +1,112 @@
+"""The search page's server under uploads and connections that would hold up others."""
+
+import contextlib
+import io
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+from tests.searching import bomb, gallery, searcher  # noqa: F401 - fixtures
+from tests.searchpage import port, post, serving  # noqa: F401 - a fixture
+from tests.world import run_folder  # noqa: F401 - a fixture
+from tools.search.wish import QueryImage, Wish
+
+
+def test_an_upload_that_is_far_too_large_is_not_taken_at_all(port):  # noqa: F811
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        head = f"POST /search HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {1 << 40}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+def test_a_decompression_bomb(port):  # noqa: F811
+    status, answer = post(port, [], [("image", "x.png", bomb())])
+    assert status == 400
+    assert "more than 16,000,000 pixels" in answer["error"]
+
+
+def test_a_request_that_trickles_holds_up_nobody(port):  # noqa: F811
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
+    try:
+        for connection in slow:
+            head = f"POST /search HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: 1000\r\n\r\nx"
+            connection.sendall(head.encode())
+        started = time.monotonic()
+        assert post(port, [("text", "a red circle")])[0] == 200
+        assert time.monotonic() - started < 5
+    finally:
+        for connection in slow:
+            connection.close()
+
+
+def plain_png(pixels):
+    data = io.BytesIO()
+    Image.new("RGB", (8_000, pixels // 8_000), (90, 60, 30)).save(data, "PNG")
+    return data.getvalue()
+
+
+def slowest(port, seconds):  # noqa: F811
+    """The 99th percentile of the time of a text query, asked again and again."""
+    end, took = time.monotonic() + seconds, []
+    while time.monotonic() < end:
+        started = time.monotonic()
+        assert post(port, [("text", "a red circle")])[0] == 200
+        took.append(time.monotonic() - started)
+    return sorted(took)[int(0.99 * (len(took) - 1))]
+
+
+@pytest.mark.parametrize(("pixels", "codes"), [(64_000_000, {400}), (16_000_000, {200, 503})])
+def test_uploads_do_not_hold_up_texts(port, pixels, codes):  # noqa: F811
+    """Eight of them at once, again and again, and each small as a file."""
+    picture, quiet, stop = plain_png(pixels), slowest(port, 0.5), threading.Event()
+
+    def attack():
+        found = set()
+        while not stop.is_set():
+            found.add(post(port, [], [("image", "x.png", picture)])[0])
+        return found
+
+    with ThreadPoolExecutor(10) as pool:
+        attacks = [pool.submit(attack) for _ in range(10)]
+        try:
+            under = slowest(port, 2)
+        finally:
+            stop.set()
+        assert set().union(*(one.result() for one in attacks)) <= codes
+    assert under < 3 * quiet + 0.5  # half a second for a machine with other work: it was seconds
+
+
+def test_a_large_photograph_is_searched_with(port, searcher, gallery):  # noqa: F811
+    large = io.BytesIO()
+    Image.open(io.BytesIO(gallery.jpegs[5])).resize((5_000, 5_000), Image.BICUBIC).save(large, "JPEG", quality=95)
+    status, answer = post(port, [("top", "3")], [("image", "x.jpg", large.getvalue())])
+    assert status == 200
+    small = searcher.answer(Wish([], [QueryImage("x", gallery.jpegs[5])], top=3))
+    assert answer["results"][0]["row"] == small["results"][0]["row"]
+
+
+def test_connections_that_trickle_do_not_shut_others_out(searcher, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("tools.search.web.server.HEADER_SECONDS", 1.5)
+    monkeypatch.setattr("tools.search.web.server.BODY_SECONDS", 3.0)
+    with serving(searcher) as server:
+        port = int(server.effective_port)
+        head = f"POST /search HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(230)]
+        try:
+            for number, connection in enumerate(slow):
+                connection.sendall((head + ("Content-Length: 1000\r\n\r\n" if number % 2 else "")).encode())
+            assert post(port, [("text", "a red circle")])[0] == 200  # at once, while they stay
+            end = time.monotonic() + 12
+            while server.active_channels and time.monotonic() < end:  # however steadily they send
+                for connection in slow:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(b"x")
+                time.sleep(0.2)
+            assert not server.active_channels
+        finally:
+            for connection in slow:
+                connection.close()
