@@ -15,6 +15,7 @@ from tests.searching import N, gallery, searcher  # noqa: F401 - fixtures
 from tests.searchpage import PICTURES_ARE_THERE, browser, open_page, port, post, request, search_for, serving  # noqa: F401 - fixtures
 from tests.webserver import serve as serve_folder
 from tests.world import run_folder  # noqa: F401 - a fixture
+from tools.search.decoding import QUERIES
 from tools.search.web.thumbnails import PICTURES
 
 
@@ -125,6 +126,25 @@ def test_pictures_that_are_waited_for_hold_up_no_search(elsewhere, monkeypatch):
         assert {headers.get("Retry-After") for status, headers in answers if status == 503} == {"1"}
         site.troubles["00000.tar"] = []
         assert request(port, path=f"/picture/{remote.identity}/3")[0] == 200
+
+
+def test_results_that_are_searched_with_hold_up_no_texts(elsewhere, monkeypatch):
+    """However long the server of their shards is silent."""
+    monkeypatch.setattr("tools.search.pictures.POLICY", FetchPolicy(attempts=1, timeout=4))
+    site, remote = elsewhere
+    with serving(remote) as server, ThreadPoolExecutor(30) as pool:
+        port = int(server.effective_port)
+        site.troubles["00000.tar"] = ["silence"] * 30
+        waiting = [pool.submit(post, port, [("like", f"{remote.identity}/{row}")]) for row in range(30)]
+        while len(site.troubles["00000.tar"]) > 30 - QUERIES:
+            time.sleep(0.01)
+        assert post(port, [("text", "a red circle")])[0] == 200
+        assert not all(one.done() for one in waiting)
+        answers = [one.result() for one in waiting]
+        assert Counter(status for status, _ in answers) == {503: 30 - QUERIES, 400: QUERIES}
+        assert any("The picture to search with is not there" in answer["error"] for _, answer in answers)
+        site.troubles["00000.tar"] = []
+        assert post(port, [("like", f"{remote.identity}/3")])[0] == 200
 
 
 def test_the_page_waits_its_turn_for_pictures(browser, elsewhere, monkeypatch):  # noqa: F811

@@ -122,7 +122,7 @@ def test_an_address_asks_for_pictures_that_it_cannot_hold(page, searcher, galler
     page.run("history.forward()")  # while the page is open, its history has the picture
     wait_for(page, both)
     reload(page)
-    page.wait(f"{STATUS}.textContent.startsWith('This query has a picture')")
+    page.wait(f"{STATUS}.textContent.startsWith('This query includes an uploaded picture')")
     assert page.run(f"{CARDS}.length") == 0  # not the results of another query
     page.choose_files("#file", tmp_path / "one.jpg")
     page.click("#go")

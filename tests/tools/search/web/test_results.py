@@ -180,6 +180,14 @@ def test_an_index_is_chosen(browser, two):  # noqa: F811
         browser.click(".card:nth-child(2) .last button")  # its caption is the query
         browser.wait(f"location.search.includes({json.dumps('index=second')}) && {SETTLED}")
         assert browser.run("document.querySelector('#texts input').value") == texts[1]["captions"][0]
+        with two["image"].encoder._one_at_a_time:  # a result that is still there while the other index is asked
+            browser.run("document.querySelector('#index').focus()")
+            browser.press("ArrowUp")
+            browser.wait(f"{STATUS}.textContent === 'Searching …' && location.search.includes('index=first')")
+            browser.click(".card:nth-child(3) .last button")
+        caption = browser.run(f"{CARDS}[2].querySelector('.captions').textContent")
+        assert browser.run("document.querySelector('#texts input').value") == caption
+        browser.wait(SETTLED)
         assert browser.complaints == []
         for one in two.values():  # a result of either index as the query of the first
             _, answer = post(port, [("like", f"{one.identity}/3"), ("index", "first"), ("top", "5")])

@@ -100,9 +100,9 @@ function restore() {
   setLimits((one) => get.get(one));
   if (!index) return fail(`There is no index '${name}' here. Choose another one, and search again.`);
   if (files.length < pictures) {
-    const them = pictures === 1 ? "a picture of somebody's own, which no address holds. Add it" : `${pictures} pictures of somebody's own, which no address holds. Add them`;
+    const [them, it] = pictures === 1 ? ["an uploaded picture", "it"] : [`${pictures} uploaded pictures`, "them"];
     clear();
-    return say(`This query has ${them} again, and search.`, "refused");
+    return say(`This query includes ${them}, which an address cannot hold. Add ${it} again, and search.`, "refused");
   }
   if (formOf()) return ask(Number(get.get("top")) || PAGE, false);
   asked = false;
@@ -110,9 +110,8 @@ function restore() {
   return say("");
 }
 
-async function like(result) {
-  const { identity, kind } = state.index;
-  setParts(kind === "text" ? { texts: [result.captions[0]] } : { likes: [`${identity}/${result.row}`] });
+async function like(parts) {
+  setParts(parts);
   window.scrollTo({ top: 0 });
   await ask();
   focusCard(0);

@@ -104,8 +104,9 @@ function card(result, loading) {
     told.append(more);
   }
   const last = make("div", "last");
-  const ask = () => document.dispatchEvent(new CustomEvent("like", { detail: result }));
-  if (result.picture || (state.index.kind === "text" && caption)) last.append(button("quiet", "More like this", "", ask));
+  const like = state.index.kind === "text" && caption ? { texts: [caption] } : { likes: [`${state.index.identity}/${result.row}`] };
+  const ask = () => document.dispatchEvent(new CustomEvent("like", { detail: like }));
+  if (result.picture || like.texts) last.append(button("quiet", "More like this", "", ask));
   const source = sourceLink(result.url);
   if (source) last.append(source);
   told.append(make("p", "key", result.key), last);
