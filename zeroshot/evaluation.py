@@ -147,6 +147,7 @@ def evaluate_embeddings(
     options: FilterOptions = FilterOptions(),  # noqa: B008 - frozen
     selection: Selection = Selection("oracle"),  # noqa: B008 - frozen
     select_data: SelectionData | None = None,
+    groups: Sequence[int] | None = None,
 ) -> Evaluation:
     """Accuracy under each filter.
 
@@ -156,13 +157,14 @@ def evaluate_embeddings(
         filters: names in FILTERS.
         options: `k` is the user's K for `topk`, or None.
         selection: images on which K is chosen besides the oracle; "train" needs `select_data`.
+        groups: for each image a number that images of the same picture share, which are kept in one fold.
 
     Raises:
         UserError: folds are not possible, or K is out of range.
     """
     scorer = _Scorer(image_mean, labels.cpu(), prompts, options)
     if "best-topk" in filters or ("topk" in filters and options.k is None):
-        scorer.rank_every_k(image_names, selection, select_data)
+        scorer.rank_every_k(image_names, selection, select_data, groups)
     rows = [row for name in filters for row in scorer.rows(name)]
     return scorer.evaluation(rows)
 
@@ -194,14 +196,20 @@ class _Scorer:
         self.splits: list[_Split] = []
         self.common_k, self.oracle_k, self.oracle_best_topk, self.kept_by = None, None, None, ""
 
-    def rank_every_k(self, names: Sequence[str], selection: Selection, select_data: SelectionData | None) -> None:
+    def rank_every_k(
+        self,
+        names: Sequence[str],
+        selection: Selection,
+        select_data: SelectionData | None,
+        groups: Sequence[int] | None,
+    ) -> None:
         """Compute `ranks`, from which K is chosen, and the splits to choose it on."""
         self.prefixes = prefix_vectors(self.mean, self.u)
         self.ranks = true_ranks(self.image_mean, self.prefixes, self.labels).cpu()
         self.per_class = class_accuracy(self.ranks, self.labels, self.n_classes)
         self.honest = f"honest ({selection.label})"
         if selection.folds:
-            folds = stratified_folds(self.labels.tolist(), names, selection.folds)
+            folds = stratified_folds(self.labels.tolist(), names, selection.folds, groups)
             held = [folds == fold for fold in range(selection.folds)]
             self.splits = [_Split(self.ranks[~mask], self.labels[~mask], mask) for mask in held]
         elif selection.on == "train":

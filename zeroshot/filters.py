@@ -13,6 +13,7 @@ classes of max_K acc_c(K), an upper bound. Chosen on the scored images, all of t
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -152,11 +153,17 @@ def parse_selection(text: str) -> Selection:
     )
 
 
-def stratified_folds(labels: Sequence[int], names: Sequence[str], n_folds: int) -> Tensor:
+def stratified_folds(
+    labels: Sequence[int], names: Sequence[str], n_folds: int, groups: Sequence[int] | None = None
+) -> Tensor:
     """Distribute the images of each class over folds, as a function of labels and names in any order.
 
     Within a class, images are ordered by the hash of their name and dealt round-robin; each class continues where the
-    last one stopped, so that fold sizes differ by at most one image.
+    last one stopped, so that fold sizes differ by at most one image. Images of one group go where its first one in that
+    order goes, so that no picture is both chosen on and scored.
+
+    Args:
+        groups: for each image a number that images of the same picture share; None: all differ.
 
     Returns:
         (N,) int64 fold of each image.
@@ -165,22 +172,22 @@ def stratified_folds(labels: Sequence[int], names: Sequence[str], n_folds: int) 
         UserError: no class has two images, so no image could be scored with a K chosen on its own class.
     """
     labels = [int(label) for label in labels]
-    counts: dict[int, int] = {}
-    for label in labels:
-        counts[label] = counts.get(label, 0) + 1
+    groups = range(len(labels)) if groups is None else groups
+    counts = Counter(label for label, _ in set(zip(labels, groups)))
     if max(counts.values(), default=0) < 2:
         raise UserError(
             f"--select-on folds:{n_folds} is not possible here: no class has more than one image, "
             "so nothing is left to choose K on.",
             "Use data with several images a class, or --select-on train with --select-data PATH.",
         )
-    if len(labels) < n_folds:
+    if (distinct := len(set(groups))) < n_folds:
         raise UserError(
-            f"--select-on folds:{n_folds} needs at least {n_folds} images and there are {len(labels)}.",
+            f"--select-on folds:{n_folds} needs at least {n_folds} images and there are {distinct}.",
             "Ask for fewer folds.",
         )
     rank = {name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names}
     order = sorted(range(len(labels)), key=lambda i: (labels[i], rank[names[i]], names[i]))
-    folds = torch.empty(len(labels), dtype=torch.int64)
-    folds[torch.tensor(order)] = torch.arange(len(labels)) % n_folds
-    return folds
+    turn: dict[int, int] = {}
+    for i in order:
+        turn.setdefault(groups[i], len(turn))
+    return torch.tensor([turn[group] % n_folds for group in groups], dtype=torch.int64)

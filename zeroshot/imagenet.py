@@ -102,7 +102,7 @@ def evaluate_and_write(
         embedder, task, filters, options=FilterOptions(single_index(templates), config.k, config.temperature),
         selection=selection, select_images=other, cache=config.cache,
     )  # fmt: skip
-    for message in (outcome.cache[1], describe_bad(outcome.bad)):
+    for message in (outcome.cache[1], describe_bad(outcome.bad), *outcome.notices):
         if message:
             print(message, flush=True)
     print_table(outcome, len(classes))
@@ -187,6 +187,7 @@ def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Devic
         "classes": len(classes),
         "class_names_from": classes.source,
         "templates": list(task.templates),
+        "notices": outcome.notices,
         "prompt_cache": outcome.cache[0],
         "seconds": outcome.seconds,
         "rows": [asdict(row) for row in e.rows],

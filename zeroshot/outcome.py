@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from probemb.cli.device import loader_workers
 from probemb.data.image_loader import in_both
 from probemb.data.labelled.classes import Classes
 from probemb.data.labelled.images import LabelledImages
 from probemb.data.labelled.prompts import prompt_texts
+from probemb.data.look_alikes import leave_out, same_picture
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
@@ -33,6 +35,7 @@ class Outcome:
         bad: (name, reason) of the images that were left out.
         cache: state of the prompt cache (see `PromptEmbeddings`), and a message about it.
         seconds: spent on "text", "images", "selection images" and "filters".
+        notices: sentences about pictures that occur twice.
     """
 
     evaluation: Evaluation
@@ -42,6 +45,7 @@ class Outcome:
     bad: list[tuple[str, str]]
     cache: tuple[str, str]
     seconds: dict[str, float]
+    notices: list[str]
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,16 @@ def evaluate(
             f"{len(known):,} of the images in {select_images[0].source} are also evaluated (such as {known[0]}).",
             "Choose K on other images, or on parts of these with --select-on folds:5.",
         )
-    device, seconds = embedder.device.name, {}
+    device, seconds, notices = embedder.device.name, {}, []
+    if select_images is not None:
+        with timed(seconds, "selection images"):
+            select_images = _without_evaluated(embedder, select_images, images, notices)
     with timed(seconds, "text"):
         prompts = embed_prompts(embedder, prompt_texts(task.classes.names, task.templates), cache)
     with timed(seconds, "images"):
         gaussian, kept, bad = embedder.images(images)
         labels = torch.tensor([int(task.labels[i]) for i in kept])
+        groups = _same_pictures(embedder, images, kept, notices) if selection.folds else None
     select_data: SelectionData | None = None
     if select_images is not None:
         with timed(seconds, "selection images"):
@@ -101,9 +109,39 @@ def evaluate(
         evaluation = evaluate_embeddings(
             gaussian.mean.to(device), labels, [images.places[i].name for i in kept],
             _by_class(prompts.gaussian, len(task.classes)).to(device), filters, options=options, selection=selection,
-            select_data=select_data,
+            select_data=select_data, groups=groups,
         )  # fmt: skip
-    return Outcome(evaluation, gaussian, labels, kept, bad, (prompts.cache, prompts.message), seconds)
+    cache_state = (prompts.cache, prompts.message)
+    return Outcome(evaluation, gaussian, labels, kept, bad, cache_state, seconds, notices)
+
+
+def _without_evaluated(
+    embedder: Embedder,
+    select_images: tuple[LabelledImages, Sequence[int]],
+    evaluated: LabelledImages,
+    notices: list[str],
+) -> tuple[LabelledImages, list[int]]:
+    """The images to choose K on that show no evaluated picture, and their labels. Raises UserError: too few."""
+    images, labels = select_images
+    workers = loader_workers(embedder.workers, len(images) + len(evaluated), embedder.device.name)
+    rows, notice = leave_out(images, evaluated, workers, embedder.show)
+    notices += [notice] * bool(notice)
+    places, marks = [images.places[i] for i in rows], [images.marks[i] for i in rows]
+    return replace(images, places=places, marks=marks), [int(labels[i]) for i in rows]
+
+
+def _same_pictures(embedder: Embedder, images: LabelledImages, kept: list[int], notices: list[str]) -> list[int]:
+    """For each embedded image the first one that shows the same picture, for folds."""
+    workers = loader_workers(embedder.workers, len(images), embedder.device.name)
+    leaders = same_picture(images, workers, embedder.show)
+    groups = [leaders[i] for i in kept]
+    if repeated := [i for i in kept if leaders[i] != i]:
+        pair = (images.places[i].name for i in (leaders[repeated[0]], repeated[0]))
+        notices.append(
+            f"{len(repeated):,} of {len(kept):,} images ({len(repeated) / len(kept):.1%}) show the same picture as "
+            f"another one (such as {' and '.join(pair)}), and are in its fold"
+        )
+    return groups
 
 
 @contextmanager

@@ -41,11 +41,14 @@ def check_tolerance(config: RetrievalConfig, rankings: Sequence[str]) -> None:
 
 
 def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> CaptionDataset | None:
-    """The data of --select-data, or None. Raises UserError: it contains evaluated images."""
+    """The data of --select-data without pictures that are evaluated too, or None. Raises UserError: too many are."""
     if config.select_data is None:
         return None
+    from probemb.cli.device import loader_workers
+    from probemb.cli.progress import progress
     from probemb.data.captions.find import find_captions
     from probemb.data.image_loader import in_both
+    from probemb.data.look_alikes import leave_out
     from probemb.evaluation.benchmarks import refuse_too_many_exact_pairs
 
     images = config.images if Path(config.select_data) == Path(config.data) else None
@@ -55,6 +58,11 @@ def find_selection(config: RetrievalConfig, evaluated: CaptionDataset) -> Captio
             f"{len(known):,} of the images in {found.images.source} are also evaluated (such as {known[0]}).",
             "Choose the weights of tolerance on other images, such as --select-split val.",
         )
+    workers = loader_workers(config.workers, len(found) + len(evaluated), "cpu")
+    rows, notice = leave_out(found.images, evaluated.images, workers, progress)
+    if notice:
+        print(notice, flush=True)
+        found = found.only(rows)
     refuse_too_many_exact_pairs(found)
     check_metric(config, found)
     return found

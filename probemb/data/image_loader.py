@@ -45,13 +45,15 @@ class Images:
     Attributes:
         source: the path given, for messages.
         bad: (name, reason) of samples that were skipped while listing.
-        exif: turn images as their EXIF orientation says; see `decode_image`.
+        exif: turn images as their EXIF orientation says; draft: sides of which a JPEG may be decoded smaller. See
+            `decode_image`.
     """
 
     places: list[Place]
     source: str
     bad: list[tuple[str, str]] = field(default_factory=list)
     exif: bool = False
+    draft: int | None = None
 
     def __len__(self) -> int:
         return len(self.places)
@@ -70,7 +72,7 @@ class Images:
             size = status.st_size if place.size < 0 else place.size
             if size > MAX_IMAGE_BYTES:
                 raise BadSample(f"has {size:,} bytes")
-            return decode_image(os.pread(fd, size, place.offset), exif=self.exif)
+            return decode_image(os.pread(fd, size, place.offset), self.draft, exif=self.exif)
         finally:
             os.close(fd)
 

@@ -105,6 +105,22 @@ def test_folds_are_balanced_deterministic_and_independent_of_the_order():
     assert torch.equal(again, folds[torch.tensor(shuffled)])
 
 
+def test_images_of_one_group_share_a_fold():
+    labels, names = [i % 4 for i in range(40)], [f"{i}" for i in range(40)]
+    groups = list(range(40))
+    groups[17], groups[30], groups[31] = 5, 2, 2  # of the same class, and of others
+    folds = stratified_folds(labels, names, 5, groups)
+    assert folds[17] == folds[5]
+    assert folds[30] == folds[31] == folds[2]
+    assert folds.bincount(minlength=5).min() >= 6
+    assert torch.equal(stratified_folds(labels, names, 5), stratified_folds(labels, names, 5, range(40)))
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
+    again = stratified_folds([labels[i] for i in order], [names[i] for i in order], 5, [groups[i] for i in order])
+    assert torch.equal(again, folds[order])
+    with pytest.raises(UserError, match="no class has more than one image"):
+        stratified_folds([0, 0, 1], ["a", "b", "c"], 2, [0, 0, 2])
+
+
 def test_folds_need_two_images_in_some_class_and_one_for_each_fold():
     with pytest.raises(UserError, match="no class has more than one image"):
         stratified_folds([0, 1, 2], ["a", "b", "c"], 2)

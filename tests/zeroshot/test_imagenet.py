@@ -155,6 +155,41 @@ def test_k_can_be_chosen_on_other_images(run_folder, shards, tmp_path):
     assert rows[-1]["note"] == "honest (train)"
 
 
+def resaved(folder, pictures, names, form="WEBP"):
+    """Class folders of the pictures in another format."""
+    for i, (label, data) in enumerate(pictures):
+        file = folder / names[label] / f"{i:02d}.{form.lower()}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(io.BytesIO(data)).save(file, form, quality=90)
+    return folder
+
+
+def test_the_evaluated_images_in_another_format_are_refused_to_choose_k_on(
+    run_folder, shards, pictures, names, tmp_path
+):
+    words = ["--filter", "topk", "--model", str(run_folder), "--data", str(shards / "00000.tar"), "--no-cache"]
+    words += ["--select-on", "train", "--classes", str(shards / "classes.txt"), "--out", str(tmp_path / "out")]
+    half = resaved(tmp_path / "half", pictures[: len(pictures) // 2], names)
+    with pytest.raises(
+        UserError, match=r"16 of the 16 images in .*half \(100\.0%\) show the same pictures as evaluated"
+    ):
+        main([*words, "--select-data", str(half)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_pictures_that_occur_twice_are_in_one_fold_and_told(run_folder, pictures, names, tmp_path, capsys):
+    data = resaved(tmp_path / "data", pictures, names, "PNG")
+    resaved(tmp_path / "data", pictures[:5], names, "WEBP")
+    words = ["--filter", "topk", "--model", str(run_folder), "--data", str(data), "--no-cache"]
+    assert main([*words, "--select-on", "folds:4", "--out", str(tmp_path / "out")]) == 0
+    told = "5 of 37 images (13.5%) show the same picture as another one"
+    assert told in capsys.readouterr().out
+    assert told in (tmp_path / "out" / "report.html").read_text()
+    (notice,) = json.loads((tmp_path / "out" / "results.json").read_text())["notices"]
+    assert notice.endswith("and are in its fold")
+    assert told in notice
+
+
 def test_own_templates_and_hostile_names_are_shown_as_text(run_folder, shards, tmp_path, names):
     (tmp_path / "t.txt").write_text("<b>{}</b>\nthe \u202e{}\n")
     evil = ["<script>alert(1)</script>", *names[1:]]

@@ -1,9 +1,12 @@
 """The ranking `tolerance` in the retrieval command."""
 
+import io
 import json
 import re
+import tarfile
 
 import pytest
+from PIL import Image
 
 from probemb.data.scenes import scene
 from probemb.errors import UserError
@@ -50,6 +53,16 @@ def test_weights_chosen_on_other_images_are_honest(run_folder, captioned, tmp_pa
     assert "tolerance, honest (val): u of captions times" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"24 of the images in .* are also evaluated"):
         command(run_folder, captioned, tmp_path / "out", "--select-data", str(captioned), "--no-select-split")
+    with tarfile.open(captioned) as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
+    for name in files:
+        if name.endswith(".jpg"):
+            data = io.BytesIO()
+            Image.open(io.BytesIO(files[name])).save(data, "WEBP", quality=90)
+            files[name] = data.getvalue()
+    again = write_tar(tmp_path / "again" / "val" / "a.tar", list(files.items())).parent.parent
+    with pytest.raises(UserError, match=r"24 of the 24 images in .* show the same pictures as evaluated"):
+        command(run_folder, captioned, tmp_path / "out", "--select-data", str(again))
     with pytest.raises(UserError, match="no split 'train'"):
         command(run_folder, captioned, tmp_path / "out", "--select-data", str(other), "--select-split", "train")
     with pytest.raises(UserError, match="map-at-r-true needs data whose true captions are all known"):

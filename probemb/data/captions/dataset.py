@@ -1,8 +1,10 @@
 """Images with captions, as all readers return them, and checks of splits, ids and files."""
 
+from __future__ import annotations
+
 import gzip
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +57,18 @@ class CaptionDataset:
     def n_captions(self) -> int:
         """Number of all captions, M."""
         return sum(map(len, self.captions))
+
+    def only(self, rows: Sequence[int]) -> CaptionDataset:
+        """The same data with these images alone, in this order."""
+        ids, scenes, located = self.caption_ids, self.scenes, self.images
+        return replace(
+            self,
+            captions=[self.captions[i] for i in rows],
+            image_ids=[self.image_ids[i] for i in rows],
+            caption_ids=ids and [ids[i] for i in rows],
+            scenes=scenes and [scenes[i] for i in rows],
+            located=replace(located, places=[located.places[i] for i in rows]),
+        )
 
     def flat(self) -> list[str]:
         """All M captions, image after image."""
