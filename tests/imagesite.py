@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import socket
 import ssl
@@ -139,6 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_inward(self, rest: str) -> None:
         self.answer(b"", 302, Location="file:///etc/hostname")
 
+    def do_outward(self, rest: str) -> None:
+        self.answer(b"", 302, Location={"ftp": "ftp://127.0.0.1/a.jpg", "data": "data:,hello"}[rest])
+
     def do_removed(self, rest: str) -> None:
         self.answer(b"", 302, Location="http://i.imgur.com/removed.png")
 
@@ -157,6 +161,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_gif(self, rest: str) -> None:
         self.answer(picture(rest, form="GIF", mode="P"), kind="image/gif")
+
+    def do_tiff(self, rest: str) -> None:
+        self.answer(picture(rest, form="TIFF"), kind="image/tiff")
+
+    def do_gzip(self, rest: str) -> None:
+        self.answer(gzip.compress(picture(rest)), Content_Encoding="gzip")
+
+    def do_once(self, rest: str) -> None:  # an error, and from then on an image
+        if self.server.requests[self.path] == 1:
+            self.answer(b"", 500)
+        else:
+            self.do_ok(rest)
 
     def do_bomb(self, rest: str) -> None:
         self.answer(bomb(), kind="image/png")

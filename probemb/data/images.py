@@ -108,7 +108,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     if image.mode == "RGB" and "transparency" not in image.info:
-        return image.copy()
+        return image
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion clips at 255
         import numpy as np
 

@@ -11,7 +11,6 @@ in turn; timing starts after the first batches, so that neither start-up nor pre
 
 from __future__ import annotations
 
-import io
 import statistics
 import tempfile
 import time
@@ -66,28 +65,18 @@ def main() -> None:
 
 def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:
     """Write JPEGs with structure at all scales, like photographs, and their index."""
-    import numpy as np
-    from PIL import Image
-
     from probemb.data.shards.index import Shard, write_index
     from probemb.data.shards.writer import encode_captions, tar_writer
+    from tools.bench.resizing import photograph
 
-    numbers, rows = np.random.default_rng(0), []
+    rows = []
     for s in range(shards):
         path = folder / f"{s:05d}.tar"
         count = images * (s + 1) // shards - images * s // shards
         with open(path, "wb") as shard, tar_writer(shard) as tar:
             for i in range(count):
-                pixels = np.zeros((size, size, 3), np.float32)
-                for scale in 4, 16, 64, size:
-                    noise = numbers.integers(0, 256, (scale, scale, 3), dtype=np.uint8)
-                    layer = Image.fromarray(noise).resize((size, size), Image.Resampling.BICUBIC)
-                    pixels += np.asarray(layer, np.float32) / (2 if scale == 4 else scale**0.5)
-                image = Image.fromarray((pixels * (255 / pixels.max())).astype(np.uint8))
-                file = io.BytesIO()
-                image.save(file, "JPEG", quality=90)
                 caption = encode_captions(["a photo of some noise, " * 3])
-                tar.write({"__key__": f"{i:06d}", "jpg": file.getvalue(), "txt": caption})
+                tar.write({"__key__": f"{i:06d}", "jpg": photograph(size, size, seed=s * images + i), "txt": caption})
         rows.append(Shard(path.name, path, count, path.stat().st_size))
     write_index(folder, rows)
 

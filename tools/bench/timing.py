@@ -14,7 +14,9 @@ from multiprocessing import get_context
 Variant = Callable[[], object]
 
 
-def time_in_turn(variants: dict[str, Variant], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
+def time_in_turn(
+    variants: dict[str, Variant], repeats: int, warmup: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of every repeat; the variants take turns, so a slow moment of the machine hits all of them."""
     for _ in range(warmup):
         for run in variants.values():
@@ -23,10 +25,10 @@ def time_in_turn(variants: dict[str, Variant], repeats: int, warmup: int = 1) ->
     for _ in range(repeats):
         for name, run in variants.items():
             synchronize()
-            start = time.perf_counter()
+            start = clock()
             run()
             synchronize()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 

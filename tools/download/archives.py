@@ -226,12 +226,12 @@ def write_shard(task: Task) -> Marker:
 
 
 def _stored(data: bytes, settings: dict) -> bytes:
-    """The JPEG unchanged, or resized with img2dataset as --resize says."""
+    """The JPEG unchanged, or resized as --resize says."""
     if settings["resize"] == "no" and data.startswith(b"\xff\xd8\xff"):
         return data
-    from tools.download.fetch import SafeResizer
+    from tools.download.resizing import Resizing
 
-    made, *_, problem = SafeResizer(settings)(io.BytesIO(data))
+    made, *_, problem = Resizing(settings)(io.BytesIO(data))
     if problem:
         raise OSError(f"an image cannot be resized ({problem})")
     return made

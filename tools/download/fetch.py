@@ -1,7 +1,7 @@
-"""Fetch a shard of addresses with img2dataset, of which three parts are replaced:
+"""Fetch a shard of addresses with img2dataset, three parts of which are replaced:
 
 - requests have limits (`tools.download.web`),
-- responses are decoded by `probemb.data.images.decode_image` alone; img2dataset resizes and encodes the pixels,
+- responses are decoded by `probemb.data.images.decode_image` alone (`tools.download.resizing`),
 - rows go to `ShardWriter` instead of its own writer, so that a tar is written completely or not at all.
 
 Imports img2dataset, which takes seconds.
@@ -10,7 +10,6 @@ Imports img2dataset, which takes seconds.
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
 import time
@@ -23,55 +22,13 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 import pyarrow as pa
 import pyarrow.parquet as pq
 from img2dataset.downloader import Downloader
-from img2dataset.resizer import Resizer
 
-from probemb.data.failures import BadSample
-from probemb.data.images import decode_image
+from tools.download.resizing import Resizing
 from tools.download.shard import GOT, NotWritten, Record, ShardPaths, ShardWriter
 from tools.download.web import Limits, bounded
 
 OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")
 COUNT_EVERY = 1.0  # seconds between updates of a shard's progress
-
-
-class SafeResizer(Resizer):
-    """img2dataset's resizing, applied to pixels that `decode_image` has decoded; `settings` as the command's."""
-
-    def __init__(self, settings: dict):
-        super().__init__(
-            image_size=settings["image_size"],
-            resize_mode=settings["resize"],
-            resize_only_if_bigger=not settings["upscale"],
-            min_image_size=settings["min_size"],
-            encode_quality=settings["quality"],
-        )
-
-    def __call__(self, img_stream, blurring_bbox_list=None):
-        """Returns (JPEG, width, height, original width, original height, None), or the reason in the last place."""
-        data = img_stream.read()
-        try:
-            image = decode_image(data, exif=True)
-        except BadSample as error:
-            return None, None, None, None, None, f"{_kind(data)}|{error}"
-        if min(image.size) < self.min_image_size:
-            return None, None, None, None, None, f"too small|{image.width} x {image.height} pixels"
-        plain = io.BytesIO()
-        image.save(plain, "BMP")  # the pixels as they are
-        plain.seek(0)
-        *resized, problem = super().__call__(plain, blurring_bbox_list)
-        return (*resized, f"cannot be resized|{problem}" if problem else None)
-
-
-def _kind(data: bytes) -> str:
-    """The kind of a response that is not a decodable image."""
-    start = data[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if not start:
-        return "empty answer"
-    if start.startswith((b"<!doctype html", b"<html", b"<head", b"<script", b"<body")):
-        return "HTML, no image"
-    if start.startswith((b"\xff\xd8\xff", b"\x89png\r\n", b"riff")):
-        return "broken image"
-    return "no image"
 
 
 class RowWriter:
@@ -126,7 +83,7 @@ class Fetcher(Downloader):
         )
         super().__init__(
             sample_writer_class=None,
-            resizer=SafeResizer(settings),
+            resizer=Resizing(settings),
             thread_count=options.threads,
             save_caption=True,
             extract_exif=False,

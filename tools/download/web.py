@@ -101,6 +101,16 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def __init__(self, most: int):
         self.max_redirections = most
 
+    def http_error_302(self, request, answer, code, message, headers):
+        target = headers.get("Location") or headers.get("URI") or ""
+        scheme = urllib.parse.urlsplit(target).scheme
+        if scheme not in ("", "http", "https"):
+            answer.close()
+            raise Refused("redirect to another scheme", scheme)
+        return super().http_error_302(request, answer, code, message, headers)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
     def redirect_request(self, request, answer, code, message, headers, address):
         parts = urllib.parse.urlsplit(address)
         host = parts.hostname or ""
@@ -157,7 +167,9 @@ def _explain(error: Exception, budget: _Budget) -> Refused:
         if error.code < 400:
             return Refused("redirects", str(error.msg))
         return Refused(f"HTTP {error.code}", str(error.reason))
-    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
+    if isinstance(error, urllib.error.URLError):
+        if not isinstance(error.reason, Exception):  # of UnknownHandler
+            return Refused("not a web address", str(error.reason))
         error = error.reason
     if isinstance(error, Refused):
         return error
@@ -165,9 +177,9 @@ def _explain(error: Exception, budget: _Budget) -> Refused:
         return Refused("host not found", str(error))
     if isinstance(error, TimeoutError):
         late = time.monotonic() > budget.end - 0.02  # the last read had only what was left
-        return Refused(
-            "too slow" if late else "no answer", f"nothing in {budget.limits.patience:g} s" if not late else ""
-        )
+        if late:
+            return Refused("too slow")
+        return Refused("no answer", str(error) or f"nothing in {budget.limits.patience:g} s")
     if isinstance(error, ssl.SSLError):
         return Refused("TLS", getattr(error, "verify_message", "") or str(error))
     if isinstance(error, http.client.IncompleteRead):

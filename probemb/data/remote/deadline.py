@@ -6,8 +6,10 @@ urllib gets a `Deadline` as its time-out, and passes it, through proxies, to the
 from __future__ import annotations
 
 import http.client
+import queue
 import socket
 import ssl
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -72,12 +74,31 @@ class _TLSSocket(_Timed, ssl.SSLSocket):
     pass
 
 
+def _look_up(address: tuple[str, int], deadline: Deadline) -> list[tuple]:
+    """A host's addresses. The system's resolver has no deadline, so a thread asks it, which may be left behind."""
+    answer: queue.SimpleQueue[list[tuple] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answer.put(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
+        except UnicodeError as error:  # not a host name
+            answer.put(socket.gaierror(socket.EAI_NONAME, str(error)))
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=ask, name="host name", daemon=True).start()
+    try:
+        found = answer.get(timeout=deadline.left())
+    except queue.Empty:
+        raise TimeoutError("no answer from the name server") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def _connect(address: tuple[str, int], deadline: Deadline, *_) -> _Socket:
     """A connection to the first address of the host that answers."""
-    try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # not a host name
-        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+    found = _look_up(address, deadline)
     problem = OSError("the host has no address")
     for number, (family, kind, protocol, _, place) in enumerate(found):
         try:

@@ -109,6 +109,15 @@ def test_the_whole_way(site, cc3m, tmp_path, capsys):
     assert index_shards(["--verify", str(out), "--workers", "1"]) == 0
 
 
+def test_an_address_that_failed_once_is_asked_once_more(site, cc3m, tmp_path, capsys):
+    """Also if the list is fetched, retried and retried again."""
+    paths, out = [f"once/{i}" for i in range(3)], str(tmp_path / "out")
+    report = download(capsys, "cc3m", cc3m([*paths, "ok/a"]), "--out", out, "--retry-failed")
+    assert (report["got"], report["retried"], report["lost"]) == (4, 3, {})
+    download(capsys, "cc3m", "--out", out, "--retry-failed")
+    assert [site.requests[f"/{path}"] for path in paths] == [2, 2, 2]
+
+
 def test_parts_of_a_job_array(site, cc3m, tmp_path, capsys):
     """Each task its own shards; a command without --part finishes."""
     words, out = [f"ok/part{i}" for i in range(12)], tmp_path / "out"

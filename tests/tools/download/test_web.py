@@ -1,13 +1,16 @@
 """One address of a hostile server: its image, or a cause, within the time and bytes that were allowed."""
 
+import os
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,7 @@ from tools.download.web import Limits, Refused, bounded
 
 QUICK = Limits(seconds=1.0, patience=0.6, size=1 << 20, redirects=3, private=True)
 PATIENT = Limits(seconds=30, patience=20, private=True)
+ROOT = Path(__file__).resolve().parents[3]
 AMPLE = 8  # seconds after which a request that should have ended counts as hanging, on a busy machine
 
 
@@ -44,7 +48,9 @@ def test_images_come_as_they_are(site, word):
         ("status/304", "redirects"),
         ("loop", "redirects"),
         ("chain/0", "redirects"),
-        ("inward", "redirects"),
+        ("inward", "redirect to another scheme"),
+        ("outward/ftp", "redirect to another scheme"),
+        ("outward/data", "redirect to another scheme"),
         ("removed", "image removed"),
         ("announced", "too many bytes"),
         ("endless", "too many bytes"),
@@ -113,8 +119,9 @@ def test_private_addresses_are_not_asked(site):
 
 @pytest.mark.parametrize("address", ["file:///etc/hostname", "ftp://127.0.0.1/a", "data:,hello"])
 def test_only_the_web_is_asked(address):
-    with pytest.raises(Refused):
+    with pytest.raises(Refused) as refused:
         ask(address)
+    assert refused.value.cause == "not a web address"
 
 
 def test_hosts_that_are_not_there():
@@ -127,6 +134,38 @@ def test_hosts_that_are_not_there():
     with pytest.raises(Refused) as refused:
         ask(f"http://127.0.0.1:{port}/a.jpg")
     assert refused.value.cause == "connection"
+
+
+SILENT_NAME_SERVER = """
+import fcntl, socket, struct, subprocess, sys, threading, time, urllib.request
+from tools.download.web import Limits, Refused, bounded
+
+subprocess.run(["mount", "--bind", sys.argv[1], "/etc/resolv.conf"], check=True)
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # the loopback, up
+    fcntl.ioctl(one, 0x8914, struct.pack("16sh14x", b"lo", 0x49))
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+for limits in (Limits(seconds=30, patience=0.5), Limits(seconds=0.5, patience=30)):
+    begun = time.monotonic()
+    with bounded(limits):
+        try:
+            urllib.request.urlopen("http://a.slow.example/a.jpg")
+        except Refused as error:
+            print(error, flush=True)
+    assert time.monotonic() - begun < 8
+assert b"slow" in server.recv(512)  # it was asked
+"""
+
+
+def test_a_name_server_that_never_answers(tmp_path):
+    """In namespaces of its own, where the only name server is silent for the resolver's 30 seconds."""
+    if subprocess.run(["unshare", "-rmn", "mount", "--bind", "/etc/resolv.conf", "/etc/resolv.conf"]).returncode:
+        pytest.skip("needs Linux namespaces")
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:1\n")
+    command = ["unshare", "-rmn", sys.executable, "-c", SILENT_NAME_SERVER, str(tmp_path / "resolv.conf")]
+    proxies = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=proxies, timeout=60)
+    assert done.stdout.splitlines() == ["no answer|no answer from the name server", "too slow|"], done.stderr
 
 
 def test_the_opener_of_before_is_back_afterwards():
