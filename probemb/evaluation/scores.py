@@ -18,6 +18,7 @@ from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
 PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache
+LARGE_U = 512.0  # float32 resolves 6e-5 there; squared distances of means of unit length are 4 at most
 WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
 
 
@@ -157,10 +158,13 @@ def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.
 
     A weight bears the name of the direction whose gallery it weighs: `i2t` the captions, `t2i` the images. A query's
     own term is a constant of its ranking. 1 and 1 is -CSD, 0 and 0 the means; below 0, a large variance of an item is
-    a tolerance: it lies closer to everything.
+    a tolerance: it lies closer to everything. Float64 where u is so large that float32 would blur the ranking.
     """
     u_a, u_b = t2i * a.uncertainty()[:, None], i2t * b.uncertainty()[:, None]
-    return _squared_euclidean(at_least_float32(a.mean), at_least_float32(b.mean), u_a, u_b)
+    x, y = at_least_float32(a.mean), at_least_float32(b.mean)
+    if max(float(u.abs().max()) if len(u) else 0.0 for u in (u_a, u_b)) > LARGE_U:
+        x, y, u_a, u_b = x.double(), y.double(), u_a.double(), u_b.double()
+    return _squared_euclidean(x, y, u_a, u_b)
 
 
 def csd_scores(a: Gaussian, b: Gaussian) -> DotScores:

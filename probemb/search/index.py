@@ -215,6 +215,16 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
 
     Raises UserError: k is out of range, or the queries have another dimension than the gallery or are not finite.
     """
+    distance, found = neighbours(index, queries, k)
+    if index.form != "mean":
+        distance = distance - index.penalty.constant + queries.uncertainty().float().cpu()[:, None]
+    return distance, found
+
+
+def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
+    """`search` with distances that lack what is the same for all items: the query's u and the penalty's constant, which
+    would blur the distances of large variances in float32.
+    """
     if not 1 <= k <= len(index):
         raise UserError(f"{k} neighbours are asked of a gallery of {len(index)}.", f"Ask for 1 to {len(index)}.")
     if queries.mean.dim() != 2 or queries.shape[1] != index.dim:
@@ -235,8 +245,6 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
     if len(index.parts) > 1:
         distance, order = distance.sort(dim=1, stable=True)
         distance, found = distance[:, :k], found.gather(1, order[:, :k])
-    if index.form != "mean":
-        distance = distance - index.penalty.constant + queries.uncertainty().float().cpu()[:, None]
     return distance, found
 
 

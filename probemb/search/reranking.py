@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.search.index import CANDIDATES, Index, search
+from probemb.search.index import CANDIDATES, Index, neighbours, search
 
 
 def rerank(
@@ -30,10 +30,8 @@ def rerank(
     candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
     if candidates < k:
         raise UserError(f"{k} items are asked of {candidates} candidates.", "Take at least as many candidates.")
-    distance, found = search(index, queries, candidates)
-    distance = distance + queries.uncertainty().float().cpu()[:, None]
-    distance, found = _weighted(index, distance, found, weight)
-    return distance[:, :k], found[:, :k]
+    distance, found = _weighted(index, *neighbours(index, queries, candidates), weight)
+    return _whole(index, queries, distance[:, :k]), found[:, :k]
 
 
 def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
@@ -54,16 +52,14 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
         )
     change = weight - index.weight
     least = min(change * float(u) for u in torch.aminmax(index.uncertainty))
-    own = queries.uncertainty().float().cpu()[:, None] if index.form == "mean" else 0.0
     look = min(CANDIDATES * k, len(index))
     while True:
-        distance, found = search(index, queries, look)
-        distance = distance + own
-        beyond = distance[:, -1:] + least  # of any item that is not among the candidates
+        distance, found = neighbours(index, queries, look)
+        beyond = distance[:, -1:].double() + least  # of any item that is not among the candidates
         distance, found = _weighted(index, distance, found, change)
         distance, found = distance[:, :k], found[:, :k]
         if look == len(index) or bool((distance[:, -1:] < beyond).all()):
-            return distance, found
+            return _whole(index, queries, distance), found
         look = min(4 * look, len(index))
 
 
@@ -75,6 +71,15 @@ def is_exact(index: Index) -> bool:
 
 
 def _weighted(index: Index, distance: Tensor, found: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Candidates in the order of their distances plus `weight` times their u; what was not found stays last."""
-    distance, order = (distance + weight * index.uncertainty[found.clamp_min(0)]).sort(dim=1, stable=True)
+    """Candidates in the order of their distances plus `weight` times their u, in float64; what was not found stays
+    last.
+    """
+    u = index.uncertainty[found.clamp_min(0)].double()
+    distance, order = (distance.double() + weight * u).sort(dim=1, stable=True)
     return distance, found.gather(1, order)
+
+
+def _whole(index: Index, queries: Gaussian, distance: Tensor) -> Tensor:
+    """Distances with what `neighbours` leaves out, float32."""
+    constant = 0.0 if index.form == "mean" else index.penalty.constant
+    return (distance - constant + queries.uncertainty().double().cpu()[:, None]).float()

@@ -10,6 +10,7 @@ from probemb.errors import UserError
 from probemb.evaluation.scores import tolerance_scores
 from probemb.metrics import ranking
 from probemb.search import build_index, rerank, search, search_weighted
+from probemb.search.index import neighbours
 
 
 def gaussians(n, dim=16, seed=0):
@@ -43,8 +44,22 @@ def test_large_variances_leave_the_ranking_as_it_is():
     distance, found = search(build_index(large), queries, 10)
     u = large.uncertainty()
     exact = (queries.mean.double()[:, None] - large.mean.double()).square().sum(-1) + u.double()
-    same = (found == exact.argsort(dim=1)[:, :10]).all(1)
-    assert same.double().mean() > 0.9
+    closest = exact.argsort(dim=1)[:, :10]
+    assert (found == closest).all(1).double().mean() > 0.9
+    by_mean, other = build_index(large, form="mean"), build_index(large, form="tolerance", tolerance=-1.0)
+    certain = Gaussian(queries.mean, torch.full_like(queries.mean, 3.0))  # u is large on both sides
+    reranked = rerank(by_mean, certain, 10, 2000)
+    for measured, ranked in (
+        reranked,
+        search_weighted(by_mean, certain, 10, 1.0),
+        search_weighted(other, certain, 10, 1.0),
+    ):
+        assert (ranked == closest).all(1).double().mean() > 0.9
+        torch.testing.assert_close(
+            measured.double(), exact.gather(1, ranked) + certain.uncertainty().double()[:, None], rtol=1e-6, atol=0
+        )
+    scores = tolerance_scores(certain, large)(slice(None))
+    assert torch.equal(scores.argsort(dim=1, descending=True)[:, :10], closest)
     torch.testing.assert_close(
         distance.double(), exact.gather(1, found) + queries.uncertainty().double()[:, None], rtol=1e-6, atol=0
     )
@@ -90,9 +105,9 @@ def test_few_candidates_are_enough_where_variances_hardly_differ(monkeypatch):
 
     def counted(index, queries, k):
         asked.append(k)
-        return search(index, queries, k)
+        return neighbours(index, queries, k)
 
-    monkeypatch.setattr("probemb.search.reranking.search", counted)
+    monkeypatch.setattr("probemb.search.reranking.neighbours", counted)
     _, found = search_weighted(build_index(gallery), queries, 5, -1.0)
     assert torch.equal(found, ranking(tolerance_scores(queries, gallery, -1.0, 1.0)(slice(0, 20)), 5))
     assert asked == [50]
