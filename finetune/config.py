@@ -163,6 +163,11 @@ class Config:
         loss: options of the method, see finetune/methods.
     """
 
+    COMMON: ClassVar = (
+        *("method", "loss", "out", "resume", "data.path", "data.images", "batch_size", "epochs", "seed"),
+        *("model.name", "model.pretrained", "model.head", "model.lock_image", "data.cache_features"),
+        *("optimizer.lr", "optimizer.schedule", "engine.precision", "data.workers", "wandb"),
+    )
     PATHS: ClassVar = (
         *("out", "data.path", "data.images", "data.cache_features"),
         *("model.pretrained", "model.vocabulary", "model.word_vectors"),

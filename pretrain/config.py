@@ -147,6 +147,12 @@ class Config:
         loss: options of the objective.
     """
 
+    COMMON: ClassVar = (
+        *("out", "resume", "data.train", "batch_size", "epochs", "samples", "seed"),
+        *("model.name", "model.pretrained", "optimizer.lr", "optimizer.warmup_samples"),
+        *("engine.zero_stage", "engine.precision", "engine.accumulation", "engine.grad_checkpointing"),
+        *("data.workers", "evaluate.pairs", "evaluate.classes", "evaluate.every_samples", "save_every", "wandb"),
+    )
     PATHS: ClassVar = (
         "out",
         "data.train",

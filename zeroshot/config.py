@@ -1,7 +1,7 @@
 """Options of this stage's commands; without heavy imports, for --help."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
 
@@ -110,6 +110,11 @@ class RetrievalConfig:
         precision: auto, fp32, bf16, fp16.
         max_bad: largest share of images that may be unreadable.
     """
+
+    COMMON: ClassVar = (
+        *("model", "data", "split", "images", "benchmarks", "rankings", "tolerance", "select_data", "factory"),
+        *("judgements", "compare", "out", "exif", "batch_size", "workers", "device", "precision"),
+    )
 
     model: str = ""
     second: str | None = "auto"

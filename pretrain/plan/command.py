@@ -1,7 +1,7 @@
 """Plan of a pretraining run: its parameters, memory, network, data, hours and disk.
 
     python -m pretrain.plan --config pretrain/configs/vit_b16_cc3m_cc12m_redcaps.yaml --nodes 4 --gpus-per-node 8 \\
-        --samples-per-epoch 27000000 --peak-tflops 989 --efficiency 0.35 --gpu-memory-gib 80
+        --samples-per-epoch 27000000 --gpu h100 --efficiency 0.35 --gpu-memory-gib 80
 
 Takes every option of `pretrain.run`, reads index.json of local shards, builds the model without weights, and writes
 nothing. docs/scaling.md compares it with measurements.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -36,11 +36,18 @@ class Plan(Config):
         gpu_memory_gib: memory of one GPU in GiB; warn when a rank needs more. 0 checks nothing.
         samples_per_epoch: samples in all of data.train, each times its weight; 0 reads index.json in the folders.
         text_tokens: tokens of the longest text in a batch, to which batches are cut; 0 takes the whole context.
-        peak_tflops: of one GPU at the run's precision, in TFLOP/s, from its data sheet.
+        gpu: its name, such as h200, whose peak the table in pretrain/plan/peak.py has; empty for this machine's.
+        peak_tflops: of one GPU at the run's precision, in TFLOP/s, from its data sheet; 0 takes that of `gpu`.
         efficiency: share of it that the run reaches, recomputation included.
-        images_per_second: measured, over all ranks; replaces peak_tflops and efficiency.
+        images_per_second: measured, over all ranks; replaces gpu, peak_tflops and efficiency.
         json: print JSON for programs.
     """
+
+    COMMON: ClassVar = (
+        *("nodes", "gpus_per_node", "device", "gpu", "gpu_memory_gib", "samples_per_epoch", "text_tokens"),
+        *("peak_tflops", "efficiency", "images_per_second", "json", "batch_size", "epochs", "data.train"),
+        *("model.name", "engine.zero_stage", "engine.accumulation", "engine.grad_checkpointing"),
+    )
 
     nodes: PositiveInt = 1
     gpus_per_node: PositiveInt = 1
@@ -48,6 +55,7 @@ class Plan(Config):
     gpu_memory_gib: NonNegativeFloat = 0.0
     samples_per_epoch: NonNegativeInt = 0
     text_tokens: NonNegativeInt = 0
+    gpu: str | None = None
     peak_tflops: NonNegativeFloat = 0.0
     efficiency: Share = 0.35
     images_per_second: NonNegativeFloat = 0.0
@@ -78,8 +86,10 @@ def make_plan(o: Plan) -> dict[str, Any]:
         UserError: an invalid value, or neither the data nor `samples_per_epoch`.
     """
     warnings = check_options(o)
+    gpu = find_gpu(o)
     from pretrain.plan.cost import flops, network
     from pretrain.plan.memory import count_parameters, memory
+    from pretrain.plan.peak import peak_flops
     from pretrain.plan.trace import Setting, build
 
     model, data, e = build(o), count_data(o), o.engine
@@ -104,6 +114,8 @@ def make_plan(o: Plan) -> dict[str, Any]:
     }
     warnings += memory_warnings(o, by_stage, variants)
     work = flops(model, setting)
+    if gpu:
+        o = replace(o, gpu=gpu, peak_tflops=peak_flops(gpu, "bf16" if setting.half else "fp32") / 1e12)
     return {
         "model": {"name": o.model.name, "head": o.model.head, "embed_dim": model.embed_dim},
         "parameters": {"total": sum(p.numel() for p in model.parameters()), **count_parameters(model)},
@@ -178,6 +190,25 @@ def check_options(o: Plan) -> list[str]:
     return warnings
 
 
+def find_gpu(o: Plan) -> str | None:
+    """The GPU whose peak gives the hours: --gpu, or this machine's; None where neither is needed or known.
+
+    Raises:
+        UserError: an unknown name, or one beside another source of the speed.
+    """
+    from pretrain.plan.peak import gpu_of_this_machine, named_gpu
+
+    if o.gpu is not None:
+        for other in ("peak_tflops", "images_per_second"):
+            if getattr(o, other):
+                raise UserError(f"--gpu and --{other.replace('_', '-')} exclude each other.", "Leave one of them out.")
+        if o.device != "cuda":
+            raise UserError(f"--gpu {o.gpu} is given for a run on {o.device}.", "Leave --gpu or --device out.")
+        return named_gpu(o.gpu)
+    measured = o.peak_tflops or o.images_per_second or o.device != "cuda"
+    return None if measured else gpu_of_this_machine()
+
+
 def count_data(o: Plan) -> dict[str, Any]:
     """Samples, steps and, for local shards, bytes; rounded as in the stream and the trainer."""
     size, per_sample = o.samples_per_epoch, None
@@ -236,6 +267,7 @@ def time_needed(o: Plan, work: dict[str, float], steps: int) -> dict[str, Any]:
         "flops_per_pair": work["model_per_step"] / o.batch_size,
         "images_per_second": speed,
         "images_per_second_is": ("measured" if o.images_per_second else "computed") if speed else None,
+        "gpu": o.gpu,
         "peak_tflops": o.peak_tflops or None,
         "efficiency": o.efficiency if o.peak_tflops and not o.images_per_second else None,
         "seconds_per_step": seconds,

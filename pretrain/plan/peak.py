@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from pretrain.config import Config
+from probemb.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 # Dense TFLOP/s by a part of the device's name, the more special names first: bf16 on tensor cores, and float32 outside
 # of them, as torch computes it by default. From NVIDIA's and AMD's data sheets.
@@ -33,9 +36,28 @@ PEAKS = {
 
 def peak_flops(name: str, precision: str) -> float | None:
     """FLOP/s of a device, by the name that torch gives it, at "bf16" or "fp32"; None if unknown."""
-    words = f" {name} ".replace("-", " ").replace("_", " ")
-    found = next((peak for part, peak in PEAKS.items() if f" {part} " in words), None)
-    return found and 1e12 * found[0 if precision == "bf16" else 1]
+    known = _find(name)
+    return known and 1e12 * PEAKS[known][0 if precision == "bf16" else 1]
+
+
+def _find(name: str) -> str | None:
+    words = f" {name} ".replace("-", " ").replace("_", " ").upper()
+    return next((known for known in PEAKS if f" {known.upper()} " in words), None)
+
+
+def named_gpu(name: str) -> str:
+    """The name in PEAKS of a GPU as people write it, such as "h200" or "a100-80gb". Raises UserError."""
+    if (known := _find(name)) is None:
+        what = f"The peak of the GPU '{name}' is not known.{nearest(name, PEAKS)}"
+        raise UserError(what, f"Name one of {', '.join(PEAKS)}, or pass --peak-tflops from its data sheet.")
+    return known
+
+
+def gpu_of_this_machine() -> str | None:
+    """The name in PEAKS of the first GPU here; None without one, or for one that is not there."""
+    import torch
+
+    return _find(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
 
 def images_at_peak(
@@ -45,6 +67,8 @@ def images_at_peak(
 
     Counts the model's FLOPs, without recomputation. None where the device's peak is unknown, as a CPU's.
     """
+    import torch
+
     if device.type != "cuda" or not (peak := peak_flops(torch.cuda.get_device_name(device), precision)):
         return None
     return images_at(world_size * peak, config, precision, world_size)

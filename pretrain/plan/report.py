@@ -54,7 +54,8 @@ def show(plan: dict[str, Any]) -> None:
     if compute["hours"]:
         how = compute["images_per_second_is"]
         if how == "computed":
-            how += f" from {compute['efficiency']:.0%} of {compute['peak_tflops']:g} TFLOP/s"
+            whose = f", the {compute['gpu']}'s peak" if compute["gpu"] else ""
+            how += f" from {compute['efficiency']:.0%} of {compute['peak_tflops']:g} TFLOP/s{whose}"
         facts.add_row(
             "time",
             f"{compute['hours']:,.1f} h = {compute['gpu_hours']:,.0f} GPU hours, {compute['seconds_per_step']:.3g} s a "
@@ -67,7 +68,7 @@ def show(plan: dict[str, Any]) -> None:
             f"{load['images_per_second_per_worker']:,.0f} a worker ({load['workers_per_rank']} a rank)",
         )
     else:
-        facts.add_row("time", "pass --peak-tflops (and --efficiency), or --images-per-second")
+        facts.add_row("time", "pass --gpu, such as h200, or --peak-tflops (and --efficiency), or --images-per-second")
     facts.add_row(
         "disk",
         f"checkpoint {_size(disk['checkpoint'])}, model/ {_size(disk['model_folder'])}; run folder at most "

@@ -13,7 +13,9 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
+from probemb.cli.help import HELP, HELP_ALL, print_help
 from probemb.cli.ranges import plain, wrong_value
+from probemb.cli.yaml_file import checked_file
 from probemb.errors import UserError, nearest
 
 Config = TypeVar("Config")
@@ -25,7 +27,8 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     Overrides win over the file, the file over the defaults. Keys may have hyphens; a switch without a value is switched
     on, and `--no-KEY` switches off or empties. Types give the ranges (`PositiveInt`, `Literal`, …, see
     probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the options of the class that another
-    field names. Raises UserError: an unknown key, a value of the wrong type or out of range, a missing or broken file.
+    field names. `--help` prints the keys in the dataclass' COMMON, if it has any, and `--help-all` every key.
+    Raises UserError: an unknown key, a value of the wrong type or out of range, a missing or broken file.
     """
     from jsonargparse import ArgumentParser
 
@@ -34,20 +37,24 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     known, switches = known_keys(whole), known_keys(whole, only=bool)
     groups = [key for key in known if any(other.startswith(f"{key}.") for other in known)]
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
-    help = "A YAML file with any of the keys below; options win over it."
-    parser.add_argument("--config", action="config", help=help)
+    help = "a YAML file with any keys; options win over it."
+    parser.add_argument("--config", action="config", help=help, metavar="FILE")
     parser.add_class_arguments(whole, as_group=False)
     for action in parser._actions:  # a group takes its keys one by one; a path after --model would be a file of keys
         if action.dest in groups:
             action.help = argparse.SUPPRESS
-    files = [f"--config={_checked_file(Path(word[9:]), known, elsewhere)}" for word in typed if _is_file(word)]
+    if asked := [word for word in typed if word in HELP]:
+        print_help(parser, getattr(whole, "COMMON", ()) if HELP_ALL not in asked else ())
+        sys.exit(0)
+    files = [f"--config={checked_file(Path(word[9:]), known, elsewhere)}" for word in typed if _is_file(word)]
     words = [_as_declared(word, known, switches) for word in typed if not _is_file(word)]
     for word in words:
         key = word[2:].partition("=")[0]
-        if word.startswith("--") and key not in ("", "help", "print_config") and (key not in known or key in groups):
+        if word.startswith("--") and key not in ("", "print_config") and (key not in known or key in groups):
             options = [f"--{name}" for name in known if name not in groups]
             raise elsewhere(key) or UserError(
-                f"There is no option --{key}.{nearest(f'--{key}', options)}", f"See `{prog} --help` for all of them."
+                f"There is no option --{key}.{nearest(f'--{key}', options)}",
+                f"See `{prog} {HELP_ALL}` for all of them.",
             )
     try:
         return _build(config_class, parser.parse_args(files + words), get_type_hints(whole))
@@ -59,7 +66,7 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
             name, value = _said(found[1], typed)
             raise wrong_value(name, _hint(whole, found[1]), value, prog) from error
         what = f"The configuration cannot be read: {text[:400]}."
-        raise UserError(what, f"See `{prog} --help` for its keys.") from error
+        raise UserError(what, f"See `{prog} {HELP_ALL}` for its keys.") from error
 
 
 def chosen_options(by: str, classes: Mapping[str, Any], default: str) -> dict[str, Any]:
@@ -179,67 +186,6 @@ def known_keys(config_class: type, prefix: str = "", only: type | None = None) -
         if dataclasses.is_dataclass(hint):
             keys += known_keys(hint, f"{prefix}{field.name}.", only)
     return keys
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without the keys that stand twice in a mapping, of which YAML takes the last."""
-
-    def construct_mapping(self, node, deep=False):
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                raise UserError(
-                    f"{self.name} has the key {key.value} twice, in lines {seen[key.value]} and {line}.",
-                    "Remove one of them.",
-                )
-            seen[str(key.value)] = line
-        return super().construct_mapping(node, deep)
-
-
-def _checked_file(path: Path, known: list[str], elsewhere: Callable[[str], UserError | None]) -> str:
-    """The path; or its content as YAML, without keys of other classes that have no value there (earlier versions)."""
-    if path.is_dir():
-        inside = sorted(path.glob("*.yaml"))
-        remedy = f"Name a file in it, such as {inside[0]}." if inside else "Name a YAML file."
-        raise UserError(f"--config {path} is a folder.", remedy)
-    if not path.is_file():
-        raise UserError(f"The configuration file {path} does not exist.", "Check the path given to --config.")
-    try:
-        with path.open(encoding="utf-8") as file:
-            content = yaml.load(file, _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{path} is not a YAML file: {reason}.", "Correct the file.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no keys.", "Write one `key: value` a line; --help lists the keys.")
-    left_out: list[str] = []
-
-    def walk(node: dict, prefix: str) -> None:
-        for name, value in list(node.items()):
-            key = f"{prefix}{name}"
-            if key not in known:
-                error = elsewhere(key)
-                if error is None or value is not None:
-                    raise error or UserError(
-                        f"{path} sets the unknown key {key}.{nearest(key, known)}", "Correct or remove that line."
-                    )
-                left_out.append(key)
-                del node[name]
-            elif not isinstance(value, dict) and any(other.startswith(f"{key}.") for other in known):
-                shown = "nothing" if value is None else repr(value)[:80]
-                raise UserError(
-                    f"{path} sets {key} to {shown}, but it is a group of keys.",
-                    "Write its keys below it, each indented, or remove the line.",
-                )
-            elif isinstance(value, dict):
-                walk(value, f"{key}.")
-                if not value:  # a class without options
-                    left_out.append(key)
-                    del node[name]
-
-    walk(content, "")
-    return yaml.safe_dump(content) if left_out else str(path)
 
 
 def _build(cls: type[Config], namespace: Any, hints: dict[str, Any], prefix: str = "") -> Config:

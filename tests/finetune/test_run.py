@@ -116,7 +116,7 @@ def test_a_configuration_of_an_earlier_version_reads(tmp_path):
 
 
 def test_help_names_the_methods_own_options_without_loading_torch():
-    code = "import sys; sys.argv = ['x', '--help', '--method', 'ncr']; import finetune.run as r\n"
+    code = "import sys; sys.argv = ['x', '--help-all', '--method', 'ncr']; import finetune.run as r\n"
     code += "try: r.main()\nexcept SystemExit: assert not {'torch', 'accelerate'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

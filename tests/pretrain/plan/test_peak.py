@@ -6,8 +6,9 @@ import torch
 from pretrain.config import Config, Model
 from pretrain.objectives import OBJECTIVES
 from pretrain.plan.cost import flops
-from pretrain.plan.peak import images_at, images_at_peak, peak_flops
+from pretrain.plan.peak import PEAKS, gpu_of_this_machine, images_at, images_at_peak, named_gpu, peak_flops
 from pretrain.plan.trace import Setting, build
+from probemb.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,29 @@ from pretrain.plan.trace import Setting, build
 def test_peaks_by_name(name, bf16, fp32):
     assert peak_flops(name, "bf16") == bf16
     assert peak_flops(name, "fp32") == fp32
+
+
+@pytest.mark.parametrize(
+    ("written", "known"),
+    [("h200", "H200"), ("a100-80gb", "A100"), ("H100 pcie", "H100 PCIe"), ("rtx_4090", "RTX 4090"), ("gh200", "GH200")],
+)
+def test_gpus_as_people_write_them(written, known):
+    assert named_gpu(written) == known
+    assert all(named_gpu(name) == name for name in PEAKS)
+
+
+def test_an_unknown_gpu_is_refused_with_those_that_are_known():
+    with pytest.raises(UserError, match=r"The peak of the GPU 'h20O' is not known. Did you mean 'H20'"):
+        named_gpu("h20O")
+
+
+def test_this_machine_s_gpu_is_found_by_its_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_of_this_machine() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, known in (("NVIDIA H200", "H200"), ("Somebody's GPU", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert gpu_of_this_machine() == known
 
 
 def test_a_cpu_has_no_known_peak():

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from pretrain.objectives import OBJECTIVES
 from pretrain.plan import command as plan
 from pretrain.plan import cost as plan_cost
 from pretrain.plan import memory as plan_memory
+from pretrain.plan import peak
 from pretrain.plan import trace as plan_trace
 from pretrain.plan.memory import FP32
 from pretrain.plan.trace import Setting
@@ -444,6 +446,32 @@ def test_measured_speed_gives_hours_and_what_the_loader_must_deliver():
     nothing = plan.make_plan(OPTIONS)
     assert nothing["compute"]["hours"] is None
     assert nothing["warnings"] == []
+
+
+def test_the_command_in_the_readme_says_hours(monkeypatch, capsys):
+    """On a small model, which takes a second instead of half a minute."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith("python -m pretrain.plan ")]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [*line.split()[2:], "--model.name", "ViT-Micro-32"])
+    plan.main()
+    assert re.search(r"time +│ [\d,.]+ h = [\d,]+ GPU hours", shown := capsys.readouterr().out)
+    assert "35% of 989 TFLOP/s, the H200's peak" in re.sub(r"[│\s]+", " ", shown)
+
+
+def test_the_gpu_is_named_or_this_machine_s(monkeypatch):
+    computed = plan.make_plan(replace(OPTIONS, peak_tflops=312.0, efficiency=0.5))["compute"]
+    named = plan.make_plan(replace(OPTIONS, gpu="a100-80gb", efficiency=0.5))["compute"]
+    assert named == {**computed, "gpu": "A100"}
+    single = replace(OPTIONS.engine, precision="fp32")
+    assert plan.make_plan(replace(OPTIONS, gpu="a100", engine=single))["compute"]["peak_tflops"] == 19.5
+    monkeypatch.setattr(peak, "gpu_of_this_machine", lambda: "L4")
+    assert plan.make_plan(OPTIONS)["compute"]["peak_tflops"] == 121
+    assert plan.make_plan(replace(OPTIONS, images_per_second=9.0))["compute"]["gpu"] is None
+    assert plan.make_plan(replace(OPTIONS, device="cpu"))["compute"]["hours"] is None
+    for other in ({"peak_tflops": 1.0}, {"images_per_second": 1.0}, {"device": "cpu"}, {"gpu": "h201"}):
+        with pytest.raises(UserError, match=r"GPU|--gpu"):
+            plan.make_plan(replace(OPTIONS, **{"gpu": "h200", **other}))
 
 
 def test_samples_come_from_the_index_where_it_is(tmp_path):
