@@ -237,7 +237,7 @@ def _other_scores(found: Found) -> dict:
         "rows": [[NAMES[name], *(cell(found.of(name, score(ranking, halves)), 1, 3) for ranking in titles)]
                  for name in probabilistic],
         "comparisons": [compare(f"recipe: tolerance over {title}", best, found.of("recipe", score(ranking, halves)),
-                                "of AP", 1.0)
+                                "points of AP")
                         for ranking, title in titles.items() if ranking != "tolerance"],
         "notes": [
             "As in 5. The match probability of PCME++ orders pairs as CSD does. u of the caption knows nothing of the "
