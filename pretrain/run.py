@@ -48,7 +48,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain.engine.checkpoint import load_checkpoint
     from pretrain.folder import RunFolder
     from pretrain.plan.peak import images_at_peak
-    from pretrain.trainer import Trainer
+    from pretrain.trainer import Start, Trainer
     from probemb.cli.device import training_precision
     from probemb.distributed import same_everywhere
     from probemb.models import create_tokenizer, create_transforms, fill_word_vectors
@@ -99,7 +99,7 @@ def train(config: Config, preemption: Preemption) -> int:
         folder = RunFolder(config, model, identity, steps, step, lock)
         say(describe(config, engine, stream, device, precision, steps, step, earlier))
         trainer = Trainer(
-            engine, stream, config, device, steps, step, samples, skipped=state.get("skipped", 0), recorder=folder,
+            engine, stream, config, device, steps, Start(step, samples, state.get("skipped", 0)), recorder=folder,
             stop=preemption.asked, progress=progress,
             images_at_peak=images_at_peak(config, precision, world_size, device),
         )  # fmt: skip

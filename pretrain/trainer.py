@@ -83,6 +83,14 @@ class Recorder(Protocol):
     def save(self, engine, step: int, samples: int, skipped: int) -> None: ...
 
 
+class Start(NamedTuple):
+    """Steps done before, samples seen in them, and how many of the steps were skipped."""
+
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
+
+
 class _Stopped(Exception):
     """The ranks have agreed to stop instead of taking another batch."""
 
@@ -92,8 +100,7 @@ class Trainer:
 
     Args:
         steps: length of the whole run.
-        step: steps done before, when resumed; `skipped` of them were skipped.
-        samples: samples seen before; None if all steps had this batch size.
+        start: where it starts, when resumed.
         recorder: writes results; None writes nothing.
         stop: whether this process was asked to stop; checked around every step and while waiting for data.
         progress: gets what is being done, for a `Watchdog`.
@@ -107,9 +114,7 @@ class Trainer:
         config: Config,
         device: torch.device,
         steps: int,
-        step: int = 0,
-        samples: int | None = None,
-        skipped: int = 0,
+        start: Start = Start(),  # noqa: B008 (immutable)
         recorder: Recorder | None = None,
         stop: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
@@ -117,11 +122,10 @@ class Trainer:
     ):
         self.engine, self.stream, self.config, self.device = engine, stream, config, device
         self.objective = OBJECTIVES[config.objective](config.loss)
-        self.steps, self.step, self.skipped = steps, step, skipped
-        self.samples = step * config.batch_size if samples is None else samples  # the position of the run
-        self.total = self.samples + (steps - step) * config.batch_size
+        self.steps, self.step, self.samples, self.skipped = steps, *start  # samples: the position of the run
+        self.total = self.samples + (steps - self.step) * config.batch_size
         self.recorder, self.stop, self.images_at_peak = recorder, stop, images_at_peak
-        self.progress = progress or Progress(step)
+        self.progress = progress or Progress(self.step)
         self.stopping = False  # agreed by all ranks
         self._skipped_in_a_row = 0
 

@@ -14,7 +14,7 @@ from tools.claims.ambiguity.measuring import LAMBDAS
 from tools.claims.ambiguity.study import Ambiguity
 from tools.claims.ambiguity.training import AllTrue, Settings, create, fit
 from tools.claims.ambiguity.world import OneCaption, Sizes, draw_world
-from tools.claims.flickr8k.measuring import read_embeddings
+from tools.claims.embeddings import read_embeddings
 from tools.claims.verdicts import FAILS, HOLDS, ONE_SEED, value
 
 SIZES = Sizes(pixels=16, start=26, training=24, validation=16, test=16)

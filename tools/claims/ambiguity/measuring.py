@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from probemb.evaluation.embed_pairs import EmbeddedPairs
-from probemb.evaluation.embedding import encode_images, encode_texts
 from probemb.evaluation.predictors import MatchModel, assess, query_scores
 from probemb.evaluation.rankings import (
     RankingOptions,
@@ -18,20 +17,11 @@ from probemb.evaluation.rankings import (
 from probemb.evaluation.tolerance import Tolerance, choose_tolerance, sweep
 from probemb.evaluation.uncertainty import spearman
 from probemb.metrics import query_metrics
-from probemb.models import DualEncoder
-from tools.claims.flickr8k.measuring import Pair
+from tools.claims.embeddings import Pair
 from tools.claims.scenes.world import Part
 
 LAMBDAS = (-2.0, -1.5, -1.25, -1.0, -0.75, -0.5, -0.25, 0.0, 0.5, 1.0, 2.0)
 CHOSEN = "honest (validation scenes)"
-EMBEDDED = 250  # images at a time
-
-
-def embed(model: DualEncoder, part: Part) -> Pair:
-    """Gaussians (N, D) of the images and (M, D) of the captions."""
-    rows = torch.arange(len(part.pixels)).split(EMBEDDED)
-    images = encode_images(model.encode_image, (part.images(some) for some in rows))
-    return images, encode_texts(model.encode_text, part.tokens, cut=model.cut_padding)
 
 
 def as_pairs(pair: Pair, part: Part) -> EmbeddedPairs:

@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from probemb.errors import UserError
 from probemb.evaluation.predictors import MatchModel
 from tools.claims.ambiguity import charts, findings
-from tools.claims.ambiguity.measuring import embed, look, measure
+from tools.claims.ambiguity.measuring import look, measure
 from tools.claims.ambiguity.training import NOTHING, RANDOM, START, Settings, Training, pretrain, train
 from tools.claims.ambiguity.world import World, draw_world
-from tools.claims.flickr8k.measuring import keep_embeddings, read_embeddings
+from tools.claims.embeddings import keep_embeddings, read_embeddings
 from tools.claims.queue import Kept, train_all
+from tools.claims.scenes.measuring import embed
 from tools.claims.study import Study, Tell
 from tools.claims.verdicts import Found
 
@@ -106,10 +106,7 @@ class Ambiguity(Study):
 
     def measure_again(self, world: World, training: Training, found: dict, keep: Kept) -> dict:
         """Measure from the kept embeddings, as `train` does."""
-        path = keep.embeddings(keep.name(training))
-        if not path.is_file():
-            raise UserError(f"{path} is missing.", f"Remove the training's file in {path.parent.parent}/trainings.")
-        parts = read_embeddings(path)
+        parts = read_embeddings(keep.embeddings(keep.name(training)))
         found = {**found, **_looked(parts["validation"], world)}
         weights, match = found["chosen_by"]["tolerance"], MatchModel(found["scale"], found["shift"])
         closely = training.name in findings.CLOSELY

@@ -11,11 +11,10 @@ from torch import Tensor
 from finetune.config import Config, Optimizer
 from finetune.methods.base import Batch
 from finetune.methods.pcmepp import PCMEPlusPlus
-from finetune.recipe import make_optimizer, make_schedule
-from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.data.scenes import match_matrix
 from probemb.models import DualEncoder, create_model
 from tools.claims.ambiguity.world import OneCaption, Part, Sizes, World
+from tools.claims.fitting import fit_best
 
 NOTHING, RANDOM, START = "nothing", "random weights", "the start"  # what a training begins with
 
@@ -126,16 +125,11 @@ def fit(
     frozen: bool = False,
 ) -> DualEncoder:  # fmt: skip
     """Train in place; `all_true` and `frozen` as in `Training`."""
-    from accelerate import Accelerator
-
     method = (AllTrue if all_true else PCMEPlusPlus)(config, model, part.dataset)
-    optimizer = make_optimizer(config, [model], method)
     for name, parameter in model.named_parameters():
         if frozen and ".log_var_head." in name:
             parameter.requires_grad_(False)
-    loader = OneCaption(part, config.batch_size, config.seed, step_done)
-    state, schedule = State(Joint(model, method), optimizer), make_schedule(config, 1, loader.steps)
-    Trainer(Accelerator(cpu=True), state, loader, schedule, config, Hooks()).fit()
+    fit_best([model], method, config, OneCaption(part, config.batch_size, config.seed, step_done))
     return model.eval()
 
 

@@ -21,7 +21,7 @@ from probemb.evaluation.judgements import (
 )
 from probemb.evaluation.rankings import RankingOptions
 from probemb.gaussian import Gaussian
-from tools.claims.flickr8k.measuring import read_embeddings
+from tools.claims.embeddings import read_embeddings
 
 RIVAL, RESAMPLES = "infonce", 1000
 OTHERS = ("inclusion", "log-likelihood")  # rankings that are not compared with the rival's

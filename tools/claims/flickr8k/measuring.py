@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from probemb.data.captions.find import CaptionDataset
@@ -24,13 +22,10 @@ from probemb.evaluation.rankings import (
     rank_all,
 )
 from probemb.evaluation.tolerance import Tolerance, choose_tolerance
-from probemb.files import replace_file
 from probemb.gaussian import Gaussian
 from probemb.metrics import Positives, rsum
 from probemb.metrics.coco import package_metrics
-from probemb.models.encoder import POINT_LOG_VAR
-
-Pair = tuple[Gaussian, Gaussian]  # images (N, D), captions (M, D)
+from tools.claims.embeddings import Pair
 
 
 def rsum_of(images: Gaussian, texts: Gaussian, dataset: CaptionDataset, name: str) -> float:
@@ -48,37 +43,6 @@ def retrieval(images: Gaussian, texts: Gaussian, positives: Positives, name: str
     ranker = make_ranker(name, images, texts, RankingOptions(**options))
     ranked = rank_all(ranker, len(images), len(texts), depth_for([positives]))
     return both_directions(ranked, positives)
-
-
-# ------------------------------------------------------------------------------------------- kept embeddings
-
-
-def keep_embeddings(path: Path, parts: dict[str, Pair]) -> None:
-    """Write embeddings in float16; log-variances of point models are left out, as they are all the same."""
-    held = {}
-    for part, both in parts.items():
-        for side, gaussian in zip(("image", "text"), both):
-            held[f"{part}.{side}.mean"] = gaussian.mean.half().contiguous()
-            if not (gaussian.log_var == gaussian.log_var.flatten()[0]).all():
-                held[f"{part}.{side}.log_var"] = gaussian.log_var.half().contiguous()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda aside: save_file(held, aside))
-
-
-def read_embeddings(path: Path) -> dict[str, Pair]:
-    """The inverse of `keep_embeddings`, in float32; means at unit length."""
-    held = load_file(path)
-
-    def gaussian(name: str) -> Gaussian:
-        mean = torch.nn.functional.normalize(held[f"{name}.mean"].float(), dim=-1)
-        log_var = held.get(f"{name}.log_var")
-        return Gaussian(mean, torch.full_like(mean, POINT_LOG_VAR) if log_var is None else log_var.float())
-
-    names = dict.fromkeys(name.partition(".")[0] for name in held)
-    return {part: (gaussian(f"{part}.image"), gaussian(f"{part}.text")) for part in names}
-
-
-# ------------------------------------------------------------------------------------------- measurements
 
 
 def measure(parts: dict[str, Pair], datasets: dict[str, CaptionDataset], about: dict) -> dict:

@@ -23,9 +23,10 @@ from pathlib import Path
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.errors import UserError
 from probemb.metrics.coco import package_metrics
+from tools.claims.embeddings import keep_embeddings, read_embeddings
 from tools.claims.flickr8k import charts, findings
 from tools.claims.flickr8k.judging import Judge
-from tools.claims.flickr8k.measuring import keep_embeddings, measure, read_embeddings
+from tools.claims.flickr8k.measuring import measure
 from tools.claims.flickr8k.training import CHOSEN, GRID, Settings, Training, embed, fit, reads_maps
 from tools.claims.flickr8k.world import SPLITS, Files, World, read_world
 from tools.claims.queue import Kept, train_all
@@ -109,10 +110,7 @@ class Flickr8k(Study):
 
     def measure_again(self, world: World, training: Training, found: dict, keep: Kept) -> dict:
         """Measure from the kept embeddings, as `train` does."""
-        path = keep.embeddings(keep.name(training))
-        if not path.is_file():
-            raise UserError(f"{path} is missing.", f"Remove the training's file in {path.parent.parent}/trainings.")
-        parts = read_embeddings(path)
+        parts = read_embeddings(keep.embeddings(keep.name(training)))
         datasets = {"validation": world.validation.dataset, "test": world.test.dataset}
         if "coco" in parts and world.coco is None:
             del parts["coco"]

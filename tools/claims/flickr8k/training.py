@@ -5,7 +5,6 @@ Nothing here looks at test images before a training is over.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from finetune.config import Config, Mix, Model, Optimizer
 from finetune.methods import METHODS
-from finetune.recipe import make_optimizer, make_schedule
-from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.evaluation.embedding import encode_images, encode_texts
 from probemb.gaussian import Gaussian
 from probemb.models import DualEncoder, as_one, create_model
 from probemb.models.ensemble import Ensemble
+from tools.claims.fitting import fit_best
 from tools.claims.flickr8k.measuring import rsum_of
 from tools.claims.flickr8k.world import KeptFeatures, Loader, Part, World
 
@@ -159,26 +157,18 @@ def fit(
 
     Numbers: "validation" (RSUM after every epoch), "epoch" (the best, from 1), "scale", "shift", "temperature".
     """
-    from accelerate import Accelerator
-
     config = training.config(settings)
     part = world.train.noisy(training.noise, training.seed) if training.noise else world.train
     networks = create(world, settings, config)
     method = METHODS[config.method](config, networks[0], part.dataset)
-    joint, model = Joint(networks[0], method, *networks[1:]), as_one(networks)
+    model, maps = as_one(networks), reads_maps(networks[0])
     ranking = PROBABILISTIC_RANKING if training.probabilistic else POINT_RANKING
-    maps, best, values = reads_maps(networks[0]), {}, []
 
-    def end_epoch(epoch: int) -> None:
-        values.append(rsum_of(*embed(model, world.validation, maps), world.validation.dataset, ranking))
-        if values[-1] == max(values):
-            best.update(copy.deepcopy(model.state_dict()))
+    def validate() -> float:
+        return rsum_of(*embed(model, world.validation, maps), world.validation.dataset, ranking)
 
     loader = Loader(part, config.batch_size, config.seed, maps or training.mix > 0, step_done)
-    optimizer = make_optimizer(config, networks, method)
-    schedule = make_schedule(config, len(networks), loader.steps)
-    Trainer(Accelerator(cpu=True), State(joint, optimizer), loader, schedule, config, Hooks(end_epoch=end_epoch)).fit()
-    model.load_state_dict(best)
+    values = fit_best(networks, method, config, loader, validate)
     numbers = {"validation": values, "epoch": values.index(max(values)) + 1, **_scalars(networks[0], method)}
     return model.eval(), numbers
 

@@ -5,7 +5,6 @@ Nothing here looks at the test scenes before a training is over.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from finetune.config import Config, Mix, Optimizer
 from finetune.methods import METHODS
-from finetune.recipe import make_optimizer, make_schedule
-from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import fill_from_model
+from tools.claims.fitting import fit_best
 from tools.claims.scenes.measuring import both_ways, measure
 from tools.claims.scenes.world import MemoryLoader, Part, Sizes, World
 
@@ -185,26 +183,14 @@ def fit(
 
     `select` False takes the last epoch and validates nothing.
     """
-    from accelerate import Accelerator
-
     model = create(world, settings, config, start)
     method = METHODS[config.method](config, model, part.dataset)
-    joint, best, values = Joint(model, method), {}, []
-    optimizer = make_optimizer(config, [model], method)
 
-    def end_epoch(epoch: int) -> None:
-        if not select:
-            return
-        values.append(both_ways(model, config, world.validation)["map_at_r"])
-        if values[-1] == max(values):
-            best.update(copy.deepcopy(model.state_dict()))
+    def validate() -> float:
+        return both_ways(model, config, world.validation)["map_at_r"]
 
     loader = MemoryLoader(part, config.batch_size, config.seed, step_done)
-    schedule = make_schedule(config, 1, loader.steps)
-    state, hooks = State(joint, optimizer), Hooks(end_epoch=end_epoch)
-    Trainer(Accelerator(cpu=True), state, loader, schedule, config, hooks).fit()
-    if best:
-        model.load_state_dict(best)
+    values = fit_best([model], method, config, loader, validate if select else None)
     return model.eval(), values
 
 
