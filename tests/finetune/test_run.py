@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def starting(request, scenes, tmp_path_factory):
-    """accelerate without more words, torchrun with two, and accelerate that is asked for two and starts one.
+    """accelerate as the documentation has it, torchrun with two, and accelerate that is asked for two and starts one.
 
     They begin with the first test of this file, and end beside the others.
     """
@@ -55,7 +56,7 @@ def starting(request, scenes, tmp_path_factory):
         folder = tmp_path_factory.mktemp("launched")
         accelerate = [sys.executable, "-m", "accelerate.commands.launch"]  # it looks for a configuration in HF_HOME
         commands = {
-            "plain": accelerate,
+            "documented": [*accelerate, "--config_file", "finetune/accelerate.yaml"],
             "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
             "alone": [*accelerate, "--num_processes=2", "--cpu"],
         }
@@ -747,11 +748,20 @@ def test_the_run_is_described_by_its_defaults():
 # ------------------------------------------------------------------------------------------------------------ launchers
 
 
-def test_accelerate_without_a_configuration_is_one_process(launched):
-    code, out, err, run = launched["plain"]
-    assert code == 0, err
+def test_accelerate_as_documented_is_one_process_and_warns_of_nothing(launched):
+    code, out, err, run = launched["documented"]
+    assert (code, err) == (0, "")
     assert "engine  1 x cpu, fp32, batch 24 = 1 ranks x 24" in out
     assert load_model(run).model.embed_dim == 16
+
+
+def test_every_documented_launch_names_the_configuration():
+    pages = [ROOT / "README.md", ROOT / "finetune" / "run.py"]
+    pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "finetune").rglob("*.yaml")]
+    launch = re.compile(r"accelerate launch (.*finetune/run\.py)")
+    launches = [found for page in pages for found in launch.findall(page.read_text(encoding="utf-8"))]
+    assert len(launches) >= 8
+    assert all(one.startswith("--config_file finetune/accelerate.yaml ") for one in launches), launches
 
 
 def test_torchrun_with_two_processes_is_two_and_equals_one(launched):
@@ -759,8 +769,10 @@ def test_torchrun_with_two_processes_is_two_and_equals_one(launched):
     assert code == 0, err
     assert "engine  2 x cpu, fp32, batch 24 = 2 ranks x 12" in out
     assert out.count("method  pcmepp") == 1  # one of them speaks
-    losses = {name: [m["loss"] for m in metrics(launched[name][3]) if "loss" in m] for name in ("plain", "torchrun")}
-    assert losses["torchrun"] == pytest.approx(losses["plain"], rel=0.05)
+    losses = {
+        name: [m["loss"] for m in metrics(launched[name][3]) if "loss" in m] for name in ("documented", "torchrun")
+    }
+    assert losses["torchrun"] == pytest.approx(losses["documented"], rel=0.05)
 
 
 def test_accelerate_that_starts_fewer_processes_than_asked_for_is_refused(launched):
