@@ -75,7 +75,7 @@ class Job:
                     self.codes[pid] = os.waitstatus_to_exitcode(status)
         return len(self.codes) == len(self.pids)
 
-    def wait(self, seconds: float = 120) -> list[int]:
+    def wait(self, seconds: float = 600) -> list[int]:
         """Exit codes in rank order, minus the signal's number where one ended a rank.
 
         Raises:
@@ -104,7 +104,7 @@ class Job:
             file.seek(self.before)
             return file.read().decode()
 
-    def until(self, words: str, seconds: float = 120) -> None:
+    def until(self, words: str, seconds: float = 600) -> None:
         """Wait until these words are in the output."""
         until = time.monotonic() + seconds
         while words not in self.text():

@@ -94,6 +94,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_a_checkpoint_ends_the_run
     job = Job({**options, "out": disk / "run", "save-every": 50}, ranks=2, output=tmp_path / "log")
     job.until("step     3/")
     fill(disk)
+    job.until("step    50/")
     began = time.monotonic()
     refused(job, "step-50 could not be written", "No space left", "Make room")
     assert time.monotonic() - began < 30

@@ -39,7 +39,7 @@ def test_stopped_data_workers_are_named_and_end_the_run(options, tmp_path):
     assert len(workers) == 2
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
-    assert job.wait(60) == [2, 2], job.text()
+    assert job.wait() == [2, 2], job.text()
     text = job.text()
     assert_clear(text)
     told = next(line for line in text.splitlines() if "| no step for " in line and ", stopped" in line)
@@ -62,7 +62,7 @@ def test_a_stopped_worker_of_a_single_process(options, tmp_path):
     job = Job({**options, "data.workers": 2, "engine.timeout": 0.1}, ranks=1, output=tmp_path / "log")
     job.until("step     2/")
     os.kill(children(job.pids[0])[1], signal.SIGSTOP)
-    assert job.wait(60) == [2], job.text()
+    assert job.wait() == [2], job.text()
     assert_clear(job.text())
     assert "rank 0: waiting for data-worker-1 (pid " in job.text()
 
@@ -74,7 +74,7 @@ def test_a_stopped_rank_is_named(stopped, options, tmp_path):
     job.until("step     2/")
     job.signal(signal.SIGSTOP, rank=stopped)
     other = job.pids[1 - stopped]
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while other not in job.codes and time.monotonic() < until:
         job.poll()
         time.sleep(0.05)
@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_named(stopped, options, tmp_path):
 
 def test_a_rank_does_not_wait_forever_for_the_data_of_another(silent, options, tmp_path):
     job = Job({**options, "engine.timeout": 0.1}, ranks=2, output=tmp_path / "log", prepare=warn_early)
-    assert job.wait(60) == [2, 2], job.text()
+    assert job.wait() == [2, 2], job.text()
     text = job.text()
     assert_clear(text)
     states = "rank 0: waiting for the data of another rank; rank 1: reading http://127.0.0.1:"
@@ -103,7 +103,7 @@ def test_a_killed_rank_is_named_without_a_launcher(options, tmp_path):
     job = Job({**options, "engine.timeout": 0.2}, ranks=2, output=tmp_path / "log")
     job.until("step     2/")
     job.signal(signal.SIGKILL, rank=1)
-    assert job.wait(60) == [1, -signal.SIGKILL], job.text()
+    assert job.wait() == [1, -signal.SIGKILL], job.text()
     assert_clear(job.text())
     assert "The connection to another rank broke in step " in job.text()
     assert f"rank 1: no sign of life on {HOST}" in job.text()
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_ends_all_with_its_own_message(options, tmp_path):
         pretrain.stream.stream.Stream._count = fail
 
     job = Job({**options, "engine.timeout": 0.2}, ranks=2, output=tmp_path / "log", prepare=prepare)
-    assert job.wait(60) == [2, 2], job.text()
+    assert job.wait() == [2, 2], job.text()
     assert_clear(job.text())
     assert "\nerror: Half of this disk is rust.\n       Buy another." in job.text()
 
@@ -135,7 +135,7 @@ def test_a_rank_that_never_comes(options, tmp_path):
     job = Job(
         {**options, "engine.timeout": 0.05}, ranks=2, output=tmp_path / "log", prepare=lambda rank: rank and os._exit(3)
     )
-    assert job.wait(60) == [2, 3], job.text()
+    assert job.wait() == [2, 3], job.text()
     assert_clear(job.text())
     assert "Not all 2 ranks met at 127.0.0.1:" in job.text()
     assert "within 0.05 minutes (engine.timeout)" in job.text()

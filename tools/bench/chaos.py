@@ -1,7 +1,7 @@
 """Disturb pretraining in every way that it promises to survive, and print what became of it.
 
     python -m tools.bench.chaos                # all of it, half an hour on two free cores
-    python -m tools.bench.chaos --only disk    # tests whose name has the word
+    python -m tools.bench.chaos --only disk    # tests whose name has the word; "not kills" leaves the longest out
 
 These are the project's tests that are marked `chaos`; their names say what is promised. They need a checkout with
 tests/, and pytest. Processes, signals, file systems and files are real; a full disk needs the right to mount a tmpfs,
@@ -68,7 +68,7 @@ def disturb(files: Sequence[Path], only: str = "") -> tuple[Outcomes, int]:
 def main() -> int:
     """Print the table; 1 if a promise was broken."""
     parser = Parser(prog="python -m tools.bench.chaos", description="Disturb pretraining and see what becomes of it.")
-    parser.add_argument("--only", default="", metavar="WORD", help="tests whose name has this word")
+    parser.add_argument("--only", default="", metavar="WORD", help="tests whose name has this word (pytest's -k)")
     only = parser.parse_args().only
     if not TESTS.is_dir():
         raise UserError(f"There is no {TESTS}.", "Run this in a checkout of the project.")
