@@ -75,7 +75,7 @@ def test_a_result_is_searched_with_by_keyboard(page):  # noqa: F811
     while page.run("document.activeElement.tagName") != "BUTTON":
         tab(page)
     page.press("Enter")
-    page.wait(f"{SETTLED} && location.search.includes('like=')")
+    page.wait(f"{SETTLED} && location.hash.includes('like=')")
     page.wait(f"{CARD} === 0")
     tab(page, 2, modifiers=8)
     while page.run(FOCUS) != "remove":

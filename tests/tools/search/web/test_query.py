@@ -62,7 +62,7 @@ def test_pictures_are_pasted_and_texts_too(page, gallery, port):  # noqa: F811
     page.click("#go")
     page.wait(f"{SETTLED} && {CARDS}.length === 24")
     assert "its parts" in page.run(f"{STATUS}.textContent")
-    assert page.run("location.search") == "?text=a+blue+star&pictures=2"
+    assert page.run("location.hash") == "#text=a+blue+star&pictures=2"
 
 
 def test_the_address_says_the_query(page, searcher, port):  # noqa: F811
@@ -76,16 +76,30 @@ def test_the_address_says_the_query(page, searcher, port):  # noqa: F811
     page.click("#more button")
     wait_for(page, two)
     address = page.run("location.href")
-    assert address == f"http://127.0.0.1:{port}/?text=a+red+circle&text=50%25+%26+%3Cb%3Emore%3C%2Fb%3E&top={N}"
+    assert address == f"http://127.0.0.1:{port}/#text=a+red+circle&text=50%25+%26+%3Cb%3Emore%3C%2Fb%3E&top={N}"
     reload(page)
     wait_for(page, two)
     page.run("history.back()")  # "More" is no entry of the history
     wait_for(page, keys(searcher, texts=["a red circle"]))
     page.run("history.back()")
-    page.wait(f"{CARDS}.length === 0 && location.search === '' && document.querySelector('#texts input').value === ''")
+    page.wait(f"{CARDS}.length === 0 && location.hash === '' && document.querySelector('#texts input').value === ''")
     page.open("about:blank")
     open_page(page, address)  # as another person
     wait_for(page, two)
+
+
+def test_an_address_of_any_length(page):  # noqa: F811
+    texts = [chr(0x4E00 + i) * 2_000 for i in range(8)]  # as long as a query may be, 144,000 characters in an address
+    for place, text in enumerate(texts):
+        if place:
+            page.click("#add-text")
+        page.type(text)
+    page.press("Enter")
+    page.wait(f"{SETTLED} && {CARDS}.length === 24")
+    shown = page.run(KEYS)
+    reload(page)
+    wait_for(page, shown)
+    assert page.run("[...document.querySelectorAll('#texts input')].map(i => i.value)") == texts
 
 
 def test_the_address_keeps_limits(page, searcher):  # noqa: F811
@@ -94,12 +108,12 @@ def test_the_address_keeps_limits(page, searcher):  # noqa: F811
     page.press("Home")
     for _ in range(25):
         page.press("ArrowRight")
-    page.wait(f"{SETTLED} && location.search.includes('max_item_uncertainty=')")
-    shown, address = page.run(KEYS), page.run("location.search")
+    page.wait(f"{SETTLED} && location.hash.includes('max_item_uncertainty=')")
+    shown, address = page.run(KEYS), page.run("location.hash")
     assert 0 < len(shown) < 24
     reload(page)
     wait_for(page, shown)
-    assert page.run("location.search") == address
+    assert page.run("location.hash") == address
     page.run("document.querySelector('#item-limit').focus()")
     page.press("End")
     wait_for(page, keys(searcher, texts=["a red circle"]))
@@ -162,7 +176,7 @@ def test_hostile_addresses(page, port):  # noqa: F811
         "text=%00%ff&max_uncertainty=x", "pictures=99999", "fits=%22&text=a&max_item_uncertainty=NaN",
     ):  # fmt: skip
         page.open("about:blank")
-        open_page(page, f"http://127.0.0.1:{port}/?{query}")
+        open_page(page, f"http://127.0.0.1:{port}/#{query}")
         page.wait("!document.querySelector('#go').disabled")
         assert page.run("[...document.querySelectorAll('img')].every(i => /\\/picture\\/|blob:|^$/.test(i.src))"), query
     assert page.run("document.title") == "Search"

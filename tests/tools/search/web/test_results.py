@@ -174,16 +174,16 @@ def test_an_index_is_chosen(browser, two):  # noqa: F811
         )
         browser.wait(f"JSON.stringify({captions}) === {wanted}")
         assert browser.run("document.querySelector('#facts').textContent").startswith("120 captions")
-        assert browser.run("location.search") == "?index=second&text=a+red+circle"
+        assert browser.run("location.hash") == "#index=second&text=a+red+circle"
         reload(browser)
         browser.wait(f"JSON.stringify({captions}) === {wanted}")
         browser.click(".card:nth-child(2) .last button")  # its caption is the query
-        browser.wait(f"location.search.includes({json.dumps('index=second')}) && {SETTLED}")
+        browser.wait(f"location.hash.includes({json.dumps('index=second')}) && {SETTLED}")
         assert browser.run("document.querySelector('#texts input').value") == texts[1]["captions"][0]
         with two["image"].encoder._one_at_a_time:  # a result that is still there while the other index is asked
             browser.run("document.querySelector('#index').focus()")
             browser.press("ArrowUp")
-            browser.wait(f"{STATUS}.textContent === 'Searching …' && location.search.includes('index=first')")
+            browser.wait(f"{STATUS}.textContent === 'Searching …' && location.hash.includes('index=first')")
             browser.click(".card:nth-child(3) .last button")
         caption = browser.run(f"{CARDS}[2].querySelector('.captions').textContent")
         assert browser.run("document.querySelector('#texts input').value") == caption
@@ -194,5 +194,5 @@ def test_an_index_is_chosen(browser, two):  # noqa: F811
             wanted = two["image"].answer(Wish(images=[QueryImage("x", one.picture(3))], top=5))["results"]
             assert [result["row"] for result in answer["results"]] == [result["row"] for result in wanted]
         assert "There is no index 'third' here" in post(port, [("text", "a"), ("index", "third")])[1]["error"]
-        open_page(browser, f"http://127.0.0.1:{port}/?index=third&text=a")
+        open_page(browser, f"http://127.0.0.1:{port}/#index=third&text=a")
         browser.wait(f"{STATUS}.textContent.startsWith(\"There is no index 'third' here.\")")

@@ -1,5 +1,6 @@
-// The query in the page's address, so that a reload and a shared link give the same results. An address holds no uploaded
-// pictures, only their number; while the page is open, its history keeps them.
+// The query in the page's address, behind the #, so that a reload and a shared link give the same results, whatever its
+// length, and no log of a server has it. An address holds no uploaded pictures, only their number; while the page is open,
+// its history keeps them.
 
 import { fitsNow, limits } from "./limits.js";
 import { texts } from "./query.js";
@@ -7,7 +8,7 @@ import { state } from "./state.js";
 
 const kept = new Map(); // number of an entry of the history -> the visitor's own pictures of its query
 
-export const settings = () => new URLSearchParams(location.search);
+export const settings = () => new URLSearchParams(location.hash.slice(1));
 export const keptFiles = () => kept.get(history.state?.entry) ?? [];
 
 function describe(wanted, page) {
@@ -19,13 +20,13 @@ function describe(wanted, page) {
   if (state.index.fits && fitsNow() !== state.index.fits.own) found.append("fits", fitsNow() ? "yes" : "no");
   if (wanted !== page) found.append("top", String(wanted));
   for (const [name, limit] of Object.entries(limits())) found.append(name, String(limit));
-  return `?${found}`;
+  return `#${found}`;
 }
 
 // Write the query into the address; as a new entry of the history unless it is only longer, or the same.
 export function keep(wanted, page, longer) {
   const address = describe(wanted, page);
-  const same = address === location.search && keptFiles().every((file, i) => file === state.files[i]);
+  const same = address === location.hash && keptFiles().every((file, i) => file === state.files[i]);
   const entry = longer || same ? history.state?.entry ?? 0 : Date.now();
   kept.set(entry, state.files);
   history[longer || same ? "replaceState" : "pushState"]({ entry }, "", address);
