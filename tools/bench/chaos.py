@@ -1,6 +1,6 @@
 """Disturb pretraining in every way that it promises to survive, and print what became of it.
 
-    python -m tools.bench.chaos                # all of it, up to half an hour on two cores
+    python -m tools.bench.chaos                # all of it, ten minutes on two free cores
     python -m tools.bench.chaos --only disk    # tests whose name has the word; "not kills" leaves the longest out
 
 These are the project's tests that are marked `chaos`; their names say what is promised. They need a checkout with
