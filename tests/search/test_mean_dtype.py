@@ -28,7 +28,7 @@ def indexed(folder, mean, mean_dtype):
     """An index of these means, all with the same uncertainty, made of files."""
     made = Embeddings(folder / "embeddings", "runs/x", "f" * 64, DIM, {"data": ["x"]}, mean_dtype)
     rows = {"key": [str(i) for i in range(N)], "captions": [["a"]] * N, "shard": ["/x.tar"] * N}
-    rows |= {"offset": [0] * N, "size": [1] * N}
+    rows |= {"offset": [0] * N, "size": [1] * N, "url": [None] * N}
     made.write("image", "x", mean, np.ones(N), pa.table(rows, schema=item_schema("image")), {"shard": "/x.tar"})
     save_embeddings(made, ["data"])
     assert build(["--embeddings", str(made.folder), "--out", str(folder / "index"), "--factory", "Flat"]) == 0

@@ -126,7 +126,7 @@ REFUSED = {
     "vib with mu": ({"method": "pcmepp-mu", "loss.vib": 1e-4}, "pcmepp-mu does not use loss.vib", "Leave it out"),
     "margin with pcmepp": ({"loss.margin": 0.2}, "pcmepp does not use loss.margin", "vse"),
     "uncertainty of a point": ({"method": "vse", "model.n_unc_layers": 1}, "vse predicts no uncertainty", "Leave"),
-    "no scale": ({"loss.scale": "null"}, "loss.scale is empty", "Set it to a number above 0"),
+    "no scale": ({"method": "pcme", "loss.scale": "null"}, "loss.scale is empty", "Set it to a number above 0"),
     "negative scale": ({"loss.scale": -1}, "loss.scale is -1", "above 0"),
     "nan vib": ({"loss.vib": ".nan"}, "loss.vib is nan", "from 0"),
     "no samples": ({"method": "pcme", "loss.samples": 0}, "loss.samples is 0", "from 1"),
