@@ -16,6 +16,7 @@ from PIL import Image
 from pretrain.stream.jpeg_draft import CropDraft
 from pretrain.stream.open_shards import OpenShards
 from pretrain.stream.order import Order, draw
+from pretrain.stream.settings import Settings
 from pretrain.stream.workers import shared_tensors
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
@@ -65,11 +66,8 @@ class SampleMaker:
         labels: readable names of the shards.
         transform: PIL image -> (3, H, W) float32; may use the global random numbers of torch, numpy and Python.
         tokenizer: list of n strings -> (n, L) int64.
-        caption: "random" or "first" of a sample's captions.
-        draft: see `CropDraft`.
+        settings: how a sample is read.
         cache: of remote shards; None if there are none.
-        exif: turn images as their EXIF orientation says.
-        verify_hash: compare every shard with its index, see `ContentCheck`.
     """
 
     def __init__(
@@ -82,17 +80,14 @@ class SampleMaker:
         *,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
-        caption: str = "random",
-        draft: bool = False,
+        settings: Settings,
         cache: ShardCache | None = None,
-        exif: bool = False,
-        verify_hash: bool = False,
     ):
         self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
-        self.transform, self.tokenizer, self.caption, self.exif = transform, tokenizer, caption, exif
-        self._draft = CropDraft(transform) if draft else None
+        self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
+        self._draft = CropDraft(transform) if settings.draft else None
         self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
-        self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache, check=verify_hash)
+        self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache, check=settings.verify_hash)
         self._remote = cache is not None
         self._epoch = -1
         # The number of the shard that is being read, for the process that waits; -1 for none.
@@ -184,9 +179,9 @@ class SampleMaker:
             sample = parse_sample(parts, key)
             seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
             draft = self._draft and partial(self._draft.needed, seed=seed)
-            image = decode_image(sample.image, draft, exif=self.exif)
+            image = decode_image(sample.image, draft, exif=self.settings.exif)
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
-            caption = sample.captions[which if self.caption == "random" else 0]
+            caption = sample.captions[which if self.settings.caption == "random" else 0]
             seed()
             return _Example(*self._tensors(image, caption), printable(f"{self.labels[shard]}/{key}"))
         except BadSample as error:

@@ -139,11 +139,8 @@ class Stream:
                 rank * self.rows + stop,
                 transform=transform,
                 tokenizer=tokenizer,
-                caption=settings.caption,
-                draft=settings.draft,
+                settings=settings,
                 cache=shard_cache,
-                exif=settings.exif,
-                verify_hash=settings.verify_hash,
             )
             for start, stop in self._parts
         ]
