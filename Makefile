@@ -29,13 +29,13 @@ demo: install    ## the whole path on embedded data in six minutes; run again to
 claims: install  ## the paper's main claims in miniature, half an hour; run again to resume it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims
 
-test: install    ## the tests, two files at a time, but for a few minutes of larger models (test-slow)
+test: install    ## the tests, two files at a time, but for those that take longest (test-slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-core: install  ## mathematics, models and metrics alone: three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m core -n 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: install  ## the larger models that test leaves out
+test-slow: install  ## larger models, kills, Slurm's waits: what test leaves out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: install    ## ruff, without changing anything
