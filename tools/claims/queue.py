@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 
+from probemb.cli.progress import progress
 from probemb.errors import UserError
 from tools.claims.study import Study, Tell
 
@@ -132,7 +133,12 @@ def measure_all(study: Study, trainings: Sequence, keep: Kept, workers: int, tel
     _, context = _prepare(study, seeds, keep, tell or (lambda line: print(line, flush=True)), True)
     try:
         with ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),)) as pool:
-            return dict(zip(map(keep.name, trainings), pool.map(_measure, trainings)))
+            measured, found = pool.map(_measure, trainings), {}  # forks before the bar has a thread
+            with progress("measured", len(trainings)) as advance:
+                for training, one in zip(trainings, measured):
+                    found[keep.name(training)] = one
+                    advance(1)
+            return found
     finally:
         _WORK.clear()
 
