@@ -289,4 +289,4 @@ class Trainer:
         return values
 
     def _head_lr(self) -> float:
-        return max(group["lr"] for group in self.optimizer.param_groups)
+        return max(group["lr"] for group in self.optimizer.param_groups if group["name"] != "scalars")

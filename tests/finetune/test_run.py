@@ -495,7 +495,7 @@ def test_no_validation_keeps_the_last_epochs_model(scenes, tmp_path, capsys):
 
 def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys):
     out = tmp_path / "run"
-    assert run_here({"data.path": scenes, "out": out, "data.workers": 1}) == 0
+    assert run_here({"data.path": scenes, "out": out, "data.workers": 1, "optimizer.scalars": 30}) == 0
     names = {p.name for p in out.iterdir()}
     assert names >= {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "model", "model-swa"}
     assert yaml.safe_load((out / "config.yaml").read_text())["loss"]["pseudo_positive"] == 0.1
@@ -520,7 +520,9 @@ def test_what_a_run_folder_holds_and_what_its_lines_say(scenes, tmp_path, capsys
         assert word in told, told
     assert max(map(len, told.splitlines())) < 220
     keys = {"loss", "epoch", "data_wait", "pairs_per_second", "eta", "gradient_norm", "lr"}
-    assert keys <= set(json.loads((out / "metrics.jsonl").read_text().splitlines()[0]))
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert keys <= set(first)
+    assert 0 < first["lr"] <= again.optimizer.lr  # of the heads, not of a and b
 
 
 # ------------------------------------------------------------------------------------------------------ starting points

@@ -10,8 +10,8 @@ embeddings of the validation, test and COCO images, so that `--report` measures 
 
 MSDA mixes feature maps, cell by cell, with Mixup or CutMix (manifold mixup): the frozen tower sees whole images alone.
 
-How the values in CHOSEN were found: `--choose` trains every method with a seed of its own at the learning rates of
-GRID and prints validation RSUM.
+`--choose` trains with a seed of its own and prints validation RSUM: every method at the learning rates of GRID, and the
+match loss from random heads in the ways of NEEDS. CHOSEN's temperature, margins and scalars' rate are set, not chosen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.claims.embeddings import keep_embeddings, read_embeddings
 from tools.claims.flickr8k import charts, findings
 from tools.claims.flickr8k.judging import Judge
 from tools.claims.flickr8k.measuring import measure
-from tools.claims.flickr8k.training import CHOSEN, GRID, Settings, Training, embed, fit, reads_maps
+from tools.claims.flickr8k.training import CHOSEN, GRID, NEEDS, Settings, Training, embed, fit, reads_maps
 from tools.claims.flickr8k.world import SPLITS, Files, World, read_world
 from tools.claims.queue import Kept, train_all
 from tools.claims.study import Study, Tell
@@ -37,7 +37,7 @@ NOISE = (0.2, 0.5)
 NOISY = ("infonce", "recipe", "decl", "ncr")
 NOISE_ALPHA = {0.0: 0.1, 0.2: 0.01, 0.5: 0.0}  # the paper's pseudo-positive weights
 PAPERS_START = (("scale", 5.0), ("shift", 5.0), ("scalars", 1.0))  # a = b = 5, which learn at lr
-RECIPE_CLIP = 0.3  # weight of the CLIP loss: of 0.1, 0.3 and 1, by validation RSUM with seeds of their own
+RECIPE_CLIP = 0.3  # weight of the CLIP loss
 SELECTION_SEED = 1000
 STEP_COST = {"pcme": 1.5, "ncr": 2.2}  # others: 1
 
@@ -95,7 +95,7 @@ class Flickr8k(Study):
 
     def steps(self, world: World, training: Training) -> float:
         networks = 2 if training.method == "ncr" else 1
-        steps = len(world.train.tokens) // self.settings.batch_size * self.settings.epochs * networks
+        steps = len(world.train.tokens) // self.settings.batch_size * training.epochs(self.settings) * networks
         return steps * self.step_cost(training)
 
     def train(self, world: World, training: Training, start, step_done: Callable, keep: Kept, test: bool) -> dict:
@@ -148,7 +148,7 @@ class Flickr8k(Study):
         )
 
     def choose(self, out: Path, workers: int) -> None:
-        """Print validation RSUM of every entry of CHOSEN at the learning rates of GRID."""
+        """Print validation RSUM of every entry of CHOSEN at the learning rates of GRID, and of NEEDS."""
         keep = Kept(out, self)
         trainings = [
             Training(
@@ -158,6 +158,10 @@ class Flickr8k(Study):
             for name in CHOSEN
             for lr in GRID["lr"]
         ]  # fmt: skip
+        trainings += [
+            Training(f"choose {name}", SELECTION_SEED, "pcmepp", clip=clip, chosen=tuple(values.items()))
+            for name, (clip, values) in NEEDS.items()
+        ]
         found = train_all(self, trainings, keep, workers, test=False)
         for training in trainings:
             values = found[keep.name(training)]["validation"]

@@ -56,6 +56,19 @@ CHOSEN: dict[str, dict[str, float]] = {
     "ncr": {"lr": 1e-3, "margin": 0.2},
 }
 GRID = {"lr": (5e-4, 1e-3, 2e-3)}
+# The match loss from random heads (`--choose`): weight of the CLIP loss, and what differs from CHOSEN or the settings.
+NEEDS: dict[str, tuple[float, dict[str, float]]] = {
+    "match": (0.0, {}),
+    "match, a and b at lr": (0.0, {"scalars": 1.0}),
+    "match, a = b = 5": (0.0, {"scale": 5.0, "shift": 5.0}),
+    "match, a = b = 5 at lr": (0.0, {"scale": 5.0, "shift": 5.0, "scalars": 1.0}),
+    "match, 8 epochs": (0.0, {"epochs": 8}),
+    "match, batch 64": (0.0, {"batch_size": 64}),
+    "match + 0.1 CLIP": (0.1, {}),
+    "match + 0.3 CLIP": (0.3, {}),
+    "match + 1 CLIP": (1.0, {}),
+    "match + 0.3 CLIP, a = b = 5 at lr": (0.3, {"scale": 5.0, "shift": 5.0, "scalars": 1.0}),
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,12 @@ class Training:
 
     @property
     def values(self) -> dict[str, float]:
-        """Learning rate and loss scalars."""
+        """Learning rate and loss scalars; batch_size and epochs, if they are not the settings'."""
         return {**CHOSEN[f"{self.method} with CLIP" if self.clip else self.method], **dict(self.chosen)}
+
+    def epochs(self, settings: Settings) -> int:
+        """Passes over the pairs."""
+        return int(self.values.get("epochs", settings.epochs))
 
     @property
     def probabilistic(self) -> bool:
@@ -94,8 +111,8 @@ class Training:
         config = Config(
             method=self.method,
             seed=self.seed,
-            batch_size=settings.batch_size,
-            epochs=settings.epochs,
+            batch_size=int(values.get("batch_size", settings.batch_size)),
+            epochs=self.epochs(settings),
             noise_ratio=self.noise,
             size_augment=0.0,
             swa_epochs=0,
