@@ -20,7 +20,7 @@ from probemb.losses.output import LossOutput
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
 
-VIB_FORMS = ("kl", "pcme", "pcmepp")
+VIB_FORMS = ("kl", "sum", "pcme", "pcmepp")
 
 
 def pair_nll(
@@ -148,9 +148,9 @@ def pcme_loss(
         generator: source of the noise, on the embeddings' device; with gathered batches, seeded alike on every rank.
         scale, shift: a and b, numbers or tensors of one element.
         vib: weight of the information bottleneck.
-        vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)). "pcme" and "pcmepp"
-            reproduce the authors' codes, which put log sigma where log sigma^2 belongs: "pcmepp" is otherwise the
-            same mean; "pcme" is a sum, about the mean of the samples.
+        vib_form: "kl" is the mean over items and dimensions of KL(N(mean, var) || N(0, I)), "sum" its sum, to which
+            the published weights of PCME belong. "pcme" and "pcmepp" reproduce the authors' codes, which put log sigma
+            where log sigma^2 belongs: "pcmepp" is otherwise the mean; "pcme" is the sum, about the mean of the samples.
         uniformity_weight: weight of `uniformity` over the samples of both modalities.
         squared, eps: see `pair_nll`; the PCME++ authors' code has eps = 0.
 
@@ -167,6 +167,8 @@ def _bottleneck(g: Gaussian, z_NKD: Tensor, form: str) -> Tensor:
     """One modality's information bottleneck, in one of VIB_FORMS."""
     if form == "kl":
         return vib_kl(g)
+    if form == "sum":
+        return vib_kl(g) * g.mean.numel()
     if form == "pcmepp":
         return vib_kl(Gaussian(g.mean, 0.5 * g.log_var))
     if form == "pcme":

@@ -5,7 +5,9 @@ import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
 from probemb import Gaussian, labels
+from probemb.distances import match_probability_of_samples
 from probemb.losses import PCMELoss, pcme
+from probemb.losses.match import vib_kl
 from probemb.losses.pcme import pair_nll, pcme_loss_of_samples, uniformity
 from tests.losses.points import close, pairs, same_images
 
@@ -41,16 +43,17 @@ def test_pairs_equal_the_loop(kind):
     close(pair_nll(z_i, z_t, 1.5, 2.0, match), expected)
 
 
-def test_whole_loss_with_bottleneck_and_uniformity():
+@pytest.mark.parametrize("form", ["kl", "sum"])
+def test_whole_loss_with_bottleneck_and_uniformity(form):
     image, text = pairs()
-    loss = PCMELoss(1.5, 2.0, n_samples=3, vib=0.3, uniformity=0.7).double()
+    loss = PCMELoss(1.5, 2.0, n_samples=3, vib=0.3, uniformity=0.7, vib_form=form).double()
     out = loss(image, text, generator=torch.Generator().manual_seed(4))
     z_i, z_t = drawn(image, text)
     expected = 2 * looped(z_i, z_t, torch.eye(6), 1.5, 2.0).sum()
     for g in (image, text):
         standard = Normal(torch.zeros_like(g.mean), torch.ones_like(g.mean))
         kl = kl_divergence(Independent(Normal(g.mean, g.std), 1), Independent(standard, 1))
-        expected = expected + 0.3 * kl.mean() / g.shape[1]
+        expected = expected + 0.3 * (kl.sum() if form == "sum" else kl.mean() / g.shape[1])
     points = torch.cat([z_i.flatten(0, 1), z_t.flatten(0, 1)])
     expected = expected + 0.7 * torch.pdist(points).square().mul(-2).exp().mean().log()
     close(out.loss, expected)
@@ -98,7 +101,7 @@ def test_uniformity_draws_different_points_of_many():
 
 def test_unknown_forms_are_refused():
     with pytest.raises(ValueError, match="vib_form is one of"):
-        PCMELoss(vib_form="sum")
+        PCMELoss(vib_form="total")
     with pytest.raises(ValueError, match="n_samples"):
         PCMELoss(n_samples=0)
 
@@ -134,6 +137,9 @@ def test_authors_loss_and_gradients(parity, case, dtype):
     )
     out.loss.backward()
     close(out.loss, v[f"{case}__loss"], dtype)
+    close(out.terms["match"], v[f"{case}__i2t_loss"] + v[f"{case}__t2i_loss"], dtype)
+    if weight:
+        close(out.terms["uniformity"], v[f"{case}__uniform_loss"], dtype)
     for name in names:
         close(leaves[name].grad, v[f"{case}__grad_{name}"], dtype)
     if vib:
@@ -145,12 +151,29 @@ def test_authors_loss_and_gradients(parity, case, dtype):
 def test_authors_pairs_and_uniformity(parity):
     v = parity("04a_pcme_loss")
     to, _, _ = reference(v, torch.float64)
-    close(pair_nll(to("samples_v"), to("samples_t"), to("negative_scale"), to("shift")), v["pair_nll"])
+    nll = pair_nll(to("samples_v"), to("samples_t"), to("negative_scale"), to("shift"))
+    close(nll, v["pair_nll"])
+    for way in ("i2t", "t2i"):  # both directions are sums of the same pairs
+        close(nll.diagonal().sum(), v[f"plain__{way}_pos_loss"])
+        close(nll.sum() - nll.diagonal().sum(), v[f"plain__{way}_neg_loss"])
+    by_samples = match_probability_of_samples(to("samples_v"), to("samples_t"), to("negative_scale"), to("shift"))
+    close(by_samples, v["match_prob_f32"], torch.float32)
     points = torch.cat([to("samples_v").flatten(0, 1), to("samples_t").flatten(0, 1)])
     close(uniformity(points), v["uniform_loss_value"])
     (choice,) = (key for key in v if key.startswith("uniform_big_choice_npseed"))
     chosen = to("uniform_big_x")[torch.from_numpy(v[choice])]
     close(uniformity(chosen), v["uniform_big_value"])
+
+
+def test_authors_bottleneck_is_of_another_variance(parity):
+    """Their KL of log sigma where log sigma^2 belongs, about mu and about the mean of the samples; ours of both."""
+    v = parity("04a_pcme_loss")
+    to, image, _ = reference(v, torch.float64)
+    sample_means = Gaussian(to("samples_v").mean(1), image.log_var)
+    for g, expected in ((image, "kl_sum_v_on_mu"), (sample_means, "kl_sum_v_on_sample_means")):
+        close(vib_kl(Gaussian(g.mean, 0.5 * g.log_var)) * g.mean.numel(), v[expected])
+    right = kl_divergence(Normal(image.mean, image.std), Normal(torch.zeros(()).double(), 1.0)).sum()
+    assert abs(float(right) / float(v["kl_sum_v_on_mu"]) - 1) > 0.05
 
 
 @pytest.mark.parametrize("distance", ["non_squared_l2", "squared_l2"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from probemb.errors import UserError
 from probemb.gaussian import at_least_float32
 from probemb.models.features import Features
 from probemb.models.heads.linear import FullPrecisionLinear, full_precision, start_log_var, start_mean
@@ -29,13 +30,18 @@ class TokenAttention(nn.Module):
         start_mean(self.hidden)
         start_mean(self.scores)
 
-    def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """In at least float32, also under autocast."""
+    def weights(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """What every token counts in the K averages, (B, T, K), in at least float32, also under autocast."""
         scores_BTK = self.scores(self.hidden(tokens_BTW).tanh())
         if mask_BT is not None:
             scores_BTK = scores_BTK.masked_fill(~mask_BT[..., None], torch.finfo(scores_BTK.dtype).min)
+        return scores_BTK.softmax(1)
+
+    def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """In at least float32, also under autocast."""
         with full_precision(tokens_BTW):
-            return scores_BTK.softmax(1).transpose(1, 2) @ tokens_BTW.to(scores_BTK.dtype)
+            weights_BTK = self.weights(tokens_BTW, mask_BT)
+            return weights_BTK.transpose(1, 2) @ tokens_BTW.to(weights_BTK.dtype)
 
 
 class FullPrecisionLayerNorm(nn.LayerNorm):
@@ -74,6 +80,12 @@ class PIEHead(nn.Module):
         bias: bool = True,
     ):
         super().__init__()
+        if not project and pooled_width != embed_dim:
+            raise UserError(
+                f"The pooled features are of size {pooled_width}, and are to be the embedding of {embed_dim} "
+                "dimensions as they are.",
+                f"Set embed_dim to {pooled_width}, or project to true in the architecture's head_options.",
+            )
         self.attention = TokenAttention(width, n_embeddings, hidden_dim or max(width // 2, 1))
         self.fc = FullPrecisionLinear(width, embed_dim, bias)
         self.project = FullPrecisionLinear(pooled_width, embed_dim, bias) if project else nn.Identity()

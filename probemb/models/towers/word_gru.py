@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
 from probemb.models.word_tokenizer import FIRST_WORD, PADDING, UNKNOWN
 
-POOLING = ("last", "max", "mean")
+POOLING = ("last", "last-word", "max", "mean")
+TOKENS = ("states", "words")
 EMBEDDING_STD = 0.3  # about that of GloVe's vectors
 LAYER = re.compile(r"(layers|branch)\.(\d+)\.")
 
@@ -50,7 +52,11 @@ class WordGRU(Encoder):
         n_unc_layers: layers of the uncertainty branch.
         head: of the mean and the log-variance.
         width, hidden, layers, bidirectional: E, H, number of layers, and whether both directions are concatenated.
-        pooling: "last" (each direction's last state), "max" or "mean" over the words.
+        pooling: "last" (each direction's last state), "max" or "mean" over the words; "last-word", both directions'
+            states at the last word, of which the backward one has read that word alone, is what the public codes of
+            PVSE and PCME do.
+        tokens: what the heads see beside the pooled states: "states", or "words", the word embeddings (PVSE, PCME).
+        head_options: further options of a kind of head in this tower, by its name: {"pie": {"project": false}}.
         context_length: largest number of words.
     """
 
@@ -65,14 +71,17 @@ class WordGRU(Encoder):
         bidirectional: bool = True,
         pooling: str = "last",
         context_length: int = 64,
+        tokens: str = "states",
+        head_options: Mapping[str, dict] | None = None,
     ):
         super().__init__()
-        if pooling not in POOLING:
-            raise UserError(
-                f"There is no pooling '{pooling}' of words.{nearest(pooling, POOLING)}", f"Use {', '.join(POOLING)}."
-            )
+        for what, chosen, known in (("pooling", pooling, POOLING), ("tokens", tokens, TOKENS)):
+            if chosen not in known:
+                raise UserError(
+                    f"There is no {what} '{chosen}' of words.{nearest(chosen, known)}", f"Use {', '.join(known)}."
+                )
         check_n_unc_layers(n_unc_layers, layers, "text")
-        self.pooling, self.context_length = pooling, context_length
+        self.pooling, self.tokens, self.context_length = pooling, tokens, context_length
         self.vocabulary = list(vocabulary)
         self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
@@ -85,7 +94,8 @@ class WordGRU(Encoder):
         if head.probabilistic:
             own = sizes[layers - n_unc_layers :]
             self.branch = nn.ModuleList(_Layer(size, hidden, bidirectional) for size in own)
-        add_heads(self, head, out, out)
+        own_options = {**head.options, **(head_options or {}).get(head.kind, {})}
+        add_heads(self, replace(head, options=own_options), width if tokens == "words" else out, out)
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
         """(B, T) int64 -> features; their mask is True for words."""
@@ -93,12 +103,15 @@ class WordGRU(Encoder):
         mask = (tokens != PADDING) | (position == 0)  # an empty text is one word of padding
         length = mask.sum(1)
         with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
-            x = self.embedding(tokens)
+            x = words = self.embedding(tokens)
             shared = len(self.layers) - len(self.branch or ())
             for layer in self.layers[:shared]:
                 x = layer(x, length)
             mean = self._run(self.layers[shared:], x, length, mask)
-            return mean, None if self.branch is None else self._run(self.branch, x, length, mask)
+            unc = None if self.branch is None else self._run(self.branch, x, length, mask)
+        if self.tokens == "words":
+            mean, unc = mean._replace(tokens=words), unc and unc._replace(tokens=words)
+        return mean, unc
 
     def _run(self, layers: nn.ModuleList, x: Tensor, length: Tensor, mask: Tensor) -> Features:
         for layer in layers:
@@ -109,7 +122,7 @@ class WordGRU(Encoder):
             pooled = (x * mask[..., None]).sum(1) / length[:, None]
         else:
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-            hidden = self.layers[-1].forwards.hidden_size
+            hidden = x.shape[2] if self.pooling == "last-word" else self.layers[-1].forwards.hidden_size
             pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
         return Features(x, pooled, mask)
 

@@ -59,6 +59,24 @@ def test_pooling_over_words_alone(pooling):
     torch.testing.assert_close(features.pooled[0], expected)
 
 
+def test_last_word_is_both_directions_at_it():
+    ours = tower(pooling="last-word")
+    features, _ = ours.features(TOKENS)
+    for row, length in enumerate((3, 6, 1)):
+        assert torch.equal(features.pooled[row], features.tokens[row, length - 1])
+
+
+def test_words_as_the_heads_tokens():
+    ours = tower(kind="pie", tokens="words")
+    mean, unc = ours.features(TOKENS)
+    for features in (mean, unc):
+        assert torch.equal(features.tokens, ours.embedding(TOKENS))
+        assert features.pooled.shape == (3, 8)
+    assert not torch.equal(mean.pooled, unc.pooled)
+    with pytest.raises(UserError, match="no tokens 'word' of words"):
+        tower(tokens="word")
+
+
 def test_trim_keeps_the_longest_text_and_one_column():
     model = tower()
     assert model.trim(TOKENS).shape == (3, 6)
