@@ -91,6 +91,7 @@ class Optimizer:
     """AdamP with step decay (PCME++ §B.2), or a cosine.
 
     Args:
+        name: adamp, adamw or adam.
         lr: of the heads; the towers' is a multiple of it.
         scalars: multiplier of lr for a, b and a temperature that is a plain factor.
         weight_decay: on all but scalars.
@@ -105,6 +106,7 @@ class Optimizer:
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
+    name: Literal["adamp", "adamw", "adam"] = "adamp"
     lr: PositiveFloat = 5e-4
     scalars: PositiveFloat = 1.0
     weight_decay: NonNegativeFloat = 1e-4
@@ -150,8 +152,8 @@ class Config:
         batch_size: pairs in a batch, over all ranks.
         epochs: passes over all pairs.
         distance: pcmepp's: csd, kl, min-kl, symmetric-kl, wasserstein2, elk, bhattacharyya, match-probability.
-        ranking: of the validation, which selects the epoch: csd, mean, or tolerance, whose weights are the validation
-            split's best; see docs/zeroshot.md.
+        ranking: of the validation, which selects the epoch: empty for the method's own, csd, mean, or tolerance, whose
+            weights are the validation split's best; see docs/zeroshot.md.
         noise_ratio: share of the training captions that are moved to wrong images.
         size_augment: share of tokens that SizeAugment drops; 0 for none.
         swa_epochs: last epochs whose weights are averaged into model-swa/; 0 for none.
@@ -180,7 +182,7 @@ class Config:
     batch_size: Pairs = 128
     epochs: NonNegativeInt = 25
     distance: Distance | None = None
-    ranking: Literal["csd", "mean", "tolerance"] = "csd"
+    ranking: Literal["csd", "mean", "tolerance"] | None = None
     noise_ratio: ClosedUnitInterval = 0.0
     size_augment: ClosedUnitInterval = 0.2
     swa_epochs: NonNegativeInt = 10

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from timm.optim import AdamP
 from torch import Tensor
 
 from finetune.config import Config
-from finetune.trainer import Joint, State
+from finetune.trainer import State
 from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
@@ -88,7 +89,7 @@ def take_snapshot(state: State, step: int, content: dict, window: dict) -> Snaps
     if state.average:
         weights |= {f"average.{name}": _copy(tensor) for name, tensor in state.average.state_dict().items()}
     moments, counts = {}, {}
-    for name, held in _states(state.joint, state.optimizer):
+    for name, held in _states(state):
         moments |= {f"{moment}.{name}": _copy(held[moment]) for moment in MOMENTS}
         counts[name] = int(held["step"])
     extra = {"cpu": torch.get_rng_state()} | {f"window.{name}": value for name, value in window["sums"].items()}
@@ -100,13 +101,14 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _states(joint: Joint, optimizer: torch.optim.Optimizer):
-    """(name, AdamP's state) of every parameter that has one."""
-    names = {parameter: name for name, parameter in joint.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if optimizer.state.get(parameter):
-                yield names[parameter], optimizer.state[parameter]
+def _states(training: State):
+    """(name, Adam's or AdamP's state) of every parameter that has one."""
+    names = {parameter: name for name, parameter in training.joint.named_parameters()}
+    for optimizer in training.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if optimizer.state.get(parameter):
+                    yield names[parameter], optimizer.state[parameter]
 
 
 def load_checkpoint(path: Path, training: State) -> dict:
@@ -131,10 +133,12 @@ def load_checkpoint(path: Path, training: State) -> dict:
             f"{path} is a checkpoint of another model: {' '.join(str(error).split())[:300].rstrip('.')}.",
             "Resume with the settings in config.yaml of its folder, or start a new run.",
         ) from error
-    parameters, counts = dict(training.joint.named_parameters()), content["adam_steps"]
-    for name, count in counts.items():
-        parameter = parameters[name]
-        state: dict[str, Tensor | int] = {m: moments[f"{m}.{name}"].to(parameter.device) for m in MOMENTS}
-        training.optimizer.state[parameter] = {"step": count, **state}
+    names, counts = {p: name for name, p in training.joint.named_parameters()}, content["adam_steps"]
+    for optimizer in training.optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if names[p] in counts):
+            name = names[parameter]
+            state = {moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
+            count = counts[name] if isinstance(optimizer, AdamP) else torch.tensor(float(counts[name]))
+            optimizer.state[parameter] = {"step": count, **state}
     extra = load_file(path / RANDOM)
     return {"sums": {name: extra[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}

@@ -80,15 +80,15 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
     return list(groups.values())
 
 
-def create_optimizer(groups: list[dict]) -> AdamP:
-    """AdamP with its paper's settings (betas 0.9, 0.999, eps 1e-8, delta 0.1, wd_ratio 0.1).
+def create_optimizer(groups: list[dict], name: str = "adamp") -> torch.optim.Optimizer:
+    """AdamP with its paper's settings (betas 0.9, 0.999, eps 1e-8, delta 0.1, wd_ratio 0.1), or torch's Adam or AdamW.
 
     AdamP removes the part of a step along the weights, so that norms of scale-invariant weights do not grow. It needs
     whole weight tensors, see `check_engine`.
     Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
     Weights"; timm's implementation.
     """
-    return AdamP(groups)
+    return {"adamp": AdamP, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](groups)
 
 
 def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Method) -> torch.optim.Optimizer:
@@ -202,9 +202,14 @@ def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> None:
-    """Set every group's "lr" for the step that ends at `samples` samples seen."""
+    """Set every group's "lr" for the step that ends at `samples` samples seen.
+
+    A group without an "initial_lr" starts from the "lr" that its optimizer was made with.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * schedule.factor(samples, group.get("image_backbone", False))
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * schedule.factor(
+            samples, group.get("image_backbone", False)
+        )
 
 
 def freeze_image_backbone(model: DualEncoder, frozen: bool) -> bool:

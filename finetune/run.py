@@ -136,7 +136,7 @@ def make_networks(config: Config, earlier: Path | None, say) -> list:
                 [config.data.path],
                 config.loss,
                 grad_checkpointing=config.engine.grad_checkpointing,
-                probabilistic=method.probabilistic,
+                **method.model_options(config),
             )
         )
         if config.model.word_vectors and not earlier:
@@ -183,9 +183,17 @@ def resume_from(config: Config, earlier: Path | None, identity: dict):
     if not earlier:
         return Position()
     state = read_state(earlier)
-    state["config"]["data"].setdefault("exif", False)  # of runs before there was a choice
+    add_new_settings(state["config"])
     refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
     return Position(**{field.name: state[field.name] for field in fields(Position)})
+
+
+def add_new_settings(saved: dict) -> None:
+    """Give a run's configuration the settings that came after it, with the values that it was trained with."""
+    saved["data"].setdefault("exif", False)
+    saved["optimizer"].setdefault("name", "adamp")
+    if saved["ranking"] == METHODS[saved["method"]].ranking:
+        saved["ranking"] = None  # once the default
 
 
 def make_state(config: Config, networks, captions, position, device):

@@ -45,7 +45,7 @@ class Joint(nn.Module):
     def __init__(self, model: DualEncoder, method: Method, second: DualEncoder | None = None):
         super().__init__()
         self.objective = method
-        self.model, self.method, self.second = model, method.module, second
+        self.model, self.method, self.second, self.aside = model, method.module, second, method.aside
 
     @property
     def networks(self) -> list[DualEncoder]:
@@ -76,6 +76,12 @@ class State:
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None = None
     position: Position = field(default_factory=Position)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The model's, and that of the method's `aside`, if it has one."""
+        aside = self.joint.objective.aside_optimizer
+        return [self.optimizer] if aside is None else [self.optimizer, aside]
 
 
 @dataclass
@@ -120,6 +126,8 @@ class Trainer:
         self.networks, self.network = self.joint.networks, 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
+        aside = set(self.joint.aside.parameters())
+        self.trained = [parameter for parameter in self.joint.parameters() if parameter not in aside]
         self.stopping = False  # agreed by all ranks
 
     @property
@@ -192,7 +200,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             self.accelerator.backward(out.loss)
             longest = config.optimizer.clip_grad_norm or math.inf
-            norm = self.accelerator.clip_grad_norm_(self.joint.parameters(), longest).detach()
+            norm = self.accelerator.clip_grad_norm_(self.trained, longest).detach()
             finite = out.loss.isfinite().all() & norm.isfinite()
             nonfinite, self.stopping = distributed.any_rank([~finite, self.hooks.stop()], self.device)
             if nonfinite:
@@ -200,10 +208,11 @@ class Trainer:
             # -------------------------------------------------------------------------------------------------- step
             set_learning_rates(self.optimizer, self.schedule, self.position.samples + config.batch_size)
             self.optimizer.step()  # only this network has gradients
+            more = self._step_aside(batch)
             scalars = self._scalars(batch)
             self.position.samples += config.batch_size
             # --------------------------------------------------------------------------------------------- log, save
-            window.add({"loss": out.loss.detach(), **out.terms, "gradient_norm": norm, **scalars})
+            window.add({"loss": out.loss.detach(), **out.terms, **more, "gradient_norm": norm, **scalars})
             if self.step % config.log_every == 0 or self.step % steps == 0:
                 left = config.epochs * self.epoch_steps - self.step
                 values = window.close(config.batch_size, left)
@@ -215,6 +224,13 @@ class Trainer:
             if config.save_every and self.step % config.save_every == 0 and self.step_in_epoch < self.epoch_steps:
                 self.hooks.save(window.state())
                 window.skip_time()
+
+    def _step_aside(self, batch: Batch) -> dict[str, Tensor]:
+        method = self.joint.objective
+        if method.aside_optimizer is None:
+            return {}
+        set_learning_rates(method.aside_optimizer, self.schedule, self.position.samples + self.config.batch_size)
+        return method.after_step(batch, self.model)
 
     def _augment(self, pairs) -> tuple[Tensor, Tensor, Tensor | None, Mix | None]:
         config, rank = self.config, distributed.rank()
@@ -260,17 +276,18 @@ class Trainer:
         match = labels.smooth(match, self.config.mix.smoothing)
         numbers = numbers.cpu()
         generator = self._generator(_LOSS, device=self.device)
+        words = distributed.gather(pairs.tokens.to(self.device)) if self.joint.objective.wants_words else None
         return Batch(
-            images, texts, match, numbers[:, 0], numbers[:, 1], self.position.epoch, self.step, generator, self.network
-        )
+            images, texts, match, numbers[:, 0], numbers[:, 1], self.position.epoch, self.step, generator, self.network,
+            words=words,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _embed_by_other(self, images: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Encoded, Encoded]:
         """The pairs of all ranks, embedded by the network that is not being trained."""
         with self.accelerator.autocast():
-            return of_all_ranks(
-                embed(self.networks[1 - self.network], images, tokens, mask, self.joint.objective.wants_tokens)
-            )
+            wants = self.joint.objective.wants_tokens, self.joint.objective.wants_features
+            return of_all_ranks(embed(self.networks[1 - self.network], images, tokens, mask, wants))
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}

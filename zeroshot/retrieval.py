@@ -97,7 +97,7 @@ def evaluate(
     from probemb.evaluation.embed_pairs import embed_pairs
     from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.predictors import MatchModel, evaluate_predictors
-    from probemb.evaluation.rankings import RankingOptions
+    from probemb.evaluation.rankings import RankingOptions, fitting
     from probemb.evaluation.tolerance import CSD
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
@@ -110,6 +110,7 @@ def evaluate(
     names = [config.model, *second_model(config)]
     loaded = [load_model(name, device=device.name) for name in names]
     model = as_one([one.model for one in loaded])
+    rankings = fitting(rankings, model, config.rankings is not None)
     if len(names) > 1:
         alone = " (--no-second: the first alone)" if config.second == "auto" else ""
         print(f"{' and '.join(names)} are evaluated together, by the mean of their similarities{alone}", flush=True)

@@ -35,6 +35,7 @@ class Batch:
     generator     on the embeddings' device, seeded alike on every rank
     network       which of the method's networks embedded them, from 0
     by_other      () -> images, texts: the same pairs, embedded by the other network without gradient; None if alone
+    words         (N, L) int64, the captions' tokens before augmentation, if the method wants them, else None
     """
 
     images: Encoded
@@ -47,6 +48,7 @@ class Batch:
     generator: torch.Generator
     network: int = 0
     by_other: Callable[[], tuple[Encoded, Encoded]] | None = None
+    words: Tensor | None = None
 
     @property
     def image(self) -> Gaussian:
@@ -66,6 +68,9 @@ class Method:
         Options: frozen dataclass of what `loss` in the configuration takes; its values are the published ones.
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
         wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`).
+        wants_features: whether it reads the trunks' pooled features (`Encoded.features`).
+        wants_words: whether it reads the captions' tokens (`Batch.words`).
+        ranking: by which its models are validated, and ranked wherever nothing else is asked for.
         soft_labels: whether mixed images and label smoothing make sense.
         trained: False only evaluates the pretrained model.
         distances: whether the configuration's `distance` is the loss' distance.
@@ -73,6 +78,8 @@ class Method:
         networks: number of models trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
         options: this run's Options.
         module: parameters and buffers of the method itself, saved in checkpoints; its parameters are trained.
+        aside: what `after_step` trains with `aside_optimizer`, such as a discriminator; saved in checkpoints too.
+        aside_optimizer: Adam, AdamW or AdamP over the parameters of `aside`, at the same schedule; None without any.
     """
 
     @dataclass(frozen=True)
@@ -81,6 +88,9 @@ class Method:
 
     probabilistic: ClassVar[bool] = False
     wants_tokens: ClassVar[bool] = False
+    wants_features: ClassVar[bool] = False
+    wants_words: ClassVar[bool] = False
+    ranking: ClassVar[str] = "csd"
     soft_labels: ClassVar[bool] = False
     distances: ClassVar[bool] = False
     trained: ClassVar[bool] = True
@@ -91,10 +101,28 @@ class Method:
         from torch import nn
 
         self.config, self.options, self.module = config, config.loss, nn.Module()
+        self.aside: nn.Module = nn.Module()
+        self.aside_optimizer: torch.optim.Optimizer | None = None
+
+    @classmethod
+    def model_options(cls, config: Config) -> dict:
+        """Further options of `create_model`, such as the number of embeddings of an item."""
+        return {"probabilistic": cls.probabilistic, "ranking": cls.ranking}
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         """The loss of the whole batch; its gradient on every rank is that of the whole batch too."""
         raise NotImplementedError
+
+    def after_step(self, batch: Batch, model: DualEncoder) -> dict[str, Tensor]:
+        """Train `aside` after the model's own step, with gradients that start from zero.
+
+        The batch is that of all ranks and the generator is seeded alike, so every rank computes the same gradient from
+        the detached embeddings, and nothing is reduced.
+
+        Returns:
+            terms for the log.
+        """
+        return {}
 
     def begin_epoch(self, epoch: int) -> None:
         """Called on all ranks before an epoch."""
@@ -114,10 +142,10 @@ class Method:
         return freeze_image_backbone(model, first_phase)
 
     def optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
-        """The optimizer of the recipe's parameter groups (`recipe.parameter_groups`), with Adam's moments."""
+        """The optimizer of the recipe's parameter groups (`recipe.parameter_groups`): Adam, AdamW or AdamP."""
         from finetune.recipe import create_optimizer
 
-        return create_optimizer(groups)
+        return create_optimizer(groups, self.config.optimizer.name)
 
     def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
         """Trained scalars that are logged, by name."""

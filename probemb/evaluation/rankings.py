@@ -36,13 +36,18 @@ TITLES = {
     "faiss-csd": "FAISS on CSD, D + 1",
     "log-likelihood": "log-likelihood",
     "inclusion": "inclusion",
+    "kl": "KL(image || caption)",
+    "min-kl": "smaller KL",
+    "multi-instance": "closest of the embeddings",
 }
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
-BY_NAME_ALONE = ("log-likelihood", "inclusion")  # they do not separate: some hundred times the work of CSD
+SLOW = ("log-likelihood", "inclusion")  # they do not separate: some hundred times the work of CSD
+BY_NAME_ALONE = (*SLOW, "kl", "min-kl", "multi-instance")  # unless the model was trained for one
+OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
 
 
 def ranking_names(text: str | None) -> list[str]:
-    """Names separated by commas; for None all but BY_NAME_ALONE. Raises UserError."""
+    """Names separated by commas; for None all but BY_NAME_ALONE, see `fitting`. Raises UserError."""
     if text is None:
         return [name for name in TITLES if name not in BY_NAME_ALONE]
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -53,6 +58,24 @@ def ranking_names(text: str | None) -> list[str]:
     if not names:
         raise UserError("--rankings names none.", f"Choose from {', '.join(TITLES)}, or leave it out.")
     return list(dict.fromkeys(names))
+
+
+def fitting(names: Sequence[str], model, given: bool) -> list[str]:
+    """The rankings that a model's embeddings allow; if none were `given`, also the one that it was trained for.
+
+    Raises:
+        UserError: a given ranking compares single embeddings, and the model has several of an item, or the reverse.
+    """
+    several = model.n_embeddings > 1
+    unfit = [name for name in names if (name in OF_SEVERAL) != several]
+    if given and unfit:
+        what = f"{model.n_embeddings} embeddings of an item" if several else "one embedding of an item"
+        raise UserError(
+            f"The ranking {unfit[0]} does not fit a model with {what}.",
+            f"Leave --rankings out, or choose {model.ranking}.",
+        )
+    left = [name for name in names if name not in unfit]
+    return left if given or model.ranking in left else [model.ranking, *left]
 
 
 def check_factory(factory: str, names: Sequence[str]) -> None:
@@ -154,6 +177,9 @@ def describe_ranking(name: str, options: RankingOptions) -> str:
         "match-probability": f"sampled, {options.samples} x {options.samples} samples a pair",
         "tolerance": f"CSD with the captions' u times {weights.i2t:g} and the images' u times {weights.t2i:g}",
         "log-likelihood": "log of the expected likelihood kernel, closed form",
+        "kl": "closed form, from the image to the caption",
+        "min-kl": "closed form, the smaller one of both directions",
+        "multi-instance": "largest cosine of any of the image's embeddings with any of the caption's",
         "inclusion": "of the image in the caption, closed form",
         "faiss-mean": f"{options.factory}, no re-ranking",
         "faiss-rerank": f"{options.factory}, {options.candidates} candidates re-ranked by adding their uncertainty",
@@ -202,8 +228,8 @@ def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: st
     """RSUM and its parts under one ranking, by which finetuning selects its model.
 
     Args:
-        ranking: "csd" or another of TITLES; by default "csd", and "mean" for a point model, always. The weights of
-            "tolerance" are those with the best recalls of own captions, on these same images.
+        ranking: one of TITLES; by default, and for a point model always, the one that the model was trained for. The
+            weights of "tolerance" are those with the best recalls of own captions, on these same images.
 
     Returns:
         {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}, and of "tolerance"
@@ -212,7 +238,7 @@ def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: st
     Raises:
         UserError: too many images that cannot be read, embeddings that are not finite.
     """
-    ranking = (ranking or "csd") if getattr(embedder.model, "probabilistic", True) else "mean"
+    ranking = ranking if ranking and embedder.model.probabilistic else embedder.model.ranking
     pairs = embed_pairs(embedder, captions)
     images, texts, owner = pairs.images, pairs.texts, pairs.owner
     found: dict = {"ranking": ranking, "images": len(images), "captions": len(texts)}

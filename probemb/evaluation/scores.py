@@ -18,6 +18,7 @@ from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
 PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache
+INSTANCE_ELEMENTS = 1 << 24  # dot products of single embeddings computed at a time
 LARGE_U = 512.0  # float32 resolves 6e-5 there; squared distances of means of unit length are 4 at most
 WHOLE_ELEMENTS = 1 << 28  # scores that `both_ways` holds: 1 GiB in float32
 
@@ -125,7 +126,62 @@ class PairScores:
         return PairScores(self.right, self.left, self.score, not self.flipped)
 
 
-Scores = DotScores | SampledScores | PairScores
+@dataclass(frozen=True, eq=False)
+class LargerScores:
+    """The larger one of two scores of every pair, (N, M)."""
+
+    one: DotScores
+    other: DotScores
+
+    def __call__(self, rows: slice) -> Tensor:
+        return torch.maximum(self.one(rows), self.other(rows))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        return self.one.shape
+
+    def only(self, rows: Tensor, columns: Tensor) -> LargerScores:
+        """The scores of these rows and columns alone."""
+        return LargerScores(self.one.only(rows, columns), self.other.only(rows, columns))
+
+    def transposed(self) -> LargerScores:
+        """(M, N)."""
+        return LargerScores(self.one.transposed(), self.other.transposed())
+
+
+@dataclass(frozen=True, eq=False)
+class MultiInstanceScores:
+    """The largest dot product of any of a row's K embeddings with any of a column's, (N, M). Source: PVSE."""
+
+    left: Tensor
+    right: Tensor
+
+    def __call__(self, rows: slice) -> Tensor:
+        left, (m, k, d) = self.left[rows], self.right.shape
+        columns, step = self.right.reshape(m * k, d).T, max(1, INSTANCE_ELEMENTS // max(1, m * k * k))
+        found = []
+        with torch.autocast(left.device.type, enabled=False):
+            for part in left.split(step):
+                dots = (part.reshape(-1, d) @ columns).view(len(part), part.shape[1], m, k)
+                found.append(dots.amax((1, 3)))
+        return torch.cat(found) if found else left.new_zeros(0, m)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        return len(self.left), len(self.right)
+
+    def only(self, rows: Tensor, columns: Tensor) -> MultiInstanceScores:
+        """The scores of these rows and columns alone."""
+        return MultiInstanceScores(_take(self.left, rows), _take(self.right, columns))
+
+    def transposed(self) -> MultiInstanceScores:
+        """(M, N)."""
+        return MultiInstanceScores(self.right, self.left)
+
+
+Scores = DotScores | SampledScores | PairScores | LargerScores | MultiInstanceScores
 
 
 def _take(x, index: Tensor):
@@ -193,6 +249,30 @@ def match_probability_scores(
     return SampledScores(a.float(), b.float(), float(scale), float(shift), n_samples)
 
 
+@torch.no_grad()
+def kl_scores(a: Gaussian, b: Gaussian) -> DotScores:
+    """-KL(a || b); see `distances.kl`."""
+    a, b = a.float(), b.float()
+    origin = b.mean.mean(0)  # a common origin keeps the squares small
+    mu_a, mu_b, precision_b = a.mean - origin, b.mean - origin, (-b.log_var).exp()
+    row = a.log_var.sum(1, keepdim=True)
+    column = (mu_b.square() * precision_b + b.log_var).sum(1, keepdim=True) - a.shape[1]
+    left = torch.cat([a.var + mu_a.square(), -2 * mu_a, -row, torch.ones_like(row)], 1)
+    right = torch.cat([precision_b, mu_b * precision_b, torch.ones_like(column), column], 1)
+    return DotScores(-0.5 * left, right)
+
+
+def min_kl_scores(a: Gaussian, b: Gaussian) -> LargerScores:
+    """-min(KL(a || b), KL(b || a)); see `distances.min_kl`."""
+    return LargerScores(kl_scores(a, b), kl_scores(b, a).transposed())
+
+
+@torch.no_grad()
+def multi_instance_scores(a: Gaussian, b: Gaussian) -> MultiInstanceScores:
+    """Largest dot product of the means of K embeddings, (N, K, D) and (M, K, D); (N, D) and (M, D) are K = 1."""
+    return MultiInstanceScores(*(at_least_float32(g.mean if g.mean.ndim == 3 else g.mean[:, None]) for g in (a, b)))
+
+
 def log_likelihood_scores(a: Gaussian, b: Gaussian) -> PairScores:
     """Log of the expected likelihood kernel, the integral of p_a p_b; see `distances.elk`."""
     return PairScores(a.float(), b.float(), lambda a, b: -elk(a, b))
@@ -211,4 +291,7 @@ SCORES: dict[str, Callable[..., Scores]] = {
     "tolerance": tolerance_scores,
     "log-likelihood": log_likelihood_scores,
     "inclusion": inclusion_scores,
+    "kl": kl_scores,
+    "min-kl": min_kl_scores,
+    "multi-instance": multi_instance_scores,
 }

@@ -57,6 +57,7 @@ class ModelOptions:
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
         n_embeddings: K embeddings of every item, for heads that give several.
+        ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
         image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
@@ -74,6 +75,7 @@ class ModelOptions:
     init_shift: float | None = 1.0
     probabilistic: bool = True
     n_embeddings: int = 1
+    ranking: str = "csd"
     vocabulary: str | Path | Sequence[str] | None = None
     image_weights: str | None = None
 
@@ -118,6 +120,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "n_unc_layers": n_unc_layers,
             "probabilistic": o.probabilistic,
             "n_embeddings": o.n_embeddings,
+            "ranking": o.ranking,
             "uncertainty_bias": o.uncertainty_bias,
             "pooling": {} if o.head == "pie" else dict(POOLING),
             "architecture": plain(config),

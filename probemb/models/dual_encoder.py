@@ -18,7 +18,7 @@ from probemb.models.heads import HeadConfig, check_head
 from probemb.models.towers import make_image_tower, make_text_tower
 
 POOLING = {"code_dim": 32, "hidden_dim": 32}
-DEFAULTS = {"probabilistic": True, "n_embeddings": 1}  # of keys that configurations once did not have
+DEFAULTS = {"probabilistic": True, "n_embeddings": 1, "ranking": "csd"}  # of keys that configurations once did not have
 
 
 class ModelOutput(NamedTuple):
@@ -46,7 +46,7 @@ class DualEncoder(nn.Module):
         config: as `model.config` returns it. Its keys: "name" (for people), "architecture" (open_clip's form, see
             `architectures.py`), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers" (a
             number, or one each for image and text), "uncertainty_bias", "pooling" (options of the head), and, where
-            they are absent, "probabilistic" (True) and "n_embeddings" (1).
+            they are absent, "probabilistic" (True), "n_embeddings" (1) and "ranking" ("csd").
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
@@ -136,6 +136,17 @@ class DualEncoder(nn.Module):
     def probabilistic(self) -> bool:
         """Whether the log-variances are predicted; a point model's are all POINT_LOG_VAR."""
         return self._config["probabilistic"]
+
+    @property
+    def ranking(self) -> str:
+        """Ranking that the model was trained for, a name of `probemb.evaluation.rankings`; CSD of points is "mean"."""
+        ranking = self._config["ranking"]
+        return "mean" if ranking == "csd" and not self.probabilistic else ranking
+
+    @property
+    def n_embeddings(self) -> int:
+        """K, the embeddings of every item."""
+        return self._config["n_embeddings"]
 
     @property
     def embed_dim(self) -> int:

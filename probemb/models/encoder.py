@@ -37,27 +37,31 @@ class Encoded:
         gaussian: (B, D), or (B, K, D) for K embeddings an item.
         tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None.
         mask: (B, T) bool, True for tokens that take part; None together with tokens.
+        features: (B, P), the trunk's own summary, which heads read, for methods that ask for it; else None.
     """
 
     gaussian: Gaussian
     tokens: Tensor | None = None
     mask: Tensor | None = None
+    features: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """(mean, log_var), with tokens also (…, tokens, mask): the form that engines can hook and gather."""
-        flat = (self.gaussian.mean, self.gaussian.log_var)
-        return flat if self.tokens is None else (*flat, self.tokens, self.mask)
+        """(mean, log_var, [features], [tokens, mask]): the form that engines can hook and gather."""
+        features = () if self.features is None else (self.features,)
+        tokens = () if self.tokens is None else (self.tokens, self.mask)
+        return self.gaussian.mean, self.gaussian.log_var, *features, *tokens
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> Encoded:
         """The inverse of `tensors`."""
-        mean, log_var, *tokens = tensors
-        return Encoded(Gaussian(mean, log_var), *tokens)
+        mean, log_var, *more = tensors
+        features = more.pop(0) if len(more) % 2 else None
+        return Encoded(Gaussian(mean, log_var), *more, features=features)
 
     def float(self) -> Encoded:
         """In at least float32."""
-        tokens = None if self.tokens is None else at_least_float32(self.tokens)
-        return Encoded(self.gaussian.float(), tokens, self.mask)
+        tokens, features = (None if x is None else at_least_float32(x) for x in (self.tokens, self.features))
+        return Encoded(self.gaussian.float(), tokens, self.mask, features)
 
     def __len__(self) -> int:
         return len(self.gaussian)
@@ -127,7 +131,11 @@ class Encoder(nn.Module):
         """Recompute blocks in the backward pass instead of keeping their activations; towers without it do nothing."""
 
     def forward(
-        self, inputs: Tensor, token_mask: Tensor | None = None, want_tokens: bool = False
+        self,
+        inputs: Tensor,
+        token_mask: Tensor | None = None,
+        want_tokens: bool = False,
+        want_features: bool = False,
     ) -> tuple[Tensor, ...]:
         """The tensors of `Encoded`, flat, because engines hook tensors in tuples only; `encode` gives the object.
 
@@ -135,6 +143,7 @@ class Encoder(nn.Module):
             inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens; (B, width) features with a `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
             want_tokens: also give every token in the embedding space.
+            want_features: also give the trunk's pooled features, those of the mean.
 
         Raises:
             ValueError: a token mask, or tokens, from heads that read the pooled features alone.
@@ -151,14 +160,15 @@ class Encoder(nn.Module):
         else:
             mean = l2_normalize(self.mean_head(mean_features))
         log_var = torch.full_like(mean, POINT_LOG_VAR) if unc_features is None else self.log_var_head(unc_features)
+        found = (mean, log_var, mean_features.pooled) if want_features else (mean, log_var)
         if not want_tokens:
-            return mean, log_var
+            return found
         if not getattr(self.mean_head, "reads_tokens", False):
             raise ValueError("these heads read the pooled features alone, so there are no tokens to give")
         mask = mean_features.mask
         if mask is None:
             mask = mean_features.tokens.new_ones(mean_features.tokens.shape[:2], dtype=torch.bool)
-        return mean, log_var, self.mean_head.embed_tokens(mean_features.tokens), mask
+        return *found, self.mean_head.embed_tokens(mean_features.tokens), mask
 
     @torch.no_grad()
     def layout(self, inputs: Tensor) -> FeatureLayout:
@@ -174,9 +184,15 @@ class Encoder(nn.Module):
             )
         return FeatureLayout.of(*self.features(inputs), with_tokens=getattr(self.mean_head, "reads_tokens", False))
 
-    def encode(self, inputs: Tensor, token_mask: Tensor | None = None, want_tokens: bool = False) -> Encoded:
+    def encode(
+        self,
+        inputs: Tensor,
+        token_mask: Tensor | None = None,
+        want_tokens: bool = False,
+        want_features: bool = False,
+    ) -> Encoded:
         """`forward`, as an `Encoded`."""
-        return Encoded.of(self(inputs, token_mask, want_tokens))
+        return Encoded.of(self(inputs, token_mask, want_tokens, want_features))
 
 
 def l2_normalize(x: Tensor) -> Tensor:

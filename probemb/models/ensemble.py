@@ -58,6 +58,16 @@ class Ensemble(nn.Module):
         return any(model.probabilistic for model in self.models)
 
     @property
+    def ranking(self) -> str:
+        """Ranking that the first model was trained for."""
+        return self.models[0].ranking
+
+    @property
+    def n_embeddings(self) -> int:
+        """K, the embeddings of every item."""
+        return self.models[0].n_embeddings
+
+    @property
     def scale(self) -> Tensor:
         """The mean of their a, (1,)."""
         return torch.stack([model.scale for model in self.models]).mean(0)

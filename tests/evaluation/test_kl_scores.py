@@ -1,0 +1,65 @@
+"""Scores by KL and over several embeddings, against `probemb.distances` and loops."""
+
+import pytest
+import torch
+
+from probemb import Gaussian
+from probemb.distances import kl, min_kl
+from probemb.errors import UserError
+from probemb.evaluation.rankings import fitting, make_ranker, ranking_names
+from probemb.evaluation.scores import SCORES, kl_scores, min_kl_scores, multi_instance_scores
+from probemb.models import create_model
+
+N, M, K, D = 13, 21, 3, 8
+
+
+def gaussians(seed=0, shape=()):
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        Gaussian(torch.randn(n, *shape, D, generator=draw), torch.randn(n, *shape, D, generator=draw)) for n in (N, M)
+    ]
+
+
+@pytest.mark.parametrize(("scores", "distance"), [(kl_scores, kl), (min_kl_scores, min_kl)])
+def test_kl_in_blocks_both_ways_and_of_parts(scores, distance):
+    a, b = gaussians()
+    expected = -distance(a, b)
+    found = scores(a, b)
+    assert found.shape == (N, M)
+    torch.testing.assert_close(torch.cat([found(slice(0, 5)), found(slice(5, None))]), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.transposed()(slice(None)), expected.T, rtol=1e-5, atol=1e-4)
+    rows, columns = torch.tensor([3, 1]), torch.tensor([20, 0, 7])
+    torch.testing.assert_close(found.only(rows, columns)(slice(None)), expected[rows][:, columns], rtol=1e-5, atol=1e-4)
+
+
+def test_multi_instance_is_the_largest_of_all_pairs_of_embeddings(monkeypatch):
+    a, b = gaussians(1, (K,))
+    expected = torch.tensor(
+        [[max(float(x @ y) for x in a.mean[i] for y in b.mean[j]) for j in range(M)] for i in range(N)]
+    )
+    torch.testing.assert_close(multi_instance_scores(a, b)(slice(None)), expected)
+    monkeypatch.setattr("probemb.evaluation.scores.INSTANCE_ELEMENTS", 1)  # one row at a time
+    found = multi_instance_scores(a, b)
+    torch.testing.assert_close(found(slice(2, 9)), expected[2:9])
+    torch.testing.assert_close(found.transposed()(slice(None)), expected.T)
+    i2t, _ = make_ranker("multi-instance", a, b)(torch.arange(N), torch.arange(M), 4)
+    assert torch.equal(i2t, expected.topk(4).indices)
+
+
+def test_a_models_own_ranking_comes_first_and_others_must_fit():
+    point = create_model("ViT-Micro-32", probabilistic=False)
+    assert point.ranking == "mean"
+    several = create_model("ViT-Micro-32", head="pie", n_embeddings=2, probabilistic=False, ranking="multi-instance")
+    by_kl = create_model("ViT-Micro-32", ranking="min-kl")
+    default = ranking_names(None)
+    assert fitting(default, point, given=False) == default
+    assert fitting(default, by_kl, given=False) == ["min-kl", *default]
+    assert fitting(default, several, given=False) == ["multi-instance"]
+    with pytest.raises(UserError, match="csd does not fit a model with 2 embeddings of an item"):
+        fitting(["csd"], several, given=True)
+    with pytest.raises(UserError, match="multi-instance does not fit a model with one embedding"):
+        fitting(["multi-instance"], point, given=True)
+
+
+def test_every_title_of_pairs_has_a_score():
+    assert {"kl", "min-kl", "multi-instance"} <= set(SCORES)
