@@ -4,6 +4,8 @@
 
     OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.txt (captions, exact to vague), KEY.json (scene, what captions state)
     OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object per image, for zero-shot classification
+    OUT/by-class/{train,val,test}    the same of one object each, with their class in KEY.json (--class-captions): 48
+                                     classes in train and val, 16 others in test, as in CUB with captions
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
@@ -35,6 +37,7 @@ from probemb.pools import process_pool
 
 RECORD = "scenes.json"
 JPEG_QUALITY = 90
+BY_CLASS = "by-class/"
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,13 @@ class Plan:
     seed: int = 0
     shard_size: int = 1_000
     captions: int = 5
+    class_captions: int = 0
 
     def parts(self) -> dict[str, int]:
         """Number of samples by folder, without empty parts."""
         parts = {"train": self.train, "val": self.val, "classes": self.classes_images}
+        shares = {"train": 1.0, "val": 0.125, "test": 0.25}
+        parts |= {f"{BY_CLASS}{split}": round(share * self.class_captions) for split, share in shares.items()}
         return {name: count for name, count in parts.items() if count}
 
 
@@ -75,9 +81,13 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
         scene = scenes.class_scene(seed, index)
         text = {"cls": str(scenes.class_label(scene)).encode()}
     else:
-        scene = scenes.scene(seed, index)
+        by_class = part.removeprefix(BY_CLASS) if part.startswith(BY_CLASS) else None
+        scene = scenes.scene_of_split(seed, index, by_class == "test") if by_class else scenes.scene(seed, index)
         captions = scenes.draw_captions(scene, plan.captions)
-        row = json.dumps(scenes.sample_to_json(scene, captions), separators=(",", ":"))
+        found = scenes.sample_to_json(scene, captions)
+        if by_class:
+            found["class"] = scenes.class_names()[scenes.class_label(scene)]
+        row = json.dumps(found, separators=(",", ":"))
         text = {"txt": encode_captions(caption.text for caption in captions), "json": row.encode()}
     encoded = io.BytesIO()
     scenes.render(scene, plan.size).save(encoded, "JPEG", quality=JPEG_QUALITY, subsampling=0)
@@ -111,18 +121,18 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
 
     tasks = plan_shards(plan, folder)
     for part in plan.parts():
-        (folder / part).mkdir()
+        (folder / part).mkdir(parents=True)
     written: dict[Path, Shard] = {}
     words: Counter[str] = Counter()  # of the training captions
     with progress("Drawing scenes", sum(plan.parts().values())) as advance:
         for shard, found in _write_all(tasks, workers):
             written[shard.path] = shard
-            if shard.path.parent.name == "train":
+            if shard.path.parent.name == "train":  # also by class
                 words += found
             advance(shard.samples)
     for part in plan.parts():
         write_index(folder / part, [written[task.path] for task in tasks if task.part == part])
-    if plan.train:
+    if words:
         write_vocabulary(folder / VOCABULARY, frequent_words(words))
     if plan.classes_images:
         (folder / "classes" / "classes.txt").write_text("\n".join(class_names()) + "\n", encoding="utf-8")
@@ -145,7 +155,8 @@ def describe(plan: Plan) -> dict:
         for index in range(8):
             for extension, data in sample_files(plan, part, index).items():
                 digest.update(extension.encode() + data)
-    return {"arguments": asdict(plan), "fingerprint": digest.hexdigest()}
+    arguments = {name: value for name, value in asdict(plan).items() if value or name != "class_captions"}
+    return {"arguments": arguments, "fingerprint": digest.hexdigest()}
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
@@ -195,6 +206,7 @@ OPTIONS = {  # least value and help
     "seed": (None, "number of the world"),
     "shard_size": (1, "samples per shard"),
     "captions": (1, "captions per image"),
+    "class_captions": (0, "images of one object with captions and a class; an eighth more for val, a quarter for test"),
 }
 
 

@@ -39,7 +39,7 @@ from probemb.metrics import (
 from probemb.metrics.plausible import VARIANTS
 
 BENCHMARKS = ("coco", "cxc", "eccv", "pmrp")
-OWN, TRUE = "own captions", "all true captions"
+OWN, TRUE, CLASS = "own captions", "all true captions", "captions of the class"
 TITLES = {"coco_5k": "COCO 5K", "coco_1k": "COCO 1K", "cxc": "CxC", "eccv": "ECCV Caption"}
 METRICS = {"r@1": "R@1", "r@5": "R@5", "r@10": "R@10", "r_precision": "R-P", "map_at_r": "mAP@R"}
 MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is held at once, a byte each
@@ -124,8 +124,11 @@ def evaluate_rankings(
 
 
 def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str, Positives]:
-    """Positives of images, (N, M): OWN, and TRUE where every true match is known."""
+    """Positives of images, (N, M): OWN, CLASS for data with classes, and TRUE where every true match is known."""
     kinds = {OWN: own_captions(pairs.owner, len(pairs.images))}
+    if captions.classes is not None:
+        numbers = torch.tensor(captions.class_numbers())[pairs.kept]
+        kinds[CLASS] = Positives.of_classes(numbers, numbers[pairs.owner])
     if captions.scenes is not None:
         kinds[TRUE] = Positives.from_matrix(exact_match(captions, pairs.kept))
     return kinds

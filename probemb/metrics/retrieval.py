@@ -159,6 +159,17 @@ class Positives:
         query, item = match_QG.nonzero(as_tuple=True)
         return Positives.from_pairs(query.cpu(), item.cpu(), *match_QG.shape)
 
+    @staticmethod
+    def of_classes(class_Q: Tensor, class_G: Tensor) -> Positives:
+        """Queries and items of the same class match."""
+        order = class_G.argsort(stable=True)
+        values = class_G[order]
+        first, last = torch.searchsorted(values, class_Q), torch.searchsorted(values, class_Q, right=True)
+        counts = last - first
+        query = torch.arange(len(class_Q)).repeat_interleave(counts)
+        place = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query] + first[query]
+        return Positives.from_pairs(query, order[place], len(class_Q), len(class_G))
+
     def transposed(self) -> Positives:
         """The other direction."""
         query, item = self.keys // self.n_gallery, self.keys % self.n_gallery

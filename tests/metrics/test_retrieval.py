@@ -119,6 +119,16 @@ def test_ranks_of_first_matches(ties):
     assert summary == {"r@1": 0.25, "r@5": 0.5, "r@10": 0.75, "median_rank": 4.0, "mean_rank": 10.0}
 
 
+def test_positives_of_classes():
+    r = torch.Generator().manual_seed(0)
+    queries, gallery = torch.randint(6, (9,), generator=r), torch.randint(1, 7, (20,), generator=r)
+    found = metrics.Positives.of_classes(queries, gallery)
+    expected = metrics.Positives.from_matrix(queries[:, None] == gallery[None, :])
+    assert torch.equal(found.keys, expected.keys)
+    assert torch.equal(found.counts, expected.counts)
+    assert 0 in found.counts
+
+
 def test_recalls_equal_pcme(parity):
     ref = {k: torch.from_numpy(v) for k, v in parity("04d_pcme_recall").items()}
     by_samples = match_probability_of_samples(ref["q_samples"], ref["g_samples"], ref["mp_scale"], ref["mp_shift"])

@@ -12,6 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from probemb.data.captions.find import find_captions
 from probemb.data.images import decode_image
 from probemb.data.scenes import (
     class_label,
@@ -27,9 +28,10 @@ from probemb.data.words import find_vocabulary
 from probemb.errors import UserError
 from tests.shards import iterate_samples
 from tests.truth import matches
-from tools.make_scenes import Plan, main, make
+from tools.make_scenes import Plan, describe, main, make
 
 PLAN = Plan(train=25, val=8, classes_images=70, size=32, shard_size=10)
+SMALL_BY_CLASS = Plan(train=0, val=0, classes_images=0, size=16, class_captions=96)
 ARGUMENTS = ["--train", "25", "--val", "8", "--classes-images", "70", "--size", "32", "--shard-size", "10"]
 
 
@@ -121,6 +123,25 @@ def test_a_finished_set_is_kept_and_said_to_be(made, capsys):
     assert main([str(made), *ARGUMENTS]) == 0
     assert "already complete" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
+
+
+def test_scenes_by_class(tmp_path):
+    """48 classes in train and val, 16 others in test; every word of these was seen; old sets keep their record."""
+    out = tmp_path / "scenes"
+    assert make(SMALL_BY_CLASS, out, workers=1)
+    found = {split: find_captions(out / "by-class", split) for split in ("train", "val", "test")}
+    assert {split: len(one) for split, one in found.items()} == {"train": 96, "val": 12, "test": 24}
+    train, test = set(found["train"].classes), set(found["test"].classes)
+    assert (len(train), len(test)) == (48, 16)
+    assert set(found["val"].classes) < train
+    assert not train & test
+    for place in (0, 1):  # colours, shapes
+        assert {name.split()[place] for name in test} == {name.split()[place] for name in train}
+    for one in found.values():
+        assert all(class_names()[class_label(scene)] == name for (scene, _), name in zip(one.scenes, one.classes))
+    assert find_vocabulary([out / "by-class"]) == out / "vocabulary.txt"
+    assert not make(SMALL_BY_CLASS, out, workers=1)
+    assert "class_captions" not in describe(PLAN)["arguments"]
 
 
 @pytest.mark.parametrize("spoil", ["arguments", "foreign", "unfinished", "cut"])

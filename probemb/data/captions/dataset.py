@@ -28,6 +28,7 @@ class CaptionDataset:
         image_ids: COCO's id of each image if known, else a name; unique.
         caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None if unknown.
         scenes: (scene, captions with predicates) of each image of the embedded world; None for other data.
+        classes: the class of each image, where images and captions of a class are matches of each other; else None.
         split: the one that was asked for; None: everything.
         source: the path given, for messages.
         located: where the images lie; None if any is missing.
@@ -38,6 +39,7 @@ class CaptionDataset:
     image_ids: list[int | str]
     caption_ids: list[list[int]] | None = None
     scenes: list[tuple] | None = None
+    classes: list[str] | None = None
     split: str | None = None
     source: str = ""
     located: Images | None = None
@@ -60,15 +62,26 @@ class CaptionDataset:
 
     def only(self, rows: Sequence[int]) -> CaptionDataset:
         """The same data with these images alone, in this order."""
-        ids, scenes, located = self.caption_ids, self.scenes, self.images
+        ids, scenes, classes, located = self.caption_ids, self.scenes, self.classes, self.images
         return replace(
             self,
             captions=[self.captions[i] for i in rows],
             image_ids=[self.image_ids[i] for i in rows],
             caption_ids=ids and [ids[i] for i in rows],
             scenes=scenes and [scenes[i] for i in rows],
+            classes=classes and [classes[i] for i in rows],
             located=replace(located, places=[located.places[i] for i in rows]),
         )
+
+    def class_numbers(self) -> list[int]:
+        """The number of each image's class, from 0. Raises UserError: the data has no classes."""
+        if self.classes is None:
+            raise UserError(
+                f"{self.source} does not say of which class its images are.",
+                "Name data with classes, such as CUB, or scenes made with --class-captions.",
+            )
+        numbers = {name: number for number, name in enumerate(sorted(set(self.classes)))}
+        return [numbers[name] for name in self.classes]
 
     def flat(self) -> list[str]:
         """All M captions, image after image."""
@@ -123,7 +136,7 @@ def missing_images(source: str, missing: Sequence[str], total: int) -> UserError
 
 def assemble(
     entries: Sequence[Entry], *, source: str, split: str | None, located: Images | None = None,
-    missing: Sequence[str] = (), scenes: list[tuple] | None = None,
+    missing: Sequence[str] = (), scenes: list[tuple] | None = None, classes: list[str] | None = None,
 ) -> CaptionDataset:  # fmt: skip
     """A `CaptionDataset` of all entries. Raises UserError: no entries, no caption, or duplicate ids."""
     for entry in entries:
@@ -141,6 +154,7 @@ def assemble(
         image_ids=[entry.id for entry in entries],
         caption_ids=ids,
         scenes=scenes,
+        classes=classes,
         split=split,
         source=source,
         located=located,

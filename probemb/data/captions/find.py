@@ -3,6 +3,7 @@
 find_captions("data/flickr8k", split="val")                              webdataset shards
 find_captions("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
 find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
+find_captions("data/cub", split="train")                                 CUB-200-2011 with ten captions an image
 """
 
 import gzip
@@ -12,7 +13,7 @@ from probemb.data.captions.dataset import CaptionDataset, listed, split_name
 from probemb.data.image_loader import find_tars
 from probemb.errors import UserError, nearest
 
-FORMATS = ("webdataset", "karpathy", "precomp")
+FORMATS = ("webdataset", "karpathy", "precomp", "cub")
 __all__ = ["FORMATS", "CaptionDataset", "find_captions"]
 
 
@@ -24,12 +25,12 @@ def find_captions(
 
     Args:
         data: shards (a folder, a pattern or one tar; `train-*.tar` or `train/*.tar` name the split), a Karpathy json
-            (dataset_coco.json, …), a `*_caps.txt` or a folder with one of them; text files also gzipped.
+            (dataset_coco.json, …), a `*_caps.txt` or a folder with one of them, or CUB's; text files also gzipped.
         split: "train" (with Karpathy's "restval"), "val" ("dev"), "test", or another that the data names; None: all;
             "auto": "test" of data with several splits, else all. Of precomp files "test" prefers testall_caps.txt.
         images: image folder of a json or caption file, for COCO the one with train2014 and val2014; by default searched
             beside the file.
-        format: "webdataset", "karpathy" or "precomp"; recognised by default.
+        format: one of FORMATS; recognised by default.
         exif: turn images as their EXIF orientation says.
 
     Raises UserError: the path, the split or the images do not exist; malformed data, an image without a caption,
@@ -58,10 +59,11 @@ def find_captions(
         from probemb.data.captions.webdataset import read_shards
 
         return _turned(read_shards(data, split), exif)
+    from probemb.data.captions.cub import read_cub
     from probemb.data.captions.karpathy import read_karpathy
     from probemb.data.captions.precomp import read_precomp
 
-    read = read_karpathy if format == "karpathy" else read_precomp
+    read = {"karpathy": read_karpathy, "precomp": read_precomp, "cub": read_cub}[format]
     return _turned(read(Path(data), split, None if images is None else Path(images)), exif)
 
 
@@ -78,13 +80,14 @@ def _recognise(data: str | Path) -> str:
             "webdataset": find_tars(path) or any(path.glob("*/*.tar")),
             "precomp": any(path.glob("*_caps.txt*")) or any(path.glob("precomp/*_caps.txt*")),
             "karpathy": any(path.glob("dataset*.json*")),
+            "cub": any(path.glob("text_c10")) or any(path.glob("*/text_c10")),
         }
         found = [name for name, there in holds.items() if there]
         if len(found) > 1:
             raise UserError(f"{path} holds captions in several formats: {listed(found)}.", "Name one with the format.")
         if not found:
             raise UserError(
-                f"{path} holds no webdataset shards, no *_caps.txt and no Karpathy json.",
+                f"{path} holds no webdataset shards, no *_caps.txt, no Karpathy json and no text_c10.",
                 "Name the data itself, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
             )
         return found[0]

@@ -34,8 +34,8 @@ def read_shards(data: str | Path, split: str | None) -> CaptionDataset:
     """Images and captions of shards.
 
     KEY.json may have "image_id" or "cocoid", and "caption_ids" in the order of its captions, or each caption as {"id",
-    "caption"}. Unusable samples are in `images.bad`, with name and reason. Raises UserError: no shards, no such split,
-    damaged shards, or no captioned image.
+    "caption"}; and "class", the name of the image's class, if all have it. Unusable samples are in `images.bad`, with
+    name and reason. Raises UserError: no shards, no such split, damaged shards, or no captioned image.
     """
     tars, split = _find(data, split)
     images, entries, metas = Images(places=[], source=str(data)), [], []
@@ -74,7 +74,9 @@ def read_shards(data: str | Path, split: str | None) -> CaptionDataset:
             for entry, place in zip(entries, images.places)
         ]
     scenes = read_scenes(metas, [entry.captions for entry in entries])
-    return assemble(entries, source=str(data), split=split, located=images, scenes=scenes)
+    named = [meta.get("class") for meta in metas]
+    classes = named if all(isinstance(name, str) for name in named) else None
+    return assemble(entries, source=str(data), split=split, located=images, scenes=scenes, classes=classes)
 
 
 def _find(data: str | Path, split: str | None) -> tuple[list[Path], str | None]:

@@ -17,6 +17,20 @@ def class_scene(seed: int | str, index: int) -> Scene:
     return single_scene(seed, index, SHAPES[shape], COLOURS[colour])
 
 
+def unseen_classes() -> list[int]:
+    """Indices of the 16 classes that have no images in training; each colour and each shape is in two of them."""
+    n = len(SHAPES)
+    return [colour * n + shape for colour in range(len(COLOURS)) for shape in range(n) if (colour + shape) % 4 == 0]
+
+
+def scene_of_split(seed: int | str, index: int, unseen: bool) -> Scene:
+    """Scene `index` of a balanced set of single-object scenes, of the unseen classes or of all others."""
+    held = set(unseen_classes())
+    chosen = [label for label in range(len(COLOURS) * len(SHAPES)) if (label in held) == unseen]
+    colour, shape = divmod(chosen[index % len(chosen)], len(SHAPES))
+    return single_scene(seed, index, SHAPES[shape], COLOURS[colour])
+
+
 def class_label(scene: Scene) -> int | None:
     """Index into `class_names()` of the scene's only object; None for scenes with several."""
     return _label(scene.things[0]) if len(scene.things) == 1 else None

@@ -1,0 +1,98 @@
+"""CUB-200-2011 with captions, in its published layout; and what is refused."""
+
+import pytest
+
+from probemb.data.captions.find import find_captions
+from probemb.errors import UserError
+from tests.data.captions.test_datasets import save, shade, which
+
+CLASSES = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross", "014.Indigo_Bunting"]
+TRAIN, TEST = CLASSES[:3], CLASSES[3:]
+PER_CLASS = 3
+
+
+def names():
+    return [f"{one}/{one[4:]}_{i:04d}_{100 * c + i}.jpg" for c, one in enumerate(CLASSES) for i in range(PER_CLASS)]
+
+
+@pytest.fixture
+def cub(tmp_path):
+    """As the archives unpack: CUB_200_2011, and the captions with their lists of classes beside it."""
+    folder, texts = tmp_path / "cub" / "CUB_200_2011", tmp_path / "cub" / "cvpr2016_cub"
+    for number, name in enumerate(names()):
+        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "images" / name).write_bytes(shade(number))
+        lines = [f"bird {number}, caption {c} ." for c in range(10)]
+        save(texts / "text_c10" / name.replace(".jpg", ".txt"), "\n".join([*lines, "", ""]))
+    save(folder / "images.txt", "".join(f"{number} {name}\n" for number, name in enumerate(names(), 1)))
+    save(texts / "trainvalclasses.txt", "\n".join(TRAIN) + "\n")
+    save(texts / "testclasses.txt", "\n".join(TEST) + "\n")
+    save(texts / "trainclasses1.txt", "\n".join(TRAIN[:2]) + "\n")
+    save(texts / "valclasses1.txt", TRAIN[2] + "\n")
+    return tmp_path / "cub"
+
+
+def test_splits_classes_and_images(cub):
+    train, test = find_captions(cub, "train"), find_captions(cub, "test")
+    assert (len(train), len(test), test.n_captions) == (9, 3, 30)
+    assert sorted(set(train.classes)) == TRAIN
+    assert test.classes == TEST * 3
+    assert train.class_numbers() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert test.captions[1][3] == "bird 10, caption 3 ."
+    assert test.image_ids[1] == names()[10].removesuffix(".jpg")
+    assert [which(test.images.open(i)) for i in range(3)] == [9, 10, 11]
+    assert find_captions(cub, "train1").classes == sorted(TRAIN[:2] * 3)
+    assert set(find_captions(cub, "val1").classes) == {TRAIN[2]}
+    assert find_captions(cub, "auto").split == "test"
+    assert test.only([2, 0]).classes == TEST * 2
+
+
+def test_held_out_images_of_the_training_classes_validate(cub):
+    held = [names()[0], names()[4]]
+    save(cub / "seen_test_images.txt", "\n".join(held) + "\n")
+    validation, train = find_captions(cub, "val"), find_captions(cub, "train")
+    assert [f"{one}.jpg" for one in validation.image_ids] == held
+    assert len(train) == 7
+    assert not set(train.image_ids) & set(validation.image_ids)
+
+
+def test_images_elsewhere_and_texts_alone(cub, tmp_path):
+    (cub / "CUB_200_2011" / "images").rename(tmp_path / "pictures")
+    assert find_captions(cub, "test").located is None
+    with pytest.raises(UserError, match="3 of the 3 images"):
+        _ = find_captions(cub, "test").images
+    found = find_captions(cub, "test", tmp_path / "pictures")
+    assert which(found.images.open(0)) == 9
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("CUB_200_2011/images.txt", None, "There is no images.txt"),
+        ("CUB_200_2011/images.txt", "1 ../../../etc/passwd\n", "Line 1 of .* is not a number and CLASS/NAME"),
+        ("CUB_200_2011/images.txt", "1 image.jpg\n", "Line 1 of .* is not a number and CLASS/NAME"),
+        ("CUB_200_2011/images.txt", f"1 {names()[0]}\n2 {names()[0]}\n", "two entries with the image"),
+        ("cvpr2016_cub/testclasses.txt", None, "has no trainvalclasses.txt and testclasses.txt"),
+        ("cvpr2016_cub/testclasses.txt", TRAIN[1], "both have the class 002"),
+        ("cvpr2016_cub/valclasses1.txt", TRAIN[1], "both have the class 002"),
+        (f"cvpr2016_cub/text_c10/{names()[9][:-4]}.txt", None, "The captions of .* are missing"),
+        (f"cvpr2016_cub/text_c10/{names()[9][:-4]}.txt", "\n\n", "has no caption"),
+        (f"cvpr2016_cub/text_c10/{names()[9][:-4]}.txt", "a bird\n" * 101, "has 101 captions"),
+    ],
+)
+def test_what_is_refused(cub, file, content, message):
+    (cub / file).unlink()
+    if content is not None:
+        save(cub / file, content)
+    with pytest.raises(UserError, match=message):
+        find_captions(cub, "test")
+
+
+def test_other_mistakes(cub, tmp_path):
+    with pytest.raises(UserError, match="no split 'val', only test, train, train1 and val1"):
+        find_captions(cub, "val")
+    with pytest.raises(UserError, match="holds no folder text_c10"):
+        find_captions(tmp_path, "test", format="cub")
+    save(tmp_path / "plain_caps.txt", "a\nb\nc\nd\ne\n")
+    with pytest.raises(UserError, match="does not say of which class"):
+        find_captions(tmp_path / "plain_caps.txt").class_numbers()
