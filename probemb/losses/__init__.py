@@ -9,6 +9,7 @@ from probemb.losses.output import LossOutput
 from probemb.losses.p2rm import P2RMLoss, point_to_rectangle
 from probemb.losses.pairs import cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
+from probemb.losses.scan import scan_loss
 from probemb.losses.triplet import TripletLoss, triplet_loss
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "pcme_loss",
     "point_to_rectangle",
     "refine_labels",
+    "scan_loss",
     "split_clean",
     "triplet_loss",
     "vib_kl",
