@@ -205,5 +205,3 @@ def _aggregate(cosine_CqQ: Tensor, mask_CqQ: Tensor, how: CrossAttention) -> Ten
 def _root(x: Tensor) -> Tensor:
     """Square root with a gradient of 0 at 0, and for what rounding has put below."""
     return x.clamp(min=TINY).sqrt()
-
-

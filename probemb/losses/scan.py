@@ -10,11 +10,14 @@ from probemb.losses.output import LossOutput
 from probemb.losses.triplet import hinges, triplet_loss
 
 
+SCAN_T2I = CrossAttention()
+
+
 def scan_loss(
     images: Tokens,
     texts: Tokens,
     match_NN: Tensor | None = None,
-    how: CrossAttention = CrossAttention(),
+    how: CrossAttention = SCAN_T2I,
     margin: float = 0.2,
     hardest: bool = True,
 ) -> LossOutput:
