@@ -9,7 +9,6 @@ from probemb.cross_attention import CrossAttention, Tokens, attention_scores, gr
 from probemb.losses.output import LossOutput
 from probemb.losses.triplet import hinges, triplet_loss
 
-
 SCAN_T2I = CrossAttention()
 
 
