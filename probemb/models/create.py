@@ -28,6 +28,7 @@ from probemb.models.architectures import (
 )
 from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
 from probemb.models.heads import check_head
+from probemb.models.heads.covariance import make_covariance
 from probemb.models.hub import load_model
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 
@@ -57,6 +58,9 @@ class ModelOptions:
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
         n_embeddings: K embeddings of every item, for heads that give several.
+        covariance: "ellipsoidal", "spherical-mean" (the mean of the predicted variances, in every dimension) or
+            "spherical" (one predicted value).
+        log_var_range: bounds of the predicted log-variances, such as (log 0.1, log 10); None for none.
         ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
@@ -75,6 +79,8 @@ class ModelOptions:
     init_shift: float | None = 1.0
     probabilistic: bool = True
     n_embeddings: int = 1
+    covariance: str = "ellipsoidal"
+    log_var_range: tuple[float, float] | None = None
     ranking: str = "csd"
     vocabulary: str | Path | Sequence[str] | None = None
     image_weights: str | None = None
@@ -91,6 +97,16 @@ class ModelOptions:
             )
         return self.n_unc_layers
 
+    def check(self) -> None:
+        """Raise UserError for a head, or for covariances, that there are not."""
+        check_head(self.head, self.n_embeddings)
+        make_covariance(self.covariance, self.log_var_range)
+        if not self.probabilistic and (self.covariance != "ellipsoidal" or self.log_var_range is not None):
+            raise UserError(
+                "A point model has no variances, so it has no choice of covariance or log_var_range.",
+                "Leave both out, or make the model probabilistic.",
+            )
+
 
 def create_model(name: str, **options) -> DualEncoder:
     """A PCME++ model on the CPU in float32 and training mode, random or from the weights of a CLIP or of a run.
@@ -103,7 +119,7 @@ def create_model(name: str, **options) -> DualEncoder:
         UserError: for an unknown name, head or tag, a size out of range, or weights of another model.
     """
     o = ModelOptions(**options)
-    check_head(o.head, o.n_embeddings)
+    o.check()
     n_unc_layers = plain(o.branch_layers)
     config, source = architecture(name, o.image_size), None
     if o.pretrained and is_saved_model(o.pretrained):
@@ -121,6 +137,8 @@ def create_model(name: str, **options) -> DualEncoder:
             "probabilistic": o.probabilistic,
             "n_embeddings": o.n_embeddings,
             "ranking": o.ranking,
+            "covariance": o.covariance,
+            "log_var_range": plain(o.log_var_range),
             "uncertainty_bias": o.uncertainty_bias,
             "pooling": {} if o.head == "pie" else dict(POOLING),
             "architecture": plain(config),

@@ -15,10 +15,17 @@ from probemb.gaussian import Gaussian
 from probemb.models.architectures import build_stock
 from probemb.models.encoder import Encoder
 from probemb.models.heads import HeadConfig, check_head
+from probemb.models.heads.covariance import make_covariance
 from probemb.models.towers import make_image_tower, make_text_tower
 
 POOLING = {"code_dim": 32, "hidden_dim": 32}
-DEFAULTS = {"probabilistic": True, "n_embeddings": 1, "ranking": "csd"}  # of keys that configurations once did not have
+DEFAULTS = {  # of keys that configurations once did not have
+    "probabilistic": True,
+    "n_embeddings": 1,
+    "ranking": "csd",
+    "covariance": "ellipsoidal",
+    "log_var_range": None,
+}
 
 
 class ModelOutput(NamedTuple):
@@ -46,7 +53,8 @@ class DualEncoder(nn.Module):
         config: as `model.config` returns it. Its keys: "name" (for people), "architecture" (open_clip's form, see
             `architectures.py`), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers" (a
             number, or one each for image and text), "uncertainty_bias", "pooling" (options of the head), and, where
-            they are absent, "probabilistic" (True), "n_embeddings" (1) and "ranking" ("csd").
+            they are absent, the values of DEFAULTS: "probabilistic", "n_embeddings", "ranking", "covariance" and
+            "log_var_range" (see `heads.covariance`).
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
@@ -70,6 +78,7 @@ class DualEncoder(nn.Module):
             config["uncertainty_bias"],
             self._config["n_embeddings"],
             config["pooling"],
+            make_covariance(self._config["covariance"], self._config["log_var_range"]),
         )
         image_layers, text_layers = per_tower(config["n_unc_layers"])
         self.visual = make_image_tower(shape, image_layers, head, stock.visual)

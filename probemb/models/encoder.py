@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.features import FeatureLayout, Features
+from probemb.models.heads.covariance import Covariance
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
 # precision, and which still has a finite inverse and logarithm.
@@ -93,12 +94,14 @@ class Encoder(nn.Module):
         image_size: (height, width) in pixels; image towers only.
         n_tokens: T of an image of that size; image towers only.
         context_length: largest L; text towers only.
+        covariance: what becomes of the predicted log-variances.
         feature_layout: set where features that were computed before come in place of inputs; see `features.py`.
     """
 
     mean_head: nn.Module | None
     log_var_head: nn.Module | None
     feature_layout: FeatureLayout | None = None
+    covariance: Covariance = Covariance()
 
     @abstractmethod
     def features(self, inputs: Tensor) -> tuple[Features, Features | None]:
@@ -159,7 +162,10 @@ class Encoder(nn.Module):
             mean = F.normalize(self.project(mean_features.pooled), dim=-1)
         else:
             mean = l2_normalize(self.mean_head(mean_features))
-        log_var = torch.full_like(mean, POINT_LOG_VAR) if unc_features is None else self.log_var_head(unc_features)
+        if unc_features is None:
+            log_var = torch.full_like(mean, POINT_LOG_VAR)
+        else:
+            log_var = self.covariance(self.log_var_head(unc_features), mean.shape)
         found = (mean, log_var, mean_features.pooled) if want_features else (mean, log_var)
         if not want_tokens:
             return found

@@ -119,8 +119,8 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
     """Copies what two models of one architecture have in common, and resizes nothing.
 
     The trunk, the mean branch's blocks and logit_scale always; the heads if both models have the same kind; the
-    uncertainty branch if both have as many blocks in it, and its head if that is of the same kind too. What is not
-    copied stays as it is (random in a new model), as the heads do on the way from "clip" to "gpo".
+    uncertainty branch if both have as many blocks in it, and its head if that is of the same kind and size too. What
+    is not copied stays as it is (random in a new model), as the heads do on the way from "clip" to "gpo".
 
     Args:
         where: what to call the source in errors.
@@ -135,6 +135,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
         and source.probabilistic
         and per_tower(ours["n_unc_layers"]) == per_tower(theirs["n_unc_layers"])
     )
+    same_size = (ours["covariance"] == "spherical") == (theirs["covariance"] == "spherical")  # as many outputs
     _check_architecture(ours, theirs, where)
     if ours["head"] == "clip" != theirs["head"]:
         raise UserError(
@@ -165,7 +166,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
         if name.startswith("mean_head."):
             return same_head
         if name.startswith("log_var_head."):
-            return same_branch and same_head
+            return same_branch and same_head and same_size
         return same_branch or getattr(model, tower).place(name).part != "branch"
 
     load_strictly(model, {key: given[key] if taken(key) else own[key] for key in own}, where)

@@ -12,6 +12,7 @@ from torch import nn
 
 from probemb.errors import UserError, nearest
 from probemb.models.heads.clip import ClipHead
+from probemb.models.heads.covariance import Covariance
 from probemb.models.heads.gpo import GPOHead
 from probemb.models.heads.pie import PIEHead
 
@@ -29,6 +30,7 @@ class HeadConfig:
         bias: whether that head has a bias.
         n_embeddings: K; more than 1 for kinds that give several embeddings an item.
         options: of the kind, such as GPO's sizes.
+        covariance: what becomes of the predicted log-variances.
     """
 
     kind: str
@@ -37,6 +39,17 @@ class HeadConfig:
     bias: bool = True
     n_embeddings: int = 1
     options: dict = field(default_factory=dict)
+    covariance: Covariance = field(default_factory=Covariance)
+
+    @property
+    def log_var_width(self) -> int:
+        """How many log-variances are predicted of an embedding: D, or 1."""
+        return self.covariance.width(self.embed_dim)
+
+    @property
+    def log_var_start(self) -> float:
+        """Log-variance of a new model."""
+        return self.covariance.start(self.embed_dim)
 
 
 def add_heads(
@@ -51,6 +64,7 @@ def add_heads(
 
     The log-variance starts at −log D: each item's summed variance is about 1, so that distances start near
     ‖μ_v − μ_t‖² ≤ 4 for every D. At log_var = 0 they would start at 2D, and the match loss far in its linear range.
+    `Covariance.start` says where they start under bounds that leave −log D out.
 
     Args:
         own_projection: the tower has a projection of its own, which kind "clip" keeps instead of a mean head.
@@ -61,6 +75,7 @@ def add_heads(
     tower.mean_head = None if keep else head.for_mean(config, width, pooled_width)
     unc_widths = (width, pooled_width) if unc_width is None else (unc_width, unc_width)
     tower.log_var_head = head.for_log_var(config, *unc_widths) if config.probabilistic else None
+    tower.covariance = config.covariance
 
 
 def check_head(kind: str, n_embeddings: int = 1) -> None:

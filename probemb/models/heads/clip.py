@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ClipHead(FullPrecisionLinear):
-    """(B, P) pooled features -> (B, D)."""
+    """(B, P) pooled features -> (B, D), or (B, 1) for one log-variance."""
 
     reads_tokens = False
 
@@ -28,8 +28,8 @@ class ClipHead(FullPrecisionLinear):
     @classmethod
     def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
         """For the branch's pooled tokens."""
-        head = cls(pooled_width, config.embed_dim, config.bias)
-        start_log_var(head, config.embed_dim)
+        head = cls(pooled_width, config.log_var_width, config.bias)
+        start_log_var(head, config.log_var_start)
         return head
 
     def forward(self, features: Features) -> Tensor:

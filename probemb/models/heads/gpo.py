@@ -110,8 +110,8 @@ class GPOHead(nn.Module):
     @classmethod
     def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> GPOHead:
         """The head of the log-variance."""
-        head = cls(width, config.embed_dim, config.bias, **config.options)
-        start_log_var(head.linear, config.embed_dim)
+        head = cls(width, config.log_var_width, config.bias, **config.options)
+        start_log_var(head.linear, config.log_var_start)
         return head
 
     def forward(self, features: Features) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -38,11 +37,11 @@ def start_mean(linear: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def start_log_var(linear: nn.Linear, embed_dim: int) -> None:
-    """Near the constant −log D, see `add_heads`.
+def start_log_var(linear: nn.Linear, start: float) -> None:
+    """Near a constant, see `add_heads`.
 
     Small weights: log_var stays near its bias although the branch's tokens are not normalised.
     """
     nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
     if linear.bias is not None:
-        nn.init.constant_(linear.bias, -math.log(embed_dim))
+        nn.init.constant_(linear.bias, start)

@@ -104,10 +104,12 @@ class PIEHead(nn.Module):
     def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> PIEHead:
         """The head of the log-variance."""
         options = {**config.options, "norm": False, "bias": config.bias}
-        head = cls(width, pooled_width, config.embed_dim, config.n_embeddings, **options)
-        start_log_var(head.fc, config.embed_dim)
+        if config.log_var_width != config.embed_dim:
+            options["project"] = True  # D pooled features are no single value
+        head = cls(width, pooled_width, config.log_var_width, config.n_embeddings, **options)
+        start_log_var(head.fc, config.log_var_start)
         if isinstance(head.project, nn.Linear):
-            start_log_var(head.project, 1)  # −log 1: the start is in the other map's bias
+            start_log_var(head.project, 0.0)  # the start is in the other map's bias
         return head
 
     def forward(self, features: Features) -> Tensor:
