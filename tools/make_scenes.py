@@ -9,6 +9,13 @@
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
+--boxes adds the same world in the published formats of data with regions and boxes (`tools/scene_forms`):
+
+    OUT/regions/         train_ims.npy, train_caps.txt, ...: object crops as features, in SCAN's and VSRN's form
+    OUT/entities/        Annotations, Sentences, flickr30k-images: phrases and boxes, in Flickr30k Entities' form
+    OUT/visual_genome/   region_descriptions.json, VG_100K: crops and their descriptions
+    OUT/cub/             images, text_c10, classes.txt, ...: classes with ten captions an image, in CUB-200-2011's form
+
 Each shard folder has its index.json. The same arguments give the same bytes. The set is written beside OUT and renamed
 when it is complete; a complete set of the same arguments is kept.
 """
@@ -16,12 +23,11 @@ when it is complete; a complete set of the same arguments is kept.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -34,15 +40,18 @@ from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.pools import process_pool
+from tools.scene_forms import FORMS, plan_chunks, write_forms
+from tools.scene_forms.chunk import jpeg
 
 RECORD = "scenes.json"
-JPEG_QUALITY = 90
 BY_CLASS = "by-class/"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Arguments of a set: images of each part, their side in pixels, images per shard, captions per image."""
+    """Arguments of a set: images of each part, their side in pixels, images per shard, captions per image, and whether
+    the forms with regions and boxes are written too.
+    """
 
     train: int = 20_000
     val: int = 1_000
@@ -52,6 +61,7 @@ class Plan:
     shard_size: int = 1_000
     captions: int = 5
     class_captions: int = 0
+    boxes: bool = False
 
     def parts(self) -> dict[str, int]:
         """Number of samples by folder, without empty parts."""
@@ -89,9 +99,7 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
             found["class"] = scenes.class_names()[scenes.class_label(scene)]
         row = json.dumps(found, separators=(",", ":"))
         text = {"txt": encode_captions(caption.text for caption in captions), "json": row.encode()}
-    encoded = io.BytesIO()
-    scenes.render(scene, plan.size).save(encoded, "JPEG", quality=JPEG_QUALITY, subsampling=0)
-    return {"jpg": encoded.getvalue(), **text}
+    return {"jpg": jpeg(scene, plan.size), **text}
 
 
 def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
@@ -124,12 +132,15 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
         (folder / part).mkdir(parents=True)
     written: dict[Path, Shard] = {}
     words: Counter[str] = Counter()  # of the training captions
-    with progress("Drawing scenes", sum(plan.parts().values())) as advance:
-        for shard, found in _write_all(tasks, workers):
+    forms = plan_chunks(folder, plan.parts(), plan.seed, plan.size) if plan.boxes else []
+    total = sum(plan.parts().values()) + sum(chunk.count for _, chunk in forms)
+    with progress("Drawing scenes", total) as advance:
+        for shard, found in _run_all(write_shard, tasks, workers):
             written[shard.path] = shard
             if shard.path.parent.name == "train":  # also by class
                 words += found
             advance(shard.samples)
+        write_forms(forms, lambda write, chunks: _run_all(write, chunks, workers), advance)
     for part in plan.parts():
         write_index(folder / part, [written[task.path] for task in tasks if task.part == part])
     if words:
@@ -139,12 +150,13 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
     (folder / RECORD).write_text(json.dumps(describe(plan), indent=2) + "\n", encoding="utf-8")
 
 
-def _write_all(tasks: list[ShardTask], workers: int) -> Iterator[tuple[Shard, Counter[str]]]:
-    if min(workers, len(tasks)) == 1:
-        yield from map(write_shard, tasks)
+def _run_all(write: Callable, tasks: list, workers: int) -> Iterator:
+    """What `write` returns for each task, in the order in which they are done."""
+    if min(workers, len(tasks)) <= 1:
+        yield from map(write, tasks)
         return
     with process_pool(min(workers, len(tasks)), "--workers") as pool:
-        for done in as_completed([pool.submit(write_shard, task) for task in tasks]):
+        for done in as_completed([pool.submit(write, task) for task in tasks]):
             yield done.result()
 
 
@@ -155,7 +167,9 @@ def describe(plan: Plan) -> dict:
         for index in range(8):
             for extension, data in sample_files(plan, part, index).items():
                 digest.update(extension.encode() + data)
-    arguments = {name: value for name, value in asdict(plan).items() if value or name != "class_captions"}
+    given = asdict(plan)
+    later = ("class_captions", "boxes")  # named only where they are used: sets of earlier versions stay complete
+    arguments = {name: value for name, value in given.items() if value or name not in later}
     return {"arguments": arguments, "fingerprint": digest.hexdigest()}
 
 
@@ -166,6 +180,9 @@ def is_finished(plan: Plan, folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     if record != describe(plan):
+        return False
+    forms = {name for name, form in FORMS.items() if plan.boxes and form.parts(plan.parts())}
+    if not all((folder / name).is_dir() for name in forms):
         return False
     try:
         return all(sum(s.samples for s in read_index(folder / part)) == n for part, n in plan.parts().items())
@@ -216,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (_, text) in OPTIONS.items():
         text += " (default: %(default)s)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Plan, name), help=text)
+    parser.add_argument("--boxes", action="store_true", help="also write forms with regions, boxes and classes")
     parser.add_argument("--workers", type=Processes, default=2, help="processes (default: %(default)s)")
     options = parser.parse_args(argv)
     for name, (least, _) in OPTIONS.items():

@@ -8,6 +8,7 @@ are computed exactly: there are no false negatives, and a learned uncertainty ca
 """
 
 from probemb.data.scenes.captions import draw_captions as draw_captions
+from probemb.data.scenes.drawing import boxes as boxes
 from probemb.data.scenes.drawing import render as render
 from probemb.data.scenes.predicates import ambiguity as ambiguity
 from probemb.data.scenes.predicates import match_matrix as match_matrix

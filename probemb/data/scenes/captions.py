@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from probemb.data.scenes.predicates import Caption, Pattern, Predicate
+from probemb.data.scenes.predicates import Caption, Mention, Pattern, Predicate
 from probemb.data.scenes.world import MAX_OBJECTS, PLACES, RELATIONS, Scene, Thing, pick
 
 LEVELS = 5  # 0 exact ... 4 vague
@@ -88,7 +88,8 @@ def _vague(scene: Scene, draw: random.Random) -> Caption:
         thing = pick(draw, scene.things)
         return _write_list([thing], [Pattern()], _true_camera(scene, draw, 0.4, 0.3), draw, place=0.3)
     camera = _true_camera(scene, draw, 1.0, 0.6)
-    return Caption(_camera_words(camera, draw), Predicate(**camera))
+    text = _camera_words(camera, draw)
+    return Caption(text, Predicate(**camera), (Mention(0, len(text)),))
 
 
 def _write_list(
@@ -114,7 +115,8 @@ def _write_list(
         text = f"{names[0]} {stated} {names[1]}" + "".join(f", and {name}" for name in names[2:])
     else:
         text = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return Caption(_finish(text, prompt, camera, draw, adjectives), predicate)
+    meant = [(name, (thing,), pattern) for name, thing, pattern in zip(names, things, patterns)]
+    return _finish(text, predicate, meant, prompt, camera, draw, adjectives)
 
 
 def _write_number(scene: Scene, pattern: Pattern, camera: dict[str, str], draw: random.Random) -> Caption:
@@ -124,7 +126,9 @@ def _write_number(scene: Scene, pattern: Pattern, camera: dict[str, str], draw: 
     number = (2, MAX_OBJECTS) if several else (count, count)
     text = _noun_phrase(pattern, draw, "several" if several else _NUMBERS[count])
     prompt = bool(camera) or draw.random() < 0.15
-    return Caption(_finish(text, prompt, camera, draw), Predicate((pattern,), number=number, **camera))
+    predicate = Predicate((pattern,), number=number, **camera)
+    meant = [(text, tuple(filter(pattern.fits, scene.things)), pattern)]
+    return _finish(text, predicate, meant, prompt, camera, draw)
 
 
 def _noun_phrase(pattern: Pattern, draw: random.Random, determiner: str | None = None) -> str:
@@ -158,12 +162,24 @@ def _camera_words(camera: dict[str, str], draw: random.Random, adjectives: Seque
 
 
 def _finish(
-    text: str, prompt: bool, camera: dict[str, str], draw: random.Random, adjectives: Sequence[str] = ()
-) -> str:
-    """The text, after the camera's words if it is a prompt; sometimes with a full stop."""
+    text: str, predicate: Predicate, meant: Sequence[tuple[str, tuple[Thing, ...], Pattern]], prompt: bool,
+    camera: dict[str, str], draw: random.Random, adjectives: Sequence[str] = (),
+) -> Caption:  # fmt: skip
+    """The caption, after the camera's words if it is a prompt; sometimes with a full stop.
+
+    meant: the noun phrases of the text in order, each with its objects and what it states of them.
+    """
+    mentions, at = [], 0
     if prompt:
-        text = f"{_camera_words(camera, draw, adjectives)} of {text}"
-    return text + "." if draw.random() < 0.25 else text
+        words = _camera_words(camera, draw, adjectives)
+        mentions.append(Mention(0, len(words)))
+        at = len(words) + len(" of ")
+        text = f"{words} of {text}"
+    for name, things, pattern in meant:
+        start = text.index(name, at)
+        at = start + len(name)
+        mentions.append(Mention(start, at, things, pattern))
+    return Caption(text + "." if draw.random() < 0.25 else text, predicate, tuple(mentions))
 
 
 def _article(word: str) -> str:

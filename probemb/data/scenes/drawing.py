@@ -35,21 +35,17 @@ _TURN = math.radians(10)
 def render(scene: Scene, size: int = 64) -> Image.Image:
     """The scene as an RGB image of size x size pixels; the same scene gives the same pixels."""
     draw = random.Random(f"pixels {scene.seed}")
-    factor = 3 if size <= 160 else 2  # drawn larger and averaged, which smooths the edges
+    factor = _oversampling(size)
     side = size * factor
     drawing = scene.medium == "drawing"
-    grey = 118 + 44 * draw.random()
-    tint = [grey + 16 * (draw.random() - 0.5) for _ in range(3)]
-    background = _PAPER if drawing else tuple(int(value) for value in tint)
+    background, lines = _background(drawing, draw)
     canvas = Image.new("RGB", (side, side), background)
     pen = ImageDraw.Draw(canvas)
-    if drawing:
-        gap, first = 0.11 + 0.05 * draw.random(), draw.random()
-        for row in range(int(1 / gap) + 1):
-            y = int((row + first) * gap * side)
-            pen.line((0, y, side, y), fill=_PAPER_LINES, width=max(1, side // 110))
+    for at in lines:
+        y = int(at * side)
+        pen.line((0, y, side, y), fill=_PAPER_LINES, width=max(1, side // 110))
     for thing in scene.things:
-        _draw_thing(canvas, thing, drawing, background, draw)
+        _draw_thing(canvas, thing, _place(thing, side, draw), drawing, background)
     image = canvas.reduce(factor)
     if scene.focus == "blurry":
         image = image.filter(ImageFilter.GaussianBlur(size * 0.034))
@@ -60,36 +56,67 @@ def render(scene: Scene, size: int = 64) -> Image.Image:
     return image
 
 
-def _draw_thing(
-    canvas: Image.Image, thing: Thing, drawing: bool, background: tuple[int, ...], draw: random.Random
-) -> None:
-    pen = ImageDraw.Draw(canvas)
-    side = canvas.size[0]
+def boxes(scene: Scene, size: int = 64) -> list[tuple[float, float, float, float]]:
+    """The tight box (left, top, right, bottom) of each object in `render(scene, size)`, in pixels, without shadows."""
+    draw = random.Random(f"pixels {scene.seed}")
+    factor = _oversampling(size)
+    _background(scene.medium == "drawing", draw)
+    found = []
+    for thing in scene.things:
+        outline = _place(thing, size * factor, draw)[0]  # holes lie inside
+        xs, ys = ([min(max(at / factor, 0.0), size) for at in axis] for axis in zip(*outline))
+        found.append((min(xs), min(ys), max(xs), max(ys)))
+    return found
+
+
+def _oversampling(size: int) -> int:
+    """Images are drawn so many times larger and averaged, which smooths the edges."""
+    return 3 if size <= 160 else 2
+
+
+def _background(drawing: bool, draw: random.Random) -> tuple[tuple[int, ...], list[float]]:
+    """Colour of the background, and the heights of the paper's lines in shares of the side."""
+    grey = 118 + 44 * draw.random()
+    tint = [grey + 16 * (draw.random() - 0.5) for _ in range(3)]
+    if not drawing:
+        return tuple(int(value) for value in tint), []
+    gap, first = 0.11 + 0.05 * draw.random(), draw.random()
+    return _PAPER, [(row + first) * gap for row in range(int(1 / gap) + 1)]
+
+
+def _place(thing: Thing, side: int, draw: random.Random) -> list[list[tuple[float, float]]]:
+    """Outlines of an object, the holes last, on a canvas of side x side pixels."""
     low, high = _RADIUS[thing.size]
     radius = side * (low + (high - low) * draw.random())
     spread = _JITTER * (2 if thing.cell == MIDDLE and thing.size != "huge" else 1)
     x, y = (side * (centre + spread * (2 * draw.random() - 1)) for centre in _CENTRES[thing.cell])
     turn = _TURN * (2 * draw.random() - 1)
     cos, sin = radius * math.cos(turn), radius * math.sin(turn)
+    return [[(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in outline] for outline in _outlines(thing.shape)]
 
-    def place(outline: tuple[tuple[float, float], ...], dx: float = 0.0, dy: float = 0.0) -> list[tuple[float, float]]:
-        return [(x + dx + cos * u - sin * v, y + dy + sin * u + cos * v) for u, v in outline]
 
-    outlines = _outlines(thing.shape)
+def _draw_thing(
+    canvas: Image.Image,
+    thing: Thing,
+    outlines: list[list[tuple[float, float]]],
+    drawing: bool,
+    background: tuple[int, ...],
+) -> None:
+    side = canvas.size[0]
     # A mask, because a ring shows the background through its hole.
     mask = Image.new("L", canvas.size, 0)
     mask_pen = ImageDraw.Draw(mask)
     for number, outline in enumerate(outlines):
-        mask_pen.polygon(place(outline), fill=0 if number else 255)
+        mask_pen.polygon(outline, fill=0 if number else 255)
     if not drawing:  # a soft shadow to the lower right
         shadow = tuple(int(value * 0.72) for value in background)
         offset = max(1, int(side * 0.018))
         canvas.paste(shadow, (offset, offset), mask)
     canvas.paste(_RGB[thing.colour], (0, 0), mask)
     if drawing:
+        pen = ImageDraw.Draw(canvas)
         for outline in outlines:
-            points = place(outline)
-            pen.line([*points, points[0], points[1]], fill=_INK, width=max(2, side // 60), joint="curve")
+            pen.line([*outline, outline[0], outline[1]], fill=_INK, width=max(2, side // 60), joint="curve")
 
 
 def _expose(image: Image.Image, scene: Scene, drawing: bool, draw: random.Random) -> Image.Image:

@@ -11,7 +11,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -110,11 +110,28 @@ def predicate_from_json(row: dict) -> Predicate:
 
 
 @dataclass(frozen=True)
+class Mention:
+    """A noun phrase of a caption.
+
+    Attributes:
+        start, end: its place in the caption's text.
+        things: the objects that it means; none for a phrase about the picture, such as "a dark photo".
+        pattern: what it states of each of them.
+    """
+
+    start: int
+    end: int
+    things: tuple[Thing, ...] = ()
+    pattern: Pattern = Pattern()
+
+
+@dataclass(frozen=True)
 class Caption:
-    """A text and its exact meaning."""
+    """A text and its exact meaning; `mentions` are its noun phrases in order, known where it is drawn."""
 
     text: str
     predicate: Predicate
+    mentions: tuple[Mention, ...] = field(default=(), compare=False)
 
 
 def match_matrix(scenes: Sequence[Scene], captions: Sequence[Caption | Predicate]) -> np.ndarray:
