@@ -5,10 +5,12 @@ from probemb.losses.daa import CaptionSimilarity, DAALoss, caption_tfidf, daa_lo
 from probemb.losses.decl import DECLLoss, decl_correspondence, decl_loss
 from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, vib_kl
 from probemb.losses.ncr import NCRLoss, clean_probability, ncr_loss, refine_labels, split_clean
+from probemb.losses.order import OrderLoss, order_similarity
 from probemb.losses.output import LossOutput
 from probemb.losses.p2rm import P2RMLoss, point_to_rectangle
 from probemb.losses.pairs import cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
+from probemb.losses.pvse import PVSELoss, diversity, mmd, multi_instance_similarity
 from probemb.losses.scan import scan_loss
 from probemb.losses.triplet import TripletLoss, triplet_loss
 
@@ -20,8 +22,10 @@ __all__ = [
     "InfoNCELoss",
     "LossOutput",
     "NCRLoss",
+    "OrderLoss",
     "P2RMLoss",
     "PCMELoss",
+    "PVSELoss",
     "PairwiseMatchLoss",
     "TripletLoss",
     "caption_tfidf",
@@ -31,8 +35,12 @@ __all__ = [
     "daa_loss",
     "decl_correspondence",
     "decl_loss",
+    "diversity",
     "infonce_loss",
+    "mmd",
+    "multi_instance_similarity",
     "ncr_loss",
+    "order_similarity",
     "pairwise_match_loss",
     "pcme_loss",
     "point_to_rectangle",

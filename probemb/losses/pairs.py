@@ -1,11 +1,16 @@
-"""Cosine similarities and positives of a batch of N pairs, shared by the point methods."""
+"""Cosine similarities and positives of a batch of N pairs, shared by the point methods, and blocks of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import Gaussian, at_least_float32
+
+BLOCK_ELEMENTS = 1 << 22  # of an intermediate result of a block of rows: 16 MiB in float32
 
 
 def cosine_similarity(image: Gaussian, text: Gaussian) -> Tensor:
@@ -29,3 +34,20 @@ def positive_pairs(similarity_NN: Tensor, match_NN: Tensor | None = None) -> Ten
     if match_NN.shape != similarity_NN.shape:
         raise ValueError(f"match is {tuple(match_NN.shape)}, the pairs are {tuple(similarity_NN.shape)}")
     return own | (match_NN > 0)
+
+
+def in_row_blocks(fn: Callable[[Tensor], Tensor], x: Tensor, elements_per_row: int) -> list[Tensor]:
+    """[fn(block)] of blocks of rows of x whose intermediate results have at most BLOCK_ELEMENTS.
+
+    Several blocks are recomputed in the backward pass, so that one at a time is held.
+    """
+    rows = max(1, BLOCK_ELEMENTS // max(1, elements_per_row))
+    if rows >= len(x):
+        return [fn(x)]
+    return [checkpoint(fn, block, use_reentrant=False, preserve_rng_state=False) for block in x.split(rows)]
+
+
+def root(squared: Tensor) -> Tensor:
+    """Square root whose slope at zero is zero instead of infinite."""
+    positive = squared > 0
+    return torch.where(positive, squared.masked_fill(~positive, 1).sqrt(), squared)

@@ -16,6 +16,7 @@ from probemb.distances import squared_euclidean
 from probemb.gaussian import Gaussian
 from probemb.losses.match import vib_kl
 from probemb.losses.output import LossOutput
+from probemb.losses.pairs import root
 
 BLOCK_ELEMENTS = 1 << 20  # sample pairs held at a time (128 x 128 x 8 x 8); with more, recomputed in the backward pass
 UNIFORMITY_POINTS = 128  # as in the authors' code
@@ -58,7 +59,7 @@ def pair_nll(
     def of_rows(z_NJD: Tensor, match: Tensor, flat_text: Tensor, scale, shift) -> Tensor:
         distance = squared_euclidean((z_NJD - origin).flatten(0, 1), flat_text).clamp(min=0)  # (N J, M K)
         if not squared:
-            distance = (distance + eps).sqrt() if eps else _root(distance)
+            distance = (distance + eps).sqrt() if eps else root(distance)
         logit = 2 * (shift - scale * distance).view(-1, j, m, k)
         if hard:
             return _nll(logit * (2 * match - 1)[:, None, :, None])
@@ -76,12 +77,6 @@ def _nll(logit_NJMK: Tensor) -> Tensor:
     """-log of the mean over J and K of sigmoid(logit), (N, M), safe where the sigmoid is tiny."""
     _, j, _, k = logit_NJMK.shape
     return math.log(j * k) - F.logsigmoid(logit_NJMK).logsumexp((1, 3))
-
-
-def _root(squared: Tensor) -> Tensor:
-    """Square root whose slope at zero is zero instead of infinite."""
-    positive = squared > 0
-    return torch.where(positive, squared.masked_fill(~positive, 1).sqrt(), squared)
 
 
 def uniformity(points_PD: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -9,11 +11,17 @@ from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
 from probemb.losses.pairs import cosine_similarity, positive_pairs
 
+Reduce = Literal["sum", "mean"]
+
 
 def triplet_loss(
-    similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2, hardest: bool = True
+    similarity_NN: Tensor,
+    match_NN: Tensor | None = None,
+    margin: float = 0.2,
+    hardest: bool = True,
+    reduce: Reduce = "sum",
 ) -> LossOutput:
-    """Sum over the N pairs of both directions' hinges, max(0, margin + s(negative) - s(pair)). Source: VSE++.
+    """Both directions' hinges max(0, margin + s(negative) - s(pair)) of N pairs. Source: VSE++, PVSE (reduce "mean").
 
     A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image)
     are neither negatives nor positives. Labels above 0 everywhere, such as smoothed ones, leave no negatives.
@@ -23,6 +31,8 @@ def triplet_loss(
         match_NN: which pairs match; None is the identity.
         margin: in the units of the similarity.
         hardest: the largest hinge of every row and column (VSE++) rather than the sum (VSE0; VSE infinity's warm-up).
+        reduce: "sum" over the pairs, or PVSE's "mean": over N hardest hinges of a direction, or over all N x N, in
+            which positives count as 0.
     """
     row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
     if hardest:
@@ -30,6 +40,8 @@ def triplet_loss(
     else:
         i2t, t2i = row_NN.sum(), column_NN.sum()
     loss = i2t + t2i
+    if reduce == "mean":
+        loss = loss / (len(row_NN) if hardest else row_NN.numel())
     return LossOutput(loss, {"triplet": loss.detach()})
 
 

@@ -6,7 +6,17 @@ import torch
 from torch import nn
 
 from probemb import Gaussian, distributed, labels
-from probemb.losses import DAALoss, DECLLoss, InfoNCELoss, NCRLoss, P2RMLoss, PCMELoss, TripletLoss
+from probemb.losses import (
+    DAALoss,
+    DECLLoss,
+    InfoNCELoss,
+    NCRLoss,
+    OrderLoss,
+    P2RMLoss,
+    PCMELoss,
+    PVSELoss,
+    TripletLoss,
+)
 from tests.ranks import run_ranks
 
 PER_RANK, DIM = 3, 4
@@ -19,6 +29,8 @@ def losses():
     return {
         "triplet": (TripletLoss(0.5), lambda n: {}),
         "triplet-sum": (TripletLoss(0.5), lambda n: {"hardest": False}),
+        "order": (OrderLoss(0.5), lambda n: {}),
+        "pvse": (Several(PVSELoss(0.5, mmd=0.7)), lambda n: {}),
         "infonce": (InfoNCELoss(3.0), lambda n: {}),
         "pcme": (PCMELoss(2.0, 2.0, n_samples=3, uniformity=0.3), noise),
         "daa": (DAALoss(temperature=0.1), lambda n: {"semantic": rand(n, n)}),
@@ -26,6 +38,18 @@ def losses():
         "ncr": (NCRLoss(0.5), lambda n: {"label": rand(n)}),
         "decl": (DECLLoss(tau=0.5), lambda n: {"clean": rand(n) > 0.3, "step": 10}),
     }
+
+
+class Several(nn.Module):
+    """A loss of two embeddings an item, which are the halves of the towers' one, and of as many residuals."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, image, text, match):
+        parts = [(Gaussian(*(x.unflatten(1, (2, -1)) for x in (g.mean, g.log_var)))) for g in (image, text)]
+        return self.loss(*parts, match, [g.log_var for g in parts])
 
 
 class Towers(nn.Module):

@@ -1,0 +1,180 @@
+"""PVSE's loss against loops over pairs, embeddings and items, and against the numbers of the authors' code."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import probemb.losses.pairs
+from probemb import Gaussian
+from probemb.losses import PVSELoss, TripletLoss, diversity, mmd, multi_instance_similarity
+from tests.losses.points import close, pairs, same_images
+
+N, K, D = 6, 3, 5
+
+
+def several(n=N, k=K, d=D, seed=0, dtype=torch.float64):
+    """K unit embeddings of N images and of their texts, and residuals of both."""
+    g = torch.Generator().manual_seed(seed)
+    image = torch.randn(n, k, d, generator=g, dtype=dtype)
+    text = image + 0.8 * torch.randn(n, k, d, generator=g, dtype=dtype)
+    residuals = [torch.randn(n, k, d, generator=g, dtype=dtype).sigmoid() for _ in range(2)]
+    means = (F.normalize(x, dim=2) for x in (image, text))
+    return *(Gaussian(mean, torch.zeros_like(mean)) for mean in means), residuals
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Two images at a time."""
+    monkeypatch.setattr(probemb.losses.pairs, "BLOCK_ELEMENTS", 2 * K * N * K)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "order"])
+def test_similarity_is_that_of_the_closest_embeddings(similarity):
+    image, text = (g.mean for g in several()[:2])
+    found = multi_instance_similarity(image, text[:4], similarity)
+    assert found.shape == (N, 4)
+    for i, j in itertools.product(range(N), range(4)):
+        every = []
+        for a, b in itertools.product(image[i], text[j]):
+            every.append(a @ b if similarity == "cosine" else -(b.abs() - a.abs()).clamp(min=0).norm())
+        close(found[i, j], max(every))
+
+
+def test_only_the_closest_embeddings_of_a_pair_learn():
+    image, text = (g.mean.requires_grad_() for g in several()[:2])
+    multi_instance_similarity(image, text)[2, 4].backward()
+    closest = divmod(int((image[2] @ text[4].T).argmax()), K)
+    for grad, at in ((image.grad, (2, closest[0])), (text.grad, (4, closest[1]))):
+        assert (grad.norm(dim=2) > 0).nonzero().tolist() == [list(at)]
+
+
+def test_diversity_is_the_size_of_the_cosines_of_different_residuals():
+    x = several()[2][0]
+    total = 0.0
+    for item in x:
+        cosines = [float(F.cosine_similarity(item[a], item[b], dim=0)) for a in range(K) for b in range(K) if a != b]
+        total += sum(c**2 for c in cosines) ** 0.5 / K**2
+    close(diversity(x), total / N)
+
+
+def test_orthogonal_residuals_are_diverse_and_have_no_slope():
+    x = torch.eye(K, dtype=torch.float64).expand(N, K, K).clone().requires_grad_()
+    diversity(x).backward()
+    assert diversity(x) == 0
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "unsquared"])
+def test_mmd_is_that_of_all_pairs_of_points(kernel):
+    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64) + 1
+
+    def mean(a, b):
+        between = [float((p - q).norm()) for p in a for q in b]
+        return sum(torch.tensor(-0.3 * (d**2 if kernel == "rbf" else d)).exp() for d in between) / len(between)
+
+    close(mmd(x, y, 0.3, kernel), mean(x, x) - 2 * mean(x, y) + mean(y, y), torch.float32)
+    close(mmd(x, x, 0.3, kernel), 0.0)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "unsquared"])
+def test_mmds_slope_in_float32_far_from_the_origin(kernel):
+    """Where rounding errors of equal points' distances would be as large as distances."""
+    g = torch.Generator().manual_seed(0)
+    points = [30 + 0.1 * torch.randn(20, 8, generator=g, dtype=torch.float64) for _ in range(2)]
+
+    def slope(dtype):
+        x, y = (p.to(dtype).requires_grad_() for p in points)
+        return torch.autograd.grad(mmd(x, y, kernel=kernel), (x, y))
+
+    for single, double in zip(slope(torch.float32), slope(torch.float64)):
+        torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("hardest", [True, False])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_another_caption_of_the_image_is_no_negative(hardest, reduce):
+    image, text, _ = several()
+    match, similarity = same_images(N), multi_instance_similarity(image.mean, text.mean)
+    rows, columns = [], []
+    for i in range(N):
+        others = [j for j in range(N) if not match[i, j]]
+        rows.append([max(0.0, 0.4 + float(similarity[i, j] - similarity[i, i])) for j in others])
+        columns.append([max(0.0, 0.4 + float(similarity[j, i] - similarity[i, i])) for j in others])
+    hinges = [max(row) if hardest else sum(row) for row in rows + columns]
+    expected = sum(hinges) / ({"mean": N, "sum": 1}[reduce] if hardest else {"mean": N * N, "sum": 1}[reduce])
+    loss = PVSELoss(0.4, hardest, diversity=0, mmd=0, reduce=reduce)
+    close(loss(image, text, match).loss, expected)
+    assert set(loss(image, text, match).terms) == {"triplet"}
+
+
+def test_blocks_give_the_same_loss_and_gradients(small_blocks):
+    def step():
+        image, text, residuals = several()
+        leaves = [x.requires_grad_() for x in (image.mean, text.mean, *residuals)]
+        out = PVSELoss(mmd=0.7, kernel="unsquared")(Gaussian(leaves[0], text.log_var), text, None, leaves[2:])
+        return out.loss, *torch.autograd.grad(out.loss, leaves)
+
+    blocks = step()
+    probemb.losses.pairs.BLOCK_ELEMENTS = 1 << 30
+    for a, b in zip(blocks, step()):
+        close(a, b)
+
+
+def test_one_embedding_is_the_triplet_loss_alone():
+    image, text = pairs()
+    out = PVSELoss(0.3, reduce="sum")(image, text, same_images())
+    close(out.loss, TripletLoss(0.3)(image, text, same_images()).loss)
+    assert set(out.terms) == {"triplet"}
+    assert torch.equal(out.loss, PVSELoss(0.3, reduce="sum")(image[:, None], text[:, None], same_images()).loss)
+
+
+def test_diversity_needs_residuals():
+    image, text, _ = several()
+    with pytest.raises(ValueError, match="measured on their residuals"):
+        PVSELoss()(image, text)
+
+
+def test_is_float32_under_autocast():
+    image, text, residuals = several(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = PVSELoss()(image, text, None, residuals).loss
+    assert torch.equal(inside, PVSELoss()(image, text, None, residuals).loss)
+
+
+CASES = {  # weights of diversity and MMD
+    "mil": (0, 0),
+    "mil_div": (0.1, 0),
+    "mil_mmd": (0, 0.01),
+    "mil_full": (0.1, 0.01),
+    "mil_order": (0, 0),
+    "K1": (0, 0),
+}
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("which", ["sum", "max"])
+@pytest.mark.parametrize("case", CASES)
+def test_authors_loss_and_gradients(parity, case, which, reduce):
+    v = parity("07_vse_family")
+    name = f"pvse_{case}_{which}viol_reduce-{reduce}"
+    names = ("v", "t") if case == "K1" else ("vk", "tk", "v_res", "t_res")
+    signed = {"mil_order": torch.abs}.get(case, torch.clone)  # order's numbers are of absolute values
+    leaves = [signed(torch.from_numpy(v[name])).requires_grad_() for name in names]
+    image, text = (Gaussian(x, torch.zeros_like(x)) for x in leaves[:2])
+    div, discrepancy = CASES[case]
+    similarity = "order" if case == "mil_order" else "cosine"
+    loss = PVSELoss(0.1, which == "max", div, discrepancy, 0.5, "unsquared", reduce, similarity)
+    out = loss(image, text, None, leaves[2:] or None)
+    close(out.loss, v[f"{name}__loss"])
+    kept = leaves if div else leaves[:2]
+    for i, grad in enumerate(torch.autograd.grad(out.loss, kept)):
+        close(grad, v[f"{name}__grad{i}"])
+
+
+def test_authors_parts(parity):
+    v = {key: torch.from_numpy(x) for key, x in parity("07_vse_family").items()}
+    close(multi_instance_similarity(v["vk"], v["tk"]), v["pvse_mil_scores"])
+    close(diversity(v["v_res"]), v["pvse_diversity_v"])
+    close(mmd(v["vk"].flatten(0, 1), v["tk"].flatten(0, 1), kernel="unsquared"), v["pvse_mmd_gamma0.5"])
