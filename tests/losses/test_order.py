@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import probemb.losses.order
 from probemb import Gaussian
 from probemb.losses import OrderLoss, order_similarity, triplet_loss
 from tests.losses.points import close, pairs, same_images
@@ -34,24 +35,27 @@ def test_a_caption_below_its_image_everywhere_costs_nothing_and_has_no_slope(squ
     assert (order_similarity(text, image, squared=squared) < -0.3).all()  # it is no symmetric relation
 
 
-def test_holds_nothing_of_size_n_x_m_x_d(monkeypatch):
-    """Slices of the dimensions, also in the backward pass, and the same numbers."""
-    import probemb.distances
-
-    image, text = (torch.rand(40, 64, dtype=torch.float64, requires_grad=True) for _ in range(2))
+def test_blocks_of_rows_give_the_same_numbers(monkeypatch):
+    """Nothing of size N x M x D is held, also in the backward pass."""
+    image, text = (torch.rand(n, 9, dtype=torch.float64, requires_grad=True) for n in (7, 5))
 
     def step():
         found = order_similarity(image, text)
         return found, *torch.autograd.grad(found.square().sum(), (image, text))
 
+    excess, held = probemb.losses.order._excess, []
+    monkeypatch.setattr("probemb.losses.order._excess", lambda x, y: held.append(len(x)) or excess(x, y))
     whole = step()
-    monkeypatch.setattr(probemb.distances, "SLICE_ELEMENTS", 40 * 40 * 5)
-    largest = []
-    saved = torch.autograd.graph.saved_tensors_hooks(lambda x: largest.append(x.numel()) or x, lambda x: x)
-    with saved:
-        for a, b in zip(step(), whole):
-            close(a, b)
-    assert 0 < max(largest) <= 40 * 64
+    assert held == [7, 7]
+    monkeypatch.setitem(probemb.losses.order.BLOCK_ELEMENTS, "cpu", 2 * 5 * 9)
+    for a, b in zip(step(), whole):
+        close(a, b)
+    assert held[2:] == [2, 2, 2, 1] * 2
+
+
+def test_the_slope_is_that_of_finite_differences():
+    image, text = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 5))
+    assert torch.autograd.gradcheck(order_similarity, (image, text))
 
 
 @pytest.mark.parametrize("hardest", [True, False])
