@@ -6,8 +6,10 @@
     python -m tools.claims --world ambiguity --out claims-ambiguity  # what the variance means; see ambiguity/study.py
     python -m tools.claims --world flickr8k --data data/flickr8k --images-weights tf_efficientnet_lite0.safetensors \\
         --word-vectors glove.txt.gz --out claims-flickr8k  # photographs; see flickr8k/study.py
+    python -m tools.claims --methods all --out claims-methods  # every method; also --world flickr8k; methods/study.py
 
-A world has its own trainings and findings (`scenes/study.py`, `ambiguity/study.py`, `flickr8k/study.py`). Every
+A world has its own trainings and findings (`scenes/study.py`, `ambiguity/study.py`, `flickr8k/study.py`), and so has
+the comparison of methods (`methods/study.py`). Every
 training that is finished stays in OUT/trainings and is not repeated. OUT/claims.json holds all numbers, OUT/claims.md
 the tables, OUT/report.html tables and plots. Verdicts follow from the numbers: a difference of two means over the
 seeds counts if it is larger than the spread, the standard deviation over the seeds of the difference within a seed.
@@ -38,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = Parser(prog="python -m tools.claims", description="Re-test the paper's main claims in miniature.")
     parser.add_argument("--world", choices=WORLDS, default="scenes", help="the data (default: scenes)")
+    parser.add_argument("--methods", help="compare methods: all, or names separated by commas; scenes or flickr8k")
+    parser.add_argument("--epochs", type=int, help="of the compared methods (default: 6 of scenes, 4 of flickr8k)")
     parser.add_argument("--out", type=Path, default=Path("claims"), help="folder of the results (default: claims)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of every training (default: 3)")
     parser.add_argument("--workers", type=Processes, default=2, help="trainings at a time, one core each (default: 2)")
@@ -67,6 +71,10 @@ def make_study(options) -> Study:
     if options.world != "flickr8k" and given:
         named = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{named} has no use with drawn scenes.", f"Add --world flickr8k, or leave {named} out.")
+    if options.methods is not None:
+        return compare_methods(options)
+    if options.epochs is not None:
+        raise UserError("--epochs has no use without --methods.", "Leave it out, or add --methods all.")
     if options.world == "scenes":
         from tools.claims.scenes.study import Scenes
 
@@ -81,6 +89,22 @@ def make_study(options) -> Study:
     if options.data is None:
         raise UserError("--data is missing.", "Name the shards of Flickr8k, with the splits train, val and test.")
     return Flickr8k(Files(**{name: getattr(options, name) for name in PHOTOGRAPHS}))
+
+
+def compare_methods(options) -> Study:
+    """The comparison of methods in a world. Raises UserError: an unknown method, or a world without one."""
+    from tools.claims.flickr8k.world import Files
+    from tools.claims.methods.study import Methods, Settings
+    from tools.claims.methods.variants import chosen_variants
+
+    if options.world == "ambiguity":
+        raise UserError("--methods has no use with --world ambiguity.", "Name scenes or flickr8k.")
+    if options.coco is not None:
+        raise UserError("--coco has no use with --methods.", "Leave it out.")
+    if options.epochs is not None and options.epochs < 1:
+        raise UserError(f"--epochs {options.epochs} is too small.", "Give at least 1.")
+    files = Files(**{name: getattr(options, name) for name in PHOTOGRAPHS})
+    return Methods(files, chosen_variants(options.methods), Settings(options.world, options.epochs or 0))
 
 
 def run(study: Study, out: Path, n_seeds: int = 3, workers: int = 2, report_only: bool = False) -> dict:

@@ -165,7 +165,7 @@ class Progress:
 
     def line(self, what: str = "training") -> None:
         """One line now."""
-        seconds, share = time.perf_counter() - self.began, self.done() / self.total
+        seconds, share = time.perf_counter() - self.began, self.done() / max(1.0, self.total)
         left = f"about {_minutes(seconds / share - seconds)} left" if share > 0 else "estimating"
         self.tell(f"[{self.n}/{self.count} | {_minutes(seconds)} | {left}] {what}")
 

@@ -1,0 +1,81 @@
+"""The comparison of methods: the commands themselves on a few scenes, and what its options refuse."""
+
+import json
+
+import pytest
+
+from finetune.methods.registry import METHODS
+from probemb.errors import UserError
+from tools.claims import command as claims
+from tools.claims.flickr8k.world import Files
+from tools.claims.methods import findings
+from tools.claims.methods.study import Methods, Settings
+from tools.claims.methods.variants import PAPERS, VARIANTS, chosen_variants, rankings_of, training_of
+from tools.claims.queue import Kept
+
+NOTHING = Files(None, None, None, None, None)
+
+
+def test_variants_name_methods_of_finetune_and_papers():
+    assert {one.paper for one in VARIANTS.values()} <= set(PAPERS)
+    assert {one.method for one in VARIANTS.values()} <= set(METHODS)
+    assert {name for pairs in findings.SAYS.values() for pair in pairs for name in pair} <= set(VARIANTS)
+    assert chosen_variants("all") == list(VARIANTS)
+    assert chosen_variants("vse, infonce,vse") == ["vse", "infonce"]
+    assert rankings_of("pcmepp-clip") == ["csd", "mean"]
+    assert rankings_of("vse") == ["mean"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--methods", "vze"], "no method 'vze' to compare. Did you mean 'vse'"),
+        (["--methods", "vse", "--world", "ambiguity"], "no use with --world ambiguity"),
+        (["--methods", "vse", "--world", "flickr8k"], "--data is missing"),
+        (["--methods", "vse", "--world", "flickr8k", "--data", "x", "--coco", "y"], "--coco has no use"),
+        (["--methods", "vse", "--epochs", "0"], "--epochs 0 is too small"),
+        (["--epochs", "3"], "--epochs has no use without --methods"),
+        (["--methods", "vse", "--choose"], "nothing to choose"),
+    ],
+)
+def test_refusals(argv, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        claims.main([*argv, "--out", str(tmp_path / "claims")])
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    study = Methods(NOTHING, ["pcmepp-clip"], Settings("scenes", epochs=1, batch_size=16, scenes=32, test_scenes=24))
+    out = tmp_path_factory.mktemp("methods")
+    return study, out, claims.run(study, out, n_seeds=1, workers=1)
+
+
+def test_trains_measures_and_reports(study):
+    study, out, content = study
+    (one,) = content["trainings"]
+    assert one["ranking"] == "csd"
+    assert len(one["validation"]) == 1
+    for positives in (findings.OWN, findings.TRUE):
+        assert 0 <= one["retrieval"][positives]["t2i"]["map_at_r"] <= 1
+    results = json.loads((out / "measured" / "pcmepp-clip-seed-0" / "results.json").read_text())
+    assert one["retrieval"][findings.OWN]["rsum"] == results["rows"][0]["rsum"]
+    assert one["ambiguity"] == results["uncertainty"]["ambiguity_spearman"]
+    (table,) = content["claims"]
+    assert table["rows"][0][0] == "PCME++ and CLIP"
+    assert "All methods" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_second_start_trains_nothing(study):
+    study, out, content = study
+    log = out / "runs" / "pcmepp-clip-seed-0" / "metrics.jsonl"
+    before = log.stat().st_mtime_ns
+    assert claims.run(study, out, n_seeds=1, workers=1)["trainings"] == content["trainings"]
+    assert log.stat().st_mtime_ns == before
+    assert Kept(out, study).read(training_of("pcmepp-clip", 0)) is not None
+
+
+def test_a_training_that_fails_says_where_to_read(tmp_path):
+    study = Methods(NOTHING, ["vse"], Settings("scenes", epochs=1, batch_size=5000, scenes=32, test_scenes=24))
+    with pytest.raises(UserError, match=r"vse, seed 0, ended with code 2") as error:
+        claims.run(study, tmp_path / "out", n_seeds=1, workers=1)
+    assert "logs" in error.value.remedy

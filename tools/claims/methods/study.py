@@ -1,0 +1,144 @@
+"""Every method of the five papers under one recipe, on photographs or on drawn scenes with exact positives.
+
+    python -m tools.claims --methods all --world flickr8k --data data/flickr8k --word-vectors glove.6B.100d.txt \\
+        --images-weights tf_efficientnet_lite0.safetensors --judgements judgements.tsv.gz --out claims-methods
+    python -m tools.claims --methods all --world scenes --out claims-methods-scenes
+
+Each training is finetune's command and zeroshot.retrieval's, in processes of their own (`training.py`); OUT/runs has
+the run folders, OUT/measured the results, OUT/logs what was printed. The epoch is chosen on validation images. What
+differs between methods stands in `variants.py`; everything else is the YAML of the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from probemb.errors import UserError
+from tools.claims.flickr8k.world import Files
+from tools.claims.methods import findings
+from tools.claims.methods.training import HERE, Training, World, measure, seconds_per_step, train, validated
+from tools.claims.methods.variants import rankings_of, training_of
+from tools.claims.study import Study, Tell
+
+if TYPE_CHECKING:
+    from tools.claims.queue import Kept
+    from tools.claims.verdicts import Found
+
+MIN_COUNT = 4  # occurrences of a word of the vocabulary
+STEP_COST = {"scan": 4.0, "jwae-scan": 5.0, "pcme": 1.5}  # others: about 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all trainings share.
+
+    Attributes:
+        world: flickr8k or scenes.
+        epochs, batch_size: of every training; 0 epochs for those of the world's YAML.
+        scenes, test_scenes: drawn training images, and images of validation and of the test each.
+    """
+
+    world: str = "flickr8k"
+    epochs: int = 0
+    batch_size: int = 128
+    scenes: int = 4000
+    test_scenes: int = 500
+
+
+class Methods(Study):
+    """The comparison of all methods."""
+
+    title = "Every method under one recipe"
+    reading = (
+        "All trainings of a seed see the same pairs in the same order, for as many epochs, and choose their epoch on "
+        "validation images."
+    )
+    metric = "RSUM"
+    modules = ()
+
+    def __init__(self, files: Files, variants: Sequence[str], settings: Settings):
+        if settings.world == "flickr8k" and files.data is None:
+            raise UserError("--data is missing.", "Name the shards of Flickr8k, with the splits train, val and test.")
+        self.files, self.variants, self.settings = files, list(variants), settings
+        self.config = HERE / f"{settings.world}.yaml"
+        self.epochs = settings.epochs or yaml.safe_load(self.config.read_text(encoding="utf-8"))["epochs"]
+
+    def plan(self, seeds: Sequence[int]) -> list[Training]:
+        """Seed after seed, so that a first seed is complete early."""
+        return [training_of(name, seed) for seed in seeds for name in self.variants]
+
+    def identity(self, training: Training) -> dict:
+        return {"epochs": self.epochs, "rankings": rankings_of(training.name)}
+
+    def prepare(self, seeds: Sequence[int], out: Path, tell: Tell) -> World:
+        from probemb.data.captions.find import find_captions
+
+        data, test, test_split = self._data(out, tell)
+        train = find_captions(data, "train")
+        vocabulary = out / "vocabulary.txt"
+        if not vocabulary.is_file():
+            from probemb.data.words import count_words, frequent_words, write_vocabulary
+
+            write_vocabulary(vocabulary, frequent_words(count_words(train.flat()), MIN_COUNT))
+        options = [
+            *(f"--data.path={data}", f"--model.vocabulary={vocabulary}", f"--epochs={self.epochs}"),
+            f"--batch-size={self.settings.batch_size}",
+        ]
+        if self.settings.world == "flickr8k":
+            options += [
+                f"--model.image-weights={self.files.images_weights or 'timm'}",
+                f"--data.cache-features={out / 'features'}",
+            ]
+        options += [f"--model.word-vectors={self.files.word_vectors}"] if self.files.word_vectors else []
+        measuring = ["--data", str(test), "--split", test_split]
+        measuring += ["--judgements", str(self.files.judgements)] if self.files.judgements else []
+        return World(self.config, tuple(options), tuple(measuring), train.n_captions)
+
+    def _data(self, out: Path, tell: Tell) -> tuple[Path, Path, str]:
+        """Data with the splits train and val, and the data and split of the test."""
+        if self.settings.world == "flickr8k":
+            assert self.files.data is not None
+            return self.files.data, self.files.data, "test"
+        from tools.make_scenes import main as make_scenes
+
+        scenes, test, size = out / "scenes", out / "scenes-test", str(self.settings.test_scenes)
+        tell(f"scenes in {scenes} and {test}")
+        make_scenes([str(scenes), "--train", str(self.settings.scenes), "--val", size, "--classes-images", "0"])
+        make_scenes([str(test), "--train", "0", "--val", size, "--classes-images", "0", "--seed", "1"])
+        return scenes, test, "val"
+
+    def step_cost(self, training: Training) -> float:
+        return STEP_COST.get(training.method, 1.0)
+
+    def steps(self, world: World, training: Training) -> float:
+        return world.pairs // self.settings.batch_size * self.epochs * self.step_cost(training)
+
+    def train(self, world: World, training: Training, start, step_done: Callable, keep: Kept, test: bool) -> dict:
+        name = keep.name(training)
+        train(world, training, name, keep.out, step_done)
+        run = keep.out / "runs" / name
+        found: dict = {"validation": validated(run), "step": seconds_per_step(run, self.settings.batch_size)}
+        if test:
+            found |= findings.extract(measure(world, training, name, keep.out, rankings_of(training.name)))
+        return found
+
+    def judge(self, found: Found, keep: Kept) -> list[dict]:
+        return findings.judge(found, self.variants)
+
+    def charts(self, found: Found, claims: list[dict]) -> list[list]:
+        return findings.charts(found, claims, self.variants)
+
+    def describe(self, trainings: int, seeds: Sequence[int]) -> str:
+        where = "photographs (Flickr8k)" if self.settings.world == "flickr8k" else f"{self.settings.scenes:,} scenes"
+        return (
+            f"{trainings} trainings of {len(self.variants)} variants, seeds {', '.join(map(str, seeds))}, each of "
+            f"{self.epochs} epochs of {where} in batches of {self.settings.batch_size}."
+        )
+
+    def choose(self, out: Path, workers: int) -> None:
+        raise UserError("--methods has nothing to choose.", "Leave --choose out.")

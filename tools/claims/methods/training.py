@@ -1,0 +1,126 @@
+"""One training of the comparison of methods: the commands that a user would type, in processes of their own.
+
+`python -m finetune.run --resume` trains, so an interrupted training goes on from its last epoch, and
+`python -m zeroshot.retrieval` measures. Both print into OUT/logs/NAME.log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from probemb.errors import UserError
+
+HERE = Path(__file__).parent
+POLL = 2.0  # seconds between two looks at a training's log
+NO_CUDA = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: a variant with a name, and a seed.
+
+    method: of finetune; options: of its command line, name and value.
+    """
+
+    name: str
+    seed: int
+    method: str
+    options: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class World:
+    """Data and settings that all trainings share.
+
+    config: the YAML; options: of finetune's command line; measuring: of zeroshot.retrieval's; pairs: training captions.
+    """
+
+    config: Path
+    options: tuple[str, ...]
+    measuring: tuple[str, ...]
+    pairs: int
+
+
+def train(world: World, training: Training, name: str, out: Path, step_done: Callable[[], object]) -> float:
+    """Train, calling `step_done` for every step; returns the seconds. Raises UserError: the command failed."""
+    run = out / "runs" / name
+    given = [f"--{option}={value}" for option, value in training.options]
+    command = [
+        *("-m", "finetune.run", "--config", str(world.config), "--method", training.method),
+        *("--seed", str(training.seed), "--out", str(run), "--resume", *world.options, *given),
+    ]
+    log, began, done = out / "logs" / f"{name}.log", time.perf_counter(), _steps(run)
+    with _start(command, log) as process:
+        try:
+            while process.poll() is None:
+                time.sleep(POLL)
+                now = _steps(run)
+                for _ in range(now - done):
+                    step_done()
+                done = now
+        except BaseException:
+            process.terminate()  # it saves, and ends
+            raise
+    _refuse(process.returncode, training, log)
+    return time.perf_counter() - began
+
+
+def measure(world: World, training: Training, name: str, out: Path, rankings: Sequence[str]) -> dict:
+    """The results.json of the test split. Raises UserError: the command failed."""
+    results, log = out / "measured" / name, out / "logs" / f"{name}.log"
+    command = [
+        *("-m", "zeroshot.retrieval", "--model", str(out / "runs" / name), "--out", str(results)),
+        *("--rankings", ",".join(rankings), *world.measuring),
+    ]
+    with _start(command, log) as process:
+        process.wait()
+    _refuse(process.returncode, training, log)
+    return json.loads((results / "results.json").read_text(encoding="utf-8"))
+
+
+def validated(run: Path) -> list[float]:
+    """Validation RSUM of every epoch."""
+    return [line["rsum"] for line in _lines(run) if "rsum" in line]
+
+
+def seconds_per_step(run: Path, batch_size: int) -> float | None:
+    """Of the last epoch, from its log lines' speed; None without any."""
+    speeds = [line["pairs_per_second"] for line in _lines(run) if line.get("pairs_per_second")]
+    late = sorted(speeds[len(speeds) // 2 :])
+    return batch_size / late[len(late) // 2] if late else None
+
+
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        return subprocess.Popen(
+            [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env={**os.environ, **NO_CUDA},
+        )  # fmt: skip
+
+
+def _refuse(code: int, training: Training, log: Path) -> None:
+    if code:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        raise UserError(
+            f"{training.name}, seed {training.seed}, ended with code {code}: {' '.join(last)[:300]}",
+            f"Read {log}; start again when it is mended: finished trainings are kept.",
+        )
+
+
+def _lines(run: Path) -> list[dict]:
+    try:
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []  # not there yet, or its last line is being written
+
+
+def _steps(run: Path) -> int:
+    return max((line.get("step", 0) for line in _lines(run)), default=0)

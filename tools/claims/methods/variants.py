@@ -1,0 +1,90 @@
+"""The compared variants of methods: what each is called, where it is from, and what its configuration leaves open.
+
+The rest is `finetune/configs/METHOD.yaml` and the YAML of the world. Learning rates and margins are those of the
+other claims, or of the papers; nothing here was chosen on test images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from finetune.methods.registry import METHODS
+from probemb.errors import UserError, nearest
+from tools.claims.methods.training import Training
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with its options.
+
+    title: in tables; method: of finetune; paper: where it is from; options: of finetune's command line.
+    """
+
+    title: str
+    method: str
+    paper: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+PAPERS = {
+    "pcmepp": "PCME++ and its rivals",
+    "pcme": "PCME and its baselines (000)",
+    "prob": "Probabilistic VSE++ (001)",
+    "jwae": "SCAN and jWAE (003)",
+}
+SCALE = {"loss.scale": "13", "loss.shift": "13"}
+PIE = {"model.head": "pie"}
+VARIANTS: dict[str, Variant] = {
+    "infonce": Variant("InfoNCE", "infonce", "pcmepp", {"loss.temperature": "14"}),
+    "vse": Variant("VSE∞", "vse", "pcmepp"),
+    "pcmepp-mu": Variant("PCME++, means alone", "pcmepp-mu", "pcmepp", SCALE),
+    "pcmepp": Variant("PCME++", "pcmepp", "pcmepp", {**SCALE, "loss.pseudo_positive": "0"}),
+    "pcmepp-clip": Variant("PCME++ and CLIP", "pcmepp-clip", "pcmepp", {**SCALE, "loss.clip": "0.3"}),
+    "pcme": Variant("PCME", "pcme", "pcme", SCALE),
+    "vse0": Variant("VSE0", "vse0", "pcme"),
+    "vsepp": Variant("VSE++", "vsepp", "pcme"),
+    "order": Variant("order embeddings", "order", "pcme"),
+    "pvse K=1": Variant("PVSE, K = 1", "pvse", "pcme", {**PIE, "loss.embeddings": "1"}),
+    "pvse K=2": Variant("PVSE, K = 2", "pvse", "pcme", {**PIE, "loss.embeddings": "2"}),
+    "pvse K=4": Variant("PVSE, K = 4", "pvse", "pcme", {**PIE, "loss.embeddings": "4"}),
+    "prob-vsepp": Variant("VSE++, min-KL", "prob-vsepp", "prob"),
+    "prob-vsepp W2": Variant("VSE++, 2-Wasserstein", "prob-vsepp", "prob", {"loss.similarity": "wasserstein2"}),
+    "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {"loss.direction": "t2i"}),
+    "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {"loss.direction": "i2t"}),
+    "jwae-scan": Variant("jWAE-SCAN", "jwae-scan", "jwae"),
+    "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae"),
+    "vae-mh": Variant("VAE-MH", "vae-mh", "jwae"),
+    "mse": Variant("MSE", "mse", "jwae"),
+    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae"),
+    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae"),
+}
+
+
+def chosen_variants(text: str) -> list[str]:
+    """Keys of VARIANTS: all, or those of methods or variants that a list with commas names. Raises UserError."""
+    if text == "all":
+        return list(VARIANTS)
+    found: list[str] = []
+    for name in (part.strip() for part in text.split(",")):
+        keys = [key for key, variant in VARIANTS.items() if name in (key, variant.method)]
+        if not keys:
+            known = list(dict.fromkeys([*VARIANTS, *(one.method for one in VARIANTS.values())]))
+            what = f"There is no method '{name}' to compare.{nearest(name, known)}"
+            raise UserError(what, f"Name all, or some of {', '.join(known)}.")
+        found += keys
+    return list(dict.fromkeys(found))
+
+
+def training_of(name: str, seed: int) -> Training:
+    """The training of a variant."""
+    variant = VARIANTS[name]
+    return Training(name, seed, variant.method, tuple(variant.options.items()))
+
+
+def rankings_of(name: str) -> list[str]:
+    """The rankings measured: the method's own first, then the means, and the tolerance where there are variances."""
+    method = METHODS[VARIANTS[name].method]
+    if method.ranking in ("multi-instance", "attention"):
+        return [method.ranking]
+    more = ("csd", "mean") if method.probabilistic else ("mean",)
+    return list(dict.fromkeys([method.ranking if method.ranking != "csd" else more[0], *more]))
