@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from probemb.distances import sum_over_slices
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
-from probemb.losses.pairs import cosine_similarity
+from probemb.losses.pairs import cosine_similarity, positive_pairs
 from probemb.losses.triplet import triplet_loss
 
 
@@ -37,6 +37,31 @@ def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor)
         return ((point - centre).abs() - half_side).clamp(min=0).square()
 
     return sum_over_slices(outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
+
+
+def rectangle_triplet(
+    point_ND: Tensor, centre_ND: Tensor, half_side_D: Tensor, match_NN: Tensor | None, margin: float, hardest: bool
+) -> Tensor:
+    """`triplet_loss` of minus half of `point_to_rectangle`, points in rows.
+
+    With the hardest negatives alone, all N x N distances only choose them, and N of each direction have a gradient.
+    """
+    if not hardest:
+        return triplet_loss(-0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D), match_NN, margin, False).loss
+    with torch.no_grad():
+        similarity = -0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D)
+        positive = positive_pairs(similarity, match_NN)
+        negatives = similarity.masked_fill(positive, -torch.inf)
+        centres, points = negatives.argmax(1), negatives.argmax(0)
+        row_has, column_has = ~positive.all(1), ~positive.all(0)
+
+    def of(points: Tensor, centres: Tensor) -> Tensor:
+        return -0.5 * ((points - centres).abs() - half_side_D).clamp(min=0).square().sum(1)
+
+    own = of(point_ND, centre_ND)
+    row = (margin + of(point_ND, centre_ND[centres]) - own).clamp(min=0)
+    column = (margin + of(point_ND[points], centre_ND) - own).clamp(min=0)
+    return row[row_has].sum() + column[column_has].sum()
 
 
 class P2RMLoss(nn.Module):
@@ -64,9 +89,17 @@ class P2RMLoss(nn.Module):
         cosine = cosine_similarity(image, text)
         with torch.autocast(cosine.device.type, enabled=False):
             triplet = triplet_loss(cosine, match, self.margin, hardest).loss
-            to_text = -0.5 * point_to_rectangle(point_i, point_t, self.log_half_text.exp())
-            to_image = -0.5 * point_to_rectangle(point_t, point_i, self.log_half_image.exp()).T
-            rectangle = 0.5 * sum(triplet_loss(s, match, self.margin, hardest).loss for s in (to_text, to_image))
+            rectangle = 0.5 * (
+                rectangle_triplet(point_i, point_t, self.log_half_text.exp(), match, self.margin, hardest)
+                + rectangle_triplet(
+                    point_t,
+                    point_i,
+                    self.log_half_image.exp(),
+                    None if match is None else match.T,
+                    self.margin,
+                    hardest,
+                )
+            )
         loss = triplet + self.weight * rectangle
         return LossOutput(loss, {"triplet": triplet.detach(), "rectangle": rectangle.detach()})
 

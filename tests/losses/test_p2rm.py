@@ -1,8 +1,10 @@
 """Point-to-rectangle distances by clamping to the rectangle, and the loss with rectangles of no size."""
 
+import pytest
 import torch
 
 from probemb.losses import P2RMLoss, point_to_rectangle, triplet_loss
+from probemb.losses.p2rm import rectangle_triplet
 from tests.losses.points import close, pairs, same_images
 
 
@@ -19,6 +21,24 @@ def test_rectangles_of_no_size_double_the_triplet_loss():
     image, text = pairs()
     out = P2RMLoss(5, init_half_side=1e-12).double()(image, text, same_images())
     close(out.loss, 2 * triplet_loss(image.mean @ text.mean.T, same_images()).loss)
+
+
+@pytest.mark.parametrize("hardest", [True, False])
+@pytest.mark.parametrize("labels", ["own", "images", "all"])
+def test_triplets_of_rectangles_are_those_of_all_distances(labels, hardest):
+    match = {"own": None, "images": same_images(), "all": torch.ones(6, 6)}[labels]
+    found = []
+    for direct in (True, False):
+        image, text = (g.mean.clone().requires_grad_() for g in pairs())
+        half = torch.tensor([0.0, 0.1, 0.3, 0.5, 0.2]).double().requires_grad_()
+        if direct:
+            loss = rectangle_triplet(image, text, half, match, 0.4, hardest)
+        else:
+            loss = triplet_loss(-0.5 * point_to_rectangle(image, text, half), match, 0.4, hardest).loss
+        found.append([loss, *torch.autograd.grad(loss, (image, text, half))])
+    for one, other in zip(*found):
+        close(one, other)
+    assert (found[0][0] > 0) == (labels != "all")
 
 
 def test_whole_loss_and_gradients():
