@@ -50,6 +50,8 @@ class Data:
         format: karpathy, precomp or webdataset; empty to look.
         train: split to train on; COCO's restval belongs to train.
         validation: split that selects the model; empty for none.
+        positives: image (captions match their own image) or class (all images of their class, of data with classes);
+            the validation counts the same matches.
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
         exif: turn images as their EXIF orientation says; open_clip does not.
@@ -61,6 +63,7 @@ class Data:
     format: str | None = None
     train: str = "train"
     validation: str | None = "val"
+    positives: Literal["image", "class"] = "image"
     workers: Workers = 2
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
@@ -87,6 +90,19 @@ class Mix:
 
 
 @dataclass(frozen=True)
+class Augment:
+    """What is taken away of images and texts.
+
+    Args:
+        cutout: share of every image that a grey square covers, at a random place; 0 for none.
+        word_dropping: probability of every word to become the unknown word; 0 for none.
+    """
+
+    cutout: ClosedUnitInterval = 0.0
+    word_dropping: ClosedUnitInterval = 0.0
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """AdamP with step decay (PCME++ §B.2), or a cosine.
 
@@ -100,6 +116,7 @@ class Optimizer:
         layer_decay: further multiplier, per block from the last one down.
         decay_uncertainty: apply these multipliers to the uncertainty branch's blocks too.
         freeze_epochs: first epochs, in which the image tower is frozen.
+        freeze_text: freeze in these epochs what is pretrained of the text tower too: its trunk, or its word vectors.
         warmup_epochs: epochs of linear warm-up after that.
         schedule: step (the last decay_epochs at a tenth) or cosine (down to 0 over the whole run).
         decay_epochs: last epochs, in which every lr is a tenth; of schedule step.
@@ -115,6 +132,7 @@ class Optimizer:
     layer_decay: PositiveFloat = 0.7
     decay_uncertainty: bool = True
     freeze_epochs: NonNegativeInt = 2
+    freeze_text: bool = False
     warmup_epochs: NonNegativeFloat = 1.0
     schedule: Literal["step", "cosine"] = "step"
     decay_epochs: NonNegativeInt = 10
@@ -195,6 +213,7 @@ class Config:
     data: Data = field(default_factory=Data)
     loss: Any = field(**chosen_options("method", METHODS, "pcmepp"))
     mix: Mix = field(default_factory=Mix)
+    augment: Augment = field(default_factory=Augment)
     optimizer: Optimizer = field(default_factory=Optimizer)
     engine: Engine = field(default_factory=Engine)
 
@@ -246,9 +265,15 @@ def check(config: Config, world_size: int = 1) -> None:
             "data.cache_features keeps what the image tower computes, and the tower is trained.",
             "Add --model.lock-image true, or leave data.cache_features out.",
         )
-    if config.data.cache_features is not None and config.mix.ratio:
+    for name, value in (("mix.ratio", config.mix.ratio), ("augment.cutout", config.augment.cutout)):
+        if config.data.cache_features is not None and value:
+            raise UserError(
+                f"data.cache_features has no pixels that {name} could change.", f"Set {name} to 0, or leave it out."
+            )
+    if optimizer.freeze_text and not optimizer.freeze_epochs:
         raise UserError(
-            "data.cache_features has no pixels that mix.ratio could mix.", "Set mix.ratio to 0, or leave it out."
+            "optimizer.freeze_text is for the first freeze_epochs, and there are none.",
+            "Set optimizer.freeze_epochs to 1 or more, or leave freeze_text out.",
         )
     if config.wandb and not _is_installed("wandb"):
         raise UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")

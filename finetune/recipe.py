@@ -212,15 +212,21 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, sam
         )
 
 
-def freeze_image_backbone(model: DualEncoder, frozen: bool) -> bool:
-    """Freeze or thaw the image tower without its heads and uncertainty branch, which start from random weights.
+def freeze_backbones(model: DualEncoder, image: bool, text: bool = False) -> bool:
+    """Freeze or thaw the image tower, and the text tower, without what starts from random weights.
+
+    Args:
+        image, text: whether the tower's pretrained part (`Encoder.is_pretrained`) is frozen from now on.
 
     Returns:
         whether anything has changed; then DDP must wrap the model again, as it reads `requires_grad` once.
     """
     changed = False
     for name, parameter in model.named_parameters():
-        if model.place(name)[:2] == ("image", "trunk") and parameter.requires_grad == frozen:
+        if (tower := model.pretrained_tower(name)) is None:
+            continue
+        frozen = image if tower == "image" else text
+        if parameter.requires_grad == frozen:
             parameter.requires_grad_(not frozen)
             parameter.grad = None
             changed = True

@@ -159,6 +159,10 @@ def find_data(config: Config):
     if validation is not None:
         refuse_unusable(validation, data.failure_share)
     train = find_captions(data.path, data.train, **where) if METHODS[config.method].trained else None
+    if data.positives == "class":
+        for captions in (train, validation):
+            if captions is not None:
+                captions.class_numbers()  # refuses data without classes
     return train, validation
 
 
@@ -169,7 +173,7 @@ def make_loader(config: Config, captions, transform, tokenizer, accelerator):
     return PairLoader(
         captions, transform, tokenizer, config.batch_size, config.seed, accelerator.process_index,
         accelerator.num_processes, config.data.workers, pin_memory=accelerator.device.type == "cuda",
-        failure_share=config.data.failure_share,
+        failure_share=config.data.failure_share, positives=config.data.positives,
     )  # fmt: skip
 
 
@@ -191,7 +195,12 @@ def resume_from(config: Config, earlier: Path | None, identity: dict):
 def add_new_settings(saved: dict) -> None:
     """Give a run's configuration the settings that came after it, with the values that it was trained with."""
     saved["data"].setdefault("exif", False)
+    saved["data"].setdefault("positives", "image")
     saved["optimizer"].setdefault("name", "adamp")
+    saved["optimizer"].setdefault("freeze_text", False)
+    saved.setdefault("augment", {"cutout": 0.0, "word_dropping": 0.0})
+    for option in fields(METHODS[saved["method"]].Options):
+        saved["loss"].setdefault(option.name, option.default)
     if saved["ranking"] == METHODS[saved["method"]].ranking:
         saved["ranking"] = None  # once the default
 

@@ -18,7 +18,10 @@ from probemb.runs.preemption import SIGNALS
 
 
 class Validator:
-    """Retrieval on the validation split, ranked by `config.ranking` (a point model by the cosine)."""
+    """Retrieval on the validation split, ranked by `config.ranking` (a point model by the cosine).
+
+    With `data.positives` class, the captions of an image's class are its matches.
+    """
 
     def __init__(self, captions: CaptionDataset, tokenizer, transforms, config: Config, accelerator):
         self.captions, self.tokenizer, self.transform, self.config = captions, tokenizer, transforms.evaluate, config
@@ -35,7 +38,8 @@ class Validator:
         # The scheduler's warning signal would kill the forked workers; they inherit this mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            found = evaluate_retrieval(embedder, self.captions, self.config.ranking)
+            by_class = self.config.data.positives == "class"
+            found = evaluate_retrieval(embedder, self.captions, self.config.ranking, by_class)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             model.train(training)

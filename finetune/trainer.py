@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config import Config
-from finetune.loading.augment import Mix, TextIds, draw_mix, mix_images, size_augment_text
+from finetune.loading.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import Batch, Method
 from finetune.network import Network, embed, of_all_ranks
@@ -36,7 +36,7 @@ from probemb.runs.window import Window
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_TEXT, _IMAGE, _MIX, _LOSS = range(4)  # uses of random numbers
+_TEXT, _IMAGE, _MIX, _LOSS, _CUTOUT, _WORDS = range(6)  # uses of random numbers
 
 
 class Joint(nn.Module):
@@ -126,6 +126,7 @@ class Trainer:
         self.networks, self.network = self.joint.networks, 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
+        self.groups = loader.groups.to(self.device)
         aside = set(self.joint.aside.parameters())
         self.trained = [parameter for parameter in self.joint.parameters() if parameter not in aside]
         self.stopping = False  # agreed by all ranks
@@ -236,6 +237,15 @@ class Trainer:
         config, rank = self.config, distributed.rank()
         images = pairs.images.to(self.device, non_blocking=True)
         tokens, mask, mix = pairs.tokens, None, None
+        # Drawn for the whole batch, so that it does not depend on the number of ranks.
+        rows, whole = slice(rank * len(images), (rank + 1) * len(images)), config.batch_size
+        ids = TextIds.of(self.model.config)
+        if config.augment.cutout:
+            place = torch.rand(whole, 2, generator=self._generator(_CUTOUT))[rows]
+            images = cut_out(images, config.augment.cutout, place)
+        if config.augment.word_dropping:
+            draw = torch.rand(whole, tokens.shape[1], generator=self._generator(_WORDS))[rows]
+            tokens = drop_words(tokens, draw, config.augment.word_dropping, ids)
         if config.mix.ratio:
             rng = np.random.default_rng([config.seed, self.step, rank, _MIX])  # partners are of the same rank
             mix = draw_mix(
@@ -244,15 +254,12 @@ class Trainer:
             )  # fmt: skip
             images = mix_images(images, mix)
         if config.size_augment:
-            # Drawn for the whole batch, so that it does not depend on the number of ranks.
-            rows = slice(rank * len(images), (rank + 1) * len(images))
-            everyone = tokens.new_zeros(config.batch_size, tokens.shape[1])
+            everyone = tokens.new_zeros(whole, tokens.shape[1])
             everyone[rows] = tokens
-            ids = TextIds.of(self.model.config)
             generator = self._generator(_TEXT)
             tokens = size_augment_text(everyone, config.size_augment, generator=generator, ids=ids)[rows]
             mask = size_augment_mask(
-                config.batch_size, self.model.image_tower.n_tokens, config.size_augment, self._generator(_IMAGE)
+                whole, self.model.image_tower.n_tokens, config.size_augment, self._generator(_IMAGE)
             )[rows].to(self.device, non_blocking=True)
         tokens = self.model.cut_padding(tokens)
         return images, tokens.to(self.device, non_blocking=True), mask, mix
@@ -268,7 +275,8 @@ class Trainer:
         images, texts = of_all_ranks(embedded)
         numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
         numbers = distributed.gather(numbers)
-        match = labels.same_image(numbers[:, 0], numbers[:, 0])
+        group = self.groups[numbers[:, 0]]
+        match = labels.same_image(group, group)
         if mix is not None:
             row = torch.stack([mix.lam.double(), (mix.partner + distributed.rank() * n).double()], 1).to(self.device)
             lam, partner = distributed.gather(row).unbind(1)

@@ -15,7 +15,7 @@ from pretrain.objectives import OBJECTIVES, Pairs
 from probemb import Gaussian, UserError, distributed
 from probemb.data.captions.find import find_captions
 from probemb.data.image_loader import ImageBatches
-from probemb.evaluation.rankings import KS, RankingOptions, retrieval
+from probemb.evaluation.rankings import KS, RankingOptions, own_captions, retrieval
 
 
 class Validator:
@@ -93,7 +93,7 @@ class Validator:
         found = retrieval(
             images,
             texts[[t for captions in own for t in captions]],
-            owner,
+            own_captions(owner, len(images)),
             "csd",
             RankingOptions(device=str(self.device)),
         )

@@ -1,4 +1,4 @@
-"""Augmentation of a batch: Mixup and CutMix of its images, SizeAugment of its texts.
+"""Augmentation of a batch: Mixup, CutMix and Cutout of its images, SizeAugment and dropped words of its texts.
 
 Drawing is separate from applying: the caller's generator draws a few numbers on the CPU, so that a step can be
 repeated; applying runs on any device without synchronising it.
@@ -195,6 +195,33 @@ def size_augment_text(
     out_BL = (share_BL >= masking + replacing) & (share_BL < 1)
     order_BL = out_BL.int().argsort(dim=1, stable=True)  # removed tokens become padding at the end
     return result.masked_fill(out_BL, 0).gather(1, order_BL)
+
+
+def cut_out(images: Tensor, share: float, place_B2: Tensor) -> Tensor:
+    """(B, C, H, W) on any device with a grey square over a share of each, wholly inside it. Grey is 0, the mean colour.
+
+    Source: Cutout (DeVries and Taylor 2017); PCME §4.1, whose erasing ratio 0.2 is taken as the share of the area.
+
+    Args:
+        place_B2: in [0, 1), on the CPU: where the square lies, downwards and to the right, of what is possible.
+    """
+    height, width = images.shape[-2:]
+    h, w = round(height * share**0.5), round(width * share**0.5)
+    room = torch.tensor([height - h + 1, width - w + 1])
+    top, left = (place_B2 * room).long().to(images.device, non_blocking=True)[:, :, None].unbind(1)  # (B, 1) each
+    y, x = (torch.arange(n, device=images.device) for n in (height, width))
+    inside_BHW = ((y >= top) & (y < top + h))[:, :, None] & ((x >= left) & (x < left + w))[:, None, :]
+    return images.masked_fill(inside_BHW[:, None], 0)
+
+
+def drop_words(tokens_BL: Tensor, draw_BL: Tensor, probability: float, ids: TextIds = TextIds()) -> Tensor:  # noqa: B008 - frozen
+    """Words become the unknown word with a probability, (B, L) int64 -> (B, L) int64; `draw_BL` is uniform in [0, 1).
+
+    CLIP has no unknown word; its parts of words become MASK_TOKEN. Source: Bowman et al. 2016; PCME §4.1 (0.1).
+    """
+    after_end_BL = tokens_BL == 0 if ids.end is None else (tokens_BL == ids.end).cumsum(1) > 0
+    is_word_BL = (tokens_BL < ids.stop) & ~after_end_BL
+    return tokens_BL.masked_fill(is_word_BL & (draw_BL < probability), ids.mask)
 
 
 def _draw_elements(

@@ -44,10 +44,12 @@ class PairLoader:
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
         failure_share: the run stops when more than this share of this rank's pairs cannot be used,
         failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
+        positives: "image" or "class", see `groups`.
 
     Attributes:
         steps: global batches in an epoch.
         n_pairs: number of captions, those left out of an epoch included.
+        groups: (N,) int64, which images match the same captions: a number of their own, or their class'.
         rows: rows of every global batch that this rank gets, b.
         waited: seconds spent waiting for data so far.
 
@@ -70,6 +72,7 @@ class PairLoader:
         pin_memory: bool = False,
         failure_share: float = 0.05,
         failure_minimum: int = 1000,
+        positives: str = "image",
     ):
         if workers < 0:
             raise UserError(f"{workers} workers cannot work.", "Use 0 or more workers.")
@@ -87,6 +90,8 @@ class PairLoader:
                 f"Use a batch size that {world} divides, such as {max(1, batch_size // world) * world}.",
             )
         refuse_unusable(dataset, failure_share)
+        by_class = positives == "class"
+        self.groups = torch.tensor(dataset.class_numbers() if by_class else range(len(dataset)), dtype=torch.int64)
         self.steps, self.rows, self.seed = self.n_pairs // batch_size, batch_size // world, seed
         self.batch_size, self.waited = batch_size, 0.0
         self._dataset = dataset

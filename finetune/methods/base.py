@@ -137,9 +137,10 @@ class Method:
         Returns:
             whether anything has changed.
         """
-        from finetune.recipe import freeze_image_backbone
+        from finetune.recipe import freeze_backbones
 
-        return freeze_image_backbone(model, first_phase)
+        o = self.config.optimizer
+        return freeze_backbones(model, first_phase, o.freeze_text and epoch < o.freeze_epochs)
 
     def optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
         """The optimizer of the recipe's parameter groups (`recipe.parameter_groups`): Adam, AdamW or AdamP."""

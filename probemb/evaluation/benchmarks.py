@@ -20,6 +20,7 @@ from probemb.evaluation.rankings import (
     Ranker,
     RankingOptions,
     both_directions,
+    class_captions,
     depth_for,
     describe_ranking,
     make_ranker,
@@ -127,8 +128,7 @@ def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str,
     """Positives of images, (N, M): OWN, CLASS for data with classes, and TRUE where every true match is known."""
     kinds = {OWN: own_captions(pairs.owner, len(pairs.images))}
     if captions.classes is not None:
-        numbers = torch.tensor(captions.class_numbers())[pairs.kept]
-        kinds[CLASS] = Positives.of_classes(numbers, numbers[pairs.owner])
+        kinds[CLASS] = class_captions(captions, pairs.owner, pairs.kept)
     if captions.scenes is not None:
         kinds[TRUE] = Positives.from_matrix(exact_match(captions, pairs.kept))
     return kinds

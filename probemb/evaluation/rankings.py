@@ -211,6 +211,12 @@ def own_captions(owner: Tensor, n_images: int) -> Positives:
     return Positives.from_pairs(owner, torch.arange(len(owner)), n_images, len(owner))
 
 
+def class_captions(captions: CaptionDataset, owner: Tensor, kept: Sequence[int]) -> Positives:
+    """Every image matches the captions of all images of its class; (N, M). Raises UserError: data without classes."""
+    numbers = torch.tensor(captions.class_numbers())[kept]
+    return Positives.of_classes(numbers, numbers[owner])
+
+
 def depth_for(positives: Sequence[Positives]) -> tuple[int, int]:
     """Needed depth of both directions' lists for these positives of images."""
     pairs = [(p, p.transposed()) for p in positives]
@@ -224,12 +230,15 @@ def both_directions(ranked: Ranked, positives: Positives) -> dict:
     return {"i2t": i2t, "t2i": t2i, "rsum": rsum(i2t, t2i)}
 
 
-def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: str | None = None) -> dict:
+def evaluate_retrieval(
+    embedder: Embedder, captions: CaptionDataset, ranking: str | None = None, by_class: bool = False
+) -> dict:
     """RSUM and its parts under one ranking, by which finetuning selects its model.
 
     Args:
         ranking: one of TITLES; by default, and for a point model always, the one that the model was trained for. The
             weights of "tolerance" are those with the best recalls of own captions, on these same images.
+        by_class: the captions of an image's class are its matches, not its own alone.
 
     Returns:
         {"rsum": percent, "i2t": {"r@1", ...}, "t2i": ..., "ranking", "images": N, "captions": M}, and of "tolerance"
@@ -242,17 +251,20 @@ def evaluate_retrieval(embedder: Embedder, captions: CaptionDataset, ranking: st
     pairs = embed_pairs(embedder, captions)
     images, texts, owner = pairs.images, pairs.texts, pairs.owner
     found: dict = {"ranking": ranking, "images": len(images), "captions": len(texts)}
-    options = RankingOptions(device=embedder.device.name)
+    model = embedder.model
+    options = RankingOptions(model.scale.item(), model.shift.item(), device=embedder.device.name)
+    own = own_captions(owner, len(images))
     if ranking == "tolerance":
-        chosen = choose_tolerance(pairs, own_captions(owner, len(images)), "recall")
+        chosen = choose_tolerance(pairs, own, "recall")
         options, found["tolerance"] = replace(options, tolerance=chosen), {"i2t": chosen.i2t, "t2i": chosen.t2i}
-    return found | retrieval(images, texts, owner, ranking, options)
+    return found | retrieval(
+        images, texts, class_captions(captions, owner, pairs.kept) if by_class else own, ranking, options
+    )
 
 
 def retrieval(
-    images: Gaussian, texts: Gaussian, owner: Tensor, ranking: str, options: RankingOptions = RankingOptions()
+    images: Gaussian, texts: Gaussian, positives: Positives, ranking: str, options: RankingOptions = RankingOptions()
 ) -> dict:
-    """`both_directions` of embedded pairs, (N, D) and (M, D), under one ranking; `owner` (M,) is each text's image."""
-    positives = own_captions(owner, len(images))
+    """`both_directions` of embedded pairs, (N, D) and (M, D), under one ranking; positives of images, (N, M)."""
     ranker = make_ranker(ranking, images, texts, options)
     return both_directions(rank_all(ranker, len(images), len(texts), depth_for([positives])), positives)

@@ -136,6 +136,13 @@ class DualEncoder(nn.Module):
             return "neither", "scalar", 0
         return "image" if tower == "visual" else "text", *getattr(self, tower).place(rest)
 
+    def pretrained_tower(self, name: str) -> str | None:
+        """ "image" or "text" for a named parameter that pretrained weights would fill, else None."""
+        tower, _, rest = name.partition(".")
+        if tower not in ("visual", "text") or not getattr(self, tower).is_pretrained(rest):
+            return None
+        return "image" if tower == "visual" else "text"
+
     @property
     def config(self) -> dict:
         """What `DualEncoder(config)` needs to build this model again; plain JSON types, a fresh copy."""

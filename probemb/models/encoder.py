@@ -111,6 +111,10 @@ class Encoder(nn.Module):
     def place(self, name: str) -> Place:
         """Where the parameter of that name (in `named_parameters` of this tower) stands."""
 
+    def is_pretrained(self, name: str) -> bool:
+        """Whether the parameter of that name belongs to what starts from published weights, where anything does."""
+        return self.place(name).part == "trunk"
+
     def project(self, pooled_BP: Tensor) -> Tensor:
         """The tower's own projection to (B, D), where `mean_head` is None."""
         return pooled_BP

@@ -1,4 +1,4 @@
-"""finetune/examples: each is a configuration that every method accepts."""
+"""finetune/examples: each is a configuration that every method accepts; finetune/recipes: a paper's own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import finetune
 from finetune.config import Config, check, with_method_file
 from finetune.methods import METHODS
 from probemb.cli.configuration import parse_config
+from probemb.models.architectures import architecture
+from probemb.models.heads import HeadConfig
+from probemb.models.towers.word_gru import WordGRU
 
 EXAMPLES = sorted((Path(finetune.__file__).parent / "examples").glob("*.yaml"))
+
+
+RECIPES = sorted((Path(finetune.__file__).parent / "recipes").glob("*.yaml"))
 
 
 def test_there_are_examples():
@@ -37,3 +43,28 @@ def test_the_scenes_are_finetuned_with_the_losses_of_pretraining():
     config = parse_config(Config, "finetune/run.py", "", with_method_file(["--config", str(path)]))
     assert (config.method, config.loss.clip, config.loss.pseudo_positive) == ("pcmepp-clip", 1.0, 0.0)
     assert config.loss.scale is config.loss.shift is None  # of the pretraining, not PCME++'s 5
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_complete_and_accepted(path):
+    config = parse_config(Config, "", "", with_method_file(["--config", str(path), "--data.path=x"]))
+    check(config)
+    assert architecture(config.model.name)
+    head = HeadConfig(config.model.head, config.model.embed_dim)
+    shape = architecture(config.model.name)["text_cfg"]
+    shape.pop("tower")
+    assert WordGRU(["a"], 1, head, **shape).mean_head is not None  # its sizes fit the embedding's
+
+
+def test_pcmes_recipes_are_the_papers():
+    """D, networks, erasing ratios, two phases and the optimizer are in §4.1 and §4.2; there are two data sets."""
+    found = {path.stem: parse_config(Config, "", "", ["--config", str(path)]) for path in RECIPES}
+    for name, network, embed_dim, positives in (
+        ("pcme-cub", "resnet50", 512, "class"), ("pcme-coco", "resnet152", 1024, "image"),
+    ):  # fmt: skip
+        config = found[name]
+        assert architecture(config.model.name)["vision_cfg"]["timm_model_name"] == network
+        assert (config.method, config.model.embed_dim, config.data.positives) == ("pcme", embed_dim, positives)
+        assert (config.augment.cutout, config.augment.word_dropping) == (0.2, 0.1)
+        o = config.optimizer
+        assert (o.name, o.schedule, o.freeze_text, o.freeze_epochs > 0) == ("adamp", "cosine", True, True)

@@ -17,7 +17,7 @@ from finetune.recipe import (
     WeightAverage,
     check_engine,
     create_optimizer,
-    freeze_image_backbone,
+    freeze_backbones,
     parameter_groups,
     set_learning_rates,
 )
@@ -140,7 +140,7 @@ def test_factors_learn_faster_than_the_logarithm_of_one():
 def test_a_frozen_backbone_is_still_in_its_groups():
     model = micro()
     before = sum(len(group["params"]) for group in parameter_groups(model, None, Optimizer()))
-    freeze_image_backbone(model, True)
+    freeze_backbones(model, True)
     assert sum(len(group["params"]) for group in parameter_groups(model, None, Optimizer())) == before
 
 
@@ -245,8 +245,8 @@ def step_once(model, loss, optimizer):
 def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still():
     model, loss = micro(), PairwiseMatchLoss()
     optimizer = create_optimizer(parameter_groups(model, loss, Optimizer(lr=0.01)))
-    assert freeze_image_backbone(model, True)
-    assert not freeze_image_backbone(model, True)
+    assert freeze_backbones(model, True)
+    assert not freeze_backbones(model, True)
     before = copy.deepcopy(model.state_dict())
     set_learning_rates(optimizer, Schedule(epoch_samples=8), 16)
     step_once(model, loss, optimizer)
@@ -259,7 +259,7 @@ def test_learning_rates_reach_the_optimizer_and_the_frozen_backbone_stands_still
     assert all(n.startswith("visual.") and "_head" not in n and "uncertainty" not in n for n in still)
     assert len(still) == len([p for g in optimizer.param_groups if g["image_backbone"] for p in g["params"]])
     assert model.visual.conv1.weight not in optimizer.state  # no moments of what was not trained
-    assert freeze_image_backbone(model, False)
+    assert freeze_backbones(model, False)
     set_learning_rates(optimizer, Schedule(epoch_samples=8), 20)
     step_once(model, loss, optimizer)
     assert not torch.equal(model.visual.conv1.weight, before["visual.conv1.weight"])
@@ -281,7 +281,7 @@ def trained_in_two_phases(rank, world_size):
     optimizer = create_optimizer(parameter_groups(model, loss, Optimizer(lr=0.01)))
     schedule = Schedule(epoch_samples=8)
     for epoch in (1, 2):
-        freeze_image_backbone(model, schedule.frozen(8 * epoch))
+        freeze_backbones(model, schedule.frozen(8 * epoch))
         ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
         for step in range(2):
             set_learning_rates(optimizer, schedule, 8 * epoch + 4 * (step + 1))

@@ -122,9 +122,19 @@ def alone(few):
     return run_ranks(1, trained, few, TRAINED, WORDS)[0]
 
 
-TRAINED = ("pcmepp --loss.clip=0.5", "pcme", "infonce", "vse", "daa", "p2rm", "ncr", "decl")
-# SizeAugment is on: it is drawn for the whole batch. Mixing is off: partners are of the same rank.
-WORDS = ("--mix.ratio=0", "--size-augment=0.2")
+TRAINED = (
+    "pcmepp --loss.clip=0.5",
+    "pcme --loss.uniformity=0.1 --loss.vib_form=sum",
+    "infonce",
+    "vse",
+    "daa",
+    "p2rm",
+    "ncr",
+    "decl",
+)
+# SizeAugment, Cutout and dropped words are on: they are drawn for the whole batch. Mixing is off: partners are of the
+# same rank.
+WORDS = ("--mix.ratio=0", "--size-augment=0.2", "--augment.cutout=0.2", "--augment.word_dropping=0.3")
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])

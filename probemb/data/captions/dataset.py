@@ -78,7 +78,7 @@ class CaptionDataset:
         if self.classes is None:
             raise UserError(
                 f"{self.source} does not say of which class its images are.",
-                "Name data with classes, such as CUB, or scenes made with --class-captions.",
+                "Name data with classes, such as CUB, or by-class of scenes made with --class-captions.",
             )
         numbers = {name: number for number, name in enumerate(sorted(set(self.classes)))}
         return [numbers[name] for name in self.classes]

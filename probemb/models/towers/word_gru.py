@@ -136,6 +136,10 @@ class WordGRU(Encoder):
         layers = self.layers if layer[1] == "layers" else self.branch
         return Place("trunk" if layer[1] == "layers" else "branch", len(layers) - int(layer[2]))
 
+    def is_pretrained(self, name: str) -> bool:
+        """The word vectors alone: the GRU starts from random weights."""
+        return name.startswith("embedding.")
+
     def trim(self, tokens: Tensor) -> Tensor:
         """(B, T) without the columns behind the longest text."""
         longest = int((tokens != PADDING).sum(1).max()) if len(tokens) else 1

@@ -13,7 +13,9 @@ from finetune.loading.augment import (
     START_TOKEN,
     Mix,
     TextIds,
+    cut_out,
     draw_mix,
+    drop_words,
     mix_images,
     size_augment_text,
 )
@@ -257,3 +259,34 @@ def test_texts_of_whole_words_are_augmented_within_their_vocabulary():
     words = (result != 0).sum(1)
     assert words.sum().item() / (6 * 4000) == pytest.approx(1 - 0.5 * 0.3, abs=0.01)
     assert torch.equal(words, (result != 0).int().cumprod(1).sum(1))  # padding stays behind the words
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_cutout_covers_its_share_anywhere_inside(share):
+    images = torch.randn(300, 3, 20, 30, generator=torch.Generator().manual_seed(0)) + 10
+    before = images.clone()
+    out = cut_out(images, share, torch.rand(300, 2, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(images, before)
+    gone = out == 0
+    assert torch.equal(gone.any(1), gone.all(1))  # all channels
+    assert torch.equal(out[~gone], images[~gone])
+    sides = round(20 * share**0.5), round(30 * share**0.5)
+    for one in gone[:, 0]:
+        rows, columns = one.any(1).nonzero().flatten(), one.any(0).nonzero().flatten()
+        assert (len(rows), len(columns)) == sides
+        assert one[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].all()
+        assert one.sum() == sides[0] * sides[1]
+    tops = {int(one.any(1).nonzero()[0]) for one in gone[:, 0]}
+    assert tops == set(range(20 - sides[0] + 1))
+
+
+def test_dropped_words_are_unknown_and_nothing_else_is():
+    tokens = torch.tensor([[START_TOKEN, 5, 6, 7, END_TOKEN, 0, 0]] * 4000)
+    draw = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0))
+    out = drop_words(tokens, draw, 0.1)
+    changed = out != tokens
+    assert (out[changed] == MASK_TOKEN).all()
+    assert not changed[:, [0, 4, 5, 6]].any()
+    assert changed[:, 1:4].float().mean() == pytest.approx(0.1, abs=0.01)
+    words = TextIds(stop=9, mask=1, end=None)
+    assert drop_words(torch.tensor([[2, 8, 0]]), torch.zeros(1, 3), 0.5, words).tolist() == [[1, 1, 0]]
