@@ -167,6 +167,16 @@ def match_probability_of_samples(
 
     The factor 2 is the authors' s(x) = e^x / (e^x + e^-x). Holds N x M x K values at a time.
     """
+    return _mean_over_samples(z_a_NJD, z_b_MKD, lambda distance: torch.sigmoid(2 * (shift - scale * distance)))
+
+
+def mean_distance_of_samples(z_a_NJD: Tensor, z_b_MKD: Tensor) -> Tensor:
+    """Mean over all J x K sample pairs of |z_a - z_b|, (N, M). Source: PCME, test-time distances ("average L2")."""
+    return _mean_over_samples(z_a_NJD, z_b_MKD, lambda distance: distance)
+
+
+def _mean_over_samples(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], Tensor]) -> Tensor:
+    """Mean over all sample pairs of `value` of their distance; it takes and gives (N, M K)."""
     n, j, d = z_a_NJD.shape
     m, k, _ = z_b_MKD.shape
     flat_b = z_b_MKD.reshape(m * k, d)
@@ -174,7 +184,7 @@ def match_probability_of_samples(
     def one_sample(z_a_ND: Tensor) -> Tensor:
         squared = squared_euclidean(z_a_ND, flat_b)
         distance = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
-        return torch.sigmoid(2 * (shift - scale * distance)).view(n, m, k).mean(2)
+        return value(distance).view(n, m, k).mean(2)
 
     total = z_a_NJD.new_zeros(n, m)
     for i in range(j):

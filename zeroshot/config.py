@@ -3,15 +3,17 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, restricted_number_type
 
-from probemb.cli.ranges import Count, Folder, Workers
+from probemb.cli.ranges import Count, Folder, Seed, Workers
 
 # Marks in each command's files, so that it replaces no others.
 GENERATOR = "probemb zeroshot"
 RETRIEVAL_GENERATOR = "probemb retrieval"
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
 DEFAULT_DATA = "data/imagenet/val"
+Inputs = restricted_number_type("Inputs", int, [(">=", 2), ("<=", 10_000)])
+Groups = restricted_number_type("Groups", int, [(">=", 2), ("<=", 9)])  # as many as there are colours
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class RetrievalConfig:
         benchmarks: coco, cxc, eccv, pmrp, separated by commas; by default all that the data allows.
         instances: COCO's instances_val2014.json, or a file of its form: which objects the images show, for pmrp.
         rankings: csd, mean, wasserstein2, match-probability, tolerance, faiss-mean, faiss-rerank, faiss-csd,
-            log-likelihood, inclusion, separated by commas; by default all but the last two, which take long.
+            log-likelihood, inclusion, kl, min-kl, symmetric-kl, bhattacharyya, average-l2, separated by commas; by
+            default the first eight.
         tolerance: weights of the variances in the ranking tolerance; without them they are chosen on --select-data, or
             on these images, an oracle.
         select_data: other images with captions, to choose the weights of tolerance on.
@@ -142,3 +145,62 @@ class RetrievalConfig:
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     max_bad: ClosedUnitInterval = 0.05
+
+
+@dataclass(frozen=True)
+class AnalysisConfig:
+    """What every analysis of one model on images with captions takes.
+
+    Args:
+        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        data: webdataset shards with captions, a Karpathy json, caption files, or CUB.
+        split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
+        images: the folder of the images that a json or caption file names.
+        out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
+        exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
+        seed: of what is chosen at random.
+        batch_size: images in a batch.
+        text_batch_size: captions in a batch.
+        device: auto, cpu, cuda, cuda:1.
+        precision: auto, fp32, bf16, fp16.
+    """
+
+    model: str = ""
+    data: str = ""
+    split: str | None = "auto"
+    images: str | None = None
+    out: Folder | None = None
+    exif: bool = False
+    seed: Seed = 0
+    batch_size: Count = 64
+    text_batch_size: Count = 256
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+
+
+@dataclass(frozen=True)
+class AlgebraConfig(AnalysisConfig):
+    """`python -m zeroshot.set_algebra`.
+
+    Args:
+        inputs: images, and captions, to mix and to erase parts of.
+        examples: pairs that are drawn as ellipses.
+    """
+
+    inputs: Inputs = 200
+    examples: Count = 3
+
+
+@dataclass(frozen=True)
+class EllipsesConfig(AnalysisConfig):
+    """`python -m zeroshot.ellipses`.
+
+    Args:
+        groups: classes to draw, or single images where the data has no classes; at most 9.
+        per_group: images of a class.
+        generic: a caption that says nothing, such as "this bird has unk unk"; drawn with a region of 99 %.
+    """
+
+    groups: Groups = 9
+    per_group: Count = 6
+    generic: str | None = None

@@ -219,7 +219,7 @@ def print_table(rows: Sequence[dict], n_images: int, n_captions: int) -> None:
     table = Table(title=f"retrieval, {n_images:,} images and {n_captions:,} captions, percent")
     for heading in ("positives", "ranked by", "direction"):
         table.add_column(heading)
-    for heading in (*METRICS.values(), "RSUM", "ms/query"):
+    for heading in (*METRICS.values(), "RSUM", "ms/query", "numbers"):
         table.add_column(heading, justify="right")
     for i, row in enumerate(rows):
         for direction, title in DIRECTIONS.items():
@@ -227,8 +227,9 @@ def print_table(rows: Sequence[dict], n_images: int, n_captions: int) -> None:
             last = direction == "t2i"
             total = f"{row['rsum']:.1f}" if last and "rsum" in row else ""
             cost = f"{row['ms_per_query']:.3g}" if last and row["positives"] == OWN else ""
+            kept = f"{row['numbers_per_item']:,}" if cost else ""
             end = last and (i + 1 == len(rows) or rows[i + 1]["positives"] != row["positives"])
-            table.add_row(row["positives"], title_of(row), title, *cells, total, cost, end_section=end)
+            table.add_row(row["positives"], title_of(row), title, *cells, total, cost, kept, end_section=end)
     console.print(table)
 
 

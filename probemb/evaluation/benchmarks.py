@@ -24,6 +24,7 @@ from probemb.evaluation.rankings import (
     depth_for,
     describe_ranking,
     make_ranker,
+    numbers_per_item,
     own_captions,
     rank_all,
 )
@@ -110,7 +111,8 @@ def evaluate_rankings(
         objects: (images of `captions`, L) multi-hot object categories, for "pmrp".
 
     Returns:
-        rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds"}, and for tolerance
+        rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds",
+            "numbers_per_item"}, and for tolerance
             "chosen": "given", "oracle" or "honest (...)".
         per_query: side -> metric -> values of every query under the first ranking.
     """
@@ -155,6 +157,7 @@ class _Table:
         about = {
             "ranking": name, "how": describe_ranking(name, options), "ms_per_query": ranked.ms_per_query,
             "index_seconds": ranked.build_seconds,
+            "numbers_per_item": numbers_per_item(name, self.pairs.texts, options),
         }  # fmt: skip
         if name == "tolerance":
             about["chosen"] = options.tolerance.chosen

@@ -38,11 +38,15 @@ TITLES = {
     "inclusion": "inclusion",
     "kl": "KL(image || caption)",
     "min-kl": "smaller KL",
+    "symmetric-kl": "symmetric KL",
+    "bhattacharyya": "Bhattacharyya",
+    "average-l2": "average L2",
     "multi-instance": "closest of the embeddings",
 }
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
-SLOW = ("log-likelihood", "inclusion")  # they do not separate: some hundred times the work of CSD
-BY_NAME_ALONE = (*SLOW, "kl", "min-kl", "multi-instance")  # unless the model was trained for one
+SLOW = ("log-likelihood", "bhattacharyya", "inclusion")  # they do not separate: some hundred times the work of CSD
+BY_NAME_ALONE = (*SLOW, "kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance")  # unless trained for one
+SAMPLED = ("match-probability", "average-l2")
 OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
 
 
@@ -153,9 +157,9 @@ def make_ranker(name: str, images: Gaussian, captions: Gaussian, options: Rankin
     """The ranker of that name over Gaussians (N, D) and (M, D)."""
     if name.startswith("faiss"):
         return SearchRanker(images, captions, name, options)
-    extra = {}
+    extra = {"n_samples": options.samples} if name in SAMPLED else {}
     if name == "match-probability":
-        extra = {"scale": options.scale, "shift": options.shift, "n_samples": options.samples}
+        extra |= {"scale": options.scale, "shift": options.shift}
     elif name == "tolerance":
         extra = {"i2t": options.tolerance.i2t, "t2i": options.tolerance.t2i}
     return ScoreRanker(SCORES[name](images.to(options.device), captions.to(options.device), **extra))
@@ -180,11 +184,27 @@ def describe_ranking(name: str, options: RankingOptions) -> str:
         "kl": "closed form, from the image to the caption",
         "min-kl": "closed form, the smaller one of both directions",
         "multi-instance": "largest cosine of any of the image's embeddings with any of the caption's",
+        "symmetric-kl": "closed form, the mean of both directions",
+        "bhattacharyya": "closed form",
+        "average-l2": f"sampled, {options.samples} x {options.samples} samples a pair",
         "inclusion": "of the image in the caption, closed form",
         "faiss-mean": f"{options.factory}, no re-ranking",
         "faiss-rerank": f"{options.factory}, {options.candidates} candidates re-ranked by adding their uncertainty",
         "faiss-csd": f"{options.factory} in D + 1 dimensions, which is CSD itself",
     }[name]
+
+
+def numbers_per_item(name: str, embedding: Gaussian, options: RankingOptions) -> int:
+    """Numbers that a gallery keeps of every item for a ranking. Source: PCME Table 1.
+
+    Sampled rankings keep their samples; they could draw them again from 2 D numbers, as here.
+    """
+    d, one = embedding.shape[-1], embedding.mean[0].numel()
+    if name in ("mean", "faiss-mean", "multi-instance"):
+        return one
+    if name in ("csd", "tolerance", "faiss-csd", "faiss-rerank"):
+        return d + 1
+    return options.samples * d if name in SAMPLED else 2 * d
 
 
 @dataclass(frozen=True)

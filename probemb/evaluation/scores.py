@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from probemb.distances import elk, inclusion, match_probability_of_samples
+from probemb.distances import (
+    bhattacharyya,
+    elk,
+    inclusion,
+    match_probability_of_samples,
+    mean_distance_of_samples,
+)
 from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
@@ -50,7 +57,7 @@ class DotScores:
 
 @dataclass(frozen=True, eq=False)
 class SampledScores:
-    """PCME's match probability by Monte Carlo, (N, M); see `distances.match_probability`.
+    """A mean over pairs of samples, (N, M): `score` of samples (N, J, D) and (M, 1, D), such as the match probability.
 
     The samples are the same for all rows. One of the J sets is held at a time and redrawn when needed: for 25,000
     captions all sets would take a gigabyte.
@@ -58,8 +65,7 @@ class SampledScores:
 
     left: Gaussian
     right: Gaussian
-    scale: float
-    shift: float
+    score: Callable[[Tensor, Tensor], Tensor]
     n_samples: int
     seeds: tuple[int, int] = (1, 2)
 
@@ -71,7 +77,7 @@ class SampledScores:
             for k in range(self.n_samples):
                 right = self._draw(1, k)[:, None]
                 for some, part in zip(total.split(step), left.split(step)):
-                    some += match_probability_of_samples(part, right, self.scale, self.shift)
+                    some += self.score(part, right)
                 del right  # before the next one is drawn
         return total.div_(self.n_samples)
 
@@ -246,7 +252,14 @@ def match_probability_scores(
     a: Gaussian, b: Gaussian, scale: float = 1.0, shift: float = 0.0, n_samples: int = 8
 ) -> SampledScores:
     """PCME's match probability in [0, 1], by Monte Carlo with one set of samples for all pairs."""
-    return SampledScores(a.float(), b.float(), float(scale), float(shift), n_samples)
+    score = partial(match_probability_of_samples, scale=float(scale), shift=float(shift))
+    return SampledScores(a.float(), b.float(), score, n_samples)
+
+
+@torch.no_grad()
+def average_l2_scores(a: Gaussian, b: Gaussian, n_samples: int = 8) -> SampledScores:
+    """-(mean distance of samples), by Monte Carlo with one set of samples for all pairs. Source: PCME Table 1."""
+    return SampledScores(a.float(), b.float(), lambda x, y: -mean_distance_of_samples(x, y), n_samples)
 
 
 @torch.no_grad()
@@ -267,6 +280,13 @@ def min_kl_scores(a: Gaussian, b: Gaussian) -> LargerScores:
     return LargerScores(kl_scores(a, b), kl_scores(b, a).transposed())
 
 
+def symmetric_kl_scores(a: Gaussian, b: Gaussian) -> DotScores:
+    """-(mean of KL(a || b) and KL(b || a)); see `distances.symmetric_kl`."""
+    there, back = kl_scores(a, b), kl_scores(b, a).transposed()
+    left = torch.cat([there.left, back.left], 1)
+    return DotScores(0.5 * left, torch.cat([there.right, back.right], 1))
+
+
 @torch.no_grad()
 def multi_instance_scores(a: Gaussian, b: Gaussian) -> MultiInstanceScores:
     """Largest dot product of the means of K embeddings, (N, K, D) and (M, K, D); (N, D) and (M, D) are K = 1."""
@@ -276,6 +296,11 @@ def multi_instance_scores(a: Gaussian, b: Gaussian) -> MultiInstanceScores:
 def log_likelihood_scores(a: Gaussian, b: Gaussian) -> PairScores:
     """Log of the expected likelihood kernel, the integral of p_a p_b; see `distances.elk`."""
     return PairScores(a.float(), b.float(), lambda a, b: -elk(a, b))
+
+
+def bhattacharyya_scores(a: Gaussian, b: Gaussian) -> PairScores:
+    """-(Bhattacharyya distance); see `distances.bhattacharyya`."""
+    return PairScores(a.float(), b.float(), lambda a, b: -bhattacharyya(a, b))
 
 
 def inclusion_scores(a: Gaussian, b: Gaussian) -> PairScores:
@@ -293,5 +318,8 @@ SCORES: dict[str, Callable[..., Scores]] = {
     "inclusion": inclusion_scores,
     "kl": kl_scores,
     "min-kl": min_kl_scores,
+    "symmetric-kl": symmetric_kl_scores,
+    "bhattacharyya": bhattacharyya_scores,
+    "average-l2": average_l2_scores,
     "multi-instance": multi_instance_scores,
 }

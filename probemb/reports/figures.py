@@ -16,13 +16,15 @@ from xml.etree import ElementTree
 
 from matplotlib import patheffects
 from matplotlib.figure import Figure
+from matplotlib.patches import Ellipse
 from matplotlib.style import context
 from matplotlib.ticker import MaxNLocator
 
 from probemb.reports.text import number, printable
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0068a8", "#b8560f", "#00785a", "#8f4a86", "#6a7480", "#1f2733"
-GOLD = "#8a6d00"
+GOLD, RED, TEAL, PINK = "#8a6d00", "#c02f3c", "#2b8c8c", "#c05a9a"
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, GOLD, TEAL, PINK, GREY, INK)
 SOFT, GRID, PAPER = "#5d6875", "#e3e7ec", "#ffffff"
 WIDTH, HEIGHT = 5.2, 3.0  # inches, of a figure without long names
 _VARIABLES = {  # colours of a page's style sheet
@@ -178,6 +180,30 @@ class Chart:
         self._axes.scatter(xs, ys, areas, color=colour, marker=marker, alpha=alpha, linewidths=0, label=printable(name))
         self._notes += points
         return self
+
+    @_styled
+    def ellipses(
+        self, rows: Sequence[tuple[float, float, float, float, float, str]], name: str, colour: str = BLUE,
+        *, dashed: bool = False, wide: bool = False,
+    ) -> Chart:  # fmt: skip
+        """Ellipses (x, y, half axis, other half axis, angle in radians, note) of one kind, named above the axes.
+
+        Args:
+            wide: a heavy outline without a filling.
+        """
+        for x, y, a, b, angle, _ in rows:
+            self._axes.add_patch(
+                Ellipse(
+                    (x, y), 2 * a, 2 * b, angle=math.degrees(angle), facecolor="none" if wide else colour,
+                    edgecolor=colour, alpha=1.0 if wide else 0.3, linewidth=1.6 if wide else 0.8,
+                    linestyle="--" if dashed else "-",
+                )
+            )  # fmt: skip
+            reach = math.hypot(a, b)
+            self._axes.update_datalim([(x - reach, y - reach), (x + reach, y + reach)])
+        self._axes.autoscale_view()
+        self._axes.set_aspect("equal", adjustable="datalim")
+        return self.cloud([(x, y, 2, note) for x, y, _, _, _, note in rows], name, colour)
 
     @_styled
     def bars(self, counts: Sequence[int], things: str) -> Chart:

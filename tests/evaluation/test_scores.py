@@ -4,8 +4,18 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.distances import csd, elk, inclusion, match_probability, match_probability_of_samples, wasserstein2
-from probemb.evaluation.scores import SCORES, both_ways, match_probability_scores, tolerance_scores
+from probemb.distances import (
+    bhattacharyya,
+    csd,
+    elk,
+    inclusion,
+    match_probability,
+    match_probability_of_samples,
+    mean_distance_of_samples,
+    symmetric_kl,
+    wasserstein2,
+)
+from probemb.evaluation.scores import SCORES, average_l2_scores, both_ways, match_probability_scores, tolerance_scores
 
 
 def pair(dtype=torch.float64):
@@ -23,6 +33,8 @@ def pair(dtype=torch.float64):
         ("tolerance", lambda a, b: -csd(a, b)),
         ("log-likelihood", lambda a, b: -elk(a, b)),
         ("inclusion", inclusion),
+        ("symmetric-kl", lambda a, b: -symmetric_kl(a, b)),
+        ("bhattacharyya", lambda a, b: -bhattacharyya(a, b)),
     ],
 )
 def test_equal_the_distances(name, truth, monkeypatch):
@@ -47,6 +59,16 @@ def test_both_ways_are_the_same_whether_held_or_not(name):
     assert callable(transposed)
     torch.testing.assert_close(again(slice(2, 5)), forward[2:5], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(transposed(slice(3, 9)), backward[3:9], rtol=1e-6, atol=1e-6)
+
+
+def test_the_average_distance_is_that_of_all_pairs_of_samples():
+    a, b = pair()
+    scores = average_l2_scores(a, b, n_samples=3)
+    left, right = (torch.stack([scores._draw(side, j) for j in range(3)], 1) for side in (0, 1))
+    want = torch.tensor([[-sum((x - y).norm() for x in p for y in q) / 9 for q in right] for p in left])
+    torch.testing.assert_close(scores(slice(0, 7)), want.to(left.dtype), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mean_distance_of_samples(left, right), -scores(slice(0, 7)))
+    torch.testing.assert_close(scores.transposed()(slice(0, 11)), scores(slice(0, 7)).T)
 
 
 def test_one_set_of_samples_for_all_blocks(monkeypatch):

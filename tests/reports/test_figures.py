@@ -1,6 +1,7 @@
 """Figures: what stands in the SVG and in the files, hostile names, ranges, and the surroundings left alone."""
 
 import itertools
+import math
 import subprocess
 import sys
 import warnings
@@ -39,6 +40,9 @@ def charts() -> list[Chart]:
         new("clouds")
         .cloud([(0.1, -3.0, 4, "<b>")], "a")
         .cloud([(2.0, 5.0, 8, "&"), (0.3, 0.0, 3, "")], "b", GREY, "s"),
+        new("ellipses")
+        .ellipses([(0.1, 2.0, 3.0, 1.0, 0.5, "<b>")], "a")
+        .ellipses([(9, 1, 1, 1, 0, "")], "b", wide=True),
     ]
 
 
@@ -169,3 +173,18 @@ def test_epochs_are_whole_numbers():
         chart.svg()
     assert all(float(tick).is_integer() for tick in whole._axes.get_xticks())
     assert not all(float(tick).is_integer() for tick in parts._axes.get_xticks())
+
+
+def test_ellipses_are_as_wide_and_turned_as_they_should_be_and_inside_the_picture():
+    chart = Chart("e", x_label="x", y_label="y")
+    chart.ellipses([(1.0, 2.0, 3.0, 0.5, 0.25, "one"), (-4.0, 0.0, 1.0, 1.0, 0.0, "two")], "some")
+    chart._finish()
+    first = chart._axes.patches[0]
+    assert (first.width, first.height, first.angle) == (6, 1, pytest.approx(math.degrees(0.25)))
+    transform = chart._axes.transData
+    for patch in chart._axes.patches:
+        box = patch.get_window_extent()
+        assert chart._axes.get_window_extent().contains(*box.min)
+        assert chart._axes.get_window_extent().contains(*box.max)
+    (x0, y0), (x1, y1) = transform.transform([(0, 0), (1, 1)])
+    assert x1 - x0 == pytest.approx(y1 - y0)  # a circle is round

@@ -1,0 +1,90 @@
+"""The commands that draw embeddings as sets: what they write, of scenes and of classes, and what they refuse."""
+
+import json
+
+import pytest
+import torch
+
+from probemb.errors import UserError
+from probemb.models import create_model, save_model
+from tools.make_scenes import Plan, make
+from zeroshot import ellipses, set_algebra
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    out = tmp_path_factory.mktemp("world") / "scenes"
+    plan = Plan(train=0, val=10, classes_images=0, size=32, captions=3, class_captions=96)
+    make(plan, out, workers=1)
+    return out
+
+
+def run(main, run_folder, data, out, **options):
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    return main([f"--model={run_folder}", f"--data={data}", f"--out={out}", "--device=cpu", *words])
+
+
+def test_set_algebra(run_folder, world, tmp_path, capsys):
+    assert run(set_algebra.main, run_folder, world / "val", tmp_path, inputs=8, examples=2, split="null") == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["inputs"] == 8
+    assert set(found["mixing"]) == {"cutmix", "mixup"}
+    for rows in found["erasing"].values():
+        assert [row["share"] for row in rows] == list(set_algebra.SHARES)
+        assert all(0 <= row[key] <= 1 for row in rows for key in ("wider", "lies_in", "covers", "covered"))
+    assert found["nested"]["pairs"] > 0
+    assert len(found["examples"]) == 2
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 6
+    assert {path.stem for path in (tmp_path / "figures").glob("*.pdf")} == {
+        *("sigma-pixels", "sigma-words", "coverage-pixels", "coverage-words", "example-1", "example-2")
+    }
+    told = capsys.readouterr().out
+    assert "pairs of nested captions" in told
+    assert "own intersection is closest" in told
+    before = (tmp_path / "results.json").read_bytes()
+    assert run(set_algebra.main, run_folder, world / "val", tmp_path, inputs=8, examples=2, split="null") == 0
+    assert (tmp_path / "results.json").read_bytes() == before  # the same again
+
+
+def test_halves_and_means():
+    one, two = torch.zeros(2, 3, 4, 6), torch.ones(2, 3, 4, 6)
+    assert set_algebra.mix(one, two, "cutmix").sum((0, 1, 2)).tolist() == [0, 0, 0, 24, 24, 24]
+    assert (set_algebra.mix(one, two, "mixup") == 0.5).all()
+    assert not one.any()
+
+
+def test_ellipses_of_classes_with_a_generic_caption(run_folder, world, tmp_path, capsys):
+    options = {"groups": 4, "per_group": 2, "generic": "a shape", "split": "train"}
+    assert run(ellipses.main, run_folder, world / "by-class", tmp_path, **options) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert len(found["groups"]) == 4
+    assert len(found["images"]["centre"]) == 8
+    assert set(found["images"]["groups"]) == set(found["captions"]["groups"]) == set(found["groups"])
+    assert len(found["captions"]["labels"]) == len(found["captions"]["angle"]) == 24
+    assert 0 <= found["generic"]["captions_inside"] <= 1
+    assert (tmp_path / "report.html").read_text().count("<svg") == 2
+    assert "generic caption" in capsys.readouterr().out
+
+
+def test_ellipses_of_single_images(run_folder, world, tmp_path):
+    assert run(ellipses.main, run_folder, world / "val", tmp_path, groups=3, split="null") == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert len(found["groups"]) == len(found["images"]["centre"]) == 3
+    assert found["generic"] is None
+
+
+@pytest.mark.parametrize("main", [set_algebra.main, ellipses.main])
+def test_what_is_refused(main, run_folder, world, tmp_path):
+    with pytest.raises(UserError, match="--model is missing"):
+        main([])
+    with pytest.raises(UserError, match="--data is missing"):
+        main([f"--model={run_folder}"])
+    save_model(create_model("ViT-Micro-32", probabilistic=False), tmp_path / "point")
+    with pytest.raises(UserError, match="a model with no variances"):
+        run(main, tmp_path / "point", world / "val", tmp_path / "out", split="null")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "report.html").write_text("mine")
+    with pytest.raises(UserError, match="was not written by this command"):
+        run(main, run_folder, world / "val", tmp_path / "mine", split="null")
