@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,7 @@ from probemb.errors import UserError
 from probemb.losses.output import LossOutput
 from probemb.models import DualEncoder, Encoded
 from probemb.models.heads.gpo import size_augment_mask
+from probemb.runs.watchdog import Progress, Watchdog
 from probemb.runs.window import Window
 
 if TYPE_CHECKING:
@@ -130,6 +132,7 @@ class Trainer:
         aside = set(self.joint.aside.parameters())
         self.trained = [parameter for parameter in self.joint.parameters() if parameter not in aside]
         self.stopping = False  # agreed by all ranks
+        self.progress = Progress(self.step)
 
     @property
     def step(self) -> int:
@@ -150,8 +153,13 @@ class Trainer:
         """Train to the end; returns whether it was asked to stop before, having finished its step and saved.
 
         Raises:
-            UserError: the loss or its gradient is NaN or Inf, or data cannot be read; nothing is stepped.
+            UserError: the loss or its gradient is NaN or Inf, or data cannot be read; nothing is stepped. Nothing moved
+                for `engine.timeout` minutes, or a rank is gone: a `Watchdog` ends the process if it cannot raise.
         """
+        with Watchdog(self.progress, Path(self.config.out), self.config.engine.timeout):
+            return self._fit()
+
+    def _fit(self) -> bool:
         last = min(self.config.epochs, self.config.stop_after_epochs or self.config.epochs)
         position = self.position
         while position.epoch < last:
@@ -170,6 +178,7 @@ class Trainer:
             if self.average and self.schedule.averages(position.samples):
                 self.average.update(self.joint.model, self.joint.method, self.joint.second)
             position.epoch += 1
+            self.progress.doing("validating")
             self.hooks.end_epoch(position.epoch)
             self.hooks.save(self.window.state())  # last: a run killed before repeats the end of the epoch
         return False
@@ -187,7 +196,7 @@ class Trainer:
         config, steps, window = self.config, self.loader.steps, self.window
         before, order = self.network * steps, self.position.epoch * len(self.networks) + self.network
         window.restart_clock()
-        for pairs in self.loader.epoch(order, self.step_in_epoch - before):
+        for pairs in self._noted(self.loader.epoch(order, self.step_in_epoch - before)):
             # ------------------------------------------------------------------------------------------- load, augment
             images, tokens, mask, mix = self._augment(pairs)
             # ----------------------------------------------------------------------------------------------- forward
@@ -232,6 +241,16 @@ class Trainer:
             return {}
         set_learning_rates(method.aside_optimizer, self.schedule, self.position.samples + self.config.batch_size)
         return method.after_step(batch, self.model)
+
+    def _noted(self, batches: Iterator) -> Iterator:
+        """The batches, with what this rank does noted for the watchdog."""
+        waiting = "waiting for data", getattr(self.loader, "waiting_for", None)
+        self.progress.doing(*waiting)
+        for pairs in batches:
+            self.progress.doing("computing")
+            yield pairs
+            self.progress.made(self.step)
+            self.progress.doing(*waiting)
 
     def _augment(self, pairs) -> tuple[Tensor, Tensor, Tensor | None, Mix | None]:
         config, rank = self.config, distributed.rank()

@@ -88,8 +88,11 @@ def launcher_has_store() -> bool:
 
 
 def connect_to_store(name: str) -> dist.Store | None:
-    """Another connection to the store at which the ranks met, for keys under `name`; None for a single process."""
-    if world_size() == 1:
+    """Another connection to the store at which the ranks met, for keys under `name`.
+
+    None for a single process, and for ranks that met in a file.
+    """
+    if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, world_size(), is_master=False, wait_for_workers=False)

@@ -151,7 +151,8 @@ requeue() {
   echo "       Submit it again: it resumes $1." >&2
 }
 
-repeat_usr1() { (while kill -USR1 "$1" 2>/dev/null; do sleep 5; done) & }
+# repeat_usr1 PID: a moment passes first, longer at every attempt of `run_ranks`, because USR1 kills what still starts.
+repeat_usr1() { (sleep "$attempt"; while kill -USR1 "$1" 2>/dev/null; do sleep 5; done) & }
 late() { scontrol show job "$SLURM_JOB_ID" | grep -q Reason=TimeLimit; }  # saved, but only after the time limit
 
 # run_ranks MODULE: runs it with `arguments` on every rank; requeues a run that was asked to stop, and exits.
@@ -162,12 +163,19 @@ run_ranks() {
   export MASTER_ADDR MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) PYTHON PREEMPTED
   say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST:" \
     "$SLURM_NTASKS ranks, meeting at $MASTER_ADDR:$MASTER_PORT: ${arguments[*]}"
-  follow repeat_usr1 srun --export=ALL --ntasks-per-node="${SLURM_NTASKS_PER_NODE:-1}" \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none --kill-on-bad-exit=0 --wait=600 --label \
-    bash -c "$(declare -f torch_sees rank); rank \"\$@\"" rank "$1" "${arguments[@]}"
+  local attempt
+  for attempt in 1 2 3; do
+    follow repeat_usr1 srun --export=ALL --ntasks-per-node="${SLURM_NTASKS_PER_NODE:-1}" \
+      --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none --kill-on-bad-exit=0 --wait=600 --label \
+      bash -c "$(declare -f torch_sees rank); rank \"\$@\"" rank "$1" "${arguments[@]}"
+    # 138: USR1 came before the ranks could ignore it. They start again here, without a requeue, because only a run that
+    # is told when it listens counts its starts without a step (probemb/runs/starts.py).
+    if [ "$code" != 138 ] || [ -z "$asked" ] || [ -n "$ended" ]; then break; fi
+    say "asked to stop before the ranks had started (attempt $attempt of 3)"
+  done
   if [ -n "$ended" ] && ! { [ "$code" = "$PREEMPTED" ] && late; }; then
     say "ended by Slurm (scancel, time limit or a failed node)"
-  elif [ "$code" = "$PREEMPTED" ] || { [ -n "$asked" ] && [ "$code" = 138 ]; }; then  # 138: USR1 before a rank started
+  elif [ "$code" = "$PREEMPTED" ]; then
     requeue "from its newest checkpoint"
   fi
   exit "$code"

@@ -5,6 +5,7 @@ show is the launcher; tests of torchrun and accelerate start it.
 """
 
 import os
+import random
 import signal
 import socket
 import sys
@@ -36,9 +37,7 @@ class Job:
         argv = ["command", *(f"--{name}={value}" for name, value in options.items()), *words]
         output.touch()
         self.output, self.before = output, output.stat().st_size
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = meeting_port()
         sys.stdout.flush()
         self.pids: list[int] = []
         for rank in range(ranks):
@@ -112,6 +111,15 @@ class Job:
                 self.kill()
                 raise AssertionError(f"'{words}' never came:\n{self.text()}")
             time.sleep(0.01)
+
+
+def meeting_port() -> int:
+    """A free port below those that the kernel hands out, which it may give to another process before the ranks meet."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _become(argv: list[str], rank: int, ranks: int, port: int, output: Path) -> None:

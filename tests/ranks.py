@@ -7,20 +7,23 @@ what must not be seen there (a measurement of memory) asks for `fresh` processes
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, fresh: bool = False
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 600, fresh: bool = False
 ) -> list[Any]:
     """fn(rank, world_size, *args) in `world_size` processes; returns the results in rank order.
 
     Results must be picklable: return arrays and numbers, or detached CPU tensors turned to numpy.
 
     Raises:
-        RuntimeError: with the traceback of the first rank that failed, or if a rank outlives `timeout` seconds.
+        RuntimeError: with the traceback of the first rank that failed, or if one was killed or outlives `timeout`
+            seconds, which is for busy machines and not what ends a test: a dead rank is noticed at once.
     """
     import torch  # noqa: F401  imported before the fork, once
 
@@ -38,7 +41,7 @@ def run_ranks(
         results: dict[int, Any] = {}
         try:
             for _ in ranks:
-                rank, result, error = queue.get(timeout=timeout)
+                rank, result, error = _next(queue, ranks, results, time.monotonic() + timeout)
                 if error:
                     raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
                 results[rank] = result
@@ -48,6 +51,20 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
     return [results[rank] for rank in range(world_size)]
+
+
+def _next(queue, ranks: list, results: dict, until: float) -> tuple[int, Any, str | None]:
+    """What the next rank to end has to say."""
+    while True:
+        ended = [i for i, process in enumerate(ranks) if process.exitcode is not None and i not in results]
+        try:
+            return queue.get(timeout=0.5)  # after the look: an ended rank has put its result before
+        except Empty:
+            if ended:
+                codes = ", ".join(f"rank {i} with {ranks[i].exitcode}" for i in ended)
+                raise RuntimeError(f"ended without a result: {codes}") from None
+            if time.monotonic() > until:
+                raise RuntimeError(f"no result of any rank but {sorted(results)}") from None
 
 
 def _rank(queue, store: str, rank: int, world_size: int, fn, args) -> None:
@@ -60,6 +77,8 @@ def _rank(queue, store: str, rank: int, world_size: int, fn, args) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # of an earlier test: these ranks meet in a file
+        os.environ.pop(name, None)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         result = fn(rank, world_size, *args)

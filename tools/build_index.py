@@ -122,7 +122,7 @@ def refuse_repeated(sources: Sequence[Embeddings]) -> None:
 
 def choose(options: Namespace, count: int, dim: int) -> Choice:
     """The requested factory, or a suitable one; sets the defaults of part_items and train_items. Raises UserError."""
-    from probemb.search import Choice, choose_factory
+    from probemb.search import Choice, choose_factory, refuse_small_gallery
     from probemb.search.choice import bytes_per_item, default_effort, takes_effort, training_count
     from probemb.search.unfinished import read_plan
 
@@ -131,6 +131,8 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
         choice = choose_factory(count, dim, memory)
     else:
         choice = Choice(options.factory, f"{options.factory}, as requested.", default_effort(options.factory))
+    if count:
+        refuse_small_gallery(choice.factory, count)
     if options.effort and not takes_effort(choice.factory):
         raise UserError(f"The index '{choice.factory}' always searches everything.", "Leave --effort out.")
     if options.effort and count and options.effort > count:

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.data.captions.find import find_captions
     from probemb.evaluation.benchmarks import choose_benchmarks, refuse_too_many_exact_pairs
     from probemb.evaluation.rankings import check_factory, ranking_names
+    from probemb.search import refuse_small_gallery
     from zeroshot.judgements import SCORES, read_judged
 
     rankings = ranking_names(config.rankings)
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_tolerance(config, rankings)
     captions = find_captions(config.data, config.split, config.images, exif=config.exif)
     _ = captions.images  # refuses data with missing images
+    if any(name.startswith("faiss") for name in rankings):
+        refuse_small_gallery(config.factory, min(len(captions), captions.n_captions))
     refuse_too_many_exact_pairs(captions)
     selection = find_selection(config, captions)
     check_metric(config, selection or captions)

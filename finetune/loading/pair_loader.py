@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from finetune.loading.pair_samples import PairBatch, Pairs, epoch_order, whole
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import Failure, Tally
-from probemb.data.workers import make_loader, naming_ended_workers, starting_workers
+from probemb.data.workers import describe_process, make_loader, naming_ended_workers, starting_workers
 from probemb.errors import UserError
 
 
@@ -146,6 +146,13 @@ class PairLoader:
             self._batches = iter(self._loader)
         if first and self._loader.num_workers:  # registered after PyTorch's own, so run before it
             atexit.register(_close, weakref.ref(self))
+
+    def waiting_for(self) -> str:
+        """The workers that prepare batches, with what keeps them from it; for another thread."""
+        workers = getattr(self._batches, "_workers", ())
+        return ", ".join(
+            ["waiting for data", *(f"data-worker-{i} ({describe_process(w.pid)})" for i, w in enumerate(workers))]
+        )
 
     def order(self, n: int) -> np.ndarray:
         """The pairs of epoch n as global batches, (steps, batch_size) int64."""

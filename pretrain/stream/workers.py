@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pretrain.stream.open_shards import LOOK_UP_SECONDS
+from probemb.data.workers import describe_process
 from probemb.errors import UserError
 
 _LOOK_AROUND_SECONDS = 1.0  # between an idle worker's checks for its parent
@@ -103,22 +103,13 @@ class Team:
     def late(self) -> list[tuple[int, str]]:
         """Workers whose next result is not there: their numbers, and "data-worker-0 (pid 7, stopped)"."""
         late = [i for i, connection in enumerate(self._connections) if not connection.poll()]
-        return [(i, f"{self._processes[i].name} ({_condition(self._processes[i].pid)})") for i in late]
+        return [(i, f"{self._processes[i].name} ({describe_process(self._processes[i].pid)})") for i in late]
 
     def release(self) -> None:
         """Allow the memory of the oldest job to be overwritten."""
         for connection in self._connections:
             with suppress(BrokenPipeError, ConnectionResetError):  # collect() reports a dead worker
                 connection.send(None)
-
-
-def _condition(pid: int) -> str:
-    """ "pid 7", and what keeps the process from running, as Linux knows it."""
-    states = {"T": ", stopped", "t": ", stopped", "D": ", waiting for a disk", "Z": ", ended"}
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return f"pid {pid}{states.get(state, '')}"
-    return f"pid {pid}"
 
 
 def _end(processes: list[multiprocessing.Process], connections: list[Connection]) -> None:

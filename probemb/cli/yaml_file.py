@@ -13,14 +13,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         seen: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.value in seen:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in seen:
                 raise UserError(
-                    f"{self.name} has the key {key.value} twice, in lines {seen[key.value]} and {line}.",
-                    "Remove one of them.",
+                    f"{self.name} has the key {name} twice, in lines {seen[name]} and {line}.", "Remove one of them."
                 )
-            seen[str(key.value)] = line
+            seen[name] = line
         return super().construct_mapping(node, deep)
 
 

@@ -7,9 +7,10 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError, ended_worker, worker_ended
@@ -94,6 +95,15 @@ def shorten_sockets() -> None:
         f"The name of the folder for temporary files, {wanted}, is too long for sockets between processes.",
         "Set TMPDIR to a shorter one, or use 0 workers.",
     )
+
+
+def describe_process(pid: int) -> str:
+    """Say "pid 7", and what keeps the process from running, as Linux knows it."""
+    states = {"T": ", stopped", "t": ", stopped", "D": ", waiting for a disk", "Z": ", ended"}
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"pid {pid}{states.get(state, '')}"
+    return f"pid {pid}"
 
 
 def _begin(_: int) -> None:

@@ -2,7 +2,7 @@
 (`reranking.py`), and a suitable type of index (`choice.py`).
 """
 
-from probemb.search.choice import Choice, choose_factory
+from probemb.search.choice import Choice, choose_factory, refuse_small_gallery
 from probemb.search.folder import load_index, require_model
 from probemb.search.index import CANDIDATES, Index, build_index, search, set_effort
 from probemb.search.items import Items
@@ -19,6 +19,7 @@ __all__ = [
     "choose_factory",
     "is_exact",
     "load_index",
+    "refuse_small_gallery",
     "require_model",
     "rerank",
     "search",

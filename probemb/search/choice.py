@@ -7,6 +7,8 @@ with compressed codes beyond); `tools.bench.search` measures their cost in recal
 import re
 from dataclasses import dataclass
 
+from probemb.errors import UserError
+
 GIB = 1 << 30
 FLAT_ITEMS = 100_000  # up to here an exact answer takes a few hundredths of a second on one core
 GRAPH_ITEMS = 20_000_000  # a graph of more takes days to build
@@ -75,6 +77,23 @@ def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62
     cells = re.search(r"IVF(\d+)", factory)
     wanted = max(50_000, 2 * TRAIN_PER_CELL * int(cells[1])) if cells else 100_000
     return min(count, wanted, max(10_000, memory // (8 * (dim + 1))))
+
+
+def least_items(factory: str) -> int:
+    """Number of items below which FAISS does not train an index: one for each cell and each entry of a codebook."""
+    cells = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
+    bits = [int(n or 8) for n in re.findall(r"(?:PQ|RQ)\d+(?:x(\d+))?", factory)]
+    bits += [int(n) for n in re.findall(r"IMI\d+x(\d+)", factory)]
+    return max([1, *cells, *(2**n for n in bits)])
+
+
+def refuse_small_gallery(factory: str, count: int) -> None:
+    """Raise UserError if so many items are too few to train an index on."""
+    if count < (least := least_items(factory)):
+        raise UserError(
+            f"The index '{factory}' cannot be made from {count:,} items: it needs at least {least:,}.",
+            "Use a smaller index, or Flat.",
+        )
 
 
 def _code_bytes(dim: int) -> int:

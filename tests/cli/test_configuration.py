@@ -117,6 +117,8 @@ def test_what_cannot_be_read_is_named(argv, message):
         ("just words", "holds no keys"),
         ("\x00", "not a YAML file"),
         ("name: a\npart: {rate: 1}\nname: b\n", "has the key name twice, in lines 1 and 3."),
+        ("? [a, b]\n: 1\n", "not a YAML file"),
+        ("!!map word\n", "not a YAML file"),
         ("part:\n  rate: 1\n  rate: 2\n", "has the key rate twice, in lines 2 and 3."),
         ("part:\n", "sets part to nothing, but it is a group of keys."),
         ("part: null\n", "sets part to nothing, but it is a group of keys."),

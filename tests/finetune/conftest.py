@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.disks import small_disk
 from tests.world import captioned, names, pictures, run_folder, shards
 from tools.make_scenes import Plan, make
 
-__all__ = ["captioned", "names", "pictures", "run_folder", "shards"]
+__all__ = ["captioned", "names", "pictures", "run_folder", "shards", "small_disk"]
 
 
 @pytest.fixture(scope="session")

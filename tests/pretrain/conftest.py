@@ -1,15 +1,15 @@
 """A small run for tests that disturb it."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from pretrain.config import Config
 from pretrain.stream.order import Order
 from probemb.data.shards.index import read_index
+from tests.disks import small_disk
 from tests.webserver import serve
 from tools.make_scenes import Plan, make
+
+__all__ = ["options", "shards", "silent", "small_disk", "world"]
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +57,3 @@ def silent(shards, options, tmp_path):
         site.troubles[f"{needed:05d}.tar"] = ["silence"] * 1000
         options |= {"data.train": site.address, "data.lanes": 2, "data.cache": tmp_path / "cache"}
         yield site
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """small_disk(bytes) -> a folder on a file system of that size; only root may make one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = []
-
-    def make_disk(size: int) -> Path:
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
-        )
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        made.append(folder)
-        return folder
-
-    yield make_disk
-    for one in made:
-        subprocess.run(["umount", "-l", str(one)], check=True)

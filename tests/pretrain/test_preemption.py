@@ -92,7 +92,7 @@ def test_a_signal_while_one_rank_waits_for_its_data(workers, rank, silent, optio
     began = time.monotonic()
     job.signal(signal.SIGUSR1, rank)
     assert job.wait() == [REQUEUE, REQUEUE], job.text()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # the server would keep it for minutes
     assert "step 2/10000 | stopped by" in job.text()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
     silent.troubles.clear()
@@ -113,7 +113,7 @@ def test_a_signal_while_a_single_process_waits_for_its_data(silent, options, tmp
         began = time.monotonic()
         job.signal(signal.SIGTERM)
         assert job.wait() == [REQUEUE], job.text()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30  # the server would keep it for minutes
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
 
 
@@ -157,7 +157,7 @@ def test_a_killed_rank_takes_the_job_down(options, tmp_path):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         (victim,) = (c for c in children if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{c}/environ").read_bytes())
         os.kill(int(victim), signal.SIGKILL)
-        process.wait(timeout=60)  # torchrun ends the others within 30 s
+        process.wait(timeout=300)  # torchrun ends the others within 30 s
     finally:
         process.kill()
     assert process.returncode == 1

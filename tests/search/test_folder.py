@@ -31,6 +31,7 @@ from probemb.search import (
     choose_factory,
     items,
     load_index,
+    refuse_small_gallery,
     require_model,
     rerank,
     search,
@@ -39,7 +40,7 @@ from probemb.search import (
 )
 from probemb.search.choice import bytes_per_item, cell_count, training_count
 from probemb.search.embeddings import Embeddings, item_schema, open_embeddings, plan_embeddings, save_embeddings
-from probemb.search.index import new_index, width_of
+from probemb.search.index import new_index, train, width_of
 from probemb.search.writing import write_index
 from tools.build_index import main
 
@@ -205,6 +206,28 @@ def test_an_index_keeps_its_weight_of_the_variances(weight, embeddings, tmp_path
     with pytest.raises(UserError, match="does not describe an index"):
         load_index(tmp_path / "index")
     assert build(embeddings, tmp_path / "one", "--tolerance", 1).form == "csd"
+
+
+@pytest.mark.parametrize(
+    ("factory", "least"),
+    [
+        ("Flat", 1), ("SQ8", 1), ("HNSW32", 1), ("IVF16,Flat", 16), ("IVF16,PQ4x4np", 16), ("IVF8,PQ4x5np", 32),
+        ("IMI2x4,Flat", 16), ("IVF64_HNSW32,Flat", 64), ("PQ4np", 256), ("PCA8,IVF300,PQ4np", 300),
+        ("OPQ4,PQ4x4np", 256),
+    ],
+)  # fmt: skip
+def test_the_least_gallery_is_the_least_that_faiss_trains(factory, least):
+    vectors = np.random.default_rng(0).standard_normal((least, 16), dtype=np.float32)
+    refuse_small_gallery(factory, least)
+    index = new_index(16, factory)
+    train(index, vectors, factory)
+    index.add(vectors)
+    assert index.ntotal == least
+    if least > 1:
+        with pytest.raises(UserError, match=f"from {least - 1} items: it needs at least {least}"):
+            refuse_small_gallery(factory, least - 1)
+        with pytest.raises(UserError, match=f"from {least - 1} items"):
+            train(new_index(16, factory), vectors[1:], factory)
 
 
 @pytest.mark.parametrize("factory", ["Flat", "HNSW16", "IVF16,Flat", "OPQ8_16,IVF8,PQ8x4np"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,26 @@ def test_a_signal_that_comes_before_the_ranks_listen_is_not_lost_and_kills_nobod
     jobs.cluster.until("the requeue", lambda: jobs.cluster.job(job)["Restarts"] == "1", job)
     assert "stopped by SIGUSR1" in jobs.log(job)
     assert "asked to stop: back into the queue" in jobs.log(job)
+
+
+def test_a_start_that_is_told_to_stop_before_its_ranks_can_ignore_it_is_counted(jobs):
+    """USR1 kills srun here, as it does a rank that has not set its trap; a second srun in the same start is told."""
+    programs, began = jobs.folder / "programs", jobs.folder / "began"
+    programs.mkdir()
+    srun = programs / "srun"
+    real = shutil.which("srun", path=jobs.cluster.env["PATH"])
+    srun.write_text(f'#!/bin/sh\n[ -e {began} ] || {{ touch {began}; exec sleep 60; }}\nexec {real} "$@"\n')
+    srun.chmod(0o755)
+    path = f"{programs}:{jobs.cluster.env['PATH']}"
+    endless = jobs.arguments("run", samples=16 * 10_000)
+    job = jobs.submit(*endless, sbatch=("--nodes=1", *TWO_NODES[1:]), **CPU, PATH=path)
+    jobs.cluster.until("the first srun", began.exists, job)
+    time.sleep(1)
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    jobs.cluster.until("the requeue", lambda: jobs.cluster.job(job)["Restarts"] == "1", job)
+    assert "asked to stop before the ranks had started (attempt 1 of 3)" in jobs.log(job)
+    assert "stopped by SIGUSR1" in jobs.log(job)
+    assert jobs.metrics("run") or (jobs.folder / "run" / ".starts").read_text() == "0 1\n"
 
 
 @pytest.mark.slow

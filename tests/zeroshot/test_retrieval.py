@@ -359,6 +359,8 @@ def test_an_index_that_cannot_be_is_refused_before_the_model_is_loaded(captioned
         command(tmp_path / "no-model", captioned, tmp_path / "out", "--factory", "Flatt")
     with pytest.raises(UserError, match="There is no model"):  # rankings without FAISS need none
         command(tmp_path / "no-model", captioned, tmp_path / "out", "--factory", "Flatt", "--rankings", "csd")
+    with pytest.raises(UserError, match=r"'IVF4096,Flat' cannot be made from .* items: it needs at least 4,096"):
+        command(tmp_path / "no-model", captioned, tmp_path / "out", "--factory", "IVF4096,Flat")
 
 
 def test_what_is_missing_is_said(run_folder, captioned, tmp_path):

@@ -1,4 +1,4 @@
-"""Disturb pretraining in every way that it promises to survive, and print what became of it.
+"""Disturb trainings in every way that they promise to survive, and print what became of them.
 
     python -m tools.bench.chaos                # all of it, ten minutes on two free cores
     python -m tools.bench.chaos --only disk    # tests whose name has the word; "not kills" leaves the longest out
@@ -21,6 +21,7 @@ from probemb.errors import UserError
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 FILES = (
     "end_to_end/test_chaos.py",
+    "finetune/test_disturbed.py",
     "pretrain/test_full_disk.py",
     "pretrain/test_preemption.py",
     "pretrain/test_watchdog.py",
@@ -67,7 +68,7 @@ def disturb(files: Sequence[Path], only: str = "") -> tuple[Outcomes, int]:
 
 def main() -> int:
     """Print the table; 1 if a promise was broken."""
-    parser = Parser(prog="python -m tools.bench.chaos", description="Disturb pretraining and see what becomes of it.")
+    parser = Parser(prog="python -m tools.bench.chaos", description="Disturb trainings and see what becomes of them.")
     parser.add_argument("--only", default="", metavar="WORD", help="tests whose name has this word (pytest's -k)")
     only = parser.parse_args().only
     if not TESTS.is_dir():

@@ -1,5 +1,7 @@
 """Speeds at the devices' peaks, for the MFU."""
 
+import json
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from pretrain.plan.cost import flops
 from pretrain.plan.peak import PEAKS, gpu_of_this_machine, images_at, images_at_peak, named_gpu, peak_flops
 from pretrain.plan.trace import Setting, build
 from probemb.errors import UserError
+from tests.forked import Job
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,25 @@ def test_shorter_texts_are_less_work_and_the_length_is_interpolated():
         setting = Setting(OBJECTIVES["pcmepp"](config.loss), 1, 8, tokens, 1, 1, False, False, False)
         assert speed(tokens) == pytest.approx(8e12 / flops(model, setting)["model_per_step"], rel=0.02)
     assert speed(model.context_length) < speed(8)
+
+
+def test_a_run_logs_its_share_of_a_known_peak(options, tmp_path):
+    """On CPUs that are said to have one, as none in the table does."""
+    peak = 1e11
+
+    def prepare(rank):
+        import pretrain.plan.peak
+
+        def known(config, precision, world_size, device):
+            return images_at(world_size * peak, config, precision, world_size)
+
+        pretrain.plan.peak.images_at_peak = known
+
+    job = Job({**options, "samples": 48}, ranks=2, output=tmp_path / "log", prepare=prepare)
+    assert job.wait() == [0, 0], job.text()
+    speed = images_at(2 * peak, Config(batch_size=16, model=Model(name="ViT-Micro-32")), "fp32", 2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    for one in lines:
+        assert one["mfu"] == pytest.approx(one["images_per_second"] / speed(one["text_tokens"]))
+        assert f" | MFU {100 * one['mfu']:.1f} % | " in job.text()
