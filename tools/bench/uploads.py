@@ -2,7 +2,7 @@
 
     python -m tools.bench.uploads --index indexes/scenes
 
-The server, the uploads and the texts are processes of their own, on one machine. --uploads connections send a plain PNG,
+The server, the uploads and the texts are processes of their own, on one machine. --uploads connections send a PNG,
 small as a file and large once decoded, again as soon as the one before is answered: of 64 million pixels, which the
 server refuses by its header, and of 16 million, the most that it decodes.
 """
