@@ -111,30 +111,30 @@ def run(study: Study, out: Path, n_seeds: int = 3, workers: int = 2, report_only
     """Train what is not there yet, then judge and write; returns what claims.json holds."""
     from probemb.cli.results import claim_files, write_json
     from probemb.files import replace_text
-    from tools.claims.queue import Kept, measure_all, train_all
+    from tools.claims.queue import Archive, measure_all, train_all
     from tools.claims.report import report
     from tools.claims.tables import markdown_tables, text_tables
     from tools.claims.verdicts import Found
 
     claim_files(out, ("claims.json", "claims.md", "report.html"), GENERATOR)
-    keep = Kept(out, study)
+    archive = Archive(out, study)
     seeds, began = list(range(n_seeds)), time.perf_counter()
     if report_only:
-        seeds = [seed for seed in seeds if all(keep.read(one) for one in study.plan([seed]))]
+        seeds = [seed for seed in seeds if all(archive.read(one) for one in study.plan([seed]))]
         if not seeds:
             raise UserError(f"No seed is finished in {out}.", "Start without --report to train.")
     trainings = study.plan(seeds)
-    found = (measure_all if report_only else train_all)(study, trainings, keep, workers)
+    found = (measure_all if report_only else train_all)(study, trainings, archive, workers)
     seconds = time.perf_counter() - began
-    by_variant = Found(trainings, found, keep.name)
-    claims = study.judge(by_variant, keep)
+    by_variant = Found(trainings, found, archive.name)
+    claims = study.judge(by_variant, archive)
     print("\n".join(text_tables(claims)), flush=True)
     content = {
         "settings": asdict(study.settings),
         "seeds": seeds,
         "seconds": seconds,
         "claims": claims,
-        "trainings": [{**asdict(training), **found[keep.name(training)]} for training in trainings],
+        "trainings": [{**asdict(training), **found[archive.name(training)]} for training in trainings],
     }
     write_json(out / "claims.json", content, GENERATOR)
     told = study.describe(len(trainings), seeds)

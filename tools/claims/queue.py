@@ -21,7 +21,7 @@ from tools.claims.study import Study, Tell
 TELL_EVERY = 15.0  # seconds
 
 
-class Kept:
+class Archive:
     """Finished trainings on disk: OUT/trainings/NAME.json, OUT/embeddings/NAME.safetensors, OUT/pretraining/SEED.pt.
 
     Raises:
@@ -62,7 +62,7 @@ class Kept:
         return content["found"] if content.get("training") == self._identity(training) else None
 
     def write(self, training, found: dict) -> None:
-        """Keep it; a whole file or none."""
+        """Archive a finished training; a whole file or none."""
         from probemb.files import replace_text
 
         path = self.out / "trainings" / f"{self.name(training)}.json"
@@ -72,24 +72,24 @@ class Kept:
         return json.loads(json.dumps({**asdict(training), **self._identity_of(training)}))
 
 
-_WORK: dict = {}  # what forked workers inherit: study, world, keep, steps done
+_INHERITED: dict = {}  # what forked workers inherit: study, world, archive, steps done
 
 
 def train_all(
-    study: Study, trainings: Sequence, keep: Kept, workers: int, test: bool = True, tell: Tell | None = None
+    study: Study, trainings: Sequence, archive: Archive, workers: int, test: bool = True, tell: Tell | None = None
 ) -> dict:
     """Train what is not kept, `workers` at a time, after the pretraining they start from; returns found by name."""
     tell = tell or (lambda line: print(line, flush=True))
-    found = {keep.name(one): keep.read(one) for one in trainings}
-    missing = [one for one in trainings if found[keep.name(one)] is None]
+    found = {archive.name(one): archive.read(one) for one in trainings}
+    missing = [one for one in trainings if found[archive.name(one)] is None]
     if len(missing) < len(trainings):
         tell(f"{len(trainings) - len(missing)} of {len(trainings)} trainings are kept from before")
     if not missing:
         return found
     seeds = list(dict.fromkeys(one.seed for one in missing))
-    world, context = _prepare(study, seeds, keep, tell, test)
-    done, first = _WORK["done"], study.starting_steps(world)
-    unstarted = [seed for seed in seeds if first and not keep.start(seed).exists()]
+    world, context = _prepare(study, seeds, archive, tell, test)
+    done, first = _INHERITED["done"], study.starting_steps(world)
+    unstarted = [seed for seed in seeds if first and not archive.start(seed).exists()]
     total = first * len(unstarted) + sum(study.steps(world, one) for one in missing)
     progress = Progress(total, len(missing), lambda: done.value, study, tell)
     queue = [one for one in missing if one.seed not in unstarted]
@@ -113,44 +113,44 @@ def train_all(
                     queue = sorted(queue + [other for other in missing if other.seed == one], key=missing.index)
                     progress.line(f"pretraining of seed {one} is done")
                 else:
-                    found[keep.name(one)], seconds = future.result()
-                    progress.finished(one, found[keep.name(one)], seconds)
+                    found[archive.name(one)], seconds = future.result()
+                    progress.finished(one, found[archive.name(one)], seconds)
             if not ready:
                 progress.line()
     except BrokenProcessPool:
         raise UserError("A training was ended from outside.", "Start again: finished trainings are kept.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        _WORK.clear()
+        _INHERITED.clear()
     return found
 
 
-def measure_all(study: Study, trainings: Sequence, keep: Kept, workers: int, tell: Tell | None = None) -> dict:
+def measure_all(study: Study, trainings: Sequence, archive: Archive, workers: int, tell: Tell | None = None) -> dict:
     """Measure finished trainings again, from what is kept of them; returns found by name."""
     seeds = list(dict.fromkeys(one.seed for one in trainings))
     if type(study).measure_again is Study.measure_again:
-        return {keep.name(one): keep.read(one) for one in trainings}
-    _, context = _prepare(study, seeds, keep, tell or (lambda line: print(line, flush=True)), True)
+        return {archive.name(one): archive.read(one) for one in trainings}
+    _, context = _prepare(study, seeds, archive, tell or (lambda line: print(line, flush=True)), True)
     try:
         with ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),)) as pool:
             measured, found = pool.map(_measure, trainings), {}  # forks before the bar has a thread
             with progress("measured", len(trainings)) as advance:
                 for training, one in zip(trainings, measured):
-                    found[keep.name(training)] = one
+                    found[archive.name(training)] = one
                     advance(1)
             return found
     finally:
-        _WORK.clear()
+        _INHERITED.clear()
 
 
-def _prepare(study: Study, seeds: list[int], keep: Kept, tell: Tell, test: bool) -> tuple:
+def _prepare(study: Study, seeds: list[int], archive: Archive, tell: Tell, test: bool) -> tuple:
     """World and context of workers that are about to be forked."""
     import torch
 
     torch.set_num_threads(1)
-    world = study.prepare(seeds, keep.out, tell)
+    world = study.prepare(seeds, archive.out, tell)
     context = multiprocessing.get_context("fork")
-    _WORK.update(study=study, world=world, keep=keep, done=context.Value("d", 0.0), test=test)
+    _INHERITED.update(study=study, world=world, archive=archive, done=context.Value("d", 0.0), test=test)
     for module in study.modules:
         __import__(module)  # once, before the fork
     return world, context
@@ -194,7 +194,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _step_done(cost: float) -> Callable[[], None]:
-    done = _WORK["done"]
+    done = _INHERITED["done"]
 
     def advance() -> None:
         with done.get_lock():
@@ -209,21 +209,21 @@ def _pretrain(seed: int) -> None:
     from probemb.files import replace_file
 
     torch.set_num_threads(1)
-    state = _WORK["study"].pretrain(_WORK["world"], seed, _step_done(1.0))
-    replace_file(_WORK["keep"].start(seed), lambda aside: torch.save(state, aside))
+    state = _INHERITED["study"].pretrain(_INHERITED["world"], seed, _step_done(1.0))
+    replace_file(_INHERITED["archive"].start(seed), lambda aside: torch.save(state, aside))
 
 
 def _train(training) -> tuple[dict, float]:
     import torch
 
     torch.set_num_threads(1)
-    study, world, keep = (_WORK[name] for name in ("study", "world", "keep"))
+    study, world, archive = (_INHERITED[name] for name in ("study", "world", "archive"))
     began, cpu = time.perf_counter(), time.process_time()
-    start = torch.load(keep.start(training.seed), weights_only=True) if study.starting_steps(world) else None
+    start = torch.load(archive.start(training.seed), weights_only=True) if study.starting_steps(world) else None
     step_done = _step_done(study.step_cost(training))
-    found = study.train(world, training, start, step_done, keep, _WORK["test"])
+    found = study.train(world, training, start, step_done, archive, _INHERITED["test"])
     found |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
-    keep.write(training, found)
+    archive.write(training, found)
     return found, found["seconds"]
 
 
@@ -231,7 +231,7 @@ def _measure(training) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    keep = _WORK["keep"]
-    found = _WORK["study"].measure_again(_WORK["world"], training, keep.read(training), keep)
-    keep.write(training, found)
+    archive = _INHERITED["archive"]
+    found = _INHERITED["study"].measure_again(_INHERITED["world"], training, archive.read(training), archive)
+    archive.write(training, found)
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tools.claims.queue import Kept
+    from tools.claims.queue import Archive
     from tools.claims.verdicts import Found
 
 Tell = Callable[[str], object]
@@ -65,16 +65,16 @@ class Study(ABC):
 
     @abstractmethod
     def train(
-        self, world: Any, training, start: dict | None, step_done: Callable[[], object], keep: Kept, test: bool
+        self, world: Any, training, start: dict | None, step_done: Callable[[], object], archive: Archive, test: bool
     ) -> dict:
         """Train and measure: plain numbers, "validation" among them; `test` False measures nothing else."""
 
-    def measure_again(self, world: Any, training, found: dict, keep: Kept) -> dict:
+    def measure_again(self, world: Any, training, found: dict, archive: Archive) -> dict:
         """What `--report` measures of a finished training; by default what is kept."""
         return found
 
     @abstractmethod
-    def judge(self, found: Found, keep: Kept) -> list[dict]:
+    def judge(self, found: Found, archive: Archive) -> list[dict]:
         """The claims, each with "title", "claim", "head", "rows", "comparisons" and "notes"."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ from tools.claims.flickr8k import measuring, world
 from tools.claims.flickr8k.study import Flickr8k
 from tools.claims.flickr8k.training import CHOSEN, Settings, create, embed
 from tools.claims.flickr8k.world import Files, KeptFeatures, Loader, bucketed_order, read_world
-from tools.claims.queue import Kept
+from tools.claims.queue import Archive
 
 SETTINGS = Settings(name="resnet-gru-small", min_count=1, batch_size=20, epochs=1)
 SIZES = {"train": 24, "val": 8, "test": 8}
@@ -177,7 +177,7 @@ def test_a_run_and_its_report(files, tmp_path, capsys):
         assert one["judged"] == other["judged"]
     assert "1. Methods" in capsys.readouterr().out
     with pytest.raises(UserError, match="other settings"):
-        Kept(tmp_path / "claims", Flickr8k(files))
+        Archive(tmp_path / "claims", Flickr8k(files))
 
 
 def test_options_of_another_world_are_refused(tmp_path):

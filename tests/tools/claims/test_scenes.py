@@ -12,7 +12,7 @@ from finetune.loading.pair_loader import PairLoader
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
 from tools.claims import command as claims
-from tools.claims.queue import Kept
+from tools.claims.queue import Archive
 from tools.claims.scenes.findings import PRETRAINING
 from tools.claims.scenes.study import METHODS, Scenes
 from tools.claims.scenes.training import CHOSEN, GRID, Settings, Training
@@ -129,15 +129,15 @@ def test_a_tiny_run_and_going_on_with_it(tmp_path, capsys):
     assert told.count("###") == 6
 
     with pytest.raises(UserError, match="other settings"):
-        Kept(tmp_path / "claims", Scenes())
+        Archive(tmp_path / "claims", Scenes())
 
 
 def test_a_kept_training_with_other_values_is_not_used(tmp_path):
-    keep = Kept(tmp_path, STUDY)
-    keep.write(Training("vse", 0, "vse"), {"x": 1})
-    assert keep.read(Training("vse", 0, "vse")) == {"x": 1}
-    assert keep.read(Training("vse", 0, "vse", chosen=(("lr", 0.1),))) is None
-    assert keep.read(Training("vse", 1, "vse")) is None
+    archive = Archive(tmp_path, STUDY)
+    archive.write(Training("vse", 0, "vse"), {"x": 1})
+    assert archive.read(Training("vse", 0, "vse")) == {"x": 1}
+    assert archive.read(Training("vse", 0, "vse", chosen=(("lr", 0.1),))) is None
+    assert archive.read(Training("vse", 1, "vse")) is None
 
 
 def test_arguments_are_checked():

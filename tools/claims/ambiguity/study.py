@@ -25,7 +25,7 @@ from tools.claims.ambiguity.measuring import look, measure
 from tools.claims.ambiguity.training import NOTHING, RANDOM, START, Settings, Training, pretrain, train
 from tools.claims.ambiguity.world import World, draw_world
 from tools.claims.embeddings import keep_embeddings, read_embeddings
-from tools.claims.queue import Kept, train_all
+from tools.claims.queue import Archive, train_all
 from tools.claims.scenes.measuring import embed
 from tools.claims.study import Study, Tell
 from tools.claims.verdicts import Found
@@ -94,25 +94,25 @@ class Ambiguity(Study):
     def pretrain(self, world: World, seed: int, step_done: Callable[[], object]) -> dict:
         return pretrain(world, self.settings, seed, step_done)
 
-    def train(self, world: World, training: Training, start, step_done: Callable, keep: Kept, test: bool) -> dict:
+    def train(self, world: World, training: Training, start, step_done: Callable, archive: Archive, test: bool) -> dict:
         model = train(world, self.settings, training, start, step_done)
         scalars = {"scale": model.scale.item(), "shift": model.shift.item()}
         parts = {"validation": world.validation, **({"test": world.test} if test else {})}
         embedded = {name: embed(model, part) for name, part in parts.items()}
         if not test:
             return _looked(embedded["validation"], world)
-        keep_embeddings(keep.embeddings(keep.name(training)), embedded)
-        return self.measure_again(world, training, scalars, keep)
+        keep_embeddings(archive.embeddings(archive.name(training)), embedded)
+        return self.measure_again(world, training, scalars, archive)
 
-    def measure_again(self, world: World, training: Training, found: dict, keep: Kept) -> dict:
+    def measure_again(self, world: World, training: Training, found: dict, archive: Archive) -> dict:
         """Measure from the kept embeddings, as `train` does."""
-        parts = read_embeddings(keep.embeddings(keep.name(training)))
+        parts = read_embeddings(archive.embeddings(archive.name(training)))
         found = {**found, **_looked(parts["validation"], world)}
         weights, match = found["chosen_by"]["tolerance"], MatchModel(found["scale"], found["shift"])
         closely = training.name in findings.CLOSELY
         return {**found, **measure(parts["test"], world.test, weights, match, closely)}
 
-    def judge(self, found: Found, keep: Kept) -> list[dict]:
+    def judge(self, found: Found, archive: Archive) -> list[dict]:
         return findings.judge(found)
 
     def charts(self, found: Found, claims: list[dict]) -> list[list]:
@@ -128,15 +128,15 @@ class Ambiguity(Study):
 
     def choose(self, out: Path, workers: int) -> None:
         """Print, on validation scenes, the start and the recipe at every value of GRID."""
-        keep = Kept(out, self)
+        archive = Archive(out, self)
         trainings = [Training("choose start", SELECTION_SEED, NOTHING)] + [
             Training(f"choose lr {lr:g} clip {clip:g}", SELECTION_SEED, clip=clip, lr=lr)
             for lr in GRID["lr"]
             for clip in GRID["clip"]
         ]
-        found = train_all(self, trainings, keep, workers, test=False)
+        found = train_all(self, trainings, archive, workers, test=False)
         for training in trainings:
-            one = found[keep.name(training)]["chosen_by"]
+            one = found[archive.name(training)]["chosen_by"]
             print(
                 f"{training.name}: Spearman {one['spearman']:+.3f}, mAP@R i->t {100 * one['i2t']:.2f}, "
                 f"t->i {100 * one['t2i']:.2f}, RSUM {one['rsum']:.1f}",

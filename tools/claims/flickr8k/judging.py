@@ -66,7 +66,7 @@ class Judge:
         tolerant, about = cross_fitted(pairs, self.once)
         return found | {"tolerance": tolerant}, about["chosen"]
 
-    def compare(self, found, keep, variants: Sequence[str]) -> dict[str, dict]:
+    def compare(self, found, archive, variants: Sequence[str]) -> dict[str, dict]:
         """Average precision of every variant and ranking less InfoNCE's, by the paired bootstrap over captions.
 
         Metrics of the seeds are averaged; both sides take the mean of both halves, as cross-fitted scores need it.
@@ -77,7 +77,7 @@ class Judge:
 
         def of(variant: str) -> dict[str, Tensor]:
             seeds = [
-                self.scores(*read_embeddings(keep.embeddings(name))["test"], variant != RIVAL)[0]
+                self.scores(*read_embeddings(archive.embeddings(name))["test"], variant != RIVAL)[0]
                 for name in found.names(variant)
             ]
             return {ranking: torch.stack([one[ranking] for one in seeds]) for ranking in seeds[0]}

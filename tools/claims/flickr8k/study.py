@@ -29,7 +29,7 @@ from tools.claims.flickr8k.judging import Judge
 from tools.claims.flickr8k.measuring import measure
 from tools.claims.flickr8k.training import CHOSEN, GRID, NEEDS, Settings, Training, embed, fit, reads_maps
 from tools.claims.flickr8k.world import SPLITS, Files, World, read_world
-from tools.claims.queue import Kept, train_all
+from tools.claims.queue import Archive, train_all
 from tools.claims.study import Study, Tell
 from tools.claims.verdicts import Found
 
@@ -98,19 +98,19 @@ class Flickr8k(Study):
         steps = len(world.train.tokens) // self.settings.batch_size * training.epochs(self.settings) * networks
         return steps * self.step_cost(training)
 
-    def train(self, world: World, training: Training, start, step_done: Callable, keep: Kept, test: bool) -> dict:
+    def train(self, world: World, training: Training, start, step_done: Callable, archive: Archive, test: bool) -> dict:
         model, found = fit(world, self.settings, training, step_done)
         if not test:
             return found
         one = model.models[0] if hasattr(model, "models") else model
         parts = {"validation": world.validation, "test": world.test, "coco": world.coco}
         embedded = {name: embed(model, part, reads_maps(one)) for name, part in parts.items() if part is not None}
-        keep_embeddings(keep.embeddings(keep.name(training)), embedded)
-        return self.measure_again(world, training, found, keep)
+        keep_embeddings(archive.embeddings(archive.name(training)), embedded)
+        return self.measure_again(world, training, found, archive)
 
-    def measure_again(self, world: World, training: Training, found: dict, keep: Kept) -> dict:
+    def measure_again(self, world: World, training: Training, found: dict, archive: Archive) -> dict:
         """Measure from the kept embeddings, as `train` does."""
-        parts = read_embeddings(keep.embeddings(keep.name(training)))
+        parts = read_embeddings(archive.embeddings(archive.name(training)))
         datasets = {"validation": world.validation.dataset, "test": world.test.dataset}
         if "coco" in parts and world.coco is None:
             del parts["coco"]
@@ -128,9 +128,9 @@ class Flickr8k(Study):
             return None
         return Judge(self.files.judgements, test or find_captions(self.files.data, SPLITS["test"]))
 
-    def judge(self, found: Found, keep: Kept) -> list[dict]:
+    def judge(self, found: Found, archive: Archive) -> list[dict]:
         judge = self.make_judge()
-        return findings.judge(found, None if judge is None else judge.compare(found, keep, findings.PROBABILISTIC))
+        return findings.judge(found, None if judge is None else judge.compare(found, archive, findings.PROBABILISTIC))
 
     def charts(self, found: Found, claims: list[dict]) -> list[list]:
         return charts.charts(found, claims)
@@ -149,7 +149,7 @@ class Flickr8k(Study):
 
     def choose(self, out: Path, workers: int) -> None:
         """Print validation RSUM of every entry of CHOSEN at the learning rates of GRID, and of NEEDS."""
-        keep = Kept(out, self)
+        archive = Archive(out, self)
         trainings = [
             Training(
                 f"choose {name} lr {lr:g}", SELECTION_SEED, name.partition(" ")[0], chosen=(("lr", lr),),
@@ -162,7 +162,7 @@ class Flickr8k(Study):
             Training(f"choose {name}", SELECTION_SEED, "pcmepp", clip=clip, chosen=tuple(values.items()))
             for name, (clip, values) in NEEDS.items()
         ]
-        found = train_all(self, trainings, keep, workers, test=False)
+        found = train_all(self, trainings, archive, workers, test=False)
         for training in trainings:
-            values = found[keep.name(training)]["validation"]
+            values = found[archive.name(training)]["validation"]
             print(f"{training.name}: {max(values):.1f} ({', '.join(f'{one:.1f}' for one in values)})", flush=True)

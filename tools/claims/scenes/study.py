@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.claims.queue import Kept, train_all
+from tools.claims.queue import Archive, train_all
 from tools.claims.scenes import charts, findings
 from tools.claims.scenes.findings import PAPERS_START, PRETRAINING, WITH_CLIP
 from tools.claims.scenes.training import CHOSEN, GRID, LEARNING_RATES, Settings, Training, pretrain, train
@@ -93,10 +93,10 @@ class Scenes(Study):
     def pretrain(self, world: World, seed: int, step_done: Callable[[], object]) -> dict:
         return pretrain(world, self.settings, seed, step_done)
 
-    def train(self, world, training, start, step_done, keep: Kept, test: bool) -> dict:
+    def train(self, world, training, start, step_done, archive: Archive, test: bool) -> dict:
         return train(world, self.settings, training, start, step_done, test)
 
-    def judge(self, found: Found, keep: Kept) -> list[dict]:
+    def judge(self, found: Found, archive: Archive) -> list[dict]:
         return findings.judge(found)
 
     def charts(self, found: Found, claims: list[dict]) -> list[list]:
@@ -112,7 +112,7 @@ class Scenes(Study):
 
     def choose(self, out: Path, workers: int) -> None:
         """Print validation mAP@R for the values of GRID and LEARNING_RATES."""
-        keep = Kept(out, self)
+        archive = Archive(out, self)
         seen: dict[str, list[tuple[float, dict]]] = {method: [] for method in GRID}
 
         def look(grid: dict[str, list[dict]]) -> None:
@@ -121,9 +121,9 @@ class Scenes(Study):
                 for method, values in grid.items()
                 for value in values
             ]
-            found = train_all(self, trainings, keep, workers, test=False)
+            found = train_all(self, trainings, archive, workers, test=False)
             for training in trainings:
-                value = max(found[keep.name(training)]["validation"])
+                value = max(found[archive.name(training)]["validation"])
                 print(f"{training.name}: {100 * value:.2f}", flush=True)
                 seen[training.method].append((value, dict(training.chosen)))
 
