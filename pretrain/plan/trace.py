@@ -57,8 +57,19 @@ def build(config: Config) -> DualEncoder:
     return fake(lambda: towers.create(config.train_paths))
 
 
+@cache
+def start_autograd() -> None:
+    """Call before a process' first fake mode, or no process that is forked later can compute gradients.
+
+    The first backward pass starts a thread for each kind of device that it finds, and does not do so in forked
+    processes. A fake mode feigns a GPU.
+    """
+    torch.zeros((), requires_grad=True).backward()
+
+
 def fake(make: Callable[[], nn.Module]) -> nn.Module:
     """The result of `make` with fake weights, and with their `fake_mode` as an attribute."""
+    start_autograd()
     with torch.random.fork_rng(devices=[]), init_empty_weights():
         model = make()
     with FakeTensorMode(allow_non_fake_inputs=True) as model.fake_mode:
@@ -225,6 +236,7 @@ def _trace_towers(model: DualEncoder, rows: int, text_tokens: int, half: bool, g
 
 def trace_loss(model: DualEncoder, s: Setting) -> Trace:
     """The loss of one rank's rows against all ranks' columns, from the Gaussians on."""
+    start_autograd()
     with FakeTensorMode():
         leaves = [torch.empty(s.rows, model.embed_dim, requires_grad=True) for _ in range(4)]
         leaves.append(torch.empty(3, requires_grad=True))

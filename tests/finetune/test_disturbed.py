@@ -44,7 +44,10 @@ def test_finetuning_names_a_stopped_data_worker_and_ends(options, tmp_path):
     assert f"(pid {worker}, stopped)" in job.text()
     stacks = (tmp_path / "run" / "stacks" / "rank-0.txt").read_text()
     assert "in _iterate" in stacks  # the main thread
-    assert not Path(f"/proc/{worker}").exists()
+    until = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists():  # killed, and then reaped by init
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_finetuning_names_a_stopped_rank_and_ends(options, tmp_path):
@@ -64,8 +67,8 @@ def test_finetuning_names_a_stopped_rank_and_ends(options, tmp_path):
 
 
 def test_finetuning_on_a_disk_that_fills_up_stops_all_ranks_and_resumes(options, small_disk, tmp_path):
-    """1.7 M parameters: 21 MB a checkpoint, 7 MB the model; the second checkpoint does not fit any more."""
-    disk = small_disk(45 << 20)
+    """1.7 M parameters: 21 MB a checkpoint; the second checkpoint does not fit any more."""
+    disk = small_disk(40 << 20)
     options = {**options, "out": disk / "run", "save-every": 2, "epochs": 2}
     refused(Job(options, ranks=2, output=tmp_path / "log"), "could not be written", "No space left", "Make room")
     (whole,) = (disk / "run" / "checkpoints").iterdir()

@@ -1,6 +1,10 @@
 """Speeds at the devices' peaks, for the MFU."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +93,25 @@ def test_a_run_logs_its_share_of_a_known_peak(options, tmp_path):
     for one in lines:
         assert one["mfu"] == pytest.approx(one["images_per_second"] / speed(one["text_tokens"]))
         assert f" | MFU {100 * one['mfu']:.1f} % | " in job.text()
+
+
+FORK = """
+import os
+import torch
+from pretrain.config import Config, Model
+from pretrain.plan.peak import images_at
+
+images_at(1e12, Config(batch_size=8, model=Model(name="ViT-Micro-32")), "fp32", 1)(8)
+if (child := os.fork()) == 0:
+    torch.ones(3, requires_grad=True).sum().backward()
+    os._exit(7)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_what_is_forked_after_planning_computes_gradients():
+    """In a process whose first backward pass is the plan's, on tensors that feign a GPU."""
+    root = Path(__file__).resolve().parents[3]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", FORK], cwd=root, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 7, done.stderr
