@@ -11,7 +11,7 @@ from tools.claims.flickr8k.world import Files
 from tools.claims.methods import findings
 from tools.claims.methods.study import Methods, Settings
 from tools.claims.methods.variants import PAPERS, VARIANTS, chosen_variants, rankings_of, training_of
-from tools.claims.queue import Kept
+from tools.claims.queue import Archive
 
 NOTHING = Files(None, None, None, None, None)
 
@@ -71,7 +71,7 @@ def test_a_second_start_trains_nothing(study):
     before = log.stat().st_mtime_ns
     assert claims.run(study, out, n_seeds=1, workers=1)["trainings"] == content["trainings"]
     assert log.stat().st_mtime_ns == before
-    assert Kept(out, study).read(training_of("pcmepp-clip", 0)) is not None
+    assert Archive(out, study).read(training_of("pcmepp-clip", 0)) is not None
 
 
 def test_a_training_that_fails_says_where_to_read(tmp_path):

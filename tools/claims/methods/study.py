@@ -26,7 +26,7 @@ from tools.claims.methods.variants import rankings_of, training_of
 from tools.claims.study import Study, Tell
 
 if TYPE_CHECKING:
-    from tools.claims.queue import Kept
+    from tools.claims.queue import Archive
     from tools.claims.verdicts import Found
 
 MIN_COUNT = 4  # occurrences of a word of the vocabulary
@@ -118,16 +118,16 @@ class Methods(Study):
     def steps(self, world: World, training: Training) -> float:
         return world.pairs // self.settings.batch_size * self.epochs * self.step_cost(training)
 
-    def train(self, world: World, training: Training, start, step_done: Callable, keep: Kept, test: bool) -> dict:
-        name = keep.name(training)
-        train(world, training, name, keep.out, step_done)
-        run = keep.out / "runs" / name
+    def train(self, world: World, training: Training, start, step_done: Callable, archive: Archive, test: bool) -> dict:
+        name = archive.name(training)
+        train(world, training, name, archive.out, step_done)
+        run = archive.out / "runs" / name
         found: dict = {"validation": validated(run), "step": seconds_per_step(run, self.settings.batch_size)}
         if test:
-            found |= findings.extract(measure(world, training, name, keep.out, rankings_of(training.name)))
+            found |= findings.extract(measure(world, training, name, archive.out, rankings_of(training.name)))
         return found
 
-    def judge(self, found: Found, keep: Kept) -> list[dict]:
+    def judge(self, found: Found, archive: Archive) -> list[dict]:
         return findings.judge(found, self.variants)
 
     def charts(self, found: Found, claims: list[dict]) -> list[list]:
