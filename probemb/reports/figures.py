@@ -15,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from matplotlib import patheffects
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 from matplotlib.style import context
@@ -191,11 +192,12 @@ class Chart:
         Args:
             wide: a heavy outline without a filling.
         """
+        fill = 0.0 if wide else min(0.3, 2 / len(rows))  # many lie over each other
         for x, y, a, b, angle, _ in rows:
             self._axes.add_patch(
                 Ellipse(
-                    (x, y), 2 * a, 2 * b, angle=math.degrees(angle), facecolor="none" if wide else colour,
-                    edgecolor=colour, alpha=1.0 if wide else 0.3, linewidth=1.6 if wide else 0.8,
+                    (x, y), 2 * a, 2 * b, angle=math.degrees(angle), facecolor=to_rgba(colour, fill),
+                    edgecolor=to_rgba(colour, 1.0 if wide else 0.6), linewidth=1.6 if wide else 0.8,
                     linestyle="--" if dashed else "-",
                 )
             )  # fmt: skip
