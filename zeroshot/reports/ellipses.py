@@ -6,7 +6,7 @@ from pathlib import Path
 
 from probemb.reports.figures import PALETTE, RED, Chart
 from probemb.reports.pages import write_page
-from probemb.reports.text import number
+from probemb.reports.text import number, printable
 
 SIDES = {"images": "Images", "captions": "Captions"}
 
@@ -15,6 +15,7 @@ def print_table(results: dict) -> None:
     """One line a group."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     share = 100 * results["variance_in_plane"]
     table = Table(title=f"geometric mean of σ; {share:.0f} % of the means' variance lies in the plane")
@@ -22,7 +23,8 @@ def print_table(results: dict) -> None:
         table.add_column(heading, justify="left" if heading == "group" else "right")
     for row in groups(results):
         table.add_row(
-            row["group"][:40], *(cell for side in SIDES for cell in (str(row[side]["n"]), row[side]["sigma"]))
+            Text(printable(row["group"])[:40]),
+            *(cell for side in SIDES for cell in (str(row[side]["n"]), row[side]["sigma"])),
         )
     Console().print(table)
     if one := results["generic"]:
