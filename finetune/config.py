@@ -45,9 +45,9 @@ class Data:
     """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
-        path: Karpathy's json, a folder of precomp caption files, or webdataset shards.
+        path: Karpathy's json, a folder of precomp caption files, CUB's, or webdataset shards.
         images: folder of the images that the json or the caption files name.
-        format: karpathy, precomp or webdataset; empty to look.
+        format: karpathy, precomp, cub or webdataset; empty to look.
         train: split to train on; COCO's restval belongs to train.
         validation: split that selects the model; empty for none.
         positives: image (captions match their own image) or class (all images of their class, of data with classes);
@@ -236,7 +236,7 @@ def check(config: Config, world_size: int = 1) -> None:
     if config.data.path is None:
         raise UserError(
             "--data.path is missing.",
-            "Name Karpathy's json, a folder of precomp captions, or webdataset shards; the embedded data are made by "
+            "Name Karpathy's json, a folder of precomp captions or of CUB, or shards; the embedded data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
     if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:

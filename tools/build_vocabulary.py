@@ -3,7 +3,7 @@
     python -m tools.build_vocabulary data/scenes/train --out data/scenes/vocabulary.txt
     python -m tools.build_vocabulary dataset_coco.json --split train --out coco.txt --min-count 4
 
-DATA are webdataset shards (a folder, a pattern or one tar), a Karpathy json, a caption file or a folder of them.
+DATA are webdataset shards (a folder, a pattern or one tar), a Karpathy json, a caption file, a folder of them, or CUB.
 OUT has one word and its count per line, the most frequent first. A run uses the file that `model.vocabulary` names, or
 else vocabulary.txt in the folder of its training data or the folder above.
 """

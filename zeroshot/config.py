@@ -84,7 +84,7 @@ class RetrievalConfig:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
         second: another model, evaluated together with the first by the mean of their similarities; auto: the second
             network of the run that --model names, if it trained two; --no-second for none.
-        data: webdataset shards with captions, a Karpathy json, or a folder of precomp caption files.
+        data: webdataset shards with captions, a Karpathy json, a folder of precomp caption files, or CUB.
         split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
         images: the folder of the images that a json or caption file names.
         benchmarks: coco, cxc, eccv, pmrp, separated by commas; by default all that the data allows.

@@ -4,32 +4,16 @@ import pytest
 
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from tests.data.captions.test_datasets import save, shade, which
-
-CLASSES = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross", "014.Indigo_Bunting"]
-TRAIN, TEST = CLASSES[:3], CLASSES[3:]
-PER_CLASS = 3
-
-
-def names():
-    return [f"{one}/{one[4:]}_{i:04d}_{100 * c + i}.jpg" for c, one in enumerate(CLASSES) for i in range(PER_CLASS)]
+from tests.birds import TEST, TRAIN, names, save, write_cub
 
 
 @pytest.fixture
 def cub(tmp_path):
-    """As the archives unpack: CUB_200_2011, and the captions with their lists of classes beside it."""
-    folder, texts = tmp_path / "cub" / "CUB_200_2011", tmp_path / "cub" / "cvpr2016_cub"
-    for number, name in enumerate(names()):
-        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "images" / name).write_bytes(shade(number))
-        lines = [f"bird {number}, caption {c} ." for c in range(10)]
-        save(texts / "text_c10" / name.replace(".jpg", ".txt"), "\n".join([*lines, "", ""]))
-    save(folder / "images.txt", "".join(f"{number} {name}\n" for number, name in enumerate(names(), 1)))
-    save(texts / "trainvalclasses.txt", "\n".join(TRAIN) + "\n")
-    save(texts / "testclasses.txt", "\n".join(TEST) + "\n")
-    save(texts / "trainclasses1.txt", "\n".join(TRAIN[:2]) + "\n")
-    save(texts / "valclasses1.txt", TRAIN[2] + "\n")
-    return tmp_path / "cub"
+    return write_cub(tmp_path / "cub")
+
+
+def which(image):
+    return image.getpixel((3, 3))[0]
 
 
 def test_splits_classes_and_images(cub):

@@ -1,5 +1,6 @@
 """PCME by its own recipe: two phases, class-level matches, its encoders, uniformity."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,8 +20,11 @@ from probemb.evaluation.embed_pairs import embed_pairs
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.scores import match_probability_scores
 from probemb.metrics import retrieval_metrics, rsum
-from tests.finetune.runs import metrics, run_here, words
+from tests.birds import names, write_cub
+from tests.finetune.runs import ONE_EPOCH, metrics, run_here, words
+from tools.build_vocabulary import main as build_vocabulary
 from tools.make_scenes import Plan, make
+from zeroshot.retrieval import main as retrieval
 
 SMALL = {
     "method": "pcme", "model.name": "pcme-small", "model.head": "pie", "model.embed_dim": 32,
@@ -118,6 +122,22 @@ def test_what_it_logs_and_that_it_resumes_exactly(run, birds, tmp_path):
     assert run_here(options, "--resume") == 0
     again = weights(tmp_path / "run", 8)
     assert all(torch.equal(value, again[name]) for name, value in weights(run, 8).items())
+
+
+def test_cub_as_it_is_published(tmp_path, capsys):
+    """Build the vocabulary, train with matches of the class, validate on held-out images, measure other classes."""
+    data = write_cub(tmp_path / "cub", captions=4)
+    (data / "seen_test_images.txt").write_text(names()[0] + "\n" + names()[4] + "\n")
+    assert build_vocabulary([str(data), "--split=train", f"--out={data / 'vocabulary.txt'}", "--min-count=1"]) == 0
+    options = {**SMALL, **ONE_EPOCH, "optimizer.freeze_text": "false", "batch-size": 14, "data.path": data}
+    assert run_here({**options, "out": tmp_path / "run"}) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2]  # 7 x 4 captions
+    words = ["--model", str(tmp_path / "run"), "--data", str(data), "--rankings", "match-probability,mean"]
+    assert retrieval([*words, "--erased=0", "--device=cpu", "--workers=0"]) == 0
+    rows = json.loads((tmp_path / "run" / "retrieval" / "results.json").read_text())["rows"]
+    found = {row["positives"]: row for row in rows if row["ranking"] == "match-probability"}
+    assert set(found) == {"own captions", "captions of the class"}
+    assert found["captions of the class"]["t2i"]["r_precision"] == 1  # the test split has one class
 
 
 REFUSED = {
