@@ -33,8 +33,9 @@ TEXT_TOWERS = {
     "open_clip.transformer": "open_clip.transformer",
     "open_clip.hf": "open_clip.hf",
     "word_gru": "word_gru",
+    "word_mean": "word_mean",
 }
-WORD_TOWERS = {"word_gru"}  # read words of a vocabulary: text_cfg["vocabulary"]
+WORD_TOWERS = {"word_gru", "word_mean"}  # read words of a vocabulary: text_cfg["vocabulary"]
 
 
 def architecture(name: str, image_size: int | None = None) -> dict:

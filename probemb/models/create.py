@@ -140,7 +140,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "covariance": o.covariance,
             "log_var_range": plain(o.log_var_range),
             "uncertainty_bias": o.uncertainty_bias,
-            "pooling": {} if o.head == "pie" else dict(POOLING),
+            "pooling": {} if o.head in ("pie", "mlp") else dict(POOLING),
             "architecture": plain(config),
             "preprocess": preprocess,
         },

@@ -91,6 +91,7 @@ class Encoder(nn.Module):
     Attributes:
         mean_head: from Features to (B, D) or (B, K, D); None where the tower projects its own pooling (`project`).
         log_var_head: the same for the log-variance; None in a point model, whose log_var is POINT_LOG_VAR.
+        pooled_width: P; `add_heads` sets it.
         image_size: (height, width) in pixels; image towers only.
         n_tokens: T of an image of that size; image towers only.
         context_length: largest L; text towers only.
@@ -100,6 +101,7 @@ class Encoder(nn.Module):
 
     mean_head: nn.Module | None
     log_var_head: nn.Module | None
+    pooled_width: int
     feature_layout: FeatureLayout | None = None
     covariance: Covariance = Covariance()
 

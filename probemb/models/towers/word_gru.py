@@ -24,24 +24,18 @@ from probemb.models.architectures import check_n_unc_layers
 from probemb.models.encoder import Encoder, Place
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.word_tokenizer import FIRST_WORD, PADDING, UNKNOWN
+from probemb.models.towers.words import fill_rows, needed_vocabulary, random_vectors, trim_words, word_mask
+from probemb.models.word_tokenizer import FIRST_WORD, PADDING
 
 POOLING = ("last", "last-word", "max", "mean")
 TOKENS = ("states", "words")
-EMBEDDING_STD = 0.3  # about that of GloVe's vectors
 LAYER = re.compile(r"(layers|branch)\.(\d+)\.")
 
 
 def make_text_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> WordGRU:
     """The tower of an architecture; text_cfg has "vocabulary", and the sizes that `WordGRU` names."""
-    config = {key: value for key, value in architecture["text_cfg"].items() if key != "tower"}
-    vocabulary = config.pop("vocabulary", None)
-    if not vocabulary:
-        raise UserError(
-            "The text tower reads words, and has no vocabulary.",
-            "Build one with `python -m tools.build_vocabulary DATA --out vocabulary.txt`, and name it as vocabulary.",
-        )
-    return WordGRU(vocabulary, n_unc_layers, head, **config)
+    config = {key: value for key, value in architecture["text_cfg"].items() if key not in ("tower", "vocabulary")}
+    return WordGRU(needed_vocabulary(architecture), n_unc_layers, head, **config)
 
 
 class WordGRU(Encoder):
@@ -84,9 +78,8 @@ class WordGRU(Encoder):
         self.pooling, self.tokens, self.context_length = pooling, tokens, context_length
         self.vocabulary = list(vocabulary)
         self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
-        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         with torch.no_grad():
-            self.embedding.weight[[PADDING, UNKNOWN]] = 0  # a text that has no unknown word teaches none
+            self.embedding.weight.copy_(random_vectors(len(vocabulary), width))  # unknown words may never be taught
         out = hidden * (1 + bidirectional)
         sizes = [width] + [out] * (layers - 1)
         self.layers = nn.ModuleList(_Layer(size, hidden, bidirectional) for size in sizes)
@@ -99,8 +92,7 @@ class WordGRU(Encoder):
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
         """(B, T) int64 -> features; their mask is True for words."""
-        position = torch.arange(tokens.shape[1], device=tokens.device)
-        mask = (tokens != PADDING) | (position == 0)  # an empty text is one word of padding
+        mask = word_mask(tokens)
         length = mask.sum(1)
         with torch.autocast(tokens.device.type, enabled=False):  # long recurrences lose precision in bfloat16
             x = words = self.embedding(tokens)
@@ -142,31 +134,11 @@ class WordGRU(Encoder):
 
     def trim(self, tokens: Tensor) -> Tensor:
         """(B, T) without the columns behind the longest text."""
-        longest = int((tokens != PADDING).sum(1).max()) if len(tokens) else 1
-        return tokens[:, : max(1, longest)]
+        return trim_words(tokens)
 
-    @torch.no_grad()
     def fill_embedding(self, vectors: Mapping[str, np.ndarray]) -> int:
-        """Start words from vectors (E,); other words keep their random ones.
-
-        Returns:
-            the number of words that had a vector.
-
-        Raises:
-            UserError: vectors of another width.
-        """
-        found = 0
-        for row, word in enumerate(self.vocabulary, FIRST_WORD):
-            if word in vectors:
-                vector = torch.from_numpy(vectors[word])
-                if len(vector) != self.embedding.embedding_dim:
-                    raise UserError(
-                        f"The word vectors have {len(vector)} numbers, the model's {self.embedding.embedding_dim}.",
-                        f"Set text_cfg.width of the architecture to {len(vector)}.",
-                    )
-                self.embedding.weight[row] = vector
-                found += 1
-        return found
+        """Start words from vectors (E,); see `fill_rows`."""
+        return fill_rows(self.embedding.weight, self.vocabulary, vectors)
 
 
 class _Layer(nn.Module):

@@ -1,0 +1,131 @@
+"""Joint Wasserstein autoencoders (jWAE): reconstruction, Gaussian regularisation, and supervision of codes.
+
+Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", Eqs. 5-9. The weights
+of the parts are the caller's. The paper writes sums over items for the reconstruction; here, as in the public code, it
+is the mean over items, so that its weight does not depend on the batch.
+
+Shapes: N items, D dimensions of a code, P of a feature, T tokens of an item, L words of a caption.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from probemb.gaussian import Gaussian, at_least_float32
+
+Norm = Literal["l1", "l2", "squared"]
+Kernel = Literal["rbf", "imq"]
+SCALES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the kernels' squared width, as for WAE-MMD
+FIRST_DROPPED = 2  # padding (0), and the unknown word or, in the public code, the start (1) are never dropped
+
+
+def reconstruction(x: Tensor, decoded: Tensor, norm: Norm = "l1", mask_NT: Tensor | None = None) -> Tensor:
+    """Mean over items of ‖x − x̂‖, with tokens of the sum over an item's tokens, (). Source: Eq. 6, first term.
+
+    Args:
+        x: (N, P) or (N, T, P); a target, so it gets no gradient.
+        decoded: of the same shape.
+        norm: "l1", "l2", or "squared" for ‖·‖² (the mean-squared error of sentence vectors).
+        mask_NT: (N, T) bool, True for tokens that count; None for all.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    if x.shape != decoded.shape:
+        raise ValueError(f"the features are {tuple(x.shape)}, their reconstruction {tuple(decoded.shape)}")
+    difference = at_least_float32(x).detach() - at_least_float32(decoded)
+    if norm == "l1":
+        error = difference.abs().sum(-1)
+    elif norm == "l2":
+        error = torch.linalg.vector_norm(difference, dim=-1)
+    else:
+        error = difference.square().sum(-1)
+    if mask_NT is not None:
+        error = error * mask_NT
+    return error.sum() / len(x)
+
+
+def drop_words(words_NL: Tensor, rate: float, generator: torch.Generator | None = None) -> Tensor:
+    """Words that a decoder does not get to see: a copy with each word replaced by 0 with probability `rate`, (N, L).
+
+    Ids below `FIRST_DROPPED` stay. One number is drawn for every place, padding included.
+    """
+    drawn = torch.rand(words_NL.shape, generator=generator, device=words_NL.device)
+    return words_NL.masked_fill((drawn < rate) & (words_NL >= FIRST_DROPPED), 0)
+
+
+def encoder_loss(logits: Tensor) -> Tensor:
+    """What encoders minimise against a discriminator, −log D(code), mean over codes, (). Source: Eq. 6, D_JS.
+
+    The GAN's form of the Jensen-Shannon divergence, with the gradient that does not vanish while the discriminator
+    wins: the cross entropy of codes with the label of the prior.
+
+    Args:
+        logits: the discriminator's, any shape; sigmoid(logit) is the probability of the prior.
+    """
+    return F.softplus(-at_least_float32(logits)).mean()
+
+
+def discriminator_loss(prior_logits: Tensor, code_logits: Tensor) -> Tensor:
+    """What the discriminator minimises: cross entropy of prior samples (1) and of codes (0), each a mean, summed, ().
+
+    At its optimum it is 2 log 2 − 2 D_JS.
+    """
+    return encoder_loss(prior_logits) + encoder_loss(-at_least_float32(code_logits))
+
+
+def js_bound(loss: Tensor) -> Tensor:
+    """The lower bound of D_JS, in nats, that a `discriminator_loss` means: log 2 − loss / 2, at least 0."""
+    return (torch.log(torch.tensor(2.0, dtype=loss.dtype, device=loss.device)) - loss.detach() / 2).clamp(min=0)
+
+
+def prior_samples(codes_ND: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """As many samples of N(0, I) as there are codes, and of their dimension, (N, D)."""
+    return torch.randn(codes_ND.shape, generator=generator, device=codes_ND.device, dtype=codes_ND.dtype)
+
+
+def code_mse(image_ND: Tensor, text_ND: Tensor) -> Tensor:
+    """Mean over pairs of ‖f_v(x) − f_t(y)‖², (). Source: Eq. 7."""
+    return (at_least_float32(image_ND) - at_least_float32(text_ND)).square().sum(-1).mean()
+
+
+def vae_kl(codes: Gaussian) -> Tensor:
+    """KL(N(μ, σ²) ‖ N(0, I)) of the (N, D) codes, summed over dimensions, mean over items, (). Source: Eq. 2."""
+    mean, log_var = at_least_float32(codes.mean), at_least_float32(codes.log_var)
+    return 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(-1).mean()
+
+
+def mmd(x_ND: Tensor, y_MD: Tensor, kernel: Kernel = "rbf", base: float | None = None) -> Tensor:
+    """Squared maximum mean discrepancy of two sets of codes, unbiased, mean over kernels of several widths, ().
+
+    k(d²) = exp(−d² / (2 c)) for "rbf" and c / (c + d²) for "imq", with c = scale · base over `SCALES`. An unbiased
+    estimate may be below 0. Source: Gretton et al., "A Kernel Two-Sample Test"; the inverse multiquadratic and its
+    scales: Tolstikhin et al., "Wasserstein Auto-Encoders".
+
+    Args:
+        base: unit of c; None for the mean squared distance among all codes, as a constant (2 D if they are N(0, I)).
+
+    Raises:
+        ValueError: fewer than two codes on a side.
+    """
+    n, m = len(x_ND), len(y_MD)
+    if min(n, m) < 2:
+        raise ValueError(f"an unbiased MMD needs two codes of each kind, these are {n} and {m}")
+    codes = torch.cat([at_least_float32(x_ND), at_least_float32(y_MD)])
+    centred = codes - codes.detach().mean(0)  # distances from products lose less precision near the origin
+    norms = centred.square().sum(-1)
+    squared = (norms[:, None] + norms[None] - 2 * centred @ centred.T).clamp(min=0)
+    if base is None:
+        base = squared.detach().sum() / ((n + m) * (n + m - 1))
+    total = codes.new_zeros(())
+    for scale in SCALES:
+        c = (scale * base) if isinstance(base, float) else (scale * base).clamp(min=torch.finfo(codes.dtype).tiny)
+        k = torch.exp(-squared / (2 * c)) if kernel == "rbf" else c / (c + squared)
+        within_x = (k[:n, :n].sum() - k[:n, :n].diagonal().sum()) / (n * (n - 1))
+        within_y = (k[n:, n:].sum() - k[n:, n:].diagonal().sum()) / (m * (m - 1))
+        total = total + within_x + within_y - 2 * k[:n, n:].mean()
+    return total / len(SCALES)

@@ -1,0 +1,117 @@
+"""What jWAE trains beside the encoders: decoders from codes to features and to captions, and a discriminator.
+
+Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", §4.2. With `published` a
+module is built as in the public code, which differs.
+Shapes: N items, D code, P features, L words, V ids of words, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from probemb.losses.jwae import discriminator_loss, encoder_loss, prior_samples
+
+
+class FeatureDecoder(nn.Module):
+    """Fully connected layers from a code (…, D) to features (…, P), with a ReLU after all but the last.
+
+    Args:
+        code_dim: D.
+        width: P.
+        hidden: outputs of the layers before; the paper has one, the public code two of width D.
+    """
+
+    def __init__(self, code_dim: int, width: int, hidden: Sequence[int]):
+        super().__init__()
+        sizes = [code_dim, *hidden, width]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(…, D) -> (…, P)."""
+        for layer in self.layers[:-1]:
+            codes = layer(codes).relu()
+        return self.layers[-1](codes)
+
+
+class WordDecoder(nn.Module):
+    """A GRU that says a caption from its code: p(w_m | w_0 … w_m−1, code). Source: Eq. 5.
+
+    The code, through a linear map and tanh, is the GRU's first state; the first input is a learned start vector, and
+    then word by word what was said before. The public code differs (`published`): two layers, the mapped code is
+    concatenated to every input, and word m is read when word m is to be said.
+
+    Args:
+        n_words: V; id 0 is padding, and as an input a dropped word.
+        code_dim: D.
+        width: of the word embeddings.
+        hidden: H.
+    """
+
+    def __init__(self, n_words: int, code_dim: int, width: int = 300, hidden: int = 512, published: bool = False):
+        super().__init__()
+        self.published, n_layers = published, 2 if published else 1
+        self.embedding = nn.Embedding(n_words, width)
+        self.start = None if published else nn.Parameter(torch.zeros(width))
+        self.code = nn.Linear(code_dim, code_dim if published else hidden)
+        self.gru = nn.GRU(width + code_dim if published else width, hidden, n_layers, batch_first=True)
+        self.out = nn.Linear(hidden, n_words)
+
+    def states(self, codes: Tensor, seen_NL: Tensor) -> Tensor:
+        """The GRU's states before each word is said, (N, L, H).
+
+        Args:
+            codes: (N, D); in the public code's form also (N, L, D), a code for each word.
+            seen_NL: the caption's words with the dropped ones as 0.
+        """
+        read = self.embedding(seen_NL)
+        if self.published:
+            codes = codes if codes.ndim == 3 else codes[:, None].expand(-1, seen_NL.shape[1], -1)
+            return self.gru(torch.cat([self.code(codes), read], -1))[0]
+        read = torch.cat([self.start.expand(len(read), 1, -1), read[:, :-1]], 1)
+        return self.gru(read, self.code(codes).tanh()[None].contiguous())[0]
+
+    def log_probabilities(self, codes: Tensor, seen_NL: Tensor) -> Tensor:
+        """log p of every word at every place, (N, L, V)."""
+        return self.out(self.states(codes, seen_NL)).log_softmax(-1)
+
+    def nll(self, codes: Tensor, words_NL: Tensor, seen_NL: Tensor) -> Tensor:
+        """−log p of each caption, summed over its words, (N,); padding (id 0) is not said."""
+        said = words_NL != 0
+        if not self.published:
+            said = said | (torch.arange(words_NL.shape[1], device=words_NL.device) == 0)  # id 0 may begin a caption
+        logits = self.out(self.states(codes, seen_NL)[said])  # of the words alone: V is large
+        each = F.cross_entropy(logits, words_NL[said], reduction="none")
+        return torch.zeros(words_NL.shape, dtype=each.dtype, device=each.device).masked_scatter(said, each).sum(1)
+
+
+class Discriminator(nn.Module):
+    """Three fully connected layers, a leaky ReLU after the first two: codes (…, D) -> logit of the prior (…,).
+
+    One for images and texts, as both share the prior. The public code has two layers.
+    """
+
+    def __init__(self, code_dim: int, hidden: int = 256, published: bool = False):
+        super().__init__()
+        sizes = [code_dim, hidden, 1] if published else [code_dim, hidden, hidden, 1]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(…, D) -> (…,)."""
+        for layer in self.layers[:-1]:
+            codes = F.leaky_relu(layer(codes))
+        return self.layers[-1](codes).squeeze(-1)
+
+    def judge(self, codes: Tensor) -> Tensor:
+        """The encoders' loss, whose gradient reaches the codes and not the discriminator: it must not learn from it."""
+        constant = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        return encoder_loss(torch.func.functional_call(self, constant, codes))
+
+    def loss(self, codes_ND: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The discriminator's own loss, against as many samples of the prior; codes get no gradient, ()."""
+        codes_ND = codes_ND.detach()
+        return discriminator_loss(self(prior_samples(codes_ND, generator)), self(codes_ND))

@@ -1,0 +1,143 @@
+"""jWAE's losses against loops, torch.distributions and numbers with known truth."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence
+
+from probemb import Gaussian
+from probemb.losses.jwae import (
+    SCALES,
+    code_mse,
+    discriminator_loss,
+    drop_words,
+    encoder_loss,
+    js_bound,
+    mmd,
+    prior_samples,
+    reconstruction,
+    vae_kl,
+)
+from tests.losses.points import close
+
+G = torch.Generator().manual_seed(5)
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=G, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "squared"])
+def test_reconstruction_equals_the_loop(norm):
+    x, y, mask = normal(3, 4, 5).requires_grad_(), normal(3, 4, 5).requires_grad_(), torch.rand(3, 4, generator=G) < 0.6
+    size = {"l1": lambda d: sum(map(abs, d)), "l2": lambda d: math.hypot(*d), "squared": lambda d: math.hypot(*d) ** 2}
+    each = [[size[norm]((a - b).tolist()) for a, b in zip(xs, ys)] for xs, ys in zip(x.detach(), y.detach())]
+    close(reconstruction(x, y, norm), sum(map(sum, each)) / 3)
+    counted = sum(e for row, keep in zip(each, mask) for e, k in zip(row, keep) if k)
+    close(reconstruction(x, y, norm, mask), counted / 3)
+    close(reconstruction(x[:, 0], y[:, 0], norm), sum(row[0] for row in each) / 3)
+    reconstruction(x, y, norm).backward()
+    assert x.grad is None  # features are a target
+    assert y.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="their reconstruction"):
+        reconstruction(x, y[..., :4])
+
+
+def test_reconstruction_without_an_error_has_a_finite_gradient():
+    y = normal(2, 3).requires_grad_()
+    reconstruction(y.detach().clone(), y, "l2").backward()
+    assert y.grad.isfinite().all()
+
+
+def test_words_are_dropped_at_the_rate_and_markers_stay():
+    words = torch.randint(0, 50, (200, 100), generator=G)
+    seen = drop_words(words, 0.2, torch.Generator().manual_seed(0))
+    assert torch.equal(seen[words < 2], words[words < 2])
+    dropped = seen != words
+    assert (seen[dropped] == 0).all()
+    assert abs(dropped[words >= 2].double().mean() - 0.2) < 0.01
+    assert torch.equal(seen, drop_words(words, 0.2, torch.Generator().manual_seed(0)))
+    assert torch.equal(drop_words(words, 0.0), words)
+
+
+def test_adversarial_losses_are_cross_entropies_and_their_bound_is_the_divergence():
+    """For the optimal discriminator of two known densities, the bound is their Jensen-Shannon divergence."""
+    p, q = Normal(0.0, 1.0), Normal(torch.tensor(1.5, dtype=torch.float64), 0.7)
+    real, fake = normal(400_000), q.loc + q.scale * normal(400_000)
+
+    def logit(z):
+        return p.log_prob(z) - q.log_prob(z)
+
+    loss = discriminator_loss(logit(real), logit(fake))
+    bce = torch.nn.functional.binary_cross_entropy
+    close(loss, bce(logit(real).sigmoid(), torch.ones_like(real)) + bce(logit(fake).sigmoid(), torch.zeros_like(fake)))
+    close(encoder_loss(logit(fake)), bce(logit(fake).sigmoid(), torch.ones_like(fake)))
+    z = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    a, b = p.log_prob(z).exp(), q.log_prob(z).exp()
+    m = (a + b) / 2
+    js = torch.trapezoid(a * (a / m).log() / 2 + b * (b / m).log().nan_to_num(neginf=0) / 2, z)
+    assert abs(js_bound(loss) - js) < 2e-3
+    assert js_bound(torch.tensor(5.0)) == 0
+
+
+def test_encoders_that_fool_go_towards_the_prior():
+    logits = normal(10).requires_grad_()
+    encoder_loss(logits).backward()
+    assert (logits.grad < 0).all()  # a larger logit, the prior's, is a smaller loss
+
+
+def test_prior_samples_are_as_many_as_codes_and_standard_normal():
+    codes = torch.zeros(4000, 30, dtype=torch.float64)
+    z = prior_samples(codes, torch.Generator().manual_seed(1))
+    assert (z.shape, z.dtype) == (codes.shape, codes.dtype)
+    assert z.mean(0).abs().max() < 0.07
+    assert (z.T @ z / 4000 - torch.eye(30)).abs().max() < 0.1
+    assert torch.equal(z, prior_samples(codes, torch.Generator().manual_seed(1)))
+
+
+def test_code_mse_and_kl_equal_loops_and_torch():
+    a, b, log_var = normal(4, 3), normal(4, 3), normal(4, 3)
+    close(code_mse(a, b), sum(sum((x - y) ** 2 for x, y in zip(r, s)) for r, s in zip(a.tolist(), b.tolist())) / 4)
+    each = kl_divergence(Normal(a, (0.5 * log_var).exp()), Normal(0.0, 1.0))
+    close(vae_kl(Gaussian(a, log_var)), each.sum(1).mean())
+
+
+def looped_mmd(x, y, kernel, base):
+    def k(a, b, c):
+        d = sum((p - q) ** 2 for p, q in zip(a, b))
+        return math.exp(-d / (2 * c)) if kernel == "rbf" else c / (c + d)
+
+    x, y = x.tolist(), y.tolist()
+    total = 0.0
+    for c in (scale * base for scale in SCALES):
+        xx = [k(a, b, c) for i, a in enumerate(x) for j, b in enumerate(x) if i != j]
+        yy = [k(a, b, c) for i, a in enumerate(y) for j, b in enumerate(y) if i != j]
+        xy = [k(a, b, c) for a in x for b in y]
+        total += sum(xx) / len(xx) + sum(yy) / len(yy) - 2 * sum(xy) / len(xy)
+    return total / len(SCALES)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "imq"])
+def test_mmd_equals_the_loop(kernel):
+    x, y = normal(5, 3), normal(4, 3) + 0.7
+    close(mmd(x, y, kernel, base=6.0), looped_mmd(x, y, kernel, 6.0))
+    both = torch.cat([x, y]).tolist()
+    apart = [math.dist(a, b) ** 2 for i, a in enumerate(both) for j, b in enumerate(both) if i != j]
+    close(mmd(x, y, kernel), looped_mmd(x, y, kernel, sum(apart) / len(apart)))
+    with pytest.raises(ValueError, match="two codes of each kind"):
+        mmd(x[:1], y)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "imq"])
+def test_mmd_is_unbiased_and_its_gradient_brings_codes_together(kernel):
+    same = torch.stack([mmd(normal(30, 4), normal(30, 4), kernel) for _ in range(200)])
+    assert same.mean().abs() < 3 * same.std() / 200**0.5
+    x = (normal(60, 4) + 2).requires_grad_()
+    loss = mmd(x, normal(60, 4), kernel)
+    assert loss > 10 * same.std()
+    loss.backward()
+    assert (x.grad.mean(0) > 0).all()  # a step against it moves x towards 0
+    equal = torch.zeros(3, 2, requires_grad=True)
+    mmd(equal, torch.zeros(3, 2)).backward()
+    assert equal.grad.isfinite().all()

@@ -1,0 +1,199 @@
+"""jWAE's decoders and discriminator: against loops, torch's modules, and the authors' numbers."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from probemb.losses.jwae import encoder_loss, prior_samples, reconstruction
+from probemb.models.autoencoder import Discriminator, FeatureDecoder, WordDecoder
+from tests.losses.points import close
+
+WORDS = torch.tensor([[2, 3, 5, 0, 0], [4, 6, 7, 2, 3], [1, 0, 0, 0, 0]])
+
+
+def decoder(published=False) -> WordDecoder:
+    torch.manual_seed(0)
+    return WordDecoder(9, 4, width=5, hidden=6, published=published).double()
+
+
+def codes(n=3, d=4):
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def test_the_feature_decoder_is_written_out():
+    torch.manual_seed(0)
+    model = FeatureDecoder(4, 7, (5,)).double()
+    (w1, b1, w2, b2), z = model.parameters(), codes()
+    close(model(z), ((z @ w1.T + b1).clamp(min=0) @ w2.T + b2).detach())
+    assert model(z[None]).shape == (1, 3, 7)
+
+
+def test_a_caption_is_said_word_by_word():
+    """One cell at a time: word m from the words before it and the code, in the GRU's first state."""
+    model, z = decoder(), codes()
+    seen = WORDS.clone()
+    seen[1, 2] = 0  # dropped
+    cell = torch.nn.GRUCell(5, 6).double()
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in model.gru.state_dict().items()})
+    torch.nn.init.normal_(model.start)
+    for row, length in enumerate((3, 5, 1)):
+        state, read, said = torch.tanh(model.code(z[row])), model.start, 0.0
+        for m in range(length):
+            state = cell(read, state)
+            said -= model.out(state).log_softmax(-1)[WORDS[row, m]]
+            read = model.embedding(seen[row, m])
+        close(model.nll(z, WORDS, seen)[row], said.detach())
+    log_p = model.log_probabilities(z, seen)
+    close(log_p.exp().sum(-1), torch.ones(3, 5))
+
+
+def test_the_likelihood_of_all_captions_is_one():
+    """Summed over every caption of two words, the probabilities are a distribution; word m is not read before."""
+    model = decoder()
+    every = torch.cartesian_prod(torch.arange(9), torch.arange(9))
+    log_p = model.log_probabilities(codes(1).expand(81, -1), every)
+    likelihood = log_p[torch.arange(81)[:, None], torch.arange(2), every].sum(1).exp()
+    close(likelihood.sum(), 1.0)
+
+
+def test_captions_do_not_depend_on_their_batch_and_an_empty_one_is_finite():
+    model, z = decoder(), codes()
+    together = model.nll(z, WORDS, WORDS)
+    for row in range(3):
+        length = int((WORDS[row] != 0).sum())
+        close(
+            model.nll(z[row : row + 1], WORDS[row : row + 1, :length], WORDS[row : row + 1, :length]),
+            together[row : row + 1].detach(),
+        )
+    assert model.nll(z, torch.zeros_like(WORDS), torch.zeros_like(WORDS)).isfinite().all()
+
+
+def test_a_decoder_that_learns_uses_its_code():
+    torch.manual_seed(0)
+    model, z = WordDecoder(9, 4, 8, 16), codes(3).float()
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model.nll(z, WORDS, torch.where(torch.rand(WORDS.shape) < 0.5, 0, WORDS)).sum().backward()
+        optimizer.step()
+    own, other = model.nll(z, WORDS, WORDS), model.nll(z.roll(1, 0), WORDS, WORDS)
+    assert own.mean() < 1.0 < other.mean()
+
+
+def test_the_discriminator_has_three_layers_and_one_logit():
+    torch.manual_seed(0)
+    model, z = Discriminator(4, 6).double(), codes()
+    w1, b1, w2, b2, w3, b3 = model.parameters()
+    leaky = lambda x: torch.where(x > 0, x, 0.01 * x)  # noqa: E731
+    expected = leaky(leaky(z @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+    close(model(z), expected[:, 0].detach())
+
+
+def test_judging_codes_teaches_the_discriminator_nothing_and_its_loss_the_codes_nothing():
+    torch.manual_seed(0)
+    model, z = Discriminator(4).double(), codes().requires_grad_()
+    loss = model.judge(z)
+    close(loss, F.binary_cross_entropy(model(z).sigmoid(), torch.ones(3, dtype=torch.float64)).detach())
+    loss.backward()
+    assert z.grad.abs().sum() > 0
+    assert all(p.grad is None for p in model.parameters())
+    z.grad = None
+    model.loss(z, torch.Generator().manual_seed(0)).backward()
+    assert z.grad is None
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    real = model(prior_samples(z, torch.Generator().manual_seed(0)))
+    expected = encoder_loss(real) + encoder_loss(-model(z))
+    close(model.loss(z, torch.Generator().manual_seed(0)), expected.detach())
+
+
+def test_discriminator_and_encoder_make_codes_normal():
+    """The game itself: a linear map of a shifted, stretched distribution comes to look like N(0, I)."""
+    torch.manual_seed(0)
+    model, scale, shift = Discriminator(2, 32), torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+    ours, theirs = torch.optim.Adam([scale, shift], 0.01), torch.optim.Adam(model.parameters(), 0.005)
+    for _ in range(700):
+        z = (torch.randn(256, 2) * torch.tensor([3.0, 0.4]) + torch.tensor([2.0, -1.0])) * scale + shift
+        ours.zero_grad()
+        model.judge(z).backward()
+        theirs.zero_grad()
+        model.loss(z).backward()
+        ours.step(), theirs.step()
+    spread, centre = (
+        (torch.tensor([3.0, 0.4]) * scale).detach().abs(),
+        (torch.tensor([2.0, -1.0]) * scale + shift).detach(),
+    )
+    assert (spread - 1).abs().max() < 0.3 and centre.abs().max() < 0.35
+
+
+@pytest.fixture
+def authors(parity):
+    return {name: torch.from_numpy(value) for name, value in parity("09_jwae").items()}
+
+
+def fill(module, v, part, names):
+    """Load a module from the arrays `part__param__…` by (ours, theirs) names; all of its parameters must be there."""
+    pairs = dict(names)
+    module.load_state_dict({ours: v[f"{part}__param__{theirs}"] for ours, theirs in pairs.items()})
+    return module
+
+
+def published_modules(v):
+    layers = [
+        (f"layers.{i}.{k}", f"{name}.{k}")
+        for i, name in enumerate(("prep1", "prep12", "prep2"))
+        for k in ("weight", "bias")
+    ]
+    image = fill(FeatureDecoder(8, 10, (8, 8)).double(), v, "img_dec", layers)
+    gru = [(f"gru.{k}_l{i}", f"gru.{k}_l{i}") for i in (0, 1) for k in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    own = [("embedding.weight", "emd.weight"), ("code.weight", "fc1.weight"), ("code.bias", "fc1.bias")]
+    out = [("out.weight", "out.weight"), ("out.bias", "out.bias")]
+    text = fill(WordDecoder(20, 8, 8, 6, published=True).double(), v, "txt_dec", [*gru, *own, *out])
+    judge = [(f"layers.{i}.{k}", f"fc{i + 1}.{k}") for i in (0, 1) for k in ("weight", "bias")]
+    return image, text, fill(Discriminator(8, 256, published=True).double(), v, "netD", judge)
+
+
+def test_authors_decoders(authors):
+    """The image decoder, and the text decoder that reads the word it is to say (published)."""
+    v = authors
+    image, text, _ = published_modules(v)
+    decoded = image(v["img_emb"])
+    close(decoded, v["img_decoded"])
+    close(0.05 * reconstruction(v["images"], decoded), v["rec_image_term"])
+    seen = v["captions"].masked_fill((v["word_dropout_uniform"] < 0.2) & (v["captions"] >= 2), 0)
+    said = v["captions"] != 0
+    close(text.log_probabilities(v["cap_emb"], seen)[said], v["txt_logp"][said])
+    nll = text.nll(v["cap_emb"], v["captions"], seen)
+    close(nll.sum(), v["train_emb__nll"])
+    close(0.005 * nll.mean(), v["rec_text_term"])
+    close(0.05 * reconstruction(v["images"], decoded) + 0.005 * nll.mean(), v["train_emb__r_tot"])
+
+
+def test_authors_discriminator_on_one_region_and_word(authors):
+    """One region and one word of every item; the prior's loss and the codes', and the gradient of their sum."""
+    v = authors
+    _, _, judge = published_modules(v)
+    image, text = v["img_emb"][:, int(v["region_index"])], v["cap_emb"][:, int(v["word_index"])]
+    close(0.01 * (judge.judge(image) + judge.judge(text)), v["train_emb__err_D"])
+    close(judge(v["true_gauss"]).sigmoid(), v["netD_on_gauss"][:, 0])
+    real, fake = encoder_loss(judge(v["true_gauss"])), encoder_loss(-judge(torch.cat([image, text])))
+    close(real, v["errD_real"])
+    close(fake, v["errD_fake"])
+    (real + fake).backward()
+    for i in (0, 1):
+        for kind in ("weight", "bias"):
+            close(getattr(judge.layers[i], kind).grad, v[f"errD_grad__netD__fc{i + 1}.{kind}"])
+
+
+def test_authors_gradients_of_the_decoders(authors):
+    """Their parameters get a gradient from the reconstruction alone."""
+    v = authors
+    image, text, _ = published_modules(v)
+    seen = v["captions"].masked_fill((v["word_dropout_uniform"] < 0.2) & (v["captions"] >= 2), 0)
+    (0.05 * reconstruction(v["images"], image(v["img_emb"]))).backward()
+    (0.005 * text.nll(v["cap_emb"], v["captions"], seen).mean()).backward()
+    for i, name in enumerate(("prep1", "prep12", "prep2")):
+        close(image.layers[i].weight.grad, v[f"train_emb_grad__img_dec__{name}.weight"])
+    for ours, theirs in (("embedding", "emd"), ("code", "fc1"), ("out", "out")):
+        close(getattr(text, ours).weight.grad, v[f"train_emb_grad__txt_dec__{theirs}.weight"])
+    for k in ("weight_ih_l0", "weight_hh_l1", "bias_ih_l1"):
+        close(getattr(text.gru, k).grad, v[f"train_emb_grad__txt_dec__gru.{k}"])

@@ -1,0 +1,86 @@
+"""The mean of word vectors: padding, unknown words, vectors that are no weights, saving, and both heads."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from probemb import load_model
+from probemb.errors import UserError
+from probemb.models import create_model, save_model
+from probemb.models.encoder import POINT_LOG_VAR
+from probemb.models.heads import HeadConfig
+from probemb.models.towers.word_mean import WordMean
+
+VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
+TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 5, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
+
+
+def tower(probabilistic=True, kind="mlp") -> WordMean:
+    torch.manual_seed(0)
+    return WordMean(VOCABULARY, 0, HeadConfig(kind, 3, probabilistic), width=5, context_length=6)
+
+
+def test_the_mean_is_of_known_words_alone():
+    model = tower()
+    mean, unc = model.features(TOKENS)
+    for row, text in enumerate(TOKENS.tolist()):
+        known = [model.vectors[word] for word in text if word > 1]
+        expected = torch.stack(known).mean(0) if known else torch.zeros(5)
+        torch.testing.assert_close(mean.pooled[row], expected)
+    assert torch.equal(unc.pooled, mean.pooled)
+    assert mean.mask.sum(1).tolist() == [3, 6, 3, 1]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "clip", "gpo"])
+def test_a_text_does_not_depend_on_its_batch(kind):
+    model = tower(kind=kind)
+    together = model(TOKENS)
+    for row, text in enumerate(TOKENS):
+        for whole, one in zip(together, model(model.trim(text[None]))):
+            torch.testing.assert_close(whole[row], one[0])
+
+
+def test_the_head_is_two_layers_with_a_relu():
+    model = tower()
+    mean, log_var = model(TOKENS)
+    pooled = model.features(TOKENS)[0].pooled
+    for head, found in ((model.mean_head, mean), (model.log_var_head, log_var)):
+        hidden = F.linear(pooled, head.hidden.weight, head.hidden.bias).clamp(min=0)
+        code = F.linear(hidden, head.out.weight, head.out.bias)
+        torch.testing.assert_close(
+            found, F.normalize(code, dim=1) if head is model.mean_head else code, atol=1e-6, rtol=0
+        )
+    assert model.pooled_width == 5
+
+
+def test_vectors_are_no_parameters_and_all_others_learn():
+    model = tower()
+    (model(TOKENS)[0][:, 0] + model(TOKENS)[1][:, 0]).sum().backward()
+    assert all("head" in name and p.grad is not None for name, p in model.named_parameters())
+    assert {model.place(name).part for name, _ in model.named_parameters()} == {"head"}
+    assert not model.vectors[:2].any()
+    before = model.vectors.clone()
+    assert model.fill_embedding({"dog": np.arange(5, dtype=np.float32), "bird": np.ones(5, np.float32)}) == 1
+    assert model.vectors[5].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(model.vectors[[0, 1, 2, 3, 4, 6, 7]], before[[0, 1, 2, 3, 4, 6, 7]])
+    with pytest.raises(UserError, match="2 numbers, the model's 5"):
+        model.fill_embedding({"dog": np.ones(2, np.float32)})
+
+
+def test_a_point_model_and_no_branch():
+    assert (tower(probabilistic=False)(TOKENS)[1] == POINT_LOG_VAR).all()
+    with pytest.raises(UserError, match="text tower has 0"):
+        WordMean(VOCABULARY, 1, HeadConfig("clip", 3))
+
+
+def test_a_saved_model_keeps_its_vectors(tmp_path):
+    model = create_model("resnet-words-small", vocabulary=VOCABULARY, probabilistic=False, head="mlp", n_unc_layers=0)
+    model.text.fill_embedding({"dog": np.arange(24, dtype=np.float32)})
+    save_model(model, tmp_path / "model")
+    again, tokenizer, _ = load_model(tmp_path / "model")
+    assert torch.equal(again.text.vectors, model.text.vectors)
+    words = tokenizer(["a red dog", "quite unknown"])
+    torch.testing.assert_close(again.encode_text(words).mean, model.eval().encode_text(words).mean)
+    with pytest.raises(UserError, match="has no vocabulary"):
+        create_model("resnet-words-small", probabilistic=False)
