@@ -163,7 +163,8 @@ class Config:
     """A finetuning run.
 
     Args:
-        method: pcmepp, pcmepp-clip, pcmepp-mu, infonce, vse, pcme, daa, p2rm, ncr, decl; clip-zs trains nothing.
+        method: pcmepp, pcmepp-clip, pcmepp-mu, infonce, vse, pcme, daa, p2rm, ncr, decl, mse, mmd-mse, jwae-mse,
+            jwae-mh, vae-mh; clip-zs trains nothing.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.

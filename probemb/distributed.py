@@ -171,7 +171,8 @@ def _pad_tokens(text: Encoded) -> Encoded:
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     missing = int(longest) - text.tokens.shape[1]
     pad = torch.nn.functional.pad
-    return replace(text, tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
+    padded = replace(text, tokens=pad(text.tokens, (0, 0, 0, missing)), mask=pad(text.mask, (0, missing)))
+    return padded if text.features is None else replace(padded, features=pad(text.features, (0, 0, 0, missing)))
 
 
 def mean_over_ranks(values: dict[str, Tensor | float], device=None) -> dict[str, float]:

@@ -68,7 +68,7 @@ class Method:
         Options: frozen dataclass of what `loss` in the configuration takes; its values are the published ones.
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
         wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`).
-        wants_features: whether it reads the trunks' pooled features (`Encoded.features`).
+        wants_features: whether it reads the trunks' features and the codes (`Encoded.features`, `.codes`).
         wants_words: whether it reads the captions' tokens (`Batch.words`).
         ranking: by which its models are validated, and ranked wherever nothing else is asked for.
         soft_labels: whether mixed images and label smoothing make sense.
@@ -181,9 +181,9 @@ class Method:
                 f"The method {name} predicts no uncertainty, and model.n_unc_layers is {config.model.n_unc_layers}.",
                 "Leave model.n_unc_layers out.",
             )
-        if config.size_augment and config.model.head == "clip":
+        if config.size_augment and config.model.head in ("clip", "mlp"):
             raise UserError(
-                "SizeAugment drops tokens, and head clip pools a single one.",
+                f"SizeAugment drops tokens, and head {config.model.head} pools a single one.",
                 "Set size_augment to 0, or model.head to gpo.",
             )
         if cls.trained and config.epochs < 1:

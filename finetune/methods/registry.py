@@ -18,6 +18,11 @@ _HOME = {  # name on the command line: file and class
     "p2rm": "vse:P2RM",
     "ncr": "noisy:NCR",
     "decl": "noisy:DECL",
+    "mse": "jwae:MSE",
+    "mmd-mse": "jwae:MMDMSE",
+    "jwae-mse": "jwae:JWAEMSE",
+    "jwae-mh": "jwae:JWAEMH",
+    "vae-mh": "jwae:VAEMH",
     "clip-zs": "vse:ZeroShot",
 }
 

@@ -38,17 +38,20 @@ class Encoded:
         gaussian: (B, D), or (B, K, D) for K embeddings an item.
         tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None.
         mask: (B, T) bool, True for tokens that take part; None together with tokens.
-        features: (B, P), the trunk's own summary, which heads read, for methods that ask for it; else None.
+        features: (B, P), the trunk's own summary, which heads read, for methods that ask for it; else None. With
+            tokens they are the tokens', (B, T, W).
+        codes: (B, D), the mean before it is l2-normalised; None without features.
     """
 
     gaussian: Gaussian
     tokens: Tensor | None = None
     mask: Tensor | None = None
     features: Tensor | None = None
+    codes: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """(mean, log_var, [features], [tokens, mask]): the form that engines can hook and gather."""
-        features = () if self.features is None else (self.features,)
+        """(mean, log_var, [features, codes], [tokens, mask]): the form that engines can hook and gather."""
+        features = () if self.features is None else (self.features, self.codes)
         tokens = () if self.tokens is None else (self.tokens, self.mask)
         return self.gaussian.mean, self.gaussian.log_var, *features, *tokens
 
@@ -56,13 +59,15 @@ class Encoded:
     def of(tensors: Sequence[Tensor]) -> Encoded:
         """The inverse of `tensors`."""
         mean, log_var, *more = tensors
-        features = more.pop(0) if len(more) % 2 else None
-        return Encoded(Gaussian(mean, log_var), *more, features=features)
+        has_tokens = bool(more) and more[-1].dtype == torch.bool
+        tokens, features = (more[-2:], more[:-2]) if has_tokens else ((), more)
+        return Encoded(Gaussian(mean, log_var), *tokens, **dict(zip(("features", "codes"), features)))
 
     def float(self) -> Encoded:
         """In at least float32."""
-        tokens, features = (None if x is None else at_least_float32(x) for x in (self.tokens, self.features))
-        return Encoded(self.gaussian.float(), tokens, self.mask, features)
+        held = (None if x is None else at_least_float32(x) for x in (self.tokens, self.features, self.codes))
+        tokens, features, codes = held
+        return Encoded(self.gaussian.float(), tokens, self.mask, features, codes)
 
     def __len__(self) -> int:
         return len(self.gaussian)
@@ -152,7 +157,7 @@ class Encoder(nn.Module):
             inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens; (B, width) features with a `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
             want_tokens: also give every token in the embedding space.
-            want_features: also give the trunk's pooled features, those of the mean.
+            want_features: also give the trunk's features, those of the mean, and the mean as it is before its l2 norm.
 
         Raises:
             ValueError: a token mask, or tokens, from heads that read the pooled features alone.
@@ -165,14 +170,18 @@ class Encoder(nn.Module):
             mean_features = mean_features._replace(mask=token_mask)
             unc_features = unc_features and unc_features._replace(mask=token_mask)
         if self.mean_head is None:
-            mean = F.normalize(self.project(mean_features.pooled), dim=-1)
+            code = self.project(mean_features.pooled)
+            mean = F.normalize(code, dim=-1)
         else:
-            mean = l2_normalize(self.mean_head(mean_features))
+            code = self.mean_head(mean_features)
+            mean = l2_normalize(code)
         if unc_features is None:
             log_var = torch.full_like(mean, POINT_LOG_VAR)
         else:
             log_var = self.covariance(self.log_var_head(unc_features), mean.shape)
-        found = (mean, log_var, mean_features.pooled) if want_features else (mean, log_var)
+        found = (mean, log_var)
+        if want_features:
+            found = (*found, mean_features.tokens if want_tokens else mean_features.pooled, code)
         if not want_tokens:
             return found
         if not getattr(self.mean_head, "reads_tokens", False):

@@ -24,6 +24,11 @@ TERMS = {
     "p2rm": {"triplet", "rectangle"},
     "ncr": {"triplet", "clean"},
     "decl": {"evidential", "hinge", "clean"},
+    "mse": {"mse", "image", "text"},
+    "mmd-mse": {"mse", "mmd"},
+    "jwae-mse": {"mse", "image_prior", "text_prior", "discriminator", "js"},
+    "jwae-mh": {"triplet", "image", "text", "image_prior", "discriminator"},
+    "vae-mh": {"triplet", "image_prior", "text_prior", "u_image"},
 }
 
 
@@ -36,11 +41,16 @@ def test_every_method_is_tested():
     assert {*TERMS, "clip-zs"} == set(METHODS)
 
 
+def decoders(method: str) -> dict:
+    """Small decoders, for methods that have any: CLIP's vocabulary is large."""
+    return {"loss.hidden": 8, "loss.word_width": 8} if hasattr(METHODS[method].Options, "word_width") else {}
+
+
 @pytest.mark.parametrize("method", TERMS)
 def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsys):
     """Two epochs: behind the warm-up of the losses that have one, and with the backbone frozen and thawed."""
     out, networks = tmp_path / "run", METHODS[method].networks
-    assert run_here({"method": method, "data.path": scenes, "out": out}) == 0
+    assert run_here({"method": method, "data.path": scenes, "out": out, **decoders(method)}) == 0
     lines = metrics(out)
     trained, validated = [m for m in lines if "loss" in m], [m for m in lines if "rsum" in m]
     assert [m["step"] for m in trained] == list(range(1, 6 * networks + 1))
@@ -87,6 +97,7 @@ def test_every_method_on_real_images_and_captions(method, shared_data, tmp_path,
         options |= {"batch-size": 20, "model.embed_dim": 64, **ONE_EPOCH}
     if hasattr(METHODS[method].Options, "warmup_epochs"):
         options |= {"loss.warmup_epochs": 0}
+    options |= decoders(method)
     assert run_here({"method": method, **options}) == 0
     lines = metrics(tmp_path / "run")
     steps = 0 if method == "clip-zs" else 3 * METHODS[method].networks
@@ -132,6 +143,17 @@ REFUSED = {
     "no samples": ({"method": "pcme", "loss.samples": 0}, "loss.samples is 0", "from 1"),
     "soft margin": ({"method": "ncr", "loss.soft_margin": "cubic"}, "soft_margin is 'cubic'", "linear"),
     "size augment": ({"model.head": "clip", "model.embed_dim": "null"}, "SizeAugment drops tokens", "size_augment"),
+    "size augment of captions": (
+        {"method": "jwae-mh", "size-augment": 0.2, "model.head": "gpo"},
+        "jwae-mh reconstructs whole captions",
+        "size_augment",
+    ),
+    "size augment of pooled features": ({"method": "mse", "size-augment": 0.2}, "head mlp pools a single one", "gpo"),
+    "margin of mse": ({"method": "jwae-mse", "loss.margin": 0.2}, "jwae-mse does not use loss.margin", "jwae-mh"),
+    "prior of mse": ({"method": "mse", "loss.image_prior": 0.2}, "mse does not use loss.image_prior", "jwae-mse"),
+    "no kernel": ({"method": "mmd-mse", "loss.kernel": "cubic"}, "loss.kernel is 'cubic'", "imq"),
+    "discriminator of vae": ({"method": "vae-mh", "loss.discriminator_lr": 1e-4}, "vae-mh does not use", "jwae-mh"),
+    "branch of jwae": ({"method": "jwae-mh", "model.n_unc_layers": 1}, "jwae-mh predicts no uncertainty", "Leave"),
     "no epochs": ({"epochs": 0}, "epochs is 0: nothing would be trained", "clip-zs"),
     "training zero-shot": ({"method": "clip-zs"}, "clip-zs trains nothing, and epochs is 2", "Leave epochs out"),
     "noisy zero-shot": (

@@ -1,0 +1,283 @@
+"""Joint Wasserstein autoencoders and their baselines. Source: Mahajan et al., jWAE, §4 and §5.1.
+
+Codes are the means before they are l2-normalised, as the prior N(0, I) needs them; the model itself gives unit means,
+so its ranking by the distance of the means is the paper's by the cosine. What is reconstructed are the image trunk's
+features and the caption: its words where the text tower has weights, its mean word vector where that is the input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from finetune.methods.base import Batch, Method
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from probemb.losses.output import LossOutput
+    from probemb.models import DualEncoder
+
+
+class MSE(Method):
+    """Two autoencoders whose codes of a pair are pulled together."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Reconstruction. Source: jWAE Eqs. 5-7; weights of jWAE-MSE.
+
+        Args:
+            image_weight: of the reconstruction of image features.
+            text_weight: of the reconstruction of captions.
+            norm: of the image features' error, l1 or l2.
+            word_dropout: share of the words that the text decoder does not see (public code).
+            word_width: of the text decoder's word embeddings.
+            hidden: of the text decoder's GRU.
+        """
+
+        image_weight: NonNegativeFloat = 1.0
+        text_weight: NonNegativeFloat = 1.0
+        norm: Literal["l1", "l2"] = "l2"
+        word_dropout: ClosedUnitInterval = 0.2
+        word_width: PositiveInt = 300
+        hidden: PositiveInt = 512
+
+    wants_features = True
+    wants_words = True
+
+    def __init__(self, config, model, pairs):
+        from probemb.models.autoencoder import FeatureDecoder, WordDecoder
+
+        super().__init__(config, model, pairs)
+        d, text = model.embed_dim, model.text_tower
+        self.module.image_decoder = FeatureDecoder(d, model.image_tower.pooled_width, (d,))
+        self.says_words = not getattr(text, "reads_vectors", False)
+        if self.says_words:
+            decoder = WordDecoder(n_words(model), d, self.options.word_width, self.options.hidden)
+        else:
+            decoder = FeatureDecoder(d, text.pooled_width, (d,))
+        self.module.text_decoder = decoder
+
+    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
+        return self.weighed(self.parts(batch, model))
+
+    def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
+        """(weight, value) of every part of the loss, by name."""
+        image, text = batch.images.codes, batch.texts.codes
+        return self.supervision(batch, model) | self.reconstruction(batch, model, image, text)
+
+    def supervision(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
+        """What makes the codes of a pair alike."""
+        from probemb.losses.jwae import code_mse
+
+        return {"mse": (1.0, code_mse(batch.images.codes, batch.texts.codes))}
+
+    def reconstruction(
+        self, batch: Batch, model: DualEncoder, image: Tensor, text: Tensor
+    ) -> dict[str, tuple[float, Tensor]]:
+        """Of images and captions from their codes (N, D); a rank decodes its own rows and the mean is of all ranks."""
+        from probemb import distributed
+        from probemb.losses.jwae import drop_words, reconstruction
+
+        o, n = self.options, len(image) // distributed.world_size()
+        own = slice(distributed.rank() * n, (distributed.rank() + 1) * n)
+        of_images = reconstruction(batch.images.features[own], self.module.image_decoder(image[own]), o.norm)
+        if self.says_words:
+            words = model.cut_padding(batch.words)
+            seen = drop_words(words, o.word_dropout, batch.generator)  # drawn for the batch of all ranks
+            of_texts = self.module.text_decoder.nll(text[own], words[own], seen[own]).mean()
+        else:
+            of_texts = reconstruction(batch.texts.features[own], self.module.text_decoder(text[own]), "squared")
+        parts = {"image": (o.image_weight, of_images), "text": (o.text_weight, of_texts)}
+        return {name: (weight, distributed.gather(value[None]).mean()) for name, (weight, value) in parts.items()}
+
+    @staticmethod
+    def weighed(parts: dict[str, tuple[float, Tensor]]) -> LossOutput:
+        """The sum of all parts with their weights; the terms are without."""
+        from probemb.losses.output import LossOutput
+
+        loss = sum(weight * value for weight, value in parts.values())
+        return LossOutput(loss, {name: value.detach() for name, (_, value) in parts.items()})
+
+    @classmethod
+    def check(cls, config) -> None:
+        super().check(config)
+        if config.size_augment:
+            raise UserError(
+                f"{config.method} reconstructs whole captions, and SizeAugment changes them.", "Set size_augment to 0."
+            )
+
+
+class MMDMSE(MSE):
+    """`mse`, and the discrepancy of the image codes' from the text codes' distribution."""
+
+    @dataclass(frozen=True)
+    class Options(MSE.Options):
+        """Reconstruction and MMD. The paper names no weight, and neither kernel nor widths.
+
+        Args:
+            mmd_weight: of the discrepancy.
+            kernel: rbf or imq, see `probemb.losses.jwae.mmd`.
+        """
+
+        mmd_weight: NonNegativeFloat = 0.2
+        kernel: Literal["rbf", "imq"] = "rbf"
+
+    def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
+        from probemb.losses.jwae import mmd
+
+        found = mmd(batch.images.codes, batch.texts.codes, self.options.kernel)
+        return super().parts(batch, model) | {"mmd": (self.options.mmd_weight, found)}
+
+
+class JWAEMSE(MSE):
+    """jWAE-MSE: both codes' distributions are also held to N(0, I) by one discriminator."""
+
+    @dataclass(frozen=True)
+    class Options(MSE.Options):
+        """Gaussian regularisation. Source: jWAE Eq. 6, §5.1.
+
+        Args:
+            image_prior: weight of the image codes' divergence from the prior.
+            text_prior: weight of the text codes'.
+            discriminator_lr: Adam's.
+            discriminator_hidden: width of its layers (public code).
+        """
+
+        image_prior: NonNegativeFloat = 0.2
+        text_prior: NonNegativeFloat = 0.2
+        discriminator_lr: PositiveFloat = 5e-5
+        discriminator_hidden: PositiveInt = 256
+
+    def __init__(self, config, model, pairs):
+        import torch
+
+        from probemb.models.autoencoder import Discriminator
+
+        super().__init__(config, model, pairs)
+        self.aside.discriminator = Discriminator(model.embed_dim, self.options.discriminator_hidden)
+        self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
+
+    def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """All codes of images and of texts that are held to the prior, (…, D) each."""
+        return batch.images.codes, batch.texts.codes
+
+    def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
+        image, text = self.codes(batch)
+        judge = self.aside.discriminator.judge
+        prior = {
+            "image_prior": (self.options.image_prior, judge(image)),
+            "text_prior": (self.options.text_prior, judge(text)),
+        }
+        return super().parts(batch, model) | prior
+
+    def after_step(self, batch: Batch, model: DualEncoder) -> dict[str, Tensor]:
+        """A step of the discriminator; js is the bound on the codes' divergence from the prior that it found."""
+        import torch
+
+        from probemb.losses.jwae import js_bound
+
+        self.aside_optimizer.zero_grad(set_to_none=True)
+        loss = self.aside.discriminator.loss(torch.cat(self.codes(batch)), batch.generator)
+        loss.backward()
+        self.aside_optimizer.step()
+        return {"discriminator": loss.detach(), "js": js_bound(loss)}
+
+
+@dataclass(frozen=True)
+class Hinge:
+    """Options of the max-margin hinge.
+
+    Args:
+        margin: of the hinges, in units of the similarity.
+        warmup_epochs: first epochs, with all negatives; then the hardest.
+    """
+
+    margin: PositiveFloat = 0.2
+    warmup_epochs: NonNegativeInt = 1
+
+
+class JWAEMH(JWAEMSE):
+    """jWAE-MH: pairs are told from others by the triplet loss of the codes' cosines."""
+
+    @dataclass(frozen=True)
+    class Options(Hinge, JWAEMSE.Options):
+        """Triplet loss and Gaussian regularisation. Source: jWAE Eqs. 1 and 9, §5.1."""
+
+        image_weight: NonNegativeFloat = 0.5
+        text_weight: NonNegativeFloat = 0.005
+        image_prior: NonNegativeFloat = 0.01
+        text_prior: NonNegativeFloat = 0.01
+
+    def supervision(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
+        return {"triplet": (1.0, hinge_of_cosines(batch, batch.image.mean, batch.text.mean, self.options))}
+
+
+class VAEMH(MSE):
+    """VAE-MH: variational autoencoders; the triplet loss is of one sample of every item."""
+
+    @dataclass(frozen=True)
+    class Options(Hinge, MSE.Options):
+        """Triplet loss and KL divergence of every item. Source: jWAE Eq. 2, Table 4; weights as of jWAE-MH.
+
+        Args:
+            image_prior: weight of the images' KL divergence from the prior.
+            text_prior: weight of the captions'.
+        """
+
+        image_weight: NonNegativeFloat = 0.5
+        text_weight: NonNegativeFloat = 0.005
+        image_prior: NonNegativeFloat = 0.01
+        text_prior: NonNegativeFloat = 0.01
+
+    probabilistic = True
+    ranking = "mean"  # variances are those of codes, not of unit means
+
+    def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
+        import torch
+
+        from probemb import Gaussian
+        from probemb.losses.jwae import vae_kl
+
+        drawn, parts = [], {}
+        for side, encoded in (("image", batch.images), ("text", batch.texts)):
+            codes = Gaussian(encoded.codes, encoded.gaussian.log_var)
+            noise = torch.randn(
+                codes.mean.shape, generator=batch.generator, device=codes.mean.device, dtype=codes.mean.dtype
+            )
+            drawn.append(codes.mean + (0.5 * codes.log_var).exp() * noise)
+            parts[f"{side}_prior"] = (getattr(self.options, f"{side}_prior"), vae_kl(codes))
+        triplet = hinge_of_cosines(batch, *drawn, self.options)
+        return {"triplet": (1.0, triplet)} | self.reconstruction(batch, model, *drawn) | parts
+
+
+def hinge_of_cosines(batch: Batch, image_ND: Tensor, text_ND: Tensor, options: Hinge) -> Tensor:
+    """The triplet loss of the codes' cosines, summed over pairs, ()."""
+    import torch
+    from torch.nn import functional as F
+
+    from probemb.losses.triplet import triplet_loss
+
+    with torch.autocast(image_ND.device.type, enabled=False):
+        similarity = F.normalize(image_ND, dim=-1) @ F.normalize(text_ND, dim=-1).T
+        hardest = batch.epoch >= options.warmup_epochs
+        return triplet_loss(similarity, batch.match, options.margin, hardest).loss
+
+
+def n_words(model: DualEncoder) -> int:
+    """How many ids a model's tokens have. Raises UserError: the text tower does not say."""
+    from probemb.models.word_tokenizer import FIRST_WORD
+
+    text = model.config["architecture"]["text_cfg"]
+    if "vocabulary" in text:
+        return FIRST_WORD + len(text["vocabulary"])
+    if text.get("hf_model_name"):
+        raise UserError(
+            f"The text tower of {model.config['name']} is from Hugging Face, and jWAE's text decoder needs the number "
+            "of its words.",
+            "Choose another model, such as resnet152-bigru.",
+        )
+    return text.get("vocab_size", 49408)
