@@ -38,6 +38,7 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
         block k (0 … L−1)                       lr · f · layer_decay^(L−k)
         block k of the uncertainty branch       lr · f · layer_decay^(u−k)
         all else in a tower                     lr · f      (embeddings too: more than the last block)
+        the loss' decoders (`decoders`)         lr
         the model's scalars, the loss' own      lr · scalars, without weight decay (logit_scale, a logarithm: lr)
 
     Everything in a tower decays, biases and norms too, as in the public code. There L is 12 for every model, which
@@ -75,8 +76,11 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
         full_rate = part == "head" or (part == "branch" and not o.decay_uncertainty)
         multiplier = 1.0 if full_rate else factor * o.layer_decay**depth
         add(f"{tower}.{part}.{depth}", parameter, multiplier, o.weight_decay, (tower, part) == ("image", "trunk"))
-    for parameter in loss_module.parameters() if loss_module is not None else ():
-        add("scalars", parameter, o.scalars, 0.0)
+    for name, parameter in loss_module.named_parameters() if loss_module is not None else ():
+        if name.startswith("decoders."):
+            add("decoders", parameter, 1.0, o.weight_decay)
+        else:
+            add("scalars", parameter, o.scalars, 0.0)
     return list(groups.values())
 
 

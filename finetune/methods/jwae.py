@@ -49,17 +49,19 @@ class MSE(Method):
     wants_words = True
 
     def __init__(self, config, model, pairs):
+        from torch import nn
+
         from probemb.models.autoencoder import FeatureDecoder, WordDecoder
 
         super().__init__(config, model, pairs)
         d, text = model.embed_dim, model.text_tower
-        self.module.image_decoder = FeatureDecoder(d, model.image_tower.pooled_width, (d,))
         self.says_words = not getattr(text, "reads_vectors", False)
         if self.says_words:
             decoder = WordDecoder(n_words(model), d, self.options.word_width, self.options.hidden)
         else:
             decoder = FeatureDecoder(d, text.pooled_width, (d,))
-        self.module.text_decoder = decoder
+        images = FeatureDecoder(d, model.image_tower.pooled_width, (d,))
+        self.module.decoders = nn.ModuleDict({"image": images, "text": decoder})
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         return self.weighed(self.parts(batch, model))
@@ -83,14 +85,14 @@ class MSE(Method):
         from probemb.losses.jwae import drop_words, reconstruction
 
         o, n = self.options, len(image) // distributed.world_size()
-        own = slice(distributed.rank() * n, (distributed.rank() + 1) * n)
-        of_images = reconstruction(batch.images.features[own], self.module.image_decoder(image[own]), o.norm)
+        own, decoders = slice(distributed.rank() * n, (distributed.rank() + 1) * n), self.module.decoders
+        of_images = reconstruction(batch.images.features[own], decoders["image"](image[own]), o.norm)
         if self.says_words:
             words = model.cut_padding(batch.words)
             seen = drop_words(words, o.word_dropout, batch.generator)  # drawn for the batch of all ranks
-            of_texts = self.module.text_decoder.nll(text[own], words[own], seen[own]).mean()
+            of_texts = decoders["text"].nll(text[own], words[own], seen[own]).mean()
         else:
-            of_texts = reconstruction(batch.texts.features[own], self.module.text_decoder(text[own]), "squared")
+            of_texts = reconstruction(batch.texts.features[own], decoders["text"](text[own]), "squared")
         parts = {"image": (o.image_weight, of_images), "text": (o.text_weight, of_texts)}
         return {name: (weight, distributed.gather(value[None]).mean()) for name, (weight, value) in parts.items()}
 

@@ -62,7 +62,7 @@ def said(method, texts, b, model):
     """Mean negative log likelihood of the captions, with the words that the method's generator drops."""
     words = b.words[:, : int((b.words != 0).sum(1).max())]
     seen = drop_words(words, method.options.word_dropout, torch.Generator().manual_seed(9))
-    log_p = method.module.text_decoder.log_probabilities(texts, seen)
+    log_p = method.module.decoders["text"].log_probabilities(texts, seen)
     each = [-log_p[i, m, w] for i, row in enumerate(words.tolist()) for m, w in enumerate(row) if w]
     return sum(each) / N
 
@@ -77,7 +77,7 @@ def test_the_loss_is_what_the_paper_adds_up(name):
     method, model = method_of(name)
     b = batch(model)
     image, text = b.images.codes, b.texts.codes
-    decoded = method.module.image_decoder(image)
+    decoded = method.module.decoders["image"](image)
     of_images = sum(math.hypot(*row) for row in (b.images.features - decoded).tolist()) / N
     of_texts = said(method, text, b, model)
     expected = {
@@ -111,9 +111,9 @@ def test_the_variational_loss_is_of_samples():
     ]
     unit = [F.normalize(x, dim=1) for x in z]
     words = b.words[:, : int((b.words != 0).sum(1).max())]
-    nll = method.module.text_decoder.nll(z[1], words, drop_words(words, 0.2, g)).mean()
+    nll = method.module.decoders["text"].nll(z[1], words, drop_words(words, 0.2, g)).mean()
     kl = [vae_kl(Gaussian(e.codes, e.gaussian.log_var)) for e in (b.images, b.texts)]
-    of_images = (b.images.features - method.module.image_decoder(z[0])).norm(dim=1).mean()
+    of_images = (b.images.features - method.module.decoders["image"](z[0])).norm(dim=1).mean()
     expected = triplet_loss(unit[0] @ unit[1].T, b.match, 0.2).loss
     expected = expected + 0.5 * of_images + 0.005 * nll + 0.01 * (kl[0] + kl[1])
     close(method.loss(b, model).loss, expected.detach())
@@ -128,7 +128,7 @@ def test_the_first_epochs_hinges_are_of_all_negatives():
 def test_mean_word_vectors_are_reconstructed_as_vectors():
     method, model = method_of("jwae-mse", "resnet-words-small")
     b = batch(model)
-    error = b.texts.features - method.module.text_decoder(b.texts.codes)
+    error = b.texts.features - method.module.decoders["text"](b.texts.codes)
     close(method.loss(b, model).terms["text"], error.square().sum(1).mean().detach())
 
 
@@ -203,3 +203,14 @@ def test_mean_word_vectors_and_cached_features_through_the_command(name, scenes,
     means = model.encode_text(torch.tensor([[2, 3, 4], [5, 6, 0]])).mean
     close(means.norm(dim=1), torch.ones(2), torch.float32)  # what people rank are unit means
     assert not model.probabilistic
+
+
+def test_decoders_learn_at_the_heads_rate_whatever_the_scalars_is():
+    from finetune.config import Optimizer
+    from finetune.recipe import parameter_groups
+
+    method, model = method_of("jwae-mh")
+    groups = {group["name"]: group for group in parameter_groups(model, method.module, Optimizer(lr=1e-3, scalars=30))}
+    assert groups["decoders"]["lr"] == groups["image.head.0"]["lr"] == 1e-3
+    assert len(groups["decoders"]["params"]) == len(list(method.module.parameters()))
+    assert {id(p) for p in method.aside.parameters()}.isdisjoint(id(p) for g in groups.values() for p in g["params"])

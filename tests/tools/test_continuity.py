@@ -1,0 +1,111 @@
+"""Semantic continuity: likeness, neighbours and walks with known answers, and the command."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from probemb import Gaussian
+from probemb.data.captions.dataset import CaptionDataset
+from probemb.data.captions.find import find_captions
+from probemb.data.image_loader import Images
+from probemb.data.scenes import match_matrix
+from probemb.errors import UserError
+from probemb.evaluation.embed_pairs import EmbeddedPairs
+from tests.world import captioned, run_folder  # noqa: F401 - fixtures
+from tools.continuity import likeness_of, main, nearest_images, of_neighbours, of_walks, walk
+
+
+def on_an_arc(n=7, angle=math.pi / 2):
+    """Images and captions whose codes lie on an arc, in order, of any length."""
+    a = torch.linspace(0, angle, n)
+    codes = torch.stack([a.cos(), a.sin()], 1) * torch.linspace(1, 3, n)[:, None]
+    gaussian = Gaussian(codes, torch.zeros_like(codes))
+    return EmbeddedPairs(gaussian, gaussian, torch.arange(n), list(range(n)), [])
+
+
+def test_a_walk_along_an_arc_meets_everything_on_it_in_order():
+    found = walk(on_an_arc(), 0, 6, 60)
+    assert list(dict.fromkeys(found.images)) == list(range(7)) == list(dict.fromkeys(found.captions))
+    assert found.images[0] == 0 and found.images[-1] == 6  # noqa: PT018
+    assert min(found.cosines) > math.cos(math.pi / 24) - 1e-6
+
+
+def test_walks_are_measured_by_hand():
+    likeness = torch.tensor([[1.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 1.0]])
+    pairs = on_an_arc(3)
+    one = walk(pairs, 0, 2, 5)
+    assert (one.images[0], one.images[2], one.images[-1]) == (0, 1, 2)
+    found = of_walks(likeness, [one, walk(pairs, 2, 0, 5)])
+    assert found["consecutive"] == pytest.approx((0.5 + 0.3) / 2)
+    assert found["images"] == 3
+    assert found["to_start"][0] == found["to_end"][-1] == 1
+    assert found["to_start"][2] == pytest.approx((0.5 + 0.3) / 2)
+    assert found["to_start"][-1] == pytest.approx(0.1)
+    still = of_walks(likeness, [walk(pairs, 0, 0, 3)])
+    assert still["consecutive"] is None
+    assert still["cosine"] == pytest.approx([1, 1, 1])
+
+
+def test_neighbours_lie_between_random_and_the_most_similar():
+    near = nearest_images(on_an_arc(7).images.mean, 2)
+    assert [set(row) for row in near.tolist()] == [{1, 2}, {0, 2}, {1, 3}, {2, 4}, {3, 5}, {4, 6}, {4, 5}]
+    distance = (torch.arange(7.0)[:, None] - torch.arange(7.0)).abs()
+    likeness = 1 - distance / 6
+    found = of_neighbours(likeness, near)
+    assert found["most"] == pytest.approx(found["likeness"])  # the arc is in the likeness' order
+    pairs = [1 - abs(i - j) / 6 for i in range(7) for j in range(7) if i != j]
+    assert found["random"] == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
+    assert of_neighbours(likeness, near.flip(0))["likeness"] < found["likeness"]
+
+
+def test_likeness_of_photographs_is_that_of_their_captions():
+    captions = [["a dog runs", "brown dog"], ["the dog runs fast"], ["two red cars", "cars"]]
+    data = CaptionDataset(captions, [0, 1, 2], located=Images(places=[]))
+    found = likeness_of(data, [0, 1, 2])
+    torch.testing.assert_close(found.diagonal(), torch.ones(3))
+    assert found[0, 1] > 0.2
+    assert found[0, 2] == found[1, 2] == 0
+    torch.testing.assert_close(likeness_of(data, [2, 0]), found[[2, 0]][:, [2, 0]], atol=0.3, rtol=0)
+
+
+def test_likeness_of_scenes_is_the_share_of_captions_that_are_true(captioned):  # noqa: F811
+    data = find_captions(captioned)
+    kept = [3, 0, 7, 11]
+    found = likeness_of(data, kept)
+    for row, i in enumerate(kept):
+        for column, j in enumerate(kept):
+            true = match_matrix([data.scenes[j][0]], data.scenes[i][1])[0]
+            assert found[row, column] == pytest.approx(true.mean())
+    assert (found.diagonal() == 1).all()
+
+
+def test_the_command(captioned, run_folder, tmp_path, capsys):  # noqa: F811
+    torch.set_num_threads(1)
+    words = ["--model", str(run_folder), "--data", str(captioned), "--out", str(tmp_path / "out")]
+    assert main([*words, "--walks", "4", "--shown", "2", "--steps", "5", "--device", "cpu"]) == 0
+    found = json.loads((tmp_path / "out" / "continuity.json").read_text())
+    (model,) = found["models"]
+    assert model["walks"]["walks"] == 4
+    assert len(model["walks"]["to_start"]) == 5
+    assert model["walks"]["cosine"][0] == pytest.approx(1, abs=1e-4)
+    assert 0 < model["neighbours"]["likeness"] <= model["neighbours"]["most"] <= 1
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/jpeg") == 2 * 5 + 2 * 6
+    assert "likeness of an image to its 5 neighbours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--model", "x"], "--model or --data is missing"),
+        (["--model", "x", "--data", "y", "--steps", "2"], "--steps is 2"),
+        (["--model", "x", "--data", "CAPTIONED", "--neighbours", "30"], "has 24 images"),
+    ],
+)
+def test_wrong_options_are_refused(words, what, captioned, tmp_path):  # noqa: F811
+    words = [str(captioned) if word == "CAPTIONED" else word for word in words]
+    with pytest.raises(UserError, match=what):
+        main([*words, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
