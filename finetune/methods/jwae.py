@@ -32,7 +32,7 @@ class MSE(Method):
         Args:
             image_weight: of the reconstruction of image features.
             text_weight: of the reconstruction of captions.
-            norm: of the image features' error, l1 or l2.
+            image_norm: of the image features' error, l1 or l2.
             word_dropout: share of the words that the text decoder does not see (public code).
             word_width: of the text decoder's word embeddings.
             hidden: of the text decoder's GRU.
@@ -40,7 +40,7 @@ class MSE(Method):
 
         image_weight: NonNegativeFloat = 1.0
         text_weight: NonNegativeFloat = 1.0
-        norm: Literal["l1", "l2"] = "l2"
+        image_norm: Literal["l1", "l2"] = "l2"
         word_dropout: ClosedUnitInterval = 0.2
         word_width: PositiveInt = 300
         hidden: PositiveInt = 512
@@ -55,12 +55,12 @@ class MSE(Method):
 
         super().__init__(config, model, pairs)
         d, text = model.embed_dim, model.text_tower
-        self.says_words = not getattr(text, "reads_vectors", False)
+        self.says_words = self.wants_tokens or not getattr(text, "reads_vectors", False)
         if self.says_words:
             decoder = WordDecoder(n_words(model), d, self.options.word_width, self.options.hidden)
         else:
-            decoder = FeatureDecoder(d, text.pooled_width, (d,))
-        images = FeatureDecoder(d, model.image_tower.pooled_width, (d,))
+            decoder = FeatureDecoder(d, text.target_width(self.wants_tokens), (d,))
+        images = FeatureDecoder(d, model.image_tower.target_width(self.wants_tokens), (d,))
         self.module.decoders = nn.ModuleDict({"image": images, "text": decoder})
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
@@ -68,8 +68,7 @@ class MSE(Method):
 
     def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         """(weight, value) of every part of the loss, by name."""
-        image, text = batch.images.codes, batch.texts.codes
-        return self.supervision(batch, model) | self.reconstruction(batch, model, image, text)
+        return self.supervision(batch, model) | self.reconstruction(batch, model, *self.decoded(batch))
 
     def supervision(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         """What makes the codes of a pair alike."""
@@ -77,24 +76,40 @@ class MSE(Method):
 
         return {"mse": (1.0, code_mse(batch.images.codes, batch.texts.codes))}
 
+    def decoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The codes that images and captions are reconstructed from, (N, D) each."""
+        return batch.images.codes, batch.texts.codes
+
     def reconstruction(
         self, batch: Batch, model: DualEncoder, image: Tensor, text: Tensor
     ) -> dict[str, tuple[float, Tensor]]:
-        """Of images and captions from their codes (N, D); a rank decodes its own rows and the mean is of all ranks."""
+        """Of images and captions from their codes; a rank decodes its own rows, and the mean is of all ranks."""
         from probemb import distributed
+
+        n = len(image) // distributed.world_size()
+        own = slice(distributed.rank() * n, (distributed.rank() + 1) * n)
+        errors = {"image": self.image_error(batch, image, own), "text": self.text_error(batch, model, text, own)}
+        weights = {"image": self.options.image_weight, "text": self.options.text_weight}
+        return {side: (weights[side], distributed.gather(error[None]).mean()) for side, error in errors.items()}
+
+    def image_error(self, batch: Batch, image: Tensor, own: slice) -> Tensor:
+        """Mean over a rank's own images, (); codes of all ranks' images."""
+        from probemb.losses.jwae import reconstruction
+
+        mask = None if batch.images.mask is None else batch.images.mask[own]
+        decoded = self.module.decoders["image"](image[own])
+        return reconstruction(batch.images.features[own], decoded, self.options.image_norm, mask)
+
+    def text_error(self, batch: Batch, model: DualEncoder, text: Tensor, own: slice) -> Tensor:
+        """Mean over a rank's own captions, (); codes of all ranks' captions."""
         from probemb.losses.jwae import drop_words, reconstruction
 
-        o, n = self.options, len(image) // distributed.world_size()
-        own, decoders = slice(distributed.rank() * n, (distributed.rank() + 1) * n), self.module.decoders
-        of_images = reconstruction(batch.images.features[own], decoders["image"](image[own]), o.norm)
-        if self.says_words:
-            words = model.cut_padding(batch.words)
-            seen = drop_words(words, o.word_dropout, batch.generator)  # drawn for the batch of all ranks
-            of_texts = decoders["text"].nll(text[own], words[own], seen[own]).mean()
-        else:
-            of_texts = reconstruction(batch.texts.features[own], decoders["text"](text[own]), "squared")
-        parts = {"image": (o.image_weight, of_images), "text": (o.text_weight, of_texts)}
-        return {name: (weight, distributed.gather(value[None]).mean()) for name, (weight, value) in parts.items()}
+        decoder = self.module.decoders["text"]
+        if not self.says_words:
+            return reconstruction(batch.texts.features[own], decoder(text[own]), "squared")
+        words = model.cut_padding(batch.words)
+        seen = drop_words(words, self.options.word_dropout, batch.generator)  # drawn for the batch of all ranks
+        return decoder.nll(text[own], words[own], seen[own]).mean()
 
     @staticmethod
     def weighed(parts: dict[str, tuple[float, Tensor]]) -> LossOutput:
@@ -169,12 +184,15 @@ class JWAEMSE(MSE):
 
     def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         image, text = self.codes(batch)
-        judge = self.aside.discriminator.judge
         prior = {
-            "image_prior": (self.options.image_prior, judge(image)),
-            "text_prior": (self.options.text_prior, judge(text)),
+            "image_prior": (self.options.image_prior, self.prior_loss(image)),
+            "text_prior": (self.options.text_prior, self.prior_loss(text)),
         }
         return super().parts(batch, model) | prior
+
+    def prior_loss(self, codes: Tensor) -> Tensor:
+        """What the encoders minimise, ()."""
+        return self.aside.discriminator.judge(codes)
 
     def after_step(self, batch: Batch, model: DualEncoder) -> dict[str, Tensor]:
         """A step of the discriminator; js is the bound on the codes' divergence from the prior that it found."""
@@ -182,11 +200,15 @@ class JWAEMSE(MSE):
 
         from probemb.losses.jwae import js_bound
 
-        self.aside_optimizer.zero_grad(set_to_none=True)
         loss = self.aside.discriminator.loss(torch.cat(self.codes(batch)), batch.generator)
         loss.backward()
+        self.keep_gradients()
         self.aside_optimizer.step()
+        self.aside_optimizer.zero_grad(set_to_none=True)
         return {"discriminator": loss.detach(), "js": js_bound(loss)}
+
+    def keep_gradients(self) -> None:
+        """Called before the discriminator's step; its gradients are those of its own loss."""
 
 
 @dataclass(frozen=True)

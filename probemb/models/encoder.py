@@ -38,8 +38,8 @@ class Encoded:
         gaussian: (B, D), or (B, K, D) for K embeddings an item.
         tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None.
         mask: (B, T) bool, True for tokens that take part; None together with tokens.
-        features: (B, P), the trunk's own summary, which heads read, for methods that ask for it; else None. With
-            tokens they are the tokens', (B, T, W).
+        features: `Encoder.targets`: (B, P), the trunk's own summary, which heads read, for methods that ask for it;
+            else None. With tokens they are the tokens', (B, T, W).
         codes: (B, D), the mean before it is l2-normalised; None without features.
     """
 
@@ -96,7 +96,7 @@ class Encoder(nn.Module):
     Attributes:
         mean_head: from Features to (B, D) or (B, K, D); None where the tower projects its own pooling (`project`).
         log_var_head: the same for the log-variance; None in a point model, whose log_var is POINT_LOG_VAR.
-        pooled_width: P; `add_heads` sets it.
+        token_width, pooled_width: W and P; `add_heads` sets them.
         image_size: (height, width) in pixels; image towers only.
         n_tokens: T of an image of that size; image towers only.
         context_length: largest L; text towers only.
@@ -106,6 +106,7 @@ class Encoder(nn.Module):
 
     mean_head: nn.Module | None
     log_var_head: nn.Module | None
+    token_width: int
     pooled_width: int
     feature_layout: FeatureLayout | None = None
     covariance: Covariance = Covariance()
@@ -121,6 +122,14 @@ class Encoder(nn.Module):
     def is_pretrained(self, name: str) -> bool:
         """Whether the parameter of that name belongs to what starts from published weights, where anything does."""
         return self.place(name).part == "trunk"
+
+    def targets(self, inputs: Tensor, features: Features, of_tokens: bool) -> Tensor:
+        """What an autoencoder reconstructs of inputs from their codes: (B, P), or (B, T, W) of every token."""
+        return features.tokens if of_tokens else features.pooled
+
+    def target_width(self, of_tokens: bool) -> int:
+        """The size of each of the `targets`."""
+        return self.token_width if of_tokens else self.pooled_width
 
     def project(self, pooled_BP: Tensor) -> Tensor:
         """The tower's own projection to (B, D), where `mean_head` is None."""
@@ -181,7 +190,7 @@ class Encoder(nn.Module):
             log_var = self.covariance(self.log_var_head(unc_features), mean.shape)
         found = (mean, log_var)
         if want_features:
-            found = (*found, mean_features.tokens if want_tokens else mean_features.pooled, code)
+            found = (*found, self.targets(inputs, mean_features, want_tokens), code)
         if not want_tokens:
             return found
         if not getattr(self.mean_head, "reads_tokens", False):

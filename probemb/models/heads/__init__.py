@@ -63,7 +63,7 @@ def add_heads(
 ) -> None:
     """Set `mean_head` and `log_var_head` of a tower with tokens (B, T, width) and pooled features (B, pooled_width).
 
-    The tower's attribute `pooled_width` is set too.
+    The tower's attributes `token_width` and `pooled_width` are set too.
 
     The log-variance starts at −log D: each item's summed variance is about 1, so that distances start near
     ‖μ_v − μ_t‖² ≤ 4 for every D. At log_var = 0 they would start at 2D, and the match loss far in its linear range.
@@ -75,7 +75,7 @@ def add_heads(
     """
     head = HEADS[config.kind]
     keep = own_projection and config.kind == "clip"
-    tower.pooled_width = pooled_width
+    tower.token_width, tower.pooled_width = width, pooled_width
     tower.mean_head = None if keep else head.for_mean(config, width, pooled_width)
     unc_widths = (width, pooled_width) if unc_width is None else (unc_width, unc_width)
     tower.log_var_head = head.for_log_var(config, *unc_widths) if config.probabilistic else None

@@ -141,7 +141,7 @@ def test_the_discriminator_learns_from_its_own_loss_alone():
         codes.grad = None
     before = [p.clone() for p in method.aside.parameters()]
     first = method.after_step(b, model)
-    found = [p.grad.clone() for p in method.aside.parameters()]
+    found = [p.clone() for p in method.aside.parameters()]
     assert all(not torch.equal(p, old) for p, old in zip(method.aside.parameters(), before))
     assert b.images.codes.grad is None
     again, _ = method_of("jwae-mh", "resnet-gru-small", "--loss.discriminator_lr=0.003")
@@ -149,7 +149,7 @@ def test_the_discriminator_learns_from_its_own_loss_alone():
     again.loss(other, model)  # draws the dropped words
     again.after_step(other, model)
     for one, two in zip(found, again.aside.parameters()):
-        torch.testing.assert_close(one, two.grad)
+        assert torch.equal(one, two)  # the encoders' backward pass has left nothing
     for _ in range(150):
         last = method.after_step(b, model)
     assert last["discriminator"] < 0.8 * first["discriminator"]
