@@ -50,7 +50,7 @@ def test_features_are_kept_and_the_saved_model_reads_pixels(scenes, tmp_path, ca
     ("more", "what"),
     [
         ({"model.lock_image": "false"}, "the tower is trained"),
-        ({"mix.ratio": 0.5}, "no pixels that mix.ratio could mix"),
+        ({"mix.ratio": 0.5}, "no pixels that mix.ratio could change"),
         ({"model.n_unc_layers": 1}, "blocks of its own"),
     ],
 )
