@@ -9,7 +9,6 @@ import torch
 from probemb import Gaussian
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.find import find_captions
-from probemb.data.image_loader import Images
 from probemb.data.scenes import match_matrix
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import EmbeddedPairs
@@ -62,7 +61,7 @@ def test_neighbours_lie_between_random_and_the_most_similar():
 
 def test_likeness_of_photographs_is_that_of_their_captions():
     captions = [["a dog runs", "brown dog"], ["the dog runs fast"], ["two red cars", "cars"]]
-    data = CaptionDataset(captions, [0, 1, 2], located=Images(places=[]))
+    data = CaptionDataset(captions, [0, 1, 2])
     found = likeness_of(data, [0, 1, 2])
     torch.testing.assert_close(found.diagonal(), torch.ones(3))
     assert found[0, 1] > 0.2

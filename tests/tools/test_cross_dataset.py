@@ -58,6 +58,7 @@ def test_means_over_seeds_and_what_is_kept():
     assert table["a", "b"]["kept"] is None  # nothing was trained on b and measured there
 
 
+@pytest.mark.slow
 def test_the_command_trains_measures_and_keeps(tmp_path, capfd):
     for name, train in (("a", 16), ("b", 8)):
         plan = Plan(train=train, val=8, classes_images=0, size=32, shard_size=16, captions=3)
