@@ -51,7 +51,9 @@ def csd(a: Gaussian, b: Gaussian) -> Tensor:
 @_full_precision
 def wasserstein2(a: Gaussian, b: Gaussian) -> Tensor:
     """Squared 2-Wasserstein distance |mu_a - mu_b|^2 + |std_a - std_b|^2. Source: PCME++ §2.2."""
-    return squared_euclidean(torch.cat([a.mean, a.std], 1), torch.cat([b.mean, b.std], 1))
+    left, right = torch.cat([a.mean, a.std], 1), torch.cat([b.mean, b.std], 1)
+    origin = right.detach().mean(0)  # a common origin keeps the squares small
+    return squared_euclidean(left - origin, right - origin)
 
 
 @_full_precision
@@ -73,8 +75,7 @@ def min_kl(a: Gaussian, b: Gaussian) -> Tensor:
 
 
 def _kl(a: Gaussian, b: Gaussian) -> Tensor:
-    # A common origin keeps the squares small.
-    origin = b.mean.detach().mean(0)
+    origin = b.mean.detach().mean(0)  # as for wasserstein2
     mu_a, mu_b = a.mean - origin, b.mean - origin
     precision_b = (-b.log_var).exp()
     left = torch.cat([a.var + mu_a.square(), -2 * mu_a], 1)  # (N, 2D)

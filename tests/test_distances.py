@@ -147,6 +147,8 @@ def test_float32_survives_a_common_offset_of_the_means():
     shifted = [Gaussian((g.mean + 100).float(), (g.log_var - 4).float()) for g in (a, b)]
     exact = distances.kl(*(Gaussian(g.mean.double(), g.log_var.double()) for g in shifted))
     torch.testing.assert_close(distances.kl(*shifted).double(), exact, rtol=1e-4, atol=1e-3)
+    exact = distances.wasserstein2(*(Gaussian(g.mean.double(), g.log_var.double()) for g in shifted))
+    torch.testing.assert_close(distances.wasserstein2(*shifted).double(), exact, rtol=1e-4, atol=1e-3)
 
 
 def test_shapes_are_checked():
@@ -167,7 +169,6 @@ def test_authors_closed_forms(parity):
     a, b = (
         Gaussian(torch.from_numpy(v[f"mu{i}"]), 2 * torch.from_numpy(v[f"log_sigma{i}"])) for i in (1, 2)
     )  # that code predicts log sigma
-    d = a.shape[1]
     expected = {
         "kl_12": distances.kl(a, b),
         "kl_21": distances.kl(b, a).T,
@@ -180,14 +181,33 @@ def test_authors_closed_forms(parity):
     for name, value in expected.items():
         reference = torch.from_numpy(v[f"closed_form__{name}"])
         torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
-    reference = {
-        name: torch.from_numpy(v[f"ref_similarity__{name}"]).double()
-        for name in ("elk", "wasserstein", "bhattacharyya", "js", "reverse_kl")
+
+
+def test_authors_test_time_similarities(parity):
+    """Every array of the public evaluation code, with what that code computes where it departs from the formulas."""
+    v = parity("04b_gaussian_distances")
+    a, b = (Gaussian(torch.from_numpy(v[f"mu{i}"]), 2 * torch.from_numpy(v[f"log_sigma{i}"])) for i in (1, 2))
+    d = a.shape[1]
+    log_ratio = 0.5 * (a.log_var.sum(1)[:, None] - b.log_var.sum(1)[None, :])  # sum of log sigma_1 - log sigma_2
+    squares = (a.mean[:, None] - b.mean[None]).square()
+    expected = {
+        "elk": d / 2 * math.log(2 * math.pi) - elk(a, b),
+        "l2": -squares.sum(2),
+        "min": -squares.amin(2),  # over single dimensions, of the means alone
+        "max": -squares.amax(2),
+        "wasserstein": -distances.wasserstein2(a, b),
+        "kl": -(2 * distances.kl(a, b) + d + 4 * log_ratio),  # the sign of the log-ratio is wrong, and in the next one
+        "reverse_kl": -(2 * distances.kl(b, a).T + d - 4 * log_ratio),
+        "js": -(4 * distances.symmetric_kl(a, b) + 2 * d),  # Jeffreys' divergence
+        "bhattacharyya": -distances.bhattacharyya(a, b),
     }
-    torch.testing.assert_close(d / 2 * math.log(2 * math.pi) - elk(a, b), reference["elk"], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(-distances.wasserstein2(a, b), reference["wasserstein"], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(-distances.bhattacharyya(a, b), reference["bhattacharyya"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(-(4 * distances.symmetric_kl(a, b) + 2 * d), reference["js"], rtol=1e-9, atol=1e-9)
+    assert {f"ref_similarity__{name}" for name in expected} == {key for key in v if key.startswith("ref_")}
+    for name, value in expected.items():
+        tolerance = 1e-5 if name == "bhattacharyya" else 1e-9  # that one is in float32
+        reference = torch.from_numpy(v[f"ref_similarity__{name}"]).double()
+        torch.testing.assert_close(
+            value, reference, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_authors_csd(parity):

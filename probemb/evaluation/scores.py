@@ -238,7 +238,8 @@ def csd_scores(a: Gaussian, b: Gaussian) -> DotScores:
 def wasserstein2_scores(a: Gaussian, b: Gaussian) -> DotScores:
     """-(squared 2-Wasserstein distance)."""
     x, y = (torch.cat([g.mean, g.std], 1) for g in (a.float(), b.float()))
-    return _squared_euclidean(x, y)
+    origin = y.mean(0)  # a common origin keeps the squares small
+    return _squared_euclidean(x - origin, y - origin)
 
 
 @torch.no_grad()

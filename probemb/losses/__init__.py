@@ -10,6 +10,7 @@ from probemb.losses.output import LossOutput
 from probemb.losses.p2rm import P2RMLoss, point_to_rectangle
 from probemb.losses.pairs import cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
+from probemb.losses.prob_triplet import gaussian_similarity, prob_triplet_loss
 from probemb.losses.pvse import PVSELoss, diversity, mmd, multi_instance_similarity
 from probemb.losses.scan import scan_loss
 from probemb.losses.triplet import TripletLoss, triplet_loss
@@ -36,6 +37,7 @@ __all__ = [
     "decl_correspondence",
     "decl_loss",
     "diversity",
+    "gaussian_similarity",
     "infonce_loss",
     "mmd",
     "multi_instance_similarity",
@@ -44,6 +46,7 @@ __all__ = [
     "pairwise_match_loss",
     "pcme_loss",
     "point_to_rectangle",
+    "prob_triplet_loss",
     "refine_labels",
     "scan_loss",
     "split_clean",
