@@ -75,13 +75,25 @@ def min_kl(a: Gaussian, b: Gaussian) -> Tensor:
 
 
 def _kl(a: Gaussian, b: Gaussian) -> Tensor:
-    origin = b.mean.detach().mean(0)  # as for wasserstein2
-    mu_a, mu_b = a.mean - origin, b.mean - origin
-    precision_b = (-b.log_var).exp()
-    left = torch.cat([a.var + mu_a.square(), -2 * mu_a], 1)  # (N, 2D)
-    right = torch.cat([precision_b, mu_b * precision_b], 1)  # (M, 2D)
-    col = (mu_b.square() * precision_b + b.log_var).sum(1) - a.shape[1]
-    return 0.5 * (left @ right.T - a.log_var.sum(1)[:, None] + col[None, :])
+    left, right, row, col = kl_factors(a, b)
+    return 0.5 * torch.addmm(row[:, None] + col[None, :], left, right.T)
+
+
+def kl_factors(a: Gaussian, b: Gaussian) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """left (N, 2D), right (M, 2D), row (N,) and col (M,) with 2 KL(a || b) = left @ right.T + row + col.
+
+    Everything is measured from b's average, and variances by their difference from it, var_a / var_b - 1 = A + P + A P:
+    the D ones of many nearly equal variances would cost float32 its digits.
+    """
+    origin, unit = b.mean.detach().mean(0), b.log_var.detach().mean(0)
+    mu_a, mu_b = ((g.mean - origin) * (-0.5 * unit).exp() for g in (a, b))
+    log_a, log_b = a.log_var - unit, b.log_var - unit
+    more_a, more_precise_b = log_a.expm1(), (-log_b).expm1()
+    left = torch.cat([more_a + mu_a.square(), -2 * mu_a], 1)
+    right = torch.cat([more_precise_b, mu_b * (1 + more_precise_b)], 1)
+    row = (more_a - log_a + mu_a.square()).sum(1)
+    col = (more_precise_b + log_b + mu_b.square() * (1 + more_precise_b)).sum(1)
+    return left, right, row, col
 
 
 @_full_precision

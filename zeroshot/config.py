@@ -103,6 +103,7 @@ class RetrievalConfig:
         samples: samples of each item for match-probability.
         judgements: a file of people's judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.
         compare: results of another model with the same --judgements (a folder), to be compared with.
+        uncertainty: sum (of the variances), log-det (of the covariance) or geometric-mean (of the standard deviations).
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
         out: folder for results.json and report.html; by default retrieval/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
@@ -136,6 +137,7 @@ class RetrievalConfig:
     samples: Count = 8
     judgements: str | None = None
     compare: str | None = None
+    uncertainty: Literal["sum", "log-det", "geometric-mean"] = "sum"
     erased: NonNegativeInt = 200
     out: Folder | None = None
     exif: bool = False

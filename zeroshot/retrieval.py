@@ -132,7 +132,7 @@ def evaluate(
     )  # fmt: skip
     rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
-    found = findings(embedder, captions, pairs, per_query, config.erased) if probabilistic else {}
+    found = findings(embedder, captions, pairs, per_query, config.erased, config.uncertainty) if probabilistic else {}
     correct = {side: values[SHOWN] for side, values in per_query.items()}
     results = {
         "config": to_dict(config) | {"split": captions.split},

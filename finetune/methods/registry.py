@@ -23,6 +23,7 @@ _HOME = {  # name on the command line: file and class
     "jwae-mse": "jwae:JWAEMSE",
     "jwae-mh": "jwae:JWAEMH",
     "vae-mh": "jwae:VAEMH",
+    "prob-vsepp": "prob_vse:ProbVSEPlusPlus",
     "clip-zs": "vse:ZeroShot",
 }
 

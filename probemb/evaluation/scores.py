@@ -18,6 +18,7 @@ from probemb.distances import (
     bhattacharyya,
     elk,
     inclusion,
+    kl_factors,
     match_probability_of_samples,
     mean_distance_of_samples,
 )
@@ -266,14 +267,12 @@ def average_l2_scores(a: Gaussian, b: Gaussian, n_samples: int = 8) -> SampledSc
 @torch.no_grad()
 def kl_scores(a: Gaussian, b: Gaussian) -> DotScores:
     """-KL(a || b); see `distances.kl`."""
-    a, b = a.float(), b.float()
-    origin = b.mean.mean(0)  # a common origin keeps the squares small
-    mu_a, mu_b, precision_b = a.mean - origin, b.mean - origin, (-b.log_var).exp()
-    row = a.log_var.sum(1, keepdim=True)
-    column = (mu_b.square() * precision_b + b.log_var).sum(1, keepdim=True) - a.shape[1]
-    left = torch.cat([a.var + mu_a.square(), -2 * mu_a, -row, torch.ones_like(row)], 1)
-    right = torch.cat([precision_b, mu_b * precision_b, torch.ones_like(column), column], 1)
-    return DotScores(-0.5 * left, right)
+    left, right, row, col = kl_factors(a.float(), b.float())
+    one_a, one_b = torch.ones_like(row), torch.ones_like(col)
+    return DotScores(
+        -0.5 * torch.cat([left, row[:, None], one_a[:, None]], 1),
+        torch.cat([right, one_b[:, None], col[:, None]], 1),
+    )
 
 
 def min_kl_scores(a: Gaussian, b: Gaussian) -> LargerScores:

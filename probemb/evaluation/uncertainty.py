@@ -5,7 +5,7 @@ N images, M captions; queries of "images" are images (image to text), those of "
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
@@ -15,10 +15,17 @@ from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.set_algebra import geometric_sigma
 from probemb.gaussian import Gaussian
 from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
 
 ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels and of words
+# Scalar measures of uncertainty, values of `--uncertainty`; the last two order items alike.
+MEASURES: dict[str, Callable[[Gaussian], Tensor]] = {
+    "sum": Gaussian.uncertainty,
+    "log-det": Gaussian.log_det,
+    "geometric-mean": geometric_sigma,
+}
 PROJECTED = 60  # images, with their captions
 EXAMPLES = 8
 
@@ -29,26 +36,34 @@ def findings(
     pairs: EmbeddedPairs,
     per_query: dict[str, dict[str, Tensor]],
     erased: int,
+    measure: str = "sum",
 ) -> dict:
     """The uncertainty part of results.json.
 
     Args:
         per_query: as for `quality`; erased: number of images, and of captions, to erase parts of.
+        measure: of uncertainty, a key of MEASURES.
 
     Returns:
         "quality"; "ambiguity_spearman" for the embedded world; "erased" unless that is 0; "extremes".
     """
-    found: dict = {"quality": quality(pairs, per_query)}
+    u = MEASURES[measure]
+    found: dict = {"quality": quality(pairs, per_query, u)}
     if captions.scenes is not None:
         ambiguity = true_ambiguity(captions, pairs.kept)
-        found["ambiguity_spearman"] = spearman(pairs.texts.uncertainty(), ambiguity)
+        found["ambiguity_spearman"] = spearman(u(pairs.texts), ambiguity)
     if erased:
-        found["erased"] = erase(embedder, captions, [pairs.kept[row] for row in evenly(len(pairs.kept), erased)])
-    found["extremes"] = {"images": extremes(pairs.images), "captions": extremes(pairs.texts)}
+        chosen = [pairs.kept[row] for row in evenly(len(pairs.kept), erased)]
+        found["erased"] = erase(embedder, captions, chosen, measure=u)
+    found["extremes"] = {"images": extremes(u(pairs.images)), "captions": extremes(u(pairs.texts))}
     return found
 
 
-def quality(pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]]) -> dict:
+def quality(
+    pairs: EmbeddedPairs,
+    per_query: dict[str, dict[str, Tensor]],
+    measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
+) -> dict:
     """Ten bins and the rejection curve of every metric.
 
     Args:
@@ -59,7 +74,7 @@ def quality(pairs: EmbeddedPairs, per_query: dict[str, dict[str, Tensor]]) -> di
     """
     found: dict = {}
     for side, metrics in per_query.items():
-        u = getattr(pairs, "images" if side == "images" else "texts").uncertainty()
+        u = measure(getattr(pairs, "images" if side == "images" else "texts"))
         found[side] = {}
         for name, values in metrics.items():
             bins = uncertainty_bins(u, values, cut_over_all=True)
@@ -103,7 +118,11 @@ def erase_words(text: str, share: float, generator: torch.Generator) -> str:
 
 
 def erase(
-    embedder: Embedder, captions: CaptionDataset, chosen: Sequence[int], shares: Sequence[float] = ERASED
+    embedder: Embedder,
+    captions: CaptionDataset,
+    chosen: Sequence[int],
+    shares: Sequence[float] = ERASED,
+    measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:
     """Uncertainty against the share of erased pixels and words.
 
@@ -125,9 +144,9 @@ def erase(
     for share in shares:
         draw = torch.Generator().manual_seed(0)
         batches = erase_pixels(whole, share, draw).split(embedder.batch_size)
-        uncertainty["pixels"].append(embedder.pixels(batches).uncertainty())
+        uncertainty["pixels"].append(measure(embedder.pixels(batches)))
         tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
-        uncertainty["words"].append(embedder.tokens(tokens).uncertainty())
+        uncertainty["words"].append(measure(embedder.tokens(tokens)))
     return {
         what: {
             "shares": list(shares),
@@ -168,8 +187,8 @@ def _plane(points: Tensor) -> tuple[Tensor, str]:
     return torch.from_numpy(plane), f"t-SNE (perplexity {perplexity:.0f})"
 
 
-def extremes(gaussian: Gaussian, n: int = EXAMPLES) -> dict[str, list[int]]:
+def extremes(uncertainty: Tensor, n: int = EXAMPLES) -> dict[str, list[int]]:
     """Rows of the most and of the least uncertain items, the most extreme first."""
-    order = gaussian.uncertainty().argsort(stable=True).tolist()
+    order = uncertainty.argsort(stable=True).tolist()
     n = min(n, len(order) // 2)
     return {"most": order[::-1][:n], "least": order[:n]}

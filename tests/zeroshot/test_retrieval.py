@@ -20,7 +20,7 @@ from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.predictors import warning
 from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
 from probemb.evaluation.tolerance import GRID
-from probemb.evaluation.uncertainty import erase_pixels, erase_words, evenly, extremes, projection, quality
+from probemb.evaluation.uncertainty import MEASURES, erase_pixels, erase_words, evenly, extremes, projection, quality
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import create_model, load_model, save_model
 from tests.truth import matches
@@ -314,12 +314,45 @@ def test_what_is_erased_is_what_was_asked_for():
     assert evenly(3, 1) == [0]
 
 
+@pytest.mark.parametrize("name", MEASURES)
+def test_uncertainty_by_every_measure(name):
+    images, texts = gaussians(30), gaussians(60, seed=1)
+    pairs = EmbeddedPairs(images, texts, torch.arange(60) // 2, list(range(30)), [])
+    score = torch.rand(60, generator=torch.Generator().manual_seed(2))
+    (bins,) = (
+        found["bins"] for found in quality(pairs, {"captions": {"x": score}}, MEASURES[name])["captions"].values()
+    )
+    expected = {
+        "sum": texts.var.sum(1),
+        "log-det": torch.stack([torch.logdet(torch.diag(v)) for v in texts.var]),
+        "geometric-mean": texts.std.log().mean(1).exp(),
+    }[name].double()
+    of_bins = torch.tensor([u * n for u, n in zip(bins["uncertainty"], bins["counts"])]).sum() / 60
+    assert float(of_bins) == pytest.approx(float(expected.mean()), rel=1e-5)
+    ranks = (metrics.average_ranks(x) for x in (expected, score.double()))
+    assert bins["spearman"] == pytest.approx(metrics.pearson(*ranks), abs=1e-6)
+
+
+def test_the_command_takes_a_measure(run_folder, captioned, tmp_path):
+    options = ("--rankings", "csd", "--erased", "3", "--uncertainty")
+    pages, found = {}, {}
+    for name in ("sum", "log-det"):
+        assert command(run_folder, captioned, tmp_path / name, *options, name) == 0
+        found[name] = json.loads((tmp_path / name / "results.json").read_text())["uncertainty"]
+        pages[name] = (tmp_path / name / "report.html").read_text()
+    assert "u is the log-determinant of an item's covariance" in pages["log-det"]
+    assert "u is the sum of an item's variances" in pages["sum"]
+    assert all(u > 0 for u in found["sum"]["erased"]["words"]["uncertainty"])
+    assert all(u < 0 for u in found["log-det"]["erased"]["words"]["uncertainty"])  # variances far below 1
+    assert found["sum"]["quality"] != found["log-det"]["quality"]
+
+
 def test_small_sets_have_projections_and_extremes():
     pairs = EmbeddedPairs(gaussians(2), gaussians(3, seed=1), torch.tensor([0, 0, 1]), [0, 1], [])
     found = projection(pairs)
     assert len(found["captions"]["x"]) == 3
     assert "t-SNE" in found["method"]
-    assert {len(rows) for rows in extremes(pairs.images).values()} == {1}
+    assert {len(rows) for rows in extremes(pairs.images.uncertainty()).values()} == {1}
 
 
 @pytest.mark.parametrize(

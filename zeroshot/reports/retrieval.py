@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from probemb.data.failures import BadSample
 from probemb.evaluation.rankings import TITLES, title_of
 from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
+from probemb.evaluation.uncertainty import MEASURES
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import number, percent
@@ -21,10 +22,16 @@ if TYPE_CHECKING:
 
     from probemb.data.captions.find import CaptionDataset
     from probemb.evaluation.embed_pairs import EmbeddedPairs
+    from probemb.gaussian import Gaussian
 
 METRICS = {"r@1": "R@1", "r@5": "R@5", "r@10": "R@10", "r_precision": "R-P", "map_at_r": "mAP@R"}
 SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; the table has all
 SIDES = {"images": "Images as queries", "captions": "Captions as queries"}
+MEASURED = {
+    "sum": "the sum of an item's variances",
+    "log-det": "the log-determinant of an item's covariance",
+    "geometric-mean": "the geometric mean of an item's standard deviations",
+}
 ERASED = {"pixels": "Images, a grey square over them", "words": "Captions, words left out"}
 
 
@@ -42,20 +49,21 @@ def write_report(
     }
     values["explained"] = explain(results["predictors"])
     if found:
+        measure = MEASURES[results["config"]["uncertainty"]]
         shown = {side: metrics[SHOWN] for side, metrics in found["quality"].items()}
         values |= {
             "bins": _sides(shown, "bins", _bins),
             "rejection": _sides(shown, "rejection", _rejection),
             "erased": _erased(found.get("erased") or {}),
-            "images": {which: _images(rows, pairs, captions, per_query) for which, rows in
+            "images": {which: _images(rows, pairs, captions, per_query, measure) for which, rows in
                        found["extremes"]["images"].items()},
-            "texts": {which: _texts(rows, pairs, captions, per_query) for which, rows in
+            "texts": {which: _texts(rows, pairs, captions, per_query, measure) for which, rows in
                       found["extremes"]["captions"].items()},
         }  # fmt: skip
     write_page(
         file, Path(__file__).with_name("retrieval.html"), RETRIEVAL_GENERATOR, results=results,
         config=results["config"], found=found, metrics=METRICS, titles=TITLES, title_of=title_of,
-        tiles=_tiles(rows), **values,
+        tiles=_tiles(rows), measure=MEASURED[results["config"]["uncertainty"]], **values,
     )  # fmt: skip
 
 
@@ -130,9 +138,10 @@ def _projection(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, siz
 
 
 def _images(
-    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]
-) -> list[dict]:
-    u, right, shown = pairs.images.uncertainty(), per_query["images"][SHOWN], []
+    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]],
+    measure: Callable[[Gaussian], Tensor],
+) -> list[dict]:  # fmt: skip
+    u, right, shown = measure(pairs.images), per_query["images"][SHOWN], []
     for row in rows:
         i = pairs.kept[row]
         try:
@@ -148,8 +157,9 @@ def _images(
 
 
 def _texts(
-    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]]
-) -> list[dict]:
-    u, right = pairs.texts.uncertainty(), per_query["captions"][SHOWN]
+    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]],
+    measure: Callable[[Gaussian], Tensor],
+) -> list[dict]:  # fmt: skip
+    u, right = measure(pairs.texts), per_query["captions"][SHOWN]
     texts = [text for i in pairs.kept for text in captions.captions[i]]
     return [{"text": texts[row], "u": float(u[row]), "kind": "right" if bool(right[row]) else "wrong"} for row in rows]
