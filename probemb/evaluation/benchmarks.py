@@ -42,7 +42,7 @@ from probemb.metrics.plausible import VARIANTS
 
 BENCHMARKS = ("coco", "cxc", "eccv", "pmrp")
 OWN, TRUE, CLASS = "own captions", "all true captions", "captions of the class"
-TITLES = {"coco_5k": "COCO 5K", "coco_1k": "COCO 1K", "cxc": "CxC", "eccv": "ECCV Caption"}
+TITLES = {"coco_5k": "COCO 5K", "coco_1k": "COCO 1K", "cxc": "CxC", "cxc_1k": "CxC 1K", "eccv": "ECCV Caption"}
 METRICS = {"r@1": "R@1", "r@5": "R@5", "r@10": "R@10", "r_precision": "R-P", "map_at_r": "mAP@R"}
 MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is held at once, a byte each
 

@@ -60,6 +60,19 @@ def test_equal_the_package_given_our_ranked_ids(recipe):
         for name in ("coco_5k", "cxc", "eccv"):
             for metric, value in ours[name][way].items():
                 assert single[name][way][metric].nanmean().item() == pytest.approx(value, abs=1e-12)
+    exact = {way: torch.zeros(5000, 25000, dtype=torch.bool) for way in ("i2t", "t2i")}
+    image_at, caption_at = ({name: i for i, name in enumerate(ids)} for ids in (image_ids, caption_ids))
+    for image, items in package_metrics().cxc_gts["i2t"].items():
+        exact["i2t"][image_at[image], [caption_at[item] for item in items if item in caption_at]] = True
+    for caption, items in package_metrics().cxc_gts["t2i"].items():
+        exact["t2i"][[image_at[item] for item in items if item in image_at], caption_at[caption]] = True
+    for way in ("i2t", "t2i"):
+        folds = [(slice(1000 * f, 1000 * (f + 1)), slice(5000 * f, 5000 * (f + 1))) for f in range(5)]
+        parts = [(scores[fold], exact[way][fold]) for fold in folds]
+        found = [metrics.retrieval_metrics(*(x if way == "i2t" else x.T for x in part)) for part in parts]
+        for metric in ("r@1", "r@5", "r@10", "r_precision"):
+            mean = sum(fold[metric] for fold in found) / 5
+            assert ours["cxc_1k"][way][metric] == pytest.approx(mean, abs=1e-12)
     match = torch.arange(5000) // 5 == torch.arange(1000)[:, None]
     blocks = [scores[1000 * f : 1000 * (f + 1), 5000 * f : 5000 * (f + 1)] for f in range(5)]
     for way, folds in (("i2t", [(s, match) for s in blocks]), ("t2i", [(s.T, match.T) for s in blocks])):

@@ -269,7 +269,7 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
         assert choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
         rows, per_query = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
         found = {row["positives"]: row for row in rows}
-        assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption"]
+        assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption", "CxC 1K"]
         assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
         if not extra:
             own = {way: {name: found["own captions"][way][name] for name in ("r@1", "r@5")} for way in ("i2t", "t2i")}
