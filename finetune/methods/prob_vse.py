@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse.typing import PositiveFloat
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from finetune.methods.base import Batch, Method
 from probemb.errors import UserError
@@ -30,6 +30,7 @@ class ProbVSEPlusPlus(Method):
             margin: of the hinges, in units of the similarity.
             negatives: hardest, as the paper's Eq. 3; semi-hard, as its text: the hardest one that is farther than the
                 pair; or all.
+            warmup_epochs: first epochs, with all negatives; towers from random weights collapse without one.
             covariance: ellipsoidal (a variance for each dimension), spherical-mean (their mean), or spherical (one
                 predicted value).
             smallest: bound of the variances.
@@ -39,6 +40,7 @@ class ProbVSEPlusPlus(Method):
         similarity: Literal["wasserstein2", "min-kl", "kl"] = "wasserstein2"
         margin: PositiveFloat = 0.2
         negatives: Literal["hardest", "semi-hard", "all"] = "hardest"
+        warmup_epochs: NonNegativeInt = 0
         covariance: Literal["ellipsoidal", "spherical-mean", "spherical"] = "ellipsoidal"
         smallest: PositiveFloat = 0.1
         largest: PositiveFloat = 10.0
@@ -59,7 +61,8 @@ class ProbVSEPlusPlus(Method):
         from probemb.losses import prob_triplet_loss
 
         o = self.options
-        return prob_triplet_loss(batch.image, batch.text, batch.match, o.similarity, o.margin, o.negatives)
+        negatives = o.negatives if batch.epoch >= o.warmup_epochs else "all"
+        return prob_triplet_loss(batch.image, batch.text, batch.match, o.similarity, o.margin, negatives)
 
     @classmethod
     def check(cls, config: Config) -> None:

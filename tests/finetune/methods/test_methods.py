@@ -29,6 +29,7 @@ TERMS = {
     "jwae-mse": {"mse", "image_prior", "text_prior", "discriminator", "js"},
     "jwae-mh": {"triplet", "image", "text", "image_prior", "discriminator"},
     "vae-mh": {"triplet", "image_prior", "text_prior", "u_image"},
+    "prob-vsepp": {"u_image", "u_text"},
 }
 
 

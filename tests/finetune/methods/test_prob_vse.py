@@ -1,6 +1,7 @@
 """Probabilistic VSE++ through the whole command: similarities, covariances, ranks, resuming, and what it refuses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,11 @@ def test_the_loss_is_that_of_its_options(similarity):
     config = parsed(f"--loss.similarity={similarity}", "--loss.margin=3", "--loss.negatives=semi-hard")
     out = METHODS["prob-vsepp"](config, None, None).loss(batch, None)
     assert torch.equal(out.loss, prob_triplet_loss(image, text, match, similarity, 3.0, "semi-hard").loss)
+    config = parsed(f"--loss.similarity={similarity}", "--loss.margin=3", "--loss.warmup_epochs=1")
+    method = METHODS["prob-vsepp"](config, None, None)
+    for epoch, negatives in ((0, "all"), (1, "hardest")):
+        out = method.loss(replace(batch, epoch=epoch), None)
+        assert torch.equal(out.loss, prob_triplet_loss(image, text, match, similarity, 3.0, negatives).loss)
 
 
 @pytest.mark.parametrize(
