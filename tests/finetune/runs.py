@@ -16,6 +16,7 @@ from finetune.run import main
 OPTIONS = {
     "model.name": "ViT-Micro-32",
     "model.embed_dim": 16,
+    "model.image_weights": "null",
     "batch-size": 16,
     "epochs": 2,
     "swa-epochs": 1,
