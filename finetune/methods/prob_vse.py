@@ -30,7 +30,7 @@ class ProbVSEPlusPlus(Method):
             margin: of the hinges, in units of the similarity.
             negatives: hardest, as the paper's Eq. 3; semi-hard, as its text: the hardest one that is farther than the
                 pair; or all.
-            warmup_epochs: first epochs, with all negatives; towers from random weights collapse without one.
+            warmup_epochs: first epochs, with all negatives; towers from random weights collapse with the hardest alone.
             covariance: ellipsoidal (a variance for each dimension), spherical-mean (their mean), or spherical (one
                 predicted value).
             smallest: bound of the variances.
