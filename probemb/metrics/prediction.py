@@ -95,6 +95,12 @@ def rejection_gain(score: Tensor, outcome: Tensor, cluster: Tensor | None = None
     return Estimate((curve.area - curve.random) / possible, se / possible)
 
 
+def cluster_standard_error(values: Tensor, cluster: Tensor) -> float:
+    """Standard error of the mean of (Q,) values, those of one cluster being dependent; cluster: (Q,) int64."""
+    values = values.double().cpu()
+    return _standard_error((values - values.mean()) / len(values), cluster.cpu())
+
+
 def _known(score: Tensor, outcome: Tensor, cluster: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     score, outcome = score.double().cpu(), outcome.double().cpu()
     cluster = torch.arange(len(score)) if cluster is None else cluster

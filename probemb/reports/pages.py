@@ -65,9 +65,9 @@ def _remove_figures(file: Path) -> None:
             (figures_folder(file) / name).unlink(missing_ok=True)
 
 
-def thumbnail(picture: Image.Image) -> str:
-    """A small copy of an image as a data URI; shrinks `picture` itself."""
-    picture.thumbnail((THUMBNAIL * 2, THUMBNAIL))
+def thumbnail(picture: Image.Image, side: int | None = None) -> str:
+    """A small copy of an image as a data URI; shrinks `picture` itself. side: pixels of the longer one."""
+    picture.thumbnail((side, side) if side else (THUMBNAIL * 2, THUMBNAIL))
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=82)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,209 @@
+"""Phrase localisation: the proposals of an image ranked by how well their crops fit a phrase.
+
+Source: jWAE (003) §5.2; the protocol of Plummer et al. (IJCV 2017) and Wang et al.: an image's own phrases are looked
+for among its proposals, and a proposal is right if its IoU with the phrase's box is at least 0.5.
+
+P proposals of an image, Q phrases of an image, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from probemb.cli.device import loader_workers
+from probemb.data.boxes import PhraseDataset, iou
+from probemb.data.boxes.geometry import Box, enclosing
+from probemb.data.boxes.proposals import Proposals
+from probemb.data.failures import BadSample
+from probemb.data.workers import make_loader, read
+from probemb.errors import UserError
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.predictors import MatchModel, query_scores
+from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker
+from probemb.gaussian import Gaussian
+from probemb.metrics.localisation import KS, THRESHOLD, chance_at
+
+SEVERAL = ("merged", "any")  # what is right for a phrase with several boxes
+
+
+@dataclass
+class Localised:
+    """What became of each phrase, in the order of `rows`.
+
+    Attributes:
+        rows: indices of the phrases in the data; image: (Q,) the image of each.
+        first: by ranking, (Q, 10) indices of the first proposals, -1 where there are fewer.
+        first_overlaps: by ranking, (Q, 10) their IoU, -1 where there are fewer.
+        best_overlap: (Q,) the highest IoU of any proposal; chance: (Q, 3) recall of guessing at each of KS.
+        u: (Q,) uncertainty of each phrase.
+        scores: name -> (Q,), what tells a doubtful phrase; see `query_scores`.
+        bad: (name, reason) of images that could not be read.
+    """
+
+    rows: list[int]
+    image: Tensor
+    first: dict[str, Tensor]
+    first_overlaps: dict[str, Tensor]
+    best_overlap: Tensor
+    chance: Tensor
+    u: Tensor
+    scores: dict[str, Tensor]
+    bad: list[tuple[str, str]] = field(default_factory=list)
+
+
+def localise(
+    embedder: Embedder, data: PhraseDataset, proposals: Proposals, rankings: Sequence[str], options: RankingOptions,
+    several: str,
+) -> Localised:  # fmt: skip
+    """Embed every phrase and every proposal's crop, and rank. Holds the crops of one image at a time.
+
+    Args:
+        rankings: names of `probemb.evaluation.rankings` that score pairs.
+        several: "merged", a phrase with several boxes means the smallest box around them, or "any", each is right.
+
+    Raises UserError: too many images that cannot be read; embeddings that are not finite.
+    """
+    texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases")
+    of_image, parts, bad = data.by_image(), [], []
+    rows: list[int] = []
+    with embedder.show("proposals", proposals.total) as advance:
+        for image, crops, reason in embedded_crops(embedder, data, proposals, of_image):
+            if advance:
+                advance(len(proposals.boxes[image]))
+            if crops is None:
+                bad.append((data.image_ids[image], reason))
+                _refuse_too_many(bad, data, embedder.max_bad)
+                continue
+            some = of_image[image]
+            boxes = torch.tensor(proposals.boxes[image])
+            overlaps = torch.stack([phrase_overlaps(boxes, data.phrases[row].boxes, several) for row in some])
+            parts.append(_rank(embedder, texts[torch.tensor(some)], crops, overlaps, rankings, options))
+            rows += some
+    if not parts:
+        raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
+    return _joined(parts, rows, data, bad)
+
+
+def _joined(parts: list[dict], rows: list[int], data: PhraseDataset, bad: list[tuple[str, str]]) -> Localised:
+    def whole(name: str, of: str | None = None) -> Tensor:
+        return torch.cat([part[name] if of is None else part[name][of] for part in parts])
+
+    by_ranking = {name: {of: whole(name, of) for of in parts[0][name]} for name in ("first", "first_overlaps")}
+    return Localised(
+        rows, torch.tensor([data.phrases[row].image for row in rows]), **by_ranking,
+        best_overlap=whole("best_overlap"), chance=whole("chance"), u=whole("u"),
+        scores={name: whole("scores", name) for name in parts[0]["scores"]}, bad=bad,
+    )  # fmt: skip
+
+
+def phrase_overlaps(proposals: Tensor, boxes: Sequence[Box], several: str) -> Tensor:
+    """(P,) IoU of proposals (P, 4) with what a phrase means."""
+    if several == "merged":
+        boxes = [enclosing(boxes)]
+    return iou(proposals, torch.tensor(boxes)).amax(dim=1)
+
+
+def _rank(
+    embedder: Embedder, phrases: Gaussian, crops: Gaussian, overlaps_QP: Tensor, rankings: Sequence[str],
+    options: RankingOptions,
+) -> dict:  # fmt: skip
+    """The fields of `Localised` for the phrases of one image."""
+    total = overlaps_QP.shape[1]
+    missing = max(0, max(KS) - total)
+    found: dict = {"first": {}, "first_overlaps": {}}
+    for name in rankings:
+        ranker = make_ranker(name, crops, phrases, options)
+        if not isinstance(ranker, ScoreRanker):
+            raise ValueError(f"{name} has no scores of pairs")
+        scores_QP = ranker.scores(slice(None)).T.float().cpu()
+        order = scores_QP.argsort(dim=1, descending=True, stable=True)[:, : max(KS)]
+        found["first"][name] = pad(order, (0, missing), value=-1)
+        found["first_overlaps"][name] = pad(overlaps_QP.gather(1, order), (0, missing), value=-1.0)
+    good = (overlaps_QP >= THRESHOLD).sum(dim=1).tolist()
+    single = phrases.mean.dim() == 2  # not several embeddings of an item
+    return found | {
+        "best_overlap": overlaps_QP.amax(dim=1),
+        "chance": torch.tensor([[chance_at(n, total, min(k, total)) for k in KS] for n in good]),
+        "u": _uncertainty(phrases),
+        "scores": query_scores(phrases, crops, MatchModel.of(embedder.model)) if single else {},
+    }
+
+
+def _uncertainty(items: Gaussian) -> Tensor:
+    """(N,) sum of the variances; their mean over several embeddings of an item."""
+    u = items.uncertainty()
+    return u if u.dim() == 1 else u.mean(dim=1)
+
+
+# ------------------------------------------------------------------------------------------------------------- crops
+
+
+def embedded_crops(embedder: Embedder, data: PhraseDataset, proposals: Proposals, of_image: Sequence[Sequence[int]]):
+    """(image, Gaussian (P, D) of its proposals, "") of each image with phrases; (image, None, reason) if unreadable."""
+    blocks = []
+    for image, some in enumerate(of_image):
+        count = len(proposals.boxes[image]) if some else 0
+        blocks += [(image, first) for first in range(0, count, embedder.batch_size)]
+    dataset = _Crops(data, proposals, blocks, embedder.transform, embedder.batch_size)
+    workers = loader_workers(embedder.workers, len(blocks) * embedder.batch_size, embedder.device.name)
+    parts: list[Gaussian] = []
+    failed = ""
+    with closing(read(make_loader(dataset, workers, batch_size=None))) as found:
+        for image, last, pixels, reason in found:
+            failed = failed or reason
+            if not failed:
+                parts.append(embedder.pixels([pixels]))
+            if last:
+                yield image, (None if failed else Gaussian.cat(parts)), failed
+                parts, failed = [], ""
+
+
+class _Crops:
+    """Map-style dataset of blocks: index -> (image, whether it is the image's last block, pixels or None, reason)."""
+
+    def __init__(self, data: PhraseDataset, proposals: Proposals, blocks: list, transform, size: int):
+        self.data, self.proposals, self.blocks, self.transform, self.size = data, proposals, blocks, transform, size
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int):
+        image, first = self.blocks[index]
+        boxes = self.proposals.boxes[image]
+        last = first + self.size >= len(boxes)
+        try:
+            picture = self.data.images.open(image)
+            scale = picture.size[0] / self.data.sizes[image][0], picture.size[1] / self.data.sizes[image][1]
+            if abs(scale[0] / scale[1] - 1) > 0.05:
+                width, height = self.data.sizes[image]
+                raise BadSample(f"is {picture.size[0]} x {picture.size[1]}, but annotated as {width} x {height}")
+            some = boxes[first : first + self.size]
+            pixels = torch.stack([self.transform(crop(picture, box, scale)) for box in some])
+        except BadSample as error:
+            return image, last, None, str(error)
+        except Exception as error:  # one image must not end an evaluation
+            return image, last, None, f"cannot be transformed ({type(error).__name__})"
+        return image, last, pixels, ""
+
+
+def crop(picture, box: Box, scale: tuple[float, float] = (1.0, 1.0)):
+    """The pixels that a box covers at least in part, as a `PIL.Image`; `scale`: of the picture over the annotation."""
+    left, top = int(box[0] * scale[0]), int(box[1] * scale[1])
+    right, bottom = -int(-box[2] * scale[0] // 1), -int(-box[3] * scale[1] // 1)
+    right, bottom = min(max(right, left + 1), picture.size[0]), min(max(bottom, top + 1), picture.size[1])
+    return picture.crop((min(left, right - 1), min(top, bottom - 1), right, bottom))
+
+
+def _refuse_too_many(bad: list[tuple[str, str]], data: PhraseDataset, max_bad: float) -> None:
+    if len(bad) > max_bad * len(data):
+        shown = "; ".join(f"{name}: {why}" for name, why in bad[:3])
+        raise UserError(
+            f"{len(bad)} of {len(data)} images of {data.source} cannot be used ({shown}).",
+            f"Repair the data, or allow more than {max_bad:.0%} with --max-bad.",
+        )
