@@ -40,9 +40,10 @@ STAGES = {
     "finetune": "finetune.run",
     "zeroshot": "zeroshot.imagenet",
     "retrieval": "zeroshot.retrieval",
+    "localisation": "zeroshot.localisation",
     "embed": "tools.embed",
 }
-ONE_PROCESS = ("zeroshot", "retrieval")
+ONE_PROCESS = ("zeroshot", "retrieval", "localisation")
 TRAINERS = ("pretrain", "finetune")
 SRUN_OPTIONS = ("--gpu-bind=none", "--kill-on-bad-exit=1", "--wait=600")
 ROOT = Path(__file__).resolve().parents[1]

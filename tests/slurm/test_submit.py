@@ -49,6 +49,7 @@ REFUSALS = {
     "no time to save": (["pretrain", *GPUS, "--time", "5"], "--time 5 is not longer than the 300 s", "--margin"),
     "zero-shot on many": (["zeroshot", *GPUS], "The stage zeroshot runs in one process", "--nodes 1"),
     "retrieval on many": (["retrieval", *GPUS], "The stage retrieval runs in one process", "--nodes 1"),
+    "localisation on many": (["localisation", *GPUS], "The stage localisation runs in one process", "--nodes 1"),
     "methods of another stage": (
         ["pretrain", *GPUS, "--methods", "vse"],
         "The stage pretrain has no methods.",

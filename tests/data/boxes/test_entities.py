@@ -1,0 +1,187 @@
+"""Flickr30k Entities in its published layout, and what is refused of it."""
+
+import io
+
+import pytest
+from PIL import Image
+
+from probemb.data.boxes import find_phrases
+from probemb.data.boxes.entities import MAX_DEPTH, MAX_FILE
+from probemb.errors import UserError
+
+SENTENCES = {
+    "36979": [
+        "[/EN#1/people A group of friends] playing [/EN#2/other cards] in [/EN#3/scene a room] .",
+        "[/EN#1/people Some people] with [/EN#4/clothing/bodyparts red hats] and [/EN#0/notvisual fun] .",
+    ],
+    "65567": ["[/EN#7/people A man] alone ."],
+    "81641": ["[/EN#9/animals Two dogs] run ."],
+}
+BOX = "<object>{names}<bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
+
+
+def placed(*corners, names=("1",)):
+    return BOX.format(*corners, names="".join(f"<name>{name}</name>" for name in names))
+
+
+OBJECTS = {
+    "36979": placed(1, 1, 10, 20, names=("1", "4"))
+    + placed(31, 5, 40, 30, names=("1",))
+    + placed(5, 6, 7, 8, names=("2",))
+    + "<object><name>3</name><scene>1</scene><nobndbox>1</nobndbox></object>",
+    "65567": placed(1, 1, 60, 40, names=("7",)),
+    "81641": placed(2, 2, 90, 70, names=("9",)),  # beyond the image
+}
+
+
+def annotation(objects, width=60, height=40):
+    size = f"<size><width>{width}</width><height>{height}</height><depth>3</depth></size>"
+    return f"<annotation><filename>x.jpg</filename>{size}{objects}</annotation>"
+
+
+def jpeg(width=60, height=40):
+    data = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 10, 10)).save(data, "JPEG")
+    return data.getvalue()
+
+
+@pytest.fixture
+def entities(tmp_path):
+    """As the archive unpacks, with images and lists of splits beside it."""
+    root = tmp_path / "flickr30k_entities"
+    for name in ("Annotations", "Sentences", "flickr30k-images"):
+        (root / name).mkdir(parents=True)
+    for one, lines in SENTENCES.items():
+        (root / "Sentences" / f"{one}.txt").write_text("\n".join(lines) + "\n")
+        (root / "Annotations" / f"{one}.xml").write_text(annotation(OBJECTS[one]))
+        (root / "flickr30k-images" / f"{one}.jpg").write_bytes(jpeg())
+    (root / "test.txt").write_text("36979\n81641\n")
+    (root / "val.txt").write_text("65567\n")
+    (root / "train.txt").write_text("")
+    return root
+
+
+def test_phrases_with_their_boxes(entities):
+    found = find_phrases(entities, "test")
+    assert found.image_ids == ["36979", "81641"]
+    assert found.sizes == [(60, 40), (60, 40)]
+    group = ((0, 0, 10, 20), (30, 4, 40, 30))
+    assert [(p.image, p.text, p.kind, p.boxes) for p in found.phrases] == [
+        (0, "A group of friends", "people", group),
+        (0, "cards", "other", ((4, 5, 7, 8),)),
+        (0, "Some people", "people", group),
+        (0, "red hats", "clothing/bodyparts", ((0, 0, 10, 20),)),
+        (1, "Two dogs", "animals", ((1, 1, 60, 40),)),
+    ]
+    assert found.without_box == 2  # the scene, and what cannot be seen
+    assert found.images.open(1).size == (60, 40)
+
+
+def test_splits_and_the_folder_above(entities):
+    assert find_phrases(entities.parent, "dev").image_ids == ["65567"]
+    assert find_phrases(entities, "auto").image_ids == ["36979", "81641"]
+    assert find_phrases(entities).image_ids == ["36979", "65567", "81641"]
+    with pytest.raises(UserError, match="no split 'tset'"):
+        find_phrases(entities, "tset")
+
+
+def test_a_sample_and_a_part(entities):
+    some = find_phrases(entities, None, sample=2)
+    assert some.image_ids == find_phrases(entities, None, sample=2).image_ids
+    assert len(some) == 2
+    part = find_phrases(entities).only([2, 0])
+    assert part.image_ids == ["81641", "36979"]
+    assert [p.text for p in part.phrases][:2] == ["Two dogs", "A group of friends"]
+    assert part.by_image() == [[0], [1, 2, 3, 4]]
+
+
+def test_images_elsewhere_and_missing_ones(entities, tmp_path):
+    (entities / "flickr30k-images").rename(tmp_path / "pictures")
+    with pytest.raises(UserError, match=r"None of the 2 images .* --images"):
+        find_phrases(entities, "test")
+    assert len(find_phrases(entities, "test", tmp_path / "pictures")) == 2
+    (tmp_path / "pictures" / "81641.jpg").unlink()
+    with pytest.raises(UserError, match="1 of the 2 images"):
+        find_phrases(entities, "test", tmp_path / "pictures")
+    with pytest.raises(UserError, match="does not exist"):
+        find_phrases(entities, "test", tmp_path / "nowhere")
+
+
+LAUGHS = '<!DOCTYPE a [<!ENTITY b "ha"><!ENTITY c "&b;&b;&b;">]>'
+OUTSIDE = '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>'
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (LAUGHS + annotation("<object><name>&c;</name></object>"), "document type"),
+        (OUTSIDE + annotation("<object><name>&b;</name></object>"), "document type"),
+        ((LAUGHS + annotation("")).encode("utf-16"), "document type"),
+        (annotation("") + "<more/>", "not well-formed"),
+        ("", "not well-formed"),
+        ("<a>" * (MAX_DEPTH + 1) + "</a>" * (MAX_DEPTH + 1), "deep"),
+        (annotation("", width=0), "0 x 40 pixels"),
+        (annotation("", width=10**6), "pixels"),
+        (annotation("", width="sixty"), "width is 'sixty'"),
+        (annotation(placed(9, 1, 3, 4)), "ends before it begins"),
+        (annotation(placed(1, 1, "1e9", 4)), "xmax is '1e9'"),
+        (annotation(placed(1, 1, "9" * 400, 4)), "xmax"),
+        (annotation("<object><name>1</name><bndbox/></object>"), "xmin is ''"),
+        (annotation("<object/>" * 5_001), "more than 5,000 objects"),
+        (" " * (MAX_FILE + 1), "more than 4 MiB"),
+    ],
+)
+def test_annotations_that_are_refused(entities, content, what):
+    file = entities / "Annotations" / "36979.xml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=what) as error:
+        find_phrases(entities, "test")
+    assert "36979.xml" in error.value.what
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"[/EN#1/people A man", "Line 1 .* is not"),
+        (b"fine\n[/EN#x/people A man] .", "Line 2 .* is not"),
+        (b"[/EN#1 A man] .", "is not"),
+        (b"\xff\xfe\x00", "not a text in UTF-8"),
+        (b"[/EN#1/people A man]" * 5_001, "5,001 phrases"),
+    ],
+)
+def test_sentences_that_are_refused(entities, content, what):
+    (entities / "Sentences" / "36979.txt").write_bytes(content)
+    with pytest.raises(UserError, match=what):
+        find_phrases(entities, "test")
+
+
+@pytest.mark.parametrize("one", ["../36979", "/etc/passwd", "a/b", "C:x", "..", "a\\b"])
+def test_ids_that_lead_out_of_the_folder(entities, one):
+    (entities / "test.txt").write_text(f"36979\n{one}\n")
+    with pytest.raises(UserError, match="no id of an image"):
+        find_phrases(entities, "test")
+
+
+def test_lists_that_do_not_fit(entities):
+    (entities / "test.txt").write_text("36979\n36979\n")
+    with pytest.raises(UserError, match="two entries"):
+        find_phrases(entities, "test")
+    (entities / "test.txt").write_text("36979\n65567\n81641\n")
+    (entities / "Annotations" / "65567.xml").unlink()
+    with pytest.raises(UserError, match=r"65567\.xml is missing"):
+        find_phrases(entities, "test")
+    with pytest.raises(UserError, match="lists no image"):
+        find_phrases(entities, "train")
+
+
+def test_folders_without_phrases(entities, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="make_scenes data/scenes --boxes"):
+        find_phrases(tmp_path / "empty")
+    with pytest.raises(UserError, match="does not exist"):
+        find_phrases(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="does not exist"):
+        find_phrases("")
+    (entities / "Sentences" / "65567.txt").write_text("Nobody is marked .\n")
+    with pytest.raises(UserError, match="No phrase"):
+        find_phrases(entities, "val")

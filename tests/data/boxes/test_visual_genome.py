@@ -1,0 +1,165 @@
+"""Visual Genome's region descriptions in their published layout, what is refused, and the triplets of crops."""
+
+import json
+
+import pytest
+
+from probemb.data.boxes import crop_triplets, find_phrases
+from probemb.data.boxes.phrases import Phrase, PhraseDataset
+from probemb.data.boxes.visual_genome import stream_list
+from probemb.data.image_loader import Images, Place
+from probemb.errors import UserError
+from tests.data.boxes.test_entities import jpeg
+
+
+def region(number, phrase, x, y, width, height):
+    place = {"x": x, "y": y, "width": width, "height": height}
+    return {"region_id": number, "image_id": 0, "phrase": phrase, **place}
+
+
+ROWS = [
+    {"id": 1, "regions": [region(10, "a dog ", 0, 0, 20, 20), region(11, "the\n sky", 5, -5, 100, 15)]},
+    {"id": 2, "regions": []},
+    {"id": 3, "regions": [region(12, "grass", 10, 10, 30, 20), region(13, "far away", 90, 90, 5, 5)]},
+]
+
+
+def write(root, rows=ROWS, sizes=None):
+    root.mkdir(exist_ok=True)
+    sizes = sizes or [{"image_id": i, "width": 60, "height": 40, "url": "x", "coco_id": None} for i in (1, 2, 3)]
+    (root / "region_descriptions.json").write_text(json.dumps(rows, indent=1))
+    (root / "image_data.json").write_text(json.dumps(sizes))
+    for folder, number in (("VG_100K", 1), ("VG_100K_2", 3)):
+        (root / folder).mkdir(exist_ok=True)
+        (root / folder / f"{number}.jpg").write_bytes(jpeg())
+    return root
+
+
+def test_regions_are_phrases_with_one_box(tmp_path):
+    root = write(tmp_path / "vg")
+    for place in (tmp_path, root, root / "region_descriptions.json"):
+        found = find_phrases(place, "auto")
+        assert found.image_ids == ["1", "3"]
+        assert [(p.image, p.text, p.boxes) for p in found.phrases] == [
+            (0, "a dog", ((0, 0, 20, 20),)),
+            (0, "the sky", ((5, 0, 60, 10),)),
+            (1, "grass", ((10, 10, 40, 30),)),
+        ]
+        assert found.without_box == 1  # outside the image
+        assert [found.images.open(i).size for i in (0, 1)] == [(60, 40)] * 2
+    with pytest.raises(UserError, match="no splits"):
+        find_phrases(root, "test")
+
+
+def test_a_sample_does_not_depend_on_the_order(tmp_path):
+    rows = [{"id": i, "regions": [region(i, f"thing {i}", 0, 0, 9, 9)]} for i in range(1, 31)]
+    sizes = [{"image_id": i, "width": 60, "height": 40} for i in range(1, 31)]
+    root = write(tmp_path / "vg", rows, sizes)
+    for i in range(1, 31):
+        (root / "VG_100K" / f"{i}.jpg").write_bytes(jpeg())
+    some = find_phrases(root, sample=7)
+    write(root, rows[::-1], sizes)
+    assert find_phrases(root, sample=7).image_ids == some.image_ids
+    assert len(some) == 7
+    assert find_phrases(root, sample=99).image_ids == [str(i) for i in range(1, 31)]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("probemb.data.boxes.visual_genome._PIECE", piece)
+    file = tmp_path / "x.json"
+    rows = [{"id": i, "text": 'a ], } "quoted" é' * i} for i in range(9)]
+    file.write_text(" \n" + json.dumps(rows, indent=2, ensure_ascii=False))
+    assert list(stream_list(file)) == rows
+    file.write_text("[ ]")
+    assert list(stream_list(file)) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ('{"id": 1}', "not a list"),
+        ("", "ends before"),
+        ('[{"id": 1}', "ends before"),
+        ('[{"id": 1}, {"id"', "not JSON"),
+        ("[" * 200_000, "JSON"),
+        (b"\xff\xfe[]", "UTF-8"),
+    ],
+)
+def test_what_is_no_list(tmp_path, content, what):
+    file = tmp_path / "x.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=what):
+        list(stream_list(file))
+
+
+def test_an_entry_without_end_is_refused_before_memory_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("probemb.data.boxes.visual_genome.MAX_ENTRY", 1 << 12)
+    monkeypatch.setattr("probemb.data.boxes.visual_genome._PIECE", 1 << 10)
+    file = tmp_path / "x.json"
+    file.write_text('[{"id": "' + "x" * (1 << 16))
+    with pytest.raises(UserError, match="too large"):
+        list(stream_list(file))
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ([{"id": "../../etc", "regions": []}], "no id"),
+        ([{"id": -1, "regions": []}], "no id"),
+        ([{"id": 1, "regions": 5}], "not a list"),
+        ([{"id": 1}], "describes no regions"),
+        ([5], "describes no regions"),
+        ([{"id": 1, "regions": [{"phrase": "x", "x": 0, "y": 0, "width": 5}]}], "height"),
+        ([{"id": 1, "regions": [region(1, 7, 0, 0, 5, 5)]}], "not a text"),
+        ([{"id": 1, "regions": [region(1, "x", 0.5, 0, 5, 5)]}], "whole numbers"),
+        ([{"id": 1, "regions": [region(1, "x", True, 0, 5, 5)]}], "whole numbers"),
+        ([{"id": 1, "regions": [region(1, "x", 10**9, 0, 5, 5)]}], "whole numbers"),
+        ([ROWS[0], ROWS[0]], "two entries"),
+        ([{"id": 9, "regions": ROWS[0]["regions"]}], "does not know the image 9"),
+        ([{"id": 2, "regions": ROWS[0]["regions"]}], r"None of the 1 images"),
+        ([{"id": 1, "regions": []}], "describes no region"),
+        ([{"id": 1, "regions": [region(1, "x", 90, 90, 5, 5)]}], "No region"),
+    ],
+)
+def test_entries_that_are_refused(tmp_path, rows, what):
+    with pytest.raises(UserError, match=what):
+        find_phrases(write(tmp_path / "vg", rows))
+
+
+def test_two_kinds_of_data_in_one_folder(tmp_path):
+    write(tmp_path / "vg")
+    for name in ("Annotations", "Sentences"):
+        (tmp_path / "entities" / name).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"Name .*entities or .*vg itself"):
+        find_phrases(tmp_path)
+
+
+def dataset(*regions):
+    """One image of 100 x 100 for each list of (text, box)."""
+    phrases = [Phrase(i, text, "", (box,)) for i, some in enumerate(regions) for text, box in some]
+    names = [str(i) for i in range(len(regions))]
+    images = Images(places=[Place(name, name) for name in names], source="x")
+    return PhraseDataset(images, names, [(100, 100)] * len(names), phrases)
+
+
+def test_triplets_of_crops():
+    data = dataset(
+        [
+            ("too large", (0, 0, 90, 90)),
+            ("a", (0, 0, 40, 40)),  # 16 %
+            ("close", (10, 10, 40, 40)),
+            ("b", (60, 50, 80, 70)),
+            ("touches", (30, 30, 60, 60)),
+        ],
+        [("alone", (0, 0, 10, 10)), ("too large", (0, 0, 99, 99))],
+    )
+    (found,) = crop_triplets(data, 0.2)
+    assert found.image == 0
+    assert found.captions == ("a", "b", "a and b")
+    assert found.boxes == ((0, 0, 40, 40), (60, 50, 80, 70), (0, 0, 80, 70))
+    (fewer,) = crop_triplets(data, 0.2, candidates=3)  # b is the fourth largest
+    assert fewer.captions == ("a", "touches", "a and touches")
+    (larger, second) = crop_triplets(data, 0.99)
+    assert larger.captions[0] == second.captions[0] == "too large"
+    assert crop_triplets(data, 0.001) == []

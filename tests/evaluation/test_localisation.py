@@ -1,0 +1,123 @@
+"""Localisation against plain loops over phrases and proposals, on drawn scenes."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from probemb.data.boxes import find_phrases
+from probemb.data.boxes.proposals import Proposals, grid_proposals
+from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.localisation import crop, localise, phrase_overlaps
+from probemb.evaluation.rankings import RankingOptions
+from probemb.models import load_model
+from tests.world import run_folder
+from tools.make_scenes import Plan, make
+
+__all__ = ["run_folder"]
+
+
+@pytest.fixture(scope="module")
+def entities(tmp_path_factory):
+    out = tmp_path_factory.mktemp("localised") / "scenes"
+    make(Plan(train=0, val=6, classes_images=0, size=48, boxes=True), out, workers=1)
+    return out / "entities"
+
+
+@pytest.fixture
+def embedder(run_folder):
+    model, tokenizer, transforms = load_model(run_folder)
+    return Embedder(model, tokenizer, transforms.evaluate, batch_size=7)
+
+
+def overlap(a, b):
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(0.0, width) * max(0.0, height)
+    sizes = [(box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)]
+    return shared / (sum(sizes) - shared)
+
+
+def meant(boxes, several, proposal):
+    if several == "any":
+        return max(overlap(proposal, box) for box in boxes)
+    corners = list(zip(*boxes))
+    return overlap(proposal, (min(corners[0]), min(corners[1]), max(corners[2]), max(corners[3])))
+
+
+@pytest.mark.parametrize("several", ["merged", "any"])
+def test_ranks_and_overlaps(embedder, entities, several):
+    data = find_phrases(entities, "test")
+    proposals = grid_proposals(data, [0.4, 0.8], [1.0], 0.5)
+    found = localise(embedder, data, proposals, ["csd", "mean"], RankingOptions(), several)
+    assert found.rows == list(range(len(data.phrases)))
+    assert any(len(phrase.boxes) > 1 for phrase in data.phrases)
+    for image, some in enumerate(data.by_image()):
+        picture = data.images.open(image)
+        boxes = proposals.boxes[image]
+        crops = [picture.crop([round(b[0] - 0.49), round(b[1] - 0.49), round(b[2] + 0.49), round(b[3] + 0.49)])
+                 for b in boxes]  # fmt: skip
+        with torch.no_grad():
+            items = embedder.model.encode_image(torch.stack([embedder.transform(one) for one in crops]))
+            texts = embedder.model.encode_text(embedder.tokenizer([data.phrases[row].text for row in some]))
+        scores = {"csd": -csd(items, texts), "mean": items.mean @ texts.mean.T}
+        for place, row in enumerate(some):
+            overlaps = [meant(data.phrases[row].boxes, several, box) for box in boxes]
+            assert found.best_overlap[row] == pytest.approx(max(overlaps), abs=1e-5)
+            good = sum(one >= 0.5 for one in overlaps)
+            assert found.chance[row, 0] == pytest.approx(good / len(boxes), abs=1e-6)
+            for name, of in scores.items():
+                first = found.first[name][row].tolist()
+                best = of[:, place].sort(descending=True).values[:10]
+                assert of[first, place].tolist() == pytest.approx(best.tolist(), abs=2e-4)
+                np.testing.assert_allclose(found.first_overlaps[name][row], [overlaps[i] for i in first], atol=1e-5)
+            assert found.u[row] == pytest.approx(float(texts.uncertainty()[place]), rel=1e-4)
+            apart = (items.mean - texts.mean[place]).square().sum(1)
+            assert found.scores["distance"][row] == pytest.approx(float(apart.min()), abs=1e-4)
+
+
+def test_fewer_proposals_than_ranks(embedder, entities):
+    data = find_phrases(entities, "test").only([0, 1])
+    boxes = [[(0.0, 0.0, 48.0, 48.0)], [(0.0, 0.0, 20.0, 20.0), (20.0, 20.0, 48.0, 48.0)]]
+    found = localise(embedder, data, Proposals(boxes), ["csd"], RankingOptions(), "merged")
+    rows = data.by_image()[1]
+    assert sorted(found.first["csd"][rows[0]].tolist()) == [-1] * 8 + [0, 1]
+    assert found.first["csd"][data.by_image()[0][0]].tolist() == [0] + [-1] * 9
+    assert (found.first_overlaps["csd"][rows, 2:] == -1).all()
+    expected = phrase_overlaps(torch.tensor(boxes[1]), data.phrases[rows[0]].boxes, "merged")
+    first = found.first["csd"][rows[0], :2]
+    assert torch.equal(found.first_overlaps["csd"][rows[0], :2], expected[first])
+
+
+def test_images_that_cannot_be_used_are_left_out(embedder, entities, tmp_path):
+    from dataclasses import replace
+
+    data = find_phrases(entities, "test")
+    torn, other = tmp_path / "torn.jpg", tmp_path / "other.jpg"
+    torn.write_bytes(b"\xff\xd8\xff nothing")
+    Image.new("RGB", (96, 32)).save(other)
+    places = list(data.images.places)
+    places[1], places[2] = places[1]._replace(file=str(torn)), places[2]._replace(file=str(other))
+    broken = replace(data, images=replace(data.images, places=places))
+    proposals = grid_proposals(data, [0.5], [1.0], 0.5)
+    with pytest.raises(UserError, match="--max-bad"):
+        localise(embedder, broken, proposals, ["csd"], RankingOptions(), "any")
+    found = localise(replace(embedder, max_bad=0.5), broken, proposals, ["csd"], RankingOptions(), "any")
+    assert sorted(set(found.image.tolist())) == [0, 3, 4, 5]
+    assert [name for name, _ in found.bad] == [data.image_ids[1], data.image_ids[2]]
+    assert "96 x 32, but annotated as 48 x 48" in found.bad[1][1]
+    whole = localise(embedder, data, proposals, ["csd"], RankingOptions(), "any")
+    kept = [row for row in range(len(data.phrases)) if data.phrases[row].image not in (1, 2)]
+    assert found.rows == kept
+    assert torch.equal(found.first["csd"], whole.first["csd"][kept])
+
+
+def test_a_crop_covers_its_box():
+    picture = Image.fromarray(np.arange(48 * 48 * 3, dtype=np.uint32).reshape(48, 48, 3).astype(np.uint8))
+    assert crop(picture, (4, 6, 20, 30)).size == (16, 24)
+    assert crop(picture, (4.2, 6.7, 19.1, 29.0)).size == (16, 23)  # every pixel that the box touches
+    assert crop(picture, (2, 3, 10, 15), (2.0, 2.0)).size == (16, 24)  # the picture is twice the annotated size
+    assert crop(picture, (46.0, 46.0, 60.0, 60.0)).size == (2, 2)
+    assert np.array_equal(np.asarray(crop(picture, (4, 6, 20, 30))), np.asarray(picture)[6:30, 4:20])

@@ -1,0 +1,60 @@
+"""Recall of localisation against plain loops, guessing against drawing, standard errors against the bootstrap."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from probemb.metrics.localisation import KS, chance_at, recall_at, recall_over_thresholds, summarise
+from probemb.metrics.prediction import cluster_standard_error
+
+
+def test_recall_is_the_best_of_the_first():
+    r = torch.Generator().manual_seed(0)
+    overlaps = torch.rand(40, 10, generator=r)
+    overlaps[:7, 4:] = -1  # images with four proposals
+    for k in KS:
+        expected = [max(row[:k]) >= 0.8 for row in overlaps.tolist()]
+        assert recall_at(overlaps, k, 0.8).tolist() == expected
+    curves = recall_over_thresholds(overlaps, overlaps.amax(1), [0.1, 0.5, 0.9])
+    for at, value, bound in zip((0.1, 0.5, 0.9), curves["r@10"], curves["upper_bound"]):
+        assert value == bound == pytest.approx(sum(max(row) >= at for row in overlaps.tolist()) / 40)
+    assert curves["r@1"][0] >= curves["r@1"][1] >= curves["r@1"][2]
+
+
+@pytest.mark.parametrize(("good", "total"), [(0, 6), (1, 6), (3, 7), (5, 6), (6, 6)])
+def test_guessing_is_counted_over_all_draws(good, total):
+    for k in range(1, total + 1):
+        draws = list(itertools.combinations(range(total), k))
+        share = sum(any(one < good for one in draw) for draw in draws) / len(draws)
+        assert chance_at(good, total, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_guessing_among_many():
+    assert chance_at(1, 10_000, 1) == pytest.approx(1e-4, rel=1e-6)
+
+
+def test_the_standard_error_is_that_of_images():
+    r = torch.Generator().manual_seed(0)
+    image = torch.arange(200).repeat_interleave(5)
+    shared = torch.randn(200, generator=r)[image]
+    hit = (shared + 0.5 * torch.randn(1000, generator=r) > 0).double()
+    means = []
+    for _ in range(2000):
+        drawn = torch.randint(200, (200,), generator=r)
+        means.append(hit.view(200, 5)[drawn].mean())
+    se = cluster_standard_error(hit, image)
+    assert se == pytest.approx(float(torch.stack(means).std()), rel=0.08)
+    assert se > 1.5 * float(hit.std()) / math.sqrt(1000)  # phrases of an image are not independent
+    alone = cluster_standard_error(hit, torch.arange(1000))
+    assert alone == pytest.approx(float(hit.std(correction=0)) / math.sqrt(1000))
+
+
+def test_summaries_of_all_and_of_some():
+    hit, image = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 2])
+    found = summarise({"r@1": hit}, image)["r@1"]
+    assert found["value"] == 0.75
+    assert found["se"] == pytest.approx(cluster_standard_error(hit, image))
+    some = summarise({"r@1": hit.bool()}, image, torch.tensor([True, True, False, False]))["r@1"]
+    assert some == {"value": 0.5, "se": 0.0}  # one image alone: its phrases' errors cancel
