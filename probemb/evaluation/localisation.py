@@ -29,8 +29,6 @@ from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker
 from probemb.gaussian import Gaussian
 from probemb.metrics.localisation import KS, THRESHOLD, chance_at
 
-SEVERAL = ("merged", "any")  # what is right for a phrase with several boxes
-
 
 @dataclass
 class Localised:
@@ -72,7 +70,8 @@ def localise(
     texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases")
     of_image, parts, bad = data.by_image(), [], []
     rows: list[int] = []
-    with embedder.show("proposals", proposals.total) as advance:
+    total = sum(len(boxes) for boxes, some in zip(proposals.boxes, of_image) if some)
+    with embedder.show("proposals", total) as advance:
         for image, crops, reason in embedded_crops(embedder, data, proposals, of_image):
             if advance:
                 advance(len(proposals.boxes[image]))
