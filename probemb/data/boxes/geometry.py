@@ -11,7 +11,8 @@ Box = tuple[float, float, float, float]
 
 
 def iou(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union of boxes (N, 4) and (M, 4) -> (N, M) in [0, 1]; 0 where both are empty."""
+    """Intersection over union of boxes (N, 4) and (M, 4) -> (N, M) float64 in [0, 1]; 0 where both are empty."""
+    a, b = a.double(), b.double()
     corner = torch.maximum(a[:, None, :2], b[None, :, :2])  # (N, M, 2)
     shared = (torch.minimum(a[:, None, 2:], b[None, :, 2:]) - corner).clamp_min(0).prod(dim=2)
     both = area(a)[:, None] + area(b)[None, :] - shared

@@ -101,6 +101,6 @@ def test_files_that_are_refused(data, tmp_path, content, what):
 
 def test_grids_that_are_refused(data):
     with pytest.raises(UserError, match="more than 10,000"):
-        grid_proposals(data, [0.02], [1.0], 0.5)
+        grid_proposals(data, [0.01], [1.0], 0.5)
     with pytest.raises(UserError, match=r"scales is empty"):
         grid_proposals(data, [], [1.0], 0.5)
