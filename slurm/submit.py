@@ -41,9 +41,10 @@ STAGES = {
     "zeroshot": "zeroshot.imagenet",
     "retrieval": "zeroshot.retrieval",
     "localisation": "zeroshot.localisation",
+    "union": "zeroshot.union",
     "embed": "tools.embed",
 }
-ONE_PROCESS = ("zeroshot", "retrieval", "localisation")
+ONE_PROCESS = ("zeroshot", "retrieval", "localisation", "union")
 TRAINERS = ("pretrain", "finetune")
 SRUN_OPTIONS = ("--gpu-bind=none", "--kill-on-bad-exit=1", "--wait=600")
 ROOT = Path(__file__).resolve().parents[1]

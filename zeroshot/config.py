@@ -10,6 +10,7 @@ from probemb.cli.ranges import Count, Folder, Seed, Share, Workers
 # Marks in each command's files, so that it replaces no others.
 GENERATOR = "probemb zeroshot"
 RETRIEVAL_GENERATOR = "probemb retrieval"
+UNION_GENERATOR = "probemb union"
 LOCALISATION_GENERATOR = "probemb localisation"
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
 DEFAULT_DATA = "data/imagenet/val"
@@ -264,6 +265,49 @@ class LocalisationConfig:
     top: Count | None = None
     grid: GridOptions = field(default_factory=GridOptions)
     several: Literal["merged", "any"] = "merged"
+    rankings: str | None = None
+    samples: Count = 8
+    out: Folder | None = None
+    batch_size: Count = 128
+    text_batch_size: Count = 256
+    workers: Workers | None = None
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    max_bad: ClosedUnitInterval = 0.05
+
+
+@dataclass(frozen=True)
+class UnionConfig:
+    """`python -m zeroshot.union`.
+
+    Args:
+        model: a run folder, a model folder, a .safetensors file, or a published hub name.
+        data: Visual Genome (a folder with region_descriptions.json), or the embedded world's visual_genome.
+        images: the folder of the images; by default searched beside the descriptions.
+        sample: so many of the images, chosen by their ids; --no-sample: all.
+        areas: largest area of crops A and B, as shares of the image; a figure has all of them.
+        rankings: csd, mean, wasserstein2, match-probability, kl, min-kl, ..., separated by commas; by default the one
+            that the model was trained for, and the means alone.
+        samples: samples of each item for match-probability.
+        out: folder for results.json and report.html; by default union/ in the run folder.
+        batch_size: crops in a batch.
+        text_batch_size: captions in a batch.
+        workers: processes that decode images; by default as the machine allows.
+        device: auto, cpu, cuda, cuda:1.
+        precision: auto, fp32, bf16, fp16.
+        max_bad: largest share of images that may be unreadable.
+    """
+
+    COMMON: ClassVar = (
+        *("model", "data", "images", "sample", "areas", "rankings", "out"),
+        *("batch_size", "workers", "device", "precision"),
+    )
+
+    model: str = ""
+    data: str = ""
+    images: str | None = None
+    sample: Count | None = 2000
+    areas: tuple[Share, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
     rankings: str | None = None
     samples: Count = 8
     out: Folder | None = None

@@ -77,7 +77,7 @@ def localise(
                 advance(len(proposals.boxes[image]))
             if crops is None:
                 bad.append((data.image_ids[image], reason))
-                _refuse_too_many(bad, data, embedder.max_bad)
+                refuse_too_many(bad, data, embedder.max_bad)
                 continue
             some = of_image[image]
             boxes = torch.tensor(proposals.boxes[image])
@@ -199,7 +199,7 @@ def crop(picture, box: Box, scale: tuple[float, float] = (1.0, 1.0)):
     return picture.crop((min(left, right - 1), min(top, bottom - 1), right, bottom))
 
 
-def _refuse_too_many(bad: list[tuple[str, str]], data: PhraseDataset, max_bad: float) -> None:
+def refuse_too_many(bad: list[tuple[str, str]], data: PhraseDataset, max_bad: float) -> None:
     if len(bad) > max_bad * len(data):
         shown = "; ".join(f"{name}: {why}" for name, why in bad[:3])
         raise UserError(
