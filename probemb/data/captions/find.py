@@ -3,6 +3,7 @@
 find_captions("data/flickr8k", split="val")                              webdataset shards
 find_captions("dataset_coco.json", split="train", images="data/coco")    Karpathy's json and image folders
 find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
+find_captions("data/f30k_precomp", split="train")                        the same with SCAN's regions, *_ims.npy
 find_captions("data/cub", split="train")                                 CUB-200-2011 with ten captions an image
 """
 
@@ -13,7 +14,7 @@ from probemb.data.captions.dataset import CaptionDataset, listed, split_name
 from probemb.data.image_loader import find_tars
 from probemb.errors import UserError, nearest
 
-FORMATS = ("webdataset", "karpathy", "precomp", "cub")
+FORMATS = ("webdataset", "karpathy", "precomp", "regions", "cub")
 __all__ = ["FORMATS", "CaptionDataset", "find_captions"]
 
 
@@ -30,7 +31,8 @@ def find_captions(
             "auto": "test" of data with several splits, else all. Of precomp files "test" prefers testall_caps.txt.
         images: image folder of a json or caption file, for COCO the one with train2014 and val2014; by default searched
             beside the file.
-        format: one of FORMATS; recognised by default.
+        format: one of FORMATS; recognised by default: caption files with `*_ims.npy` beside them are "regions", unless
+            `images` are named.
         exif: turn images as their EXIF orientation says.
 
     Raises UserError: the path, the split or the images do not exist; malformed data, an image without a caption,
@@ -43,7 +45,7 @@ def find_captions(
     if not str(data).strip() or "\0" in str(data):
         raise UserError("The data path is empty.", "Name shards with captions, a Karpathy json or a *_caps.txt.")
     split = None if split is None else split_name(split)
-    format = format or _recognise(data)
+    format = format or _recognise(data, images)
     is_text = format != "webdataset" or (images is not None and str(data).endswith((".json", ".txt")))
     if is_text and not Path(data).exists():
         raise UserError(f"The data path {data} does not exist.", "Check the spelling.")
@@ -61,9 +63,10 @@ def find_captions(
         return _turned(read_shards(data, split), exif)
     from probemb.data.captions.cub import read_cub
     from probemb.data.captions.karpathy import read_karpathy
-    from probemb.data.captions.precomp import read_precomp
+    from probemb.data.captions.precomp import read_precomp, read_with_regions
 
-    read = {"karpathy": read_karpathy, "precomp": read_precomp, "cub": read_cub}[format]
+    readers = {"karpathy": read_karpathy, "precomp": read_precomp, "regions": read_with_regions, "cub": read_cub}
+    read = readers[format]
     return _turned(read(Path(data), split, None if images is None else Path(images)), exif)
 
 
@@ -73,7 +76,21 @@ def _turned(found: CaptionDataset, exif: bool) -> CaptionDataset:
     return found
 
 
-def _recognise(data: str | Path) -> str:
+def _recognise(data: str | Path, images: str | Path | None) -> str:
+    found = _kind_of_files(data)
+    if found == "precomp" and images is None:
+        from probemb.data.captions.precomp import regions_beside
+
+        path = Path(data)
+        arrays = (
+            [regions_beside(path)] if path.is_file() else [*path.glob("*_ims.npy"), *path.glob("precomp/*_ims.npy")]
+        )
+        if any(array.is_file() for array in arrays):
+            return "regions"
+    return found
+
+
+def _kind_of_files(data: str | Path) -> str:
     path = Path(data)
     if path.is_dir():
         holds = {

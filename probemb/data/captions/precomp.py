@@ -1,10 +1,11 @@
-"""The "precomp" caption files of VSE++ and SCAN: five lines an image, and optional ids."""
+"""The "precomp" files of VSE++, SCAN and VSRN: captions, five lines an image, optional ids, and features of regions."""
 
 import importlib.util
 import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from probemb.data.captions.dataset import (
@@ -19,6 +20,7 @@ from probemb.data.captions.dataset import (
     resolve_split,
 )
 from probemb.data.captions.image_files import is_inside, locate
+from probemb.data.regions import ENDING, read_regions
 from probemb.data.shards.samples import MAX_CAPTION_CHARS
 from probemb.errors import UserError
 
@@ -31,14 +33,35 @@ _COCO_NAMES = (
 )  # fmt: skip
 
 
-def read_precomp(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
+def read_with_regions(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
+    """`read_precomp` of captions with `NAME_ims.npy` beside them, whose regions stand in for the images' pixels.
+
+    Raises UserError, also where an image folder is given, which would not be used.
+    """
+    if images is not None:
+        raise UserError(
+            f"{path} is read with its regions, so that the image folder {images} would not be used.",
+            "Leave the image folder out, or name the format precomp to read pixels.",
+        )
+    path, split = _find_caps(path, split, with_regions=True)
+    regions = regions_beside(path)
+    found = read_precomp(path, split, None, locate_images=False)
+    return replace(found, located=read_regions(regions, list(map(str, found.image_ids)), PER_IMAGE), missing=())
+
+
+def regions_beside(caps: Path) -> Path:
+    """The array that belongs to a caption file."""
+    return caps.with_name(caps.name.partition("_caps.")[0] + ENDING)
+
+
+def read_precomp(path: Path, split: str | None, images: Path | None, locate_images: bool = True) -> CaptionDataset:
     """`NAME_caps.txt`, five lines an image, with the ids of the images or captions beside it, if any.
 
     `NAME_ids.txt` (one image id a line, or one for each caption) as SCAN and VSE++ ship it, or `coco_NAME_ids.npy` of
     COCO annotation ids as PCME does. Images are found by COCO's names, by ID.jpg, or through `id_mapping.json`. Without
     ids, images cannot be located and are named by their number. Raises UserError.
     """
-    path, split = _find_caps(path, split)
+    path, split = _find_caps(path, split) if locate_images else (path, split)
     try:
         lines = read_text(path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -68,6 +91,8 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> CaptionD
     if image_ids is None:
         entries = [entry._replace(id=f"{path.name.partition('_caps.')[0]}:{entry.id}") for entry in entries]
         return assemble(entries, source=str(path), split=split, missing=[str(entry.id) for entry in entries])
+    if not locate_images:
+        return assemble(entries, source=str(path), split=split, missing=[str(one) for one in image_ids])
     mapping = _read_mapping(path)
     candidates = [_candidates(one, mapping) for one in image_ids]
     located, missing = locate(
@@ -76,9 +101,11 @@ def read_precomp(path: Path, split: str | None, images: Path | None) -> CaptionD
     return assemble(entries, source=str(path), split=split, located=located, missing=missing)
 
 
-def _find_caps(path: Path, split: str | None) -> tuple[Path, str | None]:
-    """The caption file and its split, None where none was asked for."""
+def _find_caps(path: Path, split: str | None, with_regions: bool = False) -> tuple[Path, str | None]:
+    """The caption file and its split, None where none was asked for; `with_regions`: one with regions beside it."""
     if path.is_file():
+        if with_regions and not regions_beside(path).is_file():
+            raise UserError(f"There is no {regions_beside(path)}.", f"Put the regions beside {path.name}.")
         split = resolve_split(split, ())
         found = _CAPS.fullmatch(path.name)
         if split is not None and (found is None or split not in _names_of(found["name"])):
@@ -86,6 +113,10 @@ def _find_caps(path: Path, split: str | None) -> tuple[Path, str | None]:
         return path, split
     folder = path if any(path.glob("*_caps.txt*")) else path / "precomp"
     files = [file for file in sorted(folder.glob("*")) if _CAPS.fullmatch(file.name)]
+    if with_regions:
+        alone, files = files, [file for file in files if regions_beside(file).is_file()]
+        if alone and not files:
+            raise UserError(f"There is no *{ENDING} beside the captions in {folder}.", "Put the regions there.")
     split = resolve_split(split, (_names_of(_CAPS.fullmatch(file.name)["name"])[0] for file in files))
     if split is None:
         return only_file(files, path, "*_caps.txt"), None

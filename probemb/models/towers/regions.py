@@ -1,0 +1,148 @@
+"""Precomputed regions of an image: SCAN's linear map, and VSRN's graph reasoning with a GRU over the regions.
+
+    regions ── linear maps ─┬─ graph layer 1 … G ─┬─ GRU ─────── mean          (VSRN: the GRU's last state)
+                            │                     └─ its own GRU ─ log_var head ─ log_var
+                            └─ without graph and GRU: tokens, and their average  (SCAN)
+
+Kind "regions" of the project's own architectures:
+
+    "vision_cfg": {"tower": "regions", "regions": 36, "features": 2048, "width": 1024, "graph_layers": 0, "gru": false}
+
+The uncertainty branch is the last learnable block again: the GRU, or the last linear map where there is none. Sources:
+SCAN (Lee et al., ECCV 2018) §3.1; VSRN (Li et al., ICCV 2019) §3.1, 3.2; probabilistic VSRN §3. VSRN's batch norm on
+W_r is left out: it would use a batch's statistics, which differ between one process and several. As there, W_r starts
+at zero, and every layer at the identity.
+
+Shapes: B images, R regions, F features of a region, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from probemb.models.architectures import check_n_unc_layers
+from probemb.models.encoder import Encoder, Place
+from probemb.models.features import Features
+from probemb.models.heads import HeadConfig, add_heads
+from probemb.models.heads.linear import start_mean
+
+
+def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> RegionTower:
+    """The tower of an architecture, whose vision_cfg has the arguments of `RegionTower`."""
+    config = {key: value for key, value in architecture["vision_cfg"].items() if key != "tower"}
+    return RegionTower(n_unc_layers, head, **config)
+
+
+class RegionTower(Encoder):
+    """Regions (B, R, F) float, zeros for a region that does not exist.
+
+    Args:
+        n_unc_layers: 1 for a branch with its own last block, 0 for none.
+        head: of the mean and the log-variance; head "clip" keeps the pooled features where they are of size D.
+        regions, features: R and F.
+        width: W.
+        hidden: widths of linear maps with ReLU before the last one.
+        graph_layers: of residual graph convolutions (VSRN: 4).
+        gru: whether a GRU over the regions pools them, rather than their average.
+
+    Attributes:
+        region_shape: (R, F), what `create_transforms` asks of the data.
+    """
+
+    def __init__(
+        self,
+        n_unc_layers: int,
+        head: HeadConfig,
+        regions: int = 36,
+        features: int = 2048,
+        width: int = 1024,
+        hidden: Sequence[int] = (),
+        graph_layers: int = 0,
+        gru: bool = False,
+    ):
+        super().__init__()
+        check_n_unc_layers(n_unc_layers, 1, "image")
+        self.region_shape, self.n_tokens = (regions, features), regions
+        self.maps = nn.ModuleList(nn.Linear(*sizes) for sizes in pairwise((features, *hidden, width)))
+        self.graph = nn.ModuleList(GraphLayer(width) for _ in range(graph_layers))
+        self.gru = nn.GRU(width, width, batch_first=True) if gru else None
+        self.branch = None
+        if head.probabilistic and n_unc_layers:
+            self.branch = nn.GRU(width, width, batch_first=True) if gru else nn.Linear(self.maps[-1].in_features, width)
+        for linear in (*self.maps, *([self.branch] if isinstance(self.branch, nn.Linear) else [])):
+            start_mean(linear)
+        self._probabilistic = head.probabilistic
+        add_heads(self, head, width, width, own_projection=width == head.embed_dim)
+
+    def features(self, regions: Tensor) -> tuple[Features, Features | None]:
+        """(B, R, F) -> features with R tokens."""
+        mask = existing(regions)
+        x = regions.to(self.maps[0].weight.dtype)
+        for linear in self.maps[:-1]:
+            x = linear(x).relu()
+        before, x = x, self.maps[-1](x) * mask[..., None]
+        for layer in self.graph:
+            x = layer(x, mask)
+        if self.gru is not None and len(self.graph):
+            x = F.normalize(x, dim=-1)
+        mean = self._pooled(x, mask, self.gru)
+        if not self._probabilistic:
+            return mean, None
+        if isinstance(self.branch, nn.Linear):
+            x = self.branch(before) * mask[..., None]
+            for layer in self.graph:
+                x = layer(x, mask)
+        return mean, self._pooled(x, mask, self.branch if isinstance(self.branch, nn.GRU) else self.gru)
+
+    def _pooled(self, x: Tensor, mask: Tensor, gru: nn.GRU | None) -> Features:
+        if gru is None:
+            return Features(x, x.sum(1) / mask.sum(1, keepdim=True), mask)
+        with torch.autocast(x.device.type, enabled=False):  # recurrences lose precision in bfloat16
+            states = gru(x.to(gru.weight_hh_l0.dtype))[0]
+        last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+        return Features(x, states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2]))[:, 0], mask)
+
+    def place(self, name: str) -> Place:
+        """Linear maps, graph layers and GRU are blocks, in this order."""
+        part, _, rest = name.partition(".")
+        if part in ("mean_head", "log_var_head"):
+            return Place("head")
+        if part == "branch":
+            return Place("branch", 1)
+        behind = {"gru": 1, "graph": self.gru is not None, "maps": len(self.graph) + (self.gru is not None)}[part]
+        blocks = {"gru": (), "graph": self.graph, "maps": self.maps}[part]
+        return Place("trunk", behind + (len(blocks) - int(rest.partition(".")[0]) if blocks else 0))
+
+
+class GraphLayer(nn.Module):
+    """A residual graph convolution over regions: V + W_r (A V W_g), A_ij = (W_phi v_i) · (W_theta v_j) / R.
+
+    Source: VSRN Eq. 2, 3; the affinities' rows are normalised by the number of regions, as non-local networks do.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.phi, self.theta, self.g, self.out = (nn.Linear(width, width) for _ in range(4))
+        for linear in (self.phi, self.theta, self.g):
+            start_mean(linear)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """(B, R, W) and (B, R) bool -> (B, R, W), zeros for regions that do not exist."""
+        affinity = self.phi(x) @ self.theta(x).transpose(1, 2)
+        affinity = affinity * mask[:, None] / mask.sum(1)[:, None, None]
+        return (x + self.out(affinity @ self.g(x))) * mask[..., None]
+
+
+def existing(regions: Tensor) -> Tensor:
+    """Which regions are not all zeros, (B, R) bool; of an image without any, the first."""
+    mask = (regions != 0).any(-1)
+    first = torch.zeros_like(mask)
+    first[:, 0] = ~mask.any(1)
+    return mask | first

@@ -1,0 +1,145 @@
+"""SCAN's and VSRN's files: features of regions beside captions; what belongs together, and what is refused."""
+
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from probemb.data.captions.find import find_captions
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import ImageBatches, in_both
+from probemb.errors import UserError
+from tools.bench.timing import peak_memory
+
+R, W = 4, 6
+
+
+def write(folder, name="train", n=7, times=1, dtype=np.float32, captions=5, array=None):
+    """NAME_ims.npy and NAME_caps.txt; returns the regions of the n images, (n, R, W)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    regions = np.random.RandomState(0).randn(n, R, W).astype(dtype)
+    np.save(folder / f"{name}_ims.npy", np.repeat(regions, times, 0) if array is None else array)
+    lines = [f"caption {k} of image {i}" for i in range(n) for k in range(captions)]
+    (folder / f"{name}_caps.txt").write_text("\n".join(lines) + "\n")
+    return regions
+
+
+@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_every_image_has_its_own_regions_and_captions(tmp_path, times, dtype):
+    regions = write(tmp_path, times=times, dtype=dtype)
+    found = find_captions(tmp_path, "train")
+    assert found.captions[3] == [f"caption {k} of image 3" for k in range(5)]
+    assert (found.images.shape, len(found.images)) == ((R, W), 7)
+    for i in range(7):
+        assert torch.equal(found.images.open(i), torch.from_numpy(regions[i].astype(np.float32)))
+    assert torch.equal(found.only([5, 2]).images.open(0), found.images.open(5))
+    batches = ImageBatches(found.images, lambda x: x, 4, workers=1)
+    assert torch.equal(torch.cat(list(batches)), torch.from_numpy(regions.astype(np.float32)))
+
+
+def test_splits_ids_and_folders(tmp_path):
+    """dev and testall as SCAN ships them; testall without regions gives way to test."""
+    folder = tmp_path / "precomp"
+    for name in ("train", "dev", "test"):
+        write(folder, name, n=3)
+    (folder / "testall_caps.txt").write_text("a\n" * 10)
+    (folder / "dev_ids.txt").write_text("11\n12\n13\n")
+    assert find_captions(tmp_path, "val").image_ids == [11, 12, 13]
+    assert find_captions(tmp_path, "test").image_ids == ["test:0", "test:1", "test:2"]
+    assert find_captions(folder / "dev_caps.txt").images.shape == (R, W)
+    assert len(find_captions(tmp_path, "test", format="precomp")) == 2  # testall
+    with pytest.raises(UserError, match="no split 'cub'"):
+        find_captions(tmp_path, "cub", format="regions")
+
+
+def test_rows_of_two_splits_are_told_apart(tmp_path):
+    write(tmp_path, "train")
+    again = np.load(tmp_path / "train_ims.npy")
+    write(tmp_path, "test", n=2, array=np.stack([again[3], again[3] + 1]))
+    train, test = (find_captions(tmp_path, split).images for split in ("train", "test"))
+    assert in_both(train, test) == ["train:3"]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    def read(n):
+        write(tmp_path / str(n), n=10)
+        shape = (n, 36, 256)
+        array = np.lib.format.open_memmap(tmp_path / str(n) / "train_ims.npy", "w+", np.float32, shape)
+        del array  # a hole in the file
+        (tmp_path / str(n) / "train_caps.txt").write_text("a\n" * (5 * n))
+
+        def all_rows():
+            images = find_captions(tmp_path / str(n), "train").images
+            for i in range(len(images)):
+                images.open(i)
+
+        return peak_memory(lambda: all_rows)
+
+    few, many = read(200), read(4000)  # 7 and 147 MB
+    assert many - few < 20 << 20
+
+
+REFUSED = {
+    "rows": (
+        {"array": np.zeros((8, R, W), np.float32)},
+        "8 rows, but its captions are of 7 images",
+        "one row for each",
+    ),
+    "two axes": ({"array": np.zeros((7, W), np.float32)}, r"shape \(7, 6\), not \(images, regions", "np.save"),
+    "integers": ({"array": np.zeros((7, R, W), np.int64)}, "holds int64, not float32", "float32 or float16"),
+    "objects": ({"array": np.array([{}] * 7, object)}, "holds Python objects", "np.save"),
+    "fortran": ({"array": np.asfortranarray(np.ones((7, R, W), np.float32))}, "Fortran", "ascontiguousarray"),
+    "repeats": ({"array": np.random.RandomState(0).randn(35, R, W).astype(np.float32)}, "rows of train:. in", "equal"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_arrays(tmp_path, case):
+    options, what, remedy = REFUSED[case]
+    write(tmp_path, **options)
+    with pytest.raises(UserError, match=what) as error:
+        find_captions(tmp_path, "train")
+    assert re.search(remedy, error.value.remedy)
+
+
+class Trap:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle was executed')",)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x93NUMPY", b"\x93NUMPY\x01\x00\xff\xff{", pickle.dumps(Trap()), b"\x93NUMPY\x09\x00"]
+)
+def test_refused_files(tmp_path, content):
+    write(tmp_path)
+    (tmp_path / "train_ims.npy").write_bytes(content)
+    with pytest.raises(UserError, match="is no array of numpy"):
+        find_captions(tmp_path, "train")
+
+
+def test_a_cut_off_file_and_damaged_rows(tmp_path):
+    regions = write(tmp_path)
+    images = find_captions(tmp_path, "train").images
+    whole = (tmp_path / "train_ims.npy").read_bytes()
+    (tmp_path / "train_ims.npy").write_bytes(whole[:-100])
+    with pytest.raises(BadSample, match="cut off"):
+        images.open(6)
+    with pytest.raises(UserError, match="cut off, or was damaged"):
+        find_captions(tmp_path, "train")
+    regions[2, 1, 1] = np.nan
+    np.save(tmp_path / "train_ims.npy", regions)
+    with pytest.raises(BadSample, match="NaN"):
+        find_captions(tmp_path, "train").images.open(2)
+
+
+def test_what_does_not_belong_together(tmp_path):
+    write(tmp_path)
+    (tmp_path / "images").mkdir()
+    with pytest.raises(UserError, match="read with its regions"):
+        find_captions(tmp_path, "train", images=tmp_path / "images", format="regions")
+    (tmp_path / "train_ims.npy").unlink()
+    with pytest.raises(UserError, match=r"no \*_ims.npy"):
+        find_captions(tmp_path, "train", format="regions")
