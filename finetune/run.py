@@ -52,7 +52,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from finetune.selection import Selection, Validator
     from finetune.trainer import Hooks, Trainer
     from probemb.distributed import on_main, same_everywhere
-    from probemb.models import as_one, create_tokenizer, create_transforms
+    from probemb.models import as_one, check_images, create_tokenizer, create_transforms
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
     from probemb.runs.starts import refuse_endless_starts
@@ -68,6 +68,9 @@ def train(config: Config, preemption: Preemption) -> int:
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
     networks = make_networks(config, earlier, say)
+    for captions in (clean, validation):
+        if captions is not None:
+            check_images(networks[0], captions.images)
     transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
     if clean is not None and config.data.cache_features is not None:
         clean, validation, transforms = read_features(config, networks, transforms, clean, validation, accelerator)

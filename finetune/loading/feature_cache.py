@@ -76,6 +76,10 @@ def cache_features(
             written, features beyond float16, networks with different trunks. On all processes.
     """
     tower = networks[0].image_tower.to(device)
+    if not hasattr(tower, "image_size"):
+        raise UserError(
+            "The image tower reads precomputed regions, which need no cache.", "Leave data.cache_features out."
+        )
     height, width = tower.image_size
     for network in networks:
         network.image_tower.feature_layout = None

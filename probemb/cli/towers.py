@@ -21,9 +21,9 @@ class Towers:
     Args:
         name: one of open_clip's models, or one of the project's own (probemb/models/configs).
         pretrained: an open_clip tag, a file of open_clip weights, or a run of `pretrain`; empty for random weights.
-        head: clip (class token, end-of-text token), gpo (pooling over all tokens), pie (pooling and attention) or mlp
-            (two layers behind the tower's own pooling).
-        embed_dim: D; empty for the configuration's own (heads clip and mlp) or 1024 (heads gpo and pie).
+        head: clip (class token, end-of-text token), gpo (pooling over all tokens), pie (pooling and attention), mlp
+            (two layers behind the tower's own pooling) or average (of all tokens).
+        embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 1, and 0 where a method has none.
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the

@@ -141,7 +141,9 @@ class Embedder:
             UserError: too many images that cannot be read, embeddings that are not finite.
         """
         from probemb.data.image_loader import ImageBatches
+        from probemb.models import check_images
 
+        check_images(self.model, images)
         workers = loader_workers(self.workers, len(images), self.device.name)
         batches = ImageBatches(images, self.transform, self.batch_size, workers, self.max_bad)
         with self.show(title, len(images)) as advance:

@@ -6,7 +6,7 @@ from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_deca
 from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
 from probemb.models.ensemble import Ensemble, as_one
 from probemb.models.hub import LoadedModel, lasting_name, load_model, push_to_hub, save_model
-from probemb.models.inputs import Augmentation, Transforms, create_tokenizer, create_transforms
+from probemb.models.inputs import Augmentation, Transforms, check_images, create_tokenizer, create_transforms
 from probemb.models.published import import_pcmepp
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ModelOutput",
     "Transforms",
     "as_one",
+    "check_images",
     "create_model",
     "create_tokenizer",
     "create_transforms",

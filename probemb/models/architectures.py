@@ -28,6 +28,7 @@ IMAGE_TOWERS = {
     "open_clip.resnet": "open_clip.resnet",
     "timm": "timm_image",
     "small_cnn": "small_cnn",
+    "regions": "regions",
 }
 TEXT_TOWERS = {
     "open_clip.transformer": "open_clip.transformer",
@@ -35,6 +36,7 @@ TEXT_TOWERS = {
     "word_gru": "word_gru",
     "word_mean": "word_mean",
 }
+REGION_TOWERS = {"regions"}  # read precomputed regions instead of pixels
 WORD_TOWERS = {"word_gru", "word_mean"}  # read words of a vocabulary: text_cfg["vocabulary"]
 
 
@@ -95,6 +97,11 @@ def tower_kind(config: dict, part: str) -> str:
 def reads_words(config: dict | None) -> bool:
     """Whether an architecture's text tower needs a vocabulary."""
     return config is not None and tower_kind(config, "text_cfg") in WORD_TOWERS
+
+
+def reads_regions(config: dict) -> bool:
+    """Whether an architecture's image tower reads precomputed regions instead of pixels."""
+    return tower_kind(config, "vision_cfg") in REGION_TOWERS
 
 
 def is_open_clip(config: dict) -> bool:

@@ -33,6 +33,7 @@ from probemb.models.hub import load_model
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
+OWN_DIM = ("clip", "mlp", "average")  # heads of which the architecture says D
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ModelOptions:
     """Options of `create_model`.
 
     Args:
-        embed_dim: D; None for the configuration's own (heads "clip" and "mlp") or 1024 (heads "gpo" and "pie").
+        embed_dim: D; None for the configuration's own (heads "clip", "mlp", "average") or 1024 ("gpo", "pie").
         n_unc_layers: blocks (of a transformer) or stages (of a CNN) of the uncertainty branch, 0 to the tower's number;
             two numbers for image and text. With 0 only the head is its own. None for 1, or for 0 in a point model,
             which has no such branch.
@@ -132,7 +133,7 @@ def create_model(name: str, **options) -> DualEncoder:
         {
             "name": name,
             "head": o.head,
-            "embed_dim": o.embed_dim or (config["embed_dim"] if o.head in ("clip", "mlp") else GPO_EMBED_DIM),
+            "embed_dim": o.embed_dim or (config["embed_dim"] if o.head in OWN_DIM else GPO_EMBED_DIM),
             "n_unc_layers": n_unc_layers,
             "probabilistic": o.probabilistic,
             "n_embeddings": o.n_embeddings,

@@ -13,8 +13,10 @@ from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_
 from PIL import Image
 from torch import Tensor
 
+from probemb.data.image_loader import Images
+from probemb.data.regions import RegionImages
 from probemb.errors import UserError
-from probemb.models.architectures import reads_words
+from probemb.models.architectures import reads_regions, reads_words
 from probemb.models.word_tokenizer import WordTokenizer
 
 MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
@@ -46,12 +48,45 @@ class Augmentation:
 
 
 def create_transforms(model_or_config, augmentation: Augmentation = Augmentation()) -> Transforms:
-    """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else."""
+    """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else.
+
+    Regions come prepared: a model that reads them changes nothing.
+    """
+    if reads_regions(_config(model_or_config)["architecture"]):
+        return Transforms(as_they_are, as_they_are)
     preprocess = PreprocessCfg(**_config(model_or_config)["preprocess"])
     with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
         warnings.filterwarnings("ignore", message="Unused augmentation")
         train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**asdict(augmentation)))
     return Transforms(train, image_transform_v2(preprocess, is_train=False))
+
+
+def as_they_are(regions: Tensor) -> Tensor:
+    """The transform of models that read regions."""
+    return regions
+
+
+def check_images(model, images: Images) -> None:
+    """Refuse images that a model's image tower cannot read.
+
+    Raises:
+        UserError: regions for a tower that reads pixels, the reverse, or regions of another shape.
+    """
+    wanted = getattr(getattr(model, "image_tower", None), "region_shape", None)
+    given = images.shape if isinstance(images, RegionImages) else None
+    if wanted == given:
+        return
+    form = "{} regions of {} numbers"
+    regions = "pixels" if given is None else form.format(*given)
+    if wanted is None:
+        raise UserError(
+            f"The model reads pixels, and {images.source} holds {regions} of each image.",
+            "Name the folder of the images, or choose an architecture for regions, such as scan-regions-gru.",
+        )
+    raise UserError(
+        f"The model reads {form.format(*wanted)} of each image, and {images.source} holds {regions}.",
+        "Name *_caps.txt with an *_ims.npy of that shape beside them, or choose another architecture.",
+    )
 
 
 def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from probemb.errors import UserError, nearest
+from probemb.models.heads.average import AverageHead
 from probemb.models.heads.clip import ClipHead
 from probemb.models.heads.covariance import Covariance
 from probemb.models.heads.gpo import GPOHead
 from probemb.models.heads.mlp import MLPHead
 from probemb.models.heads.pie import PIEHead
 
-HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead}
+HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "average": AverageHead}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from probemb.models.word_tokenizer import FIRST_WORD, PADDING
 
 POOLING = ("last", "last-word", "max", "mean")
 TOKENS = ("states", "words")
+DIRECTIONS = ("concatenated", "averaged")
 LAYER = re.compile(r"(layers|branch)\.(\d+)\.")
 
 
@@ -50,6 +51,8 @@ class WordGRU(Encoder):
             states at the last word, of which the backward one has read that word alone, is what the public codes of
             PVSE and PCME do.
         tokens: what the heads see beside the pooled states: "states", or "words", the word embeddings (PVSE, PCME).
+        directions: "concatenated", or "averaged" (SCAN): every state and pooled one is the mean of both directions.
+        projection: whether head "clip" maps the pooled states to D; otherwise they are the embedding (VSRN).
         head_options: further options of a kind of head in this tower, by its name: {"pie": {"project": false}}.
         context_length: largest number of words.
     """
@@ -66,16 +69,20 @@ class WordGRU(Encoder):
         pooling: str = "last",
         context_length: int = 64,
         tokens: str = "states",
+        directions: str = "concatenated",
+        projection: bool = True,
         head_options: Mapping[str, dict] | None = None,
     ):
         super().__init__()
-        for what, chosen, known in (("pooling", pooling, POOLING), ("tokens", tokens, TOKENS)):
+        choices = (("pooling", pooling, POOLING), ("tokens", tokens, TOKENS), ("directions", directions, DIRECTIONS))
+        for what, chosen, known in choices:
             if chosen not in known:
                 raise UserError(
                     f"There is no {what} '{chosen}' of words.{nearest(chosen, known)}", f"Use {', '.join(known)}."
                 )
         check_n_unc_layers(n_unc_layers, layers, "text")
         self.pooling, self.tokens, self.context_length = pooling, tokens, context_length
+        self.averaged = bidirectional and directions == "averaged"
         self.vocabulary = list(vocabulary)
         self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
         with torch.no_grad():
@@ -88,7 +95,16 @@ class WordGRU(Encoder):
             own = sizes[layers - n_unc_layers :]
             self.branch = nn.ModuleList(_Layer(size, hidden, bidirectional) for size in own)
         own_options = {**head.options, **(head_options or {}).get(head.kind, {})}
-        add_heads(self, replace(head, options=own_options), width if tokens == "words" else out, out)
+        out = hidden if self.averaged else out
+        if not projection and out != head.embed_dim:
+            raise UserError(
+                f"The text tower's states are of size {out}, and are to be embeddings of {head.embed_dim} dimensions.",
+                f"Set embed_dim to {out}, or projection to true in the architecture's text_cfg.",
+            )
+        add_heads(
+            self, replace(head, options=own_options), width if tokens == "words" else out, out,
+            own_projection=not projection,
+        )  # fmt: skip
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
         """(B, T) int64 -> features; their mask is True for words."""
@@ -116,6 +132,8 @@ class WordGRU(Encoder):
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
             hidden = x.shape[2] if self.pooling == "last-word" else self.layers[-1].forwards.hidden_size
             pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
+        if self.averaged:
+            x, pooled = (state.unflatten(-1, (2, -1)).mean(-2) for state in (x, pooled))
         return Features(x, pooled, mask)
 
     def place(self, name: str) -> Place:

@@ -151,3 +151,18 @@ def test_word_vectors():
 def test_unknown_pooling():
     with pytest.raises(UserError, match="no pooling 'maxx'"):
         tower(pooling="maxx")
+
+
+def test_averaged_directions_are_the_mean_of_both():
+    both, averaged = tower(kind="average"), tower(kind="average", directions="averaged")
+    averaged.load_state_dict({k: v for k, v in both.state_dict().items() if "head" not in k}, strict=False)
+    expected, _ = both.features(TOKENS)
+    found, _ = averaged.features(TOKENS)
+    for x, y in ((found.tokens, expected.tokens), (found.pooled, expected.pooled)):
+        forwards, backwards = y.chunk(2, -1)
+        torch.testing.assert_close(x, (forwards + backwards) / 2)
+
+
+def test_states_that_are_no_embedding_need_a_projection():
+    with pytest.raises(UserError, match="are to be embeddings of"):
+        tower(projection=False)

@@ -1,0 +1,123 @@
+"""The region tower: SCAN's linear map, VSRN's graph reasoning and GRU, written out for one image."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from probemb.errors import UserError
+from probemb.models import create_model, create_transforms
+from probemb.models.heads import HeadConfig
+from probemb.models.towers.regions import RegionTower, existing
+
+R, WIDTH, D = 5, 6, 4
+
+
+def tower(n_unc_layers=0, kind="clip", probabilistic=True, **options) -> RegionTower:
+    torch.manual_seed(0)
+    settings = {"regions": R, "features": 7, "width": WIDTH, **options}
+    model = RegionTower(n_unc_layers, HeadConfig(kind, D, probabilistic), **settings)
+    with torch.no_grad():
+        for layer in model.graph:  # W_r starts at zero
+            layer.out.weight.normal_()
+            layer.out.bias.normal_()
+    return model
+
+
+def regions(lengths=(5, 3, 1)):
+    x = torch.randn(len(lengths), R, 7, generator=torch.Generator().manual_seed(1))
+    return x * (torch.arange(R) < torch.tensor(lengths)[:, None])[..., None]
+
+
+VSRN = {"graph_layers": 2, "gru": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden": (8,)}, VSRN, {"graph_layers": 1}, {"gru": True}])
+def test_equals_the_definition(options):
+    model = tower(kind="average", **options)
+    features, _ = model.features(regions())
+    for row, length in enumerate((5, 3, 1)):
+        v = regions()[row, :length]
+        for linear in model.maps[:-1]:
+            v = torch.relu(v @ linear.weight.T + linear.bias)
+        v = v @ model.maps[-1].weight.T + model.maps[-1].bias
+        for layer in model.graph:
+            told = torch.stack([
+                sum((layer.phi(v[i]) @ layer.theta(v[j])) * layer.g(v[j]) for j in range(length)) / length
+                for i in range(length)
+            ])  # fmt: skip
+            v = v + layer.out(told)
+        if options == VSRN:
+            v = F.normalize(v, dim=-1)
+        torch.testing.assert_close(features.tokens[row, :length], v)
+        assert not features.tokens[row, length:].any()
+        pooled = v.mean(0) if model.gru is None else model.gru(v[None])[1][0, 0]
+        torch.testing.assert_close(features.pooled[row], pooled)
+        assert features.mask[row].tolist() == [True] * length + [False] * (R - length)
+
+
+def test_every_graph_layer_starts_as_the_identity():
+    model = RegionTower(0, HeadConfig("clip", D), regions=R, features=7, width=WIDTH, graph_layers=4)
+    plain = RegionTower(0, HeadConfig("clip", D), regions=R, features=7, width=WIDTH)
+    plain.maps.load_state_dict(model.maps.state_dict())
+    assert torch.equal(model.features(regions())[0].tokens, plain.features(regions())[0].tokens)
+
+
+def test_an_image_without_any_region_has_an_embedding():
+    assert existing(torch.zeros(2, 3, 4)).tolist() == [[True, False, False]] * 2
+    for options in ({}, VSRN):
+        for out in tower(kind="average", **options)(torch.zeros(1, R, 7)):
+            assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, VSRN])
+def test_the_branch_is_the_last_block_again(options):
+    model = tower(1, **options)
+    mean, log_var = model(regions())
+    last = model.maps[-1] if not options else model.gru
+    with torch.no_grad():
+        for parameter in last.parameters():
+            parameter.add_(0.3)
+    after = model(regions())
+    assert not torch.allclose(mean, after[0])
+    assert torch.equal(log_var, after[1])
+    assert type(model.branch) is type(last)
+    with pytest.raises(UserError, match="image tower has 1"):
+        tower(2)
+    without = tower(0, **options)
+    mean_features, unc_features = without.features(regions())
+    assert torch.equal(mean_features.pooled, unc_features.pooled)
+    assert tower(0, probabilistic=False).features(regions())[1] is None
+
+
+@pytest.mark.parametrize("options", [{"hidden": (8,)}, VSRN])
+def test_every_parameter_has_a_place_and_a_gradient(options):
+    model = tower(1, **options)
+    mean, log_var = model(regions())
+    (mean[:, 0] + log_var[:, 0]).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    places = {name: model.place(name) for name, _ in model.named_parameters()}
+    depth = 3 if options == VSRN else 0
+    assert places["maps.0.weight"] == ("trunk", depth + len(model.maps))
+    assert {part for part, _ in places.values()} == {"trunk", "branch", "head"}
+    if options == VSRN:
+        assert places["gru.weight_ih_l0"] == ("trunk", 1)
+        assert places["graph.1.g.weight"] == ("trunk", 2)
+        assert places["graph.0.g.weight"] == ("trunk", 3)
+    else:
+        assert places["maps.1.weight"] == ("trunk", 1)
+
+
+def test_published_architectures():
+    """SCAN: tokens of both sides in 1024 dimensions; VSRN: 2048, and no map behind either GRU."""
+    scan = create_model("scan-regions-gru", head="average", vocabulary=["a", "dog"], probabilistic=False)
+    images = scan.image_tower.encode(torch.randn(2, 36, 2048), want_tokens=True)
+    texts = scan.text_tower.encode(torch.tensor([[2, 3], [3, 0]]), want_tokens=True)
+    assert (images.tokens.shape, texts.tokens.shape) == ((2, 36, 1024), (2, 2, 1024))
+    assert texts.mask.tolist() == [[True, True], [True, False]]
+    assert not [name for name, _ in scan.named_parameters() if "head" in name]
+    vsrn = create_model("vsrn-regions-gru", vocabulary=["a", "dog"], probabilistic=False)
+    assert vsrn.encode_image(torch.randn(2, 36, 2048)).mean.shape == (2, 2048)
+    assert not [name for name, _ in vsrn.named_parameters() if "head" in name]
+    assert len(vsrn.visual.graph) == 4
+    x = torch.randn(2, 36, 2048)
+    assert create_transforms(vsrn).train(x) is x
