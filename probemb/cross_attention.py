@@ -63,8 +63,9 @@ class Tokens(NamedTuple):
 
 
 def unit_tokens(values: Tensor, mask: Tensor) -> Tokens:
-    """Tokens of unit length in at least float32; those that do not exist become zero."""
-    values = at_least_float32(values)
+    """Tokens of unit length in at least float32; those that do not exist become zero. An item without any keeps one."""
+    values, first = at_least_float32(values), torch.arange(mask.shape[1], device=mask.device) == 0
+    mask = mask | (first & ~mask.any(1, keepdim=True))
     return Tokens(values / (values.norm(dim=-1, keepdim=True) + EPS) * mask[..., None], mask)
 
 

@@ -121,14 +121,14 @@ def evaluate(
         model, loaded[0].tokenizer, loaded[0].transforms.evaluate, device, config.batch_size, config.text_batch_size,
         config.workers, config.max_bad, progress,
     )  # fmt: skip
-    pairs = embed_pairs(embedder, captions)
+    pairs = embed_pairs(embedder, captions, with_tokens="attention" in rankings)
     if pairs.bad:
         print(describe_bad(pairs.bad), flush=True)
         benchmarks = without_lost_images(config, benchmarks)
     tolerance = choose(config, embedder, captions, pairs, selection) if NAME in rankings else None
     options = RankingOptions(
         model.scale.item(), model.shift.item(), config.samples, config.factory, config.candidates, device.name,
-        tolerance or CSD,
+        tolerance or CSD, model.attention, pairs.tokens,
     )  # fmt: skip
     rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)

@@ -24,6 +24,8 @@ _HOME = {  # name on the command line: file and class
     "jwae-mh": "jwae:JWAEMH",
     "vae-mh": "jwae:VAEMH",
     "prob-vsepp": "prob_vse:ProbVSEPlusPlus",
+    "scan": "scan:SCAN",
+    "vsrn": "scan:VSRN",
     "clip-zs": "vse:ZeroShot",
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.kept_tokens import KeptTokens, TokenKeeper
 from probemb.gaussian import Gaussian
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class EmbeddedPairs(NamedTuple):
         owner: (M,) int64, the row of each caption's image.
         kept: for each row the index of its image in the data.
         bad: (name, reason) of images that could not be read.
+        tokens: of the images and of the texts, for the ranking "attention"; None where they were not asked for.
     """
 
     images: Gaussian
@@ -30,18 +32,21 @@ class EmbeddedPairs(NamedTuple):
     owner: torch.Tensor
     kept: list[int]
     bad: list[tuple[str, str]]
+    tokens: tuple[KeptTokens, KeptTokens] | None = None
 
 
-def embed_pairs(embedder: Embedder, captions: CaptionDataset) -> EmbeddedPairs:
-    """Embed all readable images and their captions.
+def embed_pairs(embedder: Embedder, captions: CaptionDataset, with_tokens: bool = False) -> EmbeddedPairs:
+    """Embed all readable images and their captions; also their tokens, if asked for.
 
     Raises:
         UserError: too many images that cannot be read, embeddings that are not finite.
     """
-    images, kept, bad = embedder.images(captions.images)
-    texts = embedder.texts([text for i in kept for text in captions.captions[i]])
+    keepers = (TokenKeeper(), TokenKeeper()) if with_tokens else (None, None)
+    images, kept, bad = embedder.images(captions.images, keeper=keepers[0])
+    texts = embedder.texts([text for i in kept for text in captions.captions[i]], keeper=keepers[1])
     owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
-    return EmbeddedPairs(images, texts, owner, kept, bad)
+    tokens = (keepers[0].kept(), keepers[1].kept()) if with_tokens else None
+    return EmbeddedPairs(images, texts, owner, kept, bad, tokens)
 
 
 def exact_match(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from probemb.gaussian import Gaussian
 
 if TYPE_CHECKING:
     from probemb.data.image_loader import Images
+    from probemb.evaluation.kept_tokens import TokenKeeper
 
 Progress = Callable[[int], None]  # called with the number of items done since the last call
 
@@ -34,6 +35,7 @@ def encode_texts(
     device: Device = CPU,
     cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     progress: Progress | None = None,
+    keeper: TokenKeeper | None = None,
 ) -> Gaussian:
     """Encode tokens (T, L), padded with zeros, in batches.
 
@@ -41,6 +43,7 @@ def encode_texts(
 
     Args:
         encode: the model's `encode_text`; cut: its `cut_padding`.
+        keeper: what `encode` keeps tokens with; it is told their order.
 
     Returns:
         Gaussian (T, D), float32, on the CPU.
@@ -51,7 +54,10 @@ def encode_texts(
     order = length.argsort(stable=True)
     batches = (cut(distinct[part]) for part in order.split(batch_size))
     found = encode_images(encode, batches, device=device, progress=progress, total=len(tokens))
-    return found[order.argsort()[place]]
+    index = order.argsort()[place]
+    if keeper is not None:
+        keeper.order = index
+    return found[index]
 
 
 def encode_images(
@@ -134,8 +140,8 @@ class Embedder:
     max_bad: float = 0.05
     show: Callable = silent
 
-    def images(self, images: Images, title: str = "images") -> EmbeddedImages:
-        """Embed all readable images.
+    def images(self, images: Images, title: str = "images", keeper: TokenKeeper | None = None) -> EmbeddedImages:
+        """Embed all readable images; their tokens are kept with `keeper`.
 
         Raises:
             UserError: too many images that cannot be read, embeddings that are not finite.
@@ -147,21 +153,25 @@ class Embedder:
         workers = loader_workers(self.workers, len(images), self.device.name)
         batches = ImageBatches(images, self.transform, self.batch_size, workers, self.max_bad)
         with self.show(title, len(images)) as advance:
-            gaussian = self.pixels(batches, advance)
+            gaussian = self.pixels(batches, advance, keeper)
         return EmbeddedImages(gaussian, list(batches.kept), list(batches.bad))
 
-    def pixels(self, batches: Iterable[Tensor], progress: Progress | None = None) -> Gaussian:
+    def pixels(
+        self, batches: Iterable[Tensor], progress: Progress | None = None, keeper: TokenKeeper | None = None
+    ) -> Gaussian:
         """Embed batches of (B, 3, H, W) -> Gaussian (N, D)."""
-        return encode_images(self.model.encode_image, batches, device=self.device, progress=progress)
+        encode = self.model.encode_image if keeper is None else keeper.through(self.model.image_tower)
+        return encode_images(encode, batches, device=self.device, progress=progress)
 
-    def texts(self, texts: Sequence[str], title: str = "captions") -> Gaussian:
+    def texts(self, texts: Sequence[str], title: str = "captions", keeper: TokenKeeper | None = None) -> Gaussian:
         """Embed T texts -> Gaussian (T, D)."""
         with self.show(title, len(texts)) as advance:
-            return self.tokens(self.tokenizer(list(texts)), advance)
+            return self.tokens(self.tokenizer(list(texts)), advance, keeper)
 
-    def tokens(self, tokens: Tensor, progress: Progress | None = None) -> Gaussian:
+    def tokens(self, tokens: Tensor, progress: Progress | None = None, keeper: TokenKeeper | None = None) -> Gaussian:
         """Embed tokens (T, L) -> Gaussian (T, D)."""
+        encode = self.model.encode_text if keeper is None else keeper.through(self.model.text_tower)
         return encode_texts(
-            self.model.encode_text, tokens, batch_size=self.text_batch_size, device=self.device,
-            cut=self.model.cut_padding, progress=progress,
+            encode, tokens, batch_size=self.text_batch_size, device=self.device, cut=self.model.cut_padding,
+            progress=progress, keeper=keeper,
         )  # fmt: skip

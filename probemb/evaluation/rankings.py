@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from probemb.cross_attention import CrossAttention
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.errors import UserError, nearest
 from probemb.evaluation.embed_pairs import embed_pairs
 from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.kept_tokens import KeptTokens
 from probemb.evaluation.scores import SCORES, Scores
 from probemb.evaluation.tolerance import CSD, GIVEN, Tolerance, choose_tolerance
 from probemb.gaussian import Gaussian
@@ -42,10 +44,11 @@ TITLES = {
     "bhattacharyya": "Bhattacharyya",
     "average-l2": "average L2",
     "multi-instance": "closest of the embeddings",
+    "attention": "cross attention",
 }
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 SLOW = ("log-likelihood", "bhattacharyya", "inclusion")  # they do not separate: some hundred times the work of CSD
-BY_NAME_ALONE = (*SLOW, "kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance")  # unless trained for one
+BY_NAME_ALONE = (*SLOW, "kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance", "attention")  # unless trained so
 SAMPLED = ("match-probability", "average-l2")
 OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
 
@@ -68,8 +71,14 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
     """The rankings that a model's embeddings allow; if none were `given`, also the one that it was trained for.
 
     Raises:
-        UserError: a given ranking compares single embeddings, and the model has several of an item, or the reverse.
+        UserError: a given ranking compares single embeddings, and the model has several of an item, or the reverse; or
+            it is "attention", and the model was not trained for it.
     """
+    if "attention" in names and model.attention is None:
+        raise UserError(
+            "The ranking attention is of models that were trained for it, and this one was not.",
+            f"Leave --rankings out, or choose {model.ranking}.",
+        )
     several = model.n_embeddings > 1
     unfit = [name for name in names if (name in OF_SEVERAL) != several]
     if given and unfit:
@@ -101,6 +110,7 @@ class RankingOptions:
         factory: FAISS' index; candidates: how many of the means' neighbours are re-ranked.
         device: where scores are computed; FAISS searches on the CPU.
         tolerance: the weights of the ranking "tolerance"; by default those of CSD.
+        attention: how "attention" scores; tokens: of the images and the captions, `EmbeddedPairs.tokens`.
     """
 
     scale: float = 1.0
@@ -110,6 +120,8 @@ class RankingOptions:
     candidates: int = 100
     device: str = "cpu"
     tolerance: Tolerance = CSD
+    attention: CrossAttention | None = None
+    tokens: tuple[KeptTokens, KeptTokens] | None = None
 
 
 class ScoreRanker:
@@ -162,6 +174,8 @@ def make_ranker(name: str, images: Gaussian, captions: Gaussian, options: Rankin
         extra |= {"scale": options.scale, "shift": options.shift}
     elif name == "tolerance":
         extra = {"i2t": options.tolerance.i2t, "t2i": options.tolerance.t2i}
+    elif name == "attention":
+        extra = {"how": options.attention, "tokens": options.tokens}
     return ScoreRanker(SCORES[name](images.to(options.device), captions.to(options.device), **extra))
 
 
@@ -183,6 +197,7 @@ def describe_ranking(name: str, options: RankingOptions) -> str:
         "log-likelihood": "log of the expected likelihood kernel, closed form",
         "kl": "closed form, from the image to the caption",
         "min-kl": "closed form, the smaller one of both directions",
+        "attention": f"tokens attend to tokens, {options.attention.direction if options.attention else ''}",
         "multi-instance": "largest cosine of any of the image's embeddings with any of the caption's",
         "symmetric-kl": "closed form, the mean of both directions",
         "bhattacharyya": "closed form",
@@ -268,11 +283,13 @@ def evaluate_retrieval(
         UserError: too many images that cannot be read, embeddings that are not finite.
     """
     ranking = ranking if ranking and embedder.model.probabilistic else embedder.model.ranking
-    pairs = embed_pairs(embedder, captions)
+    pairs = embed_pairs(embedder, captions, with_tokens=ranking == "attention")
     images, texts, owner = pairs.images, pairs.texts, pairs.owner
     found: dict = {"ranking": ranking, "images": len(images), "captions": len(texts)}
-    model = embedder.model
-    options = RankingOptions(model.scale.item(), model.shift.item(), device=embedder.device.name)
+    model, device = embedder.model, embedder.device.name
+    options = RankingOptions(
+        model.scale.item(), model.shift.item(), device=device, attention=model.attention, tokens=pairs.tokens
+    )
     own = own_captions(owner, len(images))
     if ranking == "tolerance":
         chosen = choose_tolerance(pairs, own, "recall")

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from probemb.cross_attention import CrossAttention
 from probemb.distances import (
     bhattacharyya,
     elk,
@@ -22,6 +23,8 @@ from probemb.distances import (
     match_probability_of_samples,
     mean_distance_of_samples,
 )
+from probemb.evaluation.attention import AttentionScores
+from probemb.evaluation.kept_tokens import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
@@ -188,7 +191,7 @@ class MultiInstanceScores:
         return MultiInstanceScores(self.right, self.left)
 
 
-Scores = DotScores | SampledScores | PairScores | LargerScores | MultiInstanceScores
+Scores = DotScores | SampledScores | PairScores | LargerScores | MultiInstanceScores | AttentionScores
 
 
 def _take(x, index: Tensor):
@@ -308,6 +311,13 @@ def inclusion_scores(a: Gaussian, b: Gaussian) -> PairScores:
     return PairScores(a.float(), b.float(), inclusion)
 
 
+def attention_scores(
+    a: Gaussian, b: Gaussian, how: CrossAttention, tokens: tuple[KeptTokens, KeptTokens]
+) -> AttentionScores:
+    """Stacked cross attention of the tokens of images and captions; the Gaussians have no part in it."""
+    return AttentionScores(*tokens, how, str(a.mean.device))
+
+
 SCORES: dict[str, Callable[..., Scores]] = {
     "csd": csd_scores,
     "mean": mean_scores,
@@ -322,4 +332,5 @@ SCORES: dict[str, Callable[..., Scores]] = {
     "bhattacharyya": bhattacharyya_scores,
     "average-l2": average_l2_scores,
     "multi-instance": multi_instance_scores,
+    "attention": attention_scores,
 }

@@ -63,6 +63,7 @@ class ModelOptions:
             "spherical" (one predicted value).
         log_var_range: bounds of the predicted log-variances, such as (log 0.1, log 10); None for none.
         ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
+        attention: fields of `CrossAttention`, of a model that is ranked by it.
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
         image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
@@ -83,6 +84,7 @@ class ModelOptions:
     covariance: str = "ellipsoidal"
     log_var_range: tuple[float, float] | None = None
     ranking: str = "csd"
+    attention: dict | None = None
     vocabulary: str | Path | Sequence[str] | None = None
     image_weights: str | None = None
 
@@ -138,6 +140,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "probabilistic": o.probabilistic,
             "n_embeddings": o.n_embeddings,
             "ranking": o.ranking,
+            "attention": o.attention,
             "covariance": o.covariance,
             "log_var_range": plain(o.log_var_range),
             "uncertainty_bias": o.uncertainty_bias,

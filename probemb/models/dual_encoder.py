@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from probemb.cross_attention import CrossAttention
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import build_stock
 from probemb.models.encoder import Encoder
@@ -25,6 +26,7 @@ DEFAULTS = {  # of keys that configurations once did not have
     "ranking": "csd",
     "covariance": "ellipsoidal",
     "log_var_range": None,
+    "attention": None,
 }
 
 
@@ -158,6 +160,12 @@ class DualEncoder(nn.Module):
         """Ranking that the model was trained for, a name of `probemb.evaluation.rankings`; CSD of points is "mean"."""
         ranking = self._config["ranking"]
         return "mean" if ranking == "csd" and not self.probabilistic else ranking
+
+    @property
+    def attention(self) -> CrossAttention | None:
+        """How pairs are scored by the ranking "attention", of models that were trained for it."""
+        options = self._config["attention"]
+        return None if options is None else CrossAttention(**options)
 
     @property
     def n_embeddings(self) -> int:

@@ -63,6 +63,11 @@ class Ensemble(nn.Module):
         return self.models[0].ranking
 
     @property
+    def attention(self) -> None:
+        """Tokens of several models are not compared."""
+        return None
+
+    @property
     def n_embeddings(self) -> int:
         """K, the embeddings of every item."""
         return self.models[0].n_embeddings

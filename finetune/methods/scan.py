@@ -1,0 +1,100 @@
+"""Regions and words: SCAN, which compares them one by one, and VSRN, which reasons over an image's regions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
+
+from finetune.methods.base import Batch, Method
+from finetune.methods.vse import VSE
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from finetune.config import Config
+    from probemb.cross_attention import CrossAttention
+    from probemb.losses.output import LossOutput
+    from probemb.models import DualEncoder
+
+LAMBDAS = {"t2i": (9.0, 6.0), "i2t": (4.0, 5.0)}  # of the softmax and of "lse", of the published models (Flickr30k)
+
+
+class SCAN(Method):
+    """Stacked cross attention: every token of one side attends to the other side's."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Triplet loss of attention scores. Source: SCAN §3, §4.2.
+
+        Args:
+            direction: t2i, words attend to regions, or i2t, regions to words.
+            aggregation: of the cosines of a pair: lse, mean, sum or max.
+            norm: of the products over the tokens that attend.
+            lambda_softmax: inverse temperature of the attention; empty for 9 (t2i) or 4 (i2t).
+            lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
+            margin: of the hinges, in units of the score.
+            hardest: the hardest negative's hinge rather than the sum of all.
+        """
+
+        direction: Literal["t2i", "i2t"] = "t2i"
+        aggregation: Literal["lse", "mean", "sum", "max"] = "lse"
+        norm: Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"] = (
+            "clipped-l2norm"
+        )
+        lambda_softmax: PositiveFloat | None = None
+        lambda_lse: PositiveFloat | None = None
+        margin: PositiveFloat = 0.2
+        hardest: bool = True
+
+    wants_tokens = True
+    ranking = "attention"
+
+    @classmethod
+    def model_options(cls, config: Config) -> dict:
+        return {**super().model_options(config), "attention": asdict(cross_attention(config.loss))}
+
+    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
+        from probemb.cross_attention import unit_tokens
+        from probemb.losses import scan_loss
+
+        images, texts = (unit_tokens(side.tokens, side.mask) for side in (batch.images, batch.texts))
+        how, options = cross_attention(self.options), self.options
+        return scan_loss(images, texts, batch.match, how, options.margin, options.hardest)
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if config.model.head == "clip":
+            raise UserError(
+                f"The method {config.method} compares tokens, and head clip gives none.",
+                "Set model.head to average, or to gpo.",
+            )
+
+
+def cross_attention(options: SCAN.Options) -> CrossAttention:
+    """The options with the direction's own lambdas where none are given."""
+    from probemb.cross_attention import CrossAttention
+
+    softmax, lse = LAMBDAS[options.direction]
+    return CrossAttention(
+        options.direction,
+        options.aggregation,
+        options.norm,
+        options.lambda_softmax or softmax,
+        options.lambda_lse or lse,
+    )
+
+
+class VSRN(VSE):
+    """Graph reasoning over regions and a GRU, with VSE++'s hardest negatives; without the caption decoder's loss."""
+
+    @dataclass(frozen=True)
+    class Options(VSE.Options):
+        """Triplet loss. Source: VSRN §3.3.
+
+        Args:
+            warmup_epochs: first epochs, with all negatives.
+        """
+
+        warmup_epochs: NonNegativeInt = 0
