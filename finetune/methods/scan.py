@@ -65,10 +65,11 @@ class SCAN(Method):
     @classmethod
     def check(cls, config: Config) -> None:
         super().check(config)
-        if config.model.head == "clip":
+        if config.model.head != "average":
             raise UserError(
-                f"The method {config.method} compares tokens, and head clip gives none.",
-                "Set model.head to average, or to gpo.",
+                f"The method {config.method} compares tokens, and head {config.model.head} pools them by what would "
+                "not be trained.",
+                "Set model.head to average, which works with every image and text tower.",
             )
 
 

@@ -30,6 +30,8 @@ TERMS = {
     "jwae-mh": {"triplet", "image", "text", "image_prior", "discriminator"},
     "vae-mh": {"triplet", "image_prior", "text_prior", "u_image"},
     "prob-vsepp": {"u_image", "u_text"},
+    "scan": {"triplet"},
+    "vsrn": {"triplet"},
 }
 
 

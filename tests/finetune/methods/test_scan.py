@@ -1,0 +1,118 @@
+"""SCAN and VSRN on files of regions: ranks, resume, refusals, and retrieval by attention with the saved model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.methods import METHODS
+from probemb import load_model
+from probemb.cross_attention import CrossAttention
+from probemb.errors import UserError
+from tests.finetune.runs import ONE_EPOCH, Job, metrics, run_here, saved
+from zeroshot.retrieval import main as retrieval
+
+WORDS = ("red", "green", "blue", "round", "flat", "small")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory):
+    """Images of three regions, each a word; a caption names one or two of the words."""
+    folder, random = tmp_path_factory.mktemp("regions"), np.random.RandomState(0)
+    looks = random.randn(len(WORDS), 2048).astype(np.float32)
+    for name, n in (("train", 16), ("dev", 8)):
+        shown = np.stack([random.permutation(len(WORDS))[:3] for _ in range(n)])
+        array = np.zeros((n, 36, 2048), np.float32)
+        array[:, :3] = looks[shown] + 0.1 * random.randn(n, 3, 2048)
+        np.save(folder / f"{name}_ims.npy", array)
+        captions = [" ".join(WORDS[w] for w in row[: 1 + k % 3]) for row in shown for k in range(5)]
+        (folder / f"{name}_caps.txt").write_text("\n".join(captions) + "\n")
+    (folder / "vocabulary.txt").write_text("".join(f"{word} 9\n" for word in WORDS))
+    return folder
+
+
+def options(regions, out, **more):
+    return {
+        "method": "scan", "data.path": regions, "out": out, "model.name": "scan-regions-gru", "model.embed_dim": 8,
+        "batch-size": 12, **more,
+    }  # fmt: skip
+
+
+def test_trains_resumes_and_is_ranked_by_attention(regions, tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run_here(options(regions, whole)) == 0
+    assert run_here(options(regions, parts, **{"stop-after-epochs": 1})) == 0
+    assert run_here(options(regions, parts), "--resume") == 0
+    a, b = saved(whole), saved(parts)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    model = load_model(whole).model
+    assert (model.ranking, model.attention) == ("attention", CrossAttention())
+    assert not model.probabilistic
+    argv = ["--model", str(whole), "--data", str(regions), "--split", "val", "--out", str(tmp_path / "found")]
+    assert retrieval([*argv, "--erased", "0"]) == 0
+    rows = json.loads((tmp_path / "found" / "results.json").read_text())["rows"]
+    assert {row["ranking"] for row in rows} >= {"attention", "mean"}
+    best = max(line["rsum"] for line in metrics(whole) if "rsum" in line)
+    assert rows[0]["ranking"] == "attention"
+    assert rows[0]["rsum"] == pytest.approx(best)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_processes_equal_one(regions, tmp_path, ranks):
+    settings = {**ONE_EPOCH, "data.validation": "null", "loss.direction": "i2t"}
+    assert run_here(options(regions, tmp_path / "one", **settings)) == 0
+    job = Job(options(regions, tmp_path / "many", **settings), ranks=ranks, output=tmp_path / "log")
+    assert job.wait() == [0] * ranks, job.text()
+    one, many = ([line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("one", "many"))
+    assert many == pytest.approx(one, rel=1e-4)
+    for name, tensor in saved(tmp_path / "one").items():
+        torch.testing.assert_close(saved(tmp_path / "many")[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_vsrn_trains_on_regions(regions, tmp_path):
+    settings = {**options(regions, tmp_path / "run", **ONE_EPOCH), "method": "vsrn"}
+    settings |= {"model.name": "vsrn-regions-gru", "model.embed_dim": "null", "batch-size": 40}
+    assert run_here(settings) == 0
+    model = load_model(tmp_path / "run").model
+    assert model.ranking == "mean"
+    assert model.encode_image(torch.randn(2, 36, 2048)).mean.shape == (2, 2048)
+
+
+REFUSED = {
+    "head clip": ({"model.head": "clip"}, "compares tokens, and head clip pools them", "average"),
+    "head gpo": ({"model.head": "gpo"}, "compares tokens, and head gpo pools them", "average"),
+    "pixels": ({"model.name": "ViT-Micro-32"}, "reads pixels, and .* holds 36 regions of 2048", "scan-regions-gru"),
+    "cache": ({"model.lock_image": "true", "data.cache_features": "x"}, "need no cache", "data.cache_features"),
+    "mixed": ({"mix.ratio": 0.25}, "cannot learn from mixed images", "Set it to 0"),
+    "norm": ({"method": "vsrn", "loss.norm": "l2norm"}, "vsrn does not use loss.norm", "scan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(regions, tmp_path, case):
+    settings, what, remedy = REFUSED[case]
+    with pytest.raises(UserError, match=what) as error:
+        run_here(options(regions, tmp_path / "run", **settings))
+    assert remedy in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_regions_model_on_pixels_is_refused(regions, scenes, tmp_path):
+    settings = options(scenes, tmp_path / "run", **{"model.vocabulary": regions / "vocabulary.txt"})
+    with pytest.raises(UserError, match=r"reads 36 regions of 2048 numbers of each image, and .* holds pixels"):
+        run_here(settings)
+
+
+def test_lambdas_are_the_directions_own_unless_given():
+    from finetune.methods.scan import cross_attention
+
+    make = METHODS["scan"].Options
+    assert cross_attention(make()) == CrossAttention("t2i", lambda_softmax=9.0, lambda_lse=6.0)
+    assert cross_attention(make(direction="i2t")) == CrossAttention("i2t", lambda_softmax=4.0, lambda_lse=5.0)
+    assert cross_attention(make(direction="i2t", lambda_softmax=7.0)).lambda_softmax == 7.0
