@@ -48,7 +48,15 @@ TITLES = {
 }
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 SLOW = ("log-likelihood", "bhattacharyya", "inclusion")  # they do not separate: some hundred times the work of CSD
-BY_NAME_ALONE = (*SLOW, "kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance", "attention")  # unless trained so
+BY_NAME_ALONE = (
+    *SLOW,
+    "kl",
+    "min-kl",
+    "symmetric-kl",
+    "average-l2",
+    "multi-instance",
+    "attention",
+)  # unless trained so
 SAMPLED = ("match-probability", "average-l2")
 OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
 
