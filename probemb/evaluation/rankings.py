@@ -222,6 +222,8 @@ def numbers_per_item(name: str, embedding: Gaussian, options: RankingOptions) ->
 
     Sampled rankings keep their samples; they could draw them again from 2 D numbers, as here.
     """
+    if name == "attention":  # of the captions, in the mean
+        return round(options.tokens[1].lengths.double().mean().item()) * options.tokens[1].values.shape[1]
     d, one = embedding.shape[-1], embedding.mean[0].numel()
     if name in ("mean", "faiss-mean", "multi-instance"):
         return one
