@@ -33,7 +33,7 @@ def regions(tmp_path_factory):
         np.save(folder / f"{name}_ims.npy", array)
         captions = [" ".join(WORDS[w] for w in row[: 1 + k % 3]) for row in shown for k in range(5)]
         (folder / f"{name}_caps.txt").write_text("\n".join(captions) + "\n")
-    (folder / "vocabulary.txt").write_text("".join(f"{word} 9\n" for word in WORDS))
+    (folder / "vocabulary.txt").write_text("".join(f"{word}\t9\n" for word in WORDS))
     return folder
 
 
