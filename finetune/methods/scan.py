@@ -71,6 +71,11 @@ class SCAN(Method):
                 "not be trained.",
                 "Set model.head to average, which works with every image and text tower.",
             )
+        if config.size_augment:
+            raise UserError(
+                f"The method {config.method} compares the tokens that there are, and SizeAugment has others.",
+                "Set size_augment to 0.",
+            )
 
 
 def cross_attention(options: SCAN.Options) -> CrossAttention:

@@ -89,6 +89,7 @@ REFUSED = {
     "head gpo": ({"model.head": "gpo"}, "compares tokens, and head gpo pools them", "average"),
     "pixels": ({"model.name": "ViT-Micro-32"}, "reads pixels, and .* holds 36 regions of 2048", "scan-regions-gru"),
     "cache": ({"model.lock_image": "true", "data.cache_features": "x"}, "need no cache", "data.cache_features"),
+    "size augment": ({"size-augment": 0.2}, "and SizeAugment has others", "Set size_augment to 0"),
     "mixed": ({"mix.ratio": 0.25}, "cannot learn from mixed images", "Set it to 0"),
     "norm": ({"method": "vsrn", "loss.norm": "l2norm"}, "vsrn does not use loss.norm", "scan"),
 }  # fmt: skip
