@@ -10,8 +10,8 @@ Kind "regions" of the project's own architectures:
 
 The uncertainty branch is the last learnable block again: the GRU, or the last linear map where there is none. Sources:
 SCAN (Lee et al., ECCV 2018) §3.1; VSRN (Li et al., ICCV 2019) §3.1, 3.2; probabilistic VSRN §3. VSRN's batch norm on
-W_r is left out: it would use a batch's statistics, which differ between one process and several. As there, W_r starts
-at zero, and every layer at the identity.
+W_r is left out: it would use a batch's statistics, which differ between one process and several. In its place regions
+have unit length in front of every layer: the update is cubic in them. As there, W_r starts at zero.
 
 Shapes: B images, R regions, F features of a region, W width.
 """
@@ -86,18 +86,19 @@ class RegionTower(Encoder):
         for linear in self.maps[:-1]:
             x = linear(x).relu()
         before, x = x, self.maps[-1](x) * mask[..., None]
-        for layer in self.graph:
-            x = layer(x, mask)
-        if self.gru is not None and len(self.graph):
-            x = F.normalize(x, dim=-1)
+        x = self._reason(x, mask)
         mean = self._pooled(x, mask, self.gru)
         if not self._probabilistic:
             return mean, None
         if isinstance(self.branch, nn.Linear):
-            x = self.branch(before) * mask[..., None]
-            for layer in self.graph:
-                x = layer(x, mask)
+            x = self._reason(self.branch(before) * mask[..., None], mask)
         return mean, self._pooled(x, mask, self.branch if isinstance(self.branch, nn.GRU) else self.gru)
+
+    def _reason(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The graph layers, with regions of unit length in front of each and behind the last one."""
+        for layer in self.graph:
+            x = layer(F.normalize(x, dim=-1), mask)
+        return F.normalize(x, dim=-1) if len(self.graph) else x
 
     def _pooled(self, x: Tensor, mask: Tensor, gru: nn.GRU | None) -> Features:
         if gru is None:

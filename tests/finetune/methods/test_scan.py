@@ -25,11 +25,11 @@ def one_thread():
 def regions(tmp_path_factory):
     """Images of three regions, each a word; a caption names one or two of the words."""
     folder, random = tmp_path_factory.mktemp("regions"), np.random.RandomState(0)
-    looks = random.randn(len(WORDS), 2048).astype(np.float32)
+    looks = random.randn(len(WORDS), 437).astype(np.float32)
     for name, n in (("train", 16), ("dev", 8)):
         shown = np.stack([random.permutation(len(WORDS))[:3] for _ in range(n)])
-        array = np.zeros((n, 36, 2048), np.float32)
-        array[:, :3] = looks[shown] + 0.1 * random.randn(n, 3, 2048)
+        array = np.zeros((n, 6, 437), np.float32)
+        array[:, :3] = looks[shown] + 0.1 * random.randn(n, 3, 437)
         np.save(folder / f"{name}_ims.npy", array)
         captions = [" ".join(WORDS[w] for w in row[: 1 + k % 3]) for row in shown for k in range(5)]
         (folder / f"{name}_caps.txt").write_text("\n".join(captions) + "\n")
@@ -39,7 +39,7 @@ def regions(tmp_path_factory):
 
 def options(regions, out, **more):
     return {
-        "method": "scan", "data.path": regions, "out": out, "model.name": "scan-regions-gru", "model.embed_dim": 8,
+        "method": "scan", "data.path": regions, "out": out, "model.name": "scan-scenes-gru", "model.embed_dim": 8,
         "batch-size": 12, **more,
     }  # fmt: skip
 
@@ -77,17 +77,17 @@ def test_several_processes_equal_one(regions, tmp_path, ranks):
 
 def test_vsrn_trains_on_regions(regions, tmp_path):
     settings = {**options(regions, tmp_path / "run", **ONE_EPOCH), "method": "vsrn"}
-    settings |= {"model.name": "vsrn-regions-gru", "model.embed_dim": "null", "batch-size": 40}
+    settings |= {"model.name": "vsrn-scenes-gru", "model.embed_dim": "null", "batch-size": 40}
     assert run_here(settings) == 0
     model = load_model(tmp_path / "run").model
     assert model.ranking == "mean"
-    assert model.encode_image(torch.randn(2, 36, 2048)).mean.shape == (2, 2048)
+    assert model.encode_image(torch.randn(2, 6, 437)).mean.shape == (2, 128)
 
 
 REFUSED = {
     "head clip": ({"model.head": "clip"}, "compares tokens, and head clip pools them", "average"),
     "head gpo": ({"model.head": "gpo"}, "compares tokens, and head gpo pools them", "average"),
-    "pixels": ({"model.name": "ViT-Micro-32"}, "reads pixels, and .* holds 36 regions of 2048", "scan-regions-gru"),
+    "pixels": ({"model.name": "ViT-Micro-32"}, "reads pixels, and .* holds 6 regions of 437", "scan-regions-gru"),
     "cache": ({"model.lock_image": "true", "data.cache_features": "x"}, "need no cache", "data.cache_features"),
     "size augment": ({"size-augment": 0.2}, "and SizeAugment has others", "Set size_augment to 0"),
     "mixed": ({"mix.ratio": 0.25}, "cannot learn from mixed images", "Set it to 0"),
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(regions, tmp_path, case):
 
 def test_regions_model_on_pixels_is_refused(regions, scenes, tmp_path):
     settings = options(scenes, tmp_path / "run", **{"model.vocabulary": regions / "vocabulary.txt"})
-    with pytest.raises(UserError, match=r"reads 36 regions of 2048 numbers of each image, and .* holds pixels"):
+    with pytest.raises(UserError, match=r"reads 6 regions of 437 numbers of each image, and .* holds pixels"):
         run_here(settings)
 
 
