@@ -164,7 +164,7 @@ class Config:
 
     Args:
         method: pcmepp, pcmepp-clip, pcmepp-mu, infonce, vse, pcme, daa, p2rm, ncr, decl, mse, mmd-mse, jwae-mse,
-            jwae-mh, vae-mh, prob-vsepp, scan, vsrn; clip-zs trains nothing.
+            jwae-mh, vae-mh, prob-vsepp, prob-vsrn, scan, vsrn; clip-zs trains nothing.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.

@@ -26,6 +26,7 @@ _HOME = {  # name on the command line: file and class
     "prob-vsepp": "prob_vse:ProbVSEPlusPlus",
     "scan": "scan:SCAN",
     "vsrn": "scan:VSRN",
+    "prob-vsrn": "prob_vse:ProbVSRN",
     "clip-zs": "vse:ZeroShot",
 }
 

@@ -32,6 +32,7 @@ TERMS = {
     "prob-vsepp": {"u_image", "u_text"},
     "scan": {"triplet"},
     "vsrn": {"triplet"},
+    "prob-vsrn": {"u_image", "u_text"},
 }
 
 
