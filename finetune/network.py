@@ -25,7 +25,7 @@ class Network(nn.Module):
 
 
 def embed(
-    model: DualEncoder, images: Tensor, tokens: Tensor, image_mask: Tensor | None, wants: tuple[bool, bool]
+    model: DualEncoder, images: Tensor, tokens: Tensor, image_mask: Tensor | None, wants: tuple[bool | str, bool]
 ) -> tuple[Tensor, ...]:
     """The tensors of both towers' `Encoded`, as many of the image as of the text; `wants` tokens and features."""
     return *model.image_tower(images, image_mask, *wants), *model.text_tower(tokens, None, *wants)

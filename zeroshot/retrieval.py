@@ -97,7 +97,7 @@ def evaluate(
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
     from probemb.evaluation.benchmarks import evaluate_rankings
-    from probemb.evaluation.embed_pairs import embed_pairs
+    from probemb.evaluation.embed_pairs import centres, embed_pairs
     from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.predictors import MatchModel, evaluate_predictors
     from probemb.evaluation.rankings import RankingOptions, fitting
@@ -132,7 +132,8 @@ def evaluate(
     )  # fmt: skip
     rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
-    found = findings(embedder, captions, pairs, per_query, config.erased, config.uncertainty) if probabilistic else {}
+    one, asked = centres(pairs), config.uncertainty
+    found = findings(embedder, captions, one, per_query, config.erased, asked) if probabilistic else {}
     correct = {side: values[SHOWN] for side, values in per_query.items()}
     results = {
         "config": to_dict(config) | {"split": captions.split},
@@ -146,11 +147,11 @@ def evaluate(
         "benchmarks": benchmarks,
         "rows": rows,
         "tolerance": results_of(tolerance),
-        "projection": projection(pairs),
+        "projection": projection(one),
         "uncertainty": found,
         "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, probabilistic, names, out),
         "predictors": evaluate_predictors(
-            pairs, captions, correct, MatchModel.of(model), device.name, shares_of_yes(judged, pairs, captions)
+            one, captions, correct, MatchModel.of(model), device.name, shares_of_yes(judged, pairs, captions)
         ),
     }
     print_table(rows, len(pairs.images), len(pairs.texts))

@@ -67,7 +67,8 @@ class Method:
     Attributes:
         Options: frozen dataclass of what `loss` in the configuration takes; its values are the published ones.
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
-        wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`).
+        wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`), or with "residuals"
+            what a PIE head's attention adds to each embedding.
         wants_features: whether it reads the trunks' features and the codes (`Encoded.features`, `.codes`).
         wants_words: whether it reads the captions' tokens (`Batch.words`).
         ranking: by which its models are validated, and ranked wherever nothing else is asked for.
@@ -87,7 +88,7 @@ class Method:
         """No options."""
 
     probabilistic: ClassVar[bool] = False
-    wants_tokens: ClassVar[bool] = False
+    wants_tokens: ClassVar[bool | str] = False
     wants_features: ClassVar[bool] = False
     wants_words: ClassVar[bool] = False
     ranking: ClassVar[str] = "csd"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,8 +20,8 @@ class EmbeddedPairs(NamedTuple):
     """Embeddings of all images that could be read, and of their captions, on the CPU.
 
     Attributes:
-        images: Gaussian (N, D).
-        texts: Gaussian (M, D), image after image.
+        images: Gaussian (N, D), or (N, K, D) for K embeddings an item.
+        texts: Gaussian (M, D), or (M, K, D), image after image.
         owner: (M,) int64, the row of each caption's image.
         kept: for each row the index of its image in the data.
         bad: (name, reason) of images that could not be read.
@@ -47,6 +48,21 @@ def embed_pairs(embedder: Embedder, captions: CaptionDataset, with_tokens: bool 
     owner = torch.tensor([row for row, i in enumerate(kept) for _ in captions.captions[i]])
     tokens = (keepers[0].kept(), keepers[1].kept()) if with_tokens else None
     return EmbeddedPairs(images, texts, owner, kept, bad, tokens)
+
+
+def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
+    """One embedding of every item, for what compares single ones: of several, the l2-normalised mean of their means.
+
+    Its variances are the means of theirs. Pairs with one embedding an item stay as they are.
+    """
+
+    def centre(several: Gaussian) -> Gaussian:
+        mean = torch.nn.functional.normalize(several.mean.mean(1), dim=-1)
+        return Gaussian(mean, several.log_var.logsumexp(1) - math.log(several.shape[1]))
+
+    if pairs.images.mean.ndim == 2:
+        return pairs
+    return pairs._replace(images=centre(pairs.images), texts=centre(pairs.texts))
 
 
 def exact_match(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:

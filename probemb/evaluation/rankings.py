@@ -45,18 +45,13 @@ TITLES = {
     "average-l2": "average L2",
     "multi-instance": "closest of the embeddings",
     "attention": "cross attention",
+    "order": "order",
 }
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
-SLOW = ("log-likelihood", "bhattacharyya", "inclusion")  # they do not separate: some hundred times the work of CSD
-BY_NAME_ALONE = (
-    *SLOW,
-    "kl",
-    "min-kl",
-    "symmetric-kl",
-    "average-l2",
-    "multi-instance",
-    "attention",
-)  # unless trained so
+# They do not separate: some hundred times the work of CSD.
+SLOW = ("log-likelihood", "bhattacharyya", "inclusion", "order")
+MORE = ("kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance", "attention")
+BY_NAME_ALONE = (*SLOW, *MORE)  # unless the model was trained so
 SAMPLED = ("match-probability", "average-l2")
 OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
 
@@ -211,6 +206,7 @@ def describe_ranking(name: str, options: RankingOptions) -> str:
         "bhattacharyya": "closed form",
         "average-l2": f"sampled, {options.samples} x {options.samples} samples a pair",
         "inclusion": "of the image in the caption, closed form",
+        "order": "what the caption exceeds the image by, squared",
         "faiss-mean": f"{options.factory}, no re-ranking",
         "faiss-rerank": f"{options.factory}, {options.candidates} candidates re-ranked by adding their uncertainty",
         "faiss-csd": f"{options.factory} in D + 1 dimensions, which is CSD itself",
@@ -225,7 +221,7 @@ def numbers_per_item(name: str, embedding: Gaussian, options: RankingOptions) ->
     if name == "attention":  # of the captions, in the mean
         return round(options.tokens[1].lengths.double().mean().item()) * options.tokens[1].values.shape[1]
     d, one = embedding.shape[-1], embedding.mean[0].numel()
-    if name in ("mean", "faiss-mean", "multi-instance"):
+    if name in ("mean", "faiss-mean", "multi-instance", "order"):
         return one
     if name in ("csd", "tolerance", "faiss-csd", "faiss-rerank"):
         return d + 1

@@ -26,6 +26,7 @@ from probemb.distances import (
 from probemb.evaluation.attention import AttentionScores
 from probemb.evaluation.kept_tokens import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
+from probemb.losses.order import order_similarity
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
 PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache
@@ -296,6 +297,12 @@ def multi_instance_scores(a: Gaussian, b: Gaussian) -> MultiInstanceScores:
     return MultiInstanceScores(*(at_least_float32(g.mean if g.mean.ndim == 3 else g.mean[:, None]) for g in (a, b)))
 
 
+@torch.no_grad()
+def order_scores(a: Gaussian, b: Gaussian) -> PairScores:
+    """Minus what each caption exceeds each image by; see `losses.order_similarity`."""
+    return PairScores(a.float(), b.float(), lambda a, b: order_similarity(a.mean, b.mean))
+
+
 def log_likelihood_scores(a: Gaussian, b: Gaussian) -> PairScores:
     """Log of the expected likelihood kernel, the integral of p_a p_b; see `distances.elk`."""
     return PairScores(a.float(), b.float(), lambda a, b: -elk(a, b))
@@ -333,4 +340,5 @@ SCORES: dict[str, Callable[..., Scores]] = {
     "average-l2": average_l2_scores,
     "multi-instance": multi_instance_scores,
     "attention": attention_scores,
+    "order": order_scores,
 }

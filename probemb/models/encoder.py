@@ -29,6 +29,8 @@ from probemb.models.heads.covariance import Covariance
 # precision, and which still has a finite inverse and logarithm.
 POINT_LOG_VAR = -30.0
 
+WantTokens = bool | Literal["residuals"]
+
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
@@ -36,7 +38,8 @@ class Encoded:
 
     Attributes:
         gaussian: (B, D), or (B, K, D) for K embeddings an item.
-        tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None.
+        tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None. Or, where asked
+            for, a PIE head's residuals (B, K, D): what its attention adds to each embedding.
         mask: (B, T) bool, True for tokens that take part; None together with tokens.
         features: `Encoder.targets`: (B, P), the trunk's own summary, which heads read, for methods that ask for it;
             else None. With tokens they are the tokens', (B, T, W).
@@ -157,7 +160,7 @@ class Encoder(nn.Module):
         self,
         inputs: Tensor,
         token_mask: Tensor | None = None,
-        want_tokens: bool = False,
+        want_tokens: WantTokens = False,
         want_features: bool = False,
     ) -> tuple[Tensor, ...]:
         """The tensors of `Encoded`, flat, because engines hook tensors in tuples only; `encode` gives the object.
@@ -165,11 +168,12 @@ class Encoder(nn.Module):
         Args:
             inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens; (B, width) features with a `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
-            want_tokens: also give every token in the embedding space.
+            want_tokens: also give every token in the embedding space; "residuals" gives those of a PIE head instead.
             want_features: also give the trunk's features, those of the mean, and the mean as it is before its l2 norm.
 
         Raises:
-            ValueError: a token mask, or tokens, from heads that read the pooled features alone.
+            ValueError: a token mask, or tokens, from heads that read the pooled features alone; residuals from another
+                head than PIE.
         """
         cached = self.feature_layout
         mean_features, unc_features = cached.unpack(inputs) if cached else self.features(inputs)
@@ -181,6 +185,9 @@ class Encoder(nn.Module):
         if self.mean_head is None:
             code = self.project(mean_features.pooled)
             mean = F.normalize(code, dim=-1)
+        elif want_tokens == "residuals" and hasattr(self.mean_head, "with_residuals"):
+            code, residuals = self.mean_head.with_residuals(mean_features)
+            mean = l2_normalize(code)
         else:
             code = self.mean_head(mean_features)
             mean = l2_normalize(code)
@@ -190,9 +197,13 @@ class Encoder(nn.Module):
             log_var = self.covariance(self.log_var_head(unc_features), mean.shape)
         found = (mean, log_var)
         if want_features:
-            found = (*found, self.targets(inputs, mean_features, want_tokens), code)
+            found = (*found, self.targets(inputs, mean_features, want_tokens is True), code)
         if not want_tokens:
             return found
+        if want_tokens == "residuals":
+            if not hasattr(self.mean_head, "with_residuals"):
+                raise ValueError("these heads add nothing to their pooled features, so there are no residuals to give")
+            return *found, residuals, residuals.new_ones(residuals.shape[:2], dtype=torch.bool)
         if not getattr(self.mean_head, "reads_tokens", False):
             raise ValueError("these heads read the pooled features alone, so there are no tokens to give")
         mask = mean_features.mask
@@ -218,7 +229,7 @@ class Encoder(nn.Module):
         self,
         inputs: Tensor,
         token_mask: Tensor | None = None,
-        want_tokens: bool = False,
+        want_tokens: WantTokens = False,
         want_features: bool = False,
     ) -> Encoded:
         """`forward`, as an `Encoded`."""

@@ -64,11 +64,10 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
     """As finetune/run.py puts it together, in float64."""
     torch.manual_seed(0)
     method = METHODS[config.method]
-    size = {"embed_dim": 8} if config.model.head == "gpo" else {}
+    size = {} if config.model.head == "clip" else {"embed_dim": 8}
     networks = [
         create_model(
-            "ViT-Micro-32", head=config.model.head, probabilistic=method.probabilistic, init_scale=5, init_shift=5,
-            **size,
+            "ViT-Micro-32", head=config.model.head, init_scale=5, init_shift=5, **method.model_options(config), **size,
         )
         for _ in range(method.networks)
     ]  # fmt: skip
@@ -131,6 +130,8 @@ TRAINED = (
     "p2rm",
     "ncr",
     "decl",
+    "order --model.head=gpo --model.lock-image=false",
+    "pvse --model.lock-image=false",
 )
 # SizeAugment, Cutout and dropped words are on: they are drawn for the whole batch. Mixing is off: partners are of the
 # same rank.

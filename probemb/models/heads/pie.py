@@ -114,14 +114,19 @@ class PIEHead(nn.Module):
 
     def forward(self, features: Features) -> Tensor:
         """In at least float32, also under autocast."""
-        added_BKD = self.fc(self.attention(features.tokens, features.mask))
+        return self.with_residuals(features)[0]
+
+    def with_residuals(self, features: Features) -> tuple[Tensor, Tensor]:
+        """The embeddings, and what the attention adds to the pooled features, (B, K, D), of K = 1 too."""
+        residual_BKD = self.fc(self.attention(features.tokens, features.mask))
         with full_precision(features.tokens):
             pooled_B1D = at_least_float32(self.project(features.pooled)).unsqueeze(1)
             if self.norm is None:
-                out = pooled_B1D + added_BKD
+                out = pooled_B1D + residual_BKD
             else:
-                out = self.norm(pooled_B1D + added_BKD.sigmoid())
-            return out.squeeze(1) if out.shape[1] == 1 else out
+                residual_BKD = residual_BKD.sigmoid()
+                out = self.norm(pooled_B1D + residual_BKD)
+            return (out.squeeze(1) if out.shape[1] == 1 else out), residual_BKD
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
         """(B, T, W) -> (B, T, D), by the map behind the attention."""

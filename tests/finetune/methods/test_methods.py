@@ -33,6 +33,10 @@ TERMS = {
     "scan": {"triplet"},
     "vsrn": {"triplet"},
     "prob-vsrn": {"u_image", "u_text"},
+    "vse0": {"triplet"},
+    "vsepp": {"triplet"},
+    "order": {"triplet"},
+    "pvse": {"triplet", "diversity", "mmd"},
 }
 
 
@@ -165,6 +169,13 @@ REFUSED = {
         "clip-zs trains nothing, and noise_ratio is 0.2",
         "Leave noise_ratio out",
     ),
+    "head of pvse": ({"method": "pvse", "model.head": "gpo"}, "pvse trains PIE-Net's several embeddings", "head pie"),
+    "uncertainty of pvse": ({"method": "pvse", "model.n_unc_layers": 1}, "pvse predicts no uncertainty", "Leave"),
+    "no embeddings": ({"method": "pvse", "loss.embeddings": 0}, "loss.embeddings is 0", "from 1"),
+    "diversity with order": ({"method": "order", "loss.diversity": 0.1}, "order does not use loss.diversity", "pvse"),
+    "msda with order": ({"method": "order", "mix.ratio": 0.25}, "order cannot learn from mixed images", "pcmepp"),
+    "warm-up of vsepp": ({"method": "vsepp", "loss.warmup_epochs": 1}, "vsepp does not use loss.warmup_epochs", "vse"),
+    "distance with vse0": ({"method": "vse0", "distance": "csd"}, "vse0 has no choice of distance", "pcmepp"),
     "head of zero-shot": (
         {"method": "clip-zs", "epochs": 0, "swa-epochs": 0, "model.head": "gpo"},
         "CLIP's own head",

@@ -85,6 +85,8 @@ def training_of(name: str, seed: int) -> Training:
 def rankings_of(name: str) -> list[str]:
     """The rankings measured: the method's own first, then the means, and the tolerance where there are variances."""
     method = METHODS[VARIANTS[name].method]
+    if VARIANTS[name].options.get("loss.embeddings") == "1":
+        return ["mean"]
     if method.ranking in ("multi-instance", "attention"):
         return [method.ranking]
     more = ("csd", "mean") if method.probabilistic else ("mean",)
