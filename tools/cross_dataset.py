@@ -14,6 +14,7 @@ Source: Mahajan et al., jWAE, Tables 5 and 6.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -175,10 +176,20 @@ def train(plan: Plan, run: Run) -> int:
     words += ["--data.images", one.images] if one.images else []
     words += ["--model.vocabulary", one.vocabulary] if one.vocabulary else []
     print(f"\n== {run.method} on {one.name}, seed {run.seed}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "finetune.run", *words], check=False).returncode
+    code = run_to_the_end([sys.executable, "-m", "finetune.run", *words])
     if code == REQUEUE:
         print("stopped; the same command continues", flush=True)
     return code
+
+
+def run_to_the_end(words: list[str]) -> int:
+    """The exit code of a command, to which SIGTERM is passed on: it saves before it ends."""
+    with subprocess.Popen(words) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def measure(plan: Plan, run: Run, tests: dict, device: str) -> list[dict]:

@@ -1,11 +1,15 @@
 """Generalisation across datasets: the plan, means over seeds, and the command on two small worlds."""
 
 import json
+import os
+import signal
+import sys
+import threading
 
 import pytest
 
 from probemb.errors import UserError
-from tools.cross_dataset import main, read_plan, summarise
+from tools.cross_dataset import main, read_plan, run_to_the_end, summarise
 from tools.make_scenes import Plan, make
 
 DATA = ["--data", "a=one", "--data", "b=two"]
@@ -80,3 +84,12 @@ def test_the_command_trains_measures_and_keeps(tmp_path, capfd):
     assert "is finished" in capfd.readouterr().out
     assert kept.stat().st_mtime_ns == before
     assert json.loads((tmp_path / "out" / "cross_dataset.json").read_text())["table"] == found["table"]
+
+
+def test_a_signal_reaches_the_training():
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(85)); print(1, flush=True); "
+    before = signal.getsignal(signal.SIGTERM)
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert run_to_the_end([sys.executable, "-c", code + "time.sleep(30)"]) == 85
+    assert signal.getsignal(signal.SIGTERM) is before
