@@ -27,6 +27,7 @@ _HOME = {  # name on the command line: file and class
     "jwae-mse": "jwae:JWAEMSE",
     "jwae-mh": "jwae:JWAEMH",
     "vae-mh": "jwae:VAEMH",
+    "jwae-scan": "jwae_scan:JWAESCAN",
     "prob-vsepp": "prob_vse:ProbVSEPlusPlus",
     "scan": "scan:SCAN",
     "vsrn": "scan:VSRN",

@@ -108,6 +108,14 @@ class RegionTower(Encoder):
         last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
         return Features(x, states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2]))[:, 0], mask)
 
+    def targets(self, inputs: Tensor, features: Features, of_tokens: bool) -> Tensor:
+        """The regions themselves (B, R, F), or their average (B, F): they are inputs that do not train."""
+        return inputs if of_tokens else inputs.sum(1) / existing(inputs).sum(1, keepdim=True)
+
+    def target_width(self, of_tokens: bool) -> int:
+        """F."""
+        return self.region_shape[1]
+
     def place(self, name: str) -> Place:
         """Linear maps, graph layers and GRU are blocks, in this order."""
         part, _, rest = name.partition(".")

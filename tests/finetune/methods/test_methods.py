@@ -30,6 +30,7 @@ TERMS = {
     "jwae-mh": {"triplet", "image", "text", "image_prior", "discriminator"},
     "vae-mh": {"triplet", "image_prior", "text_prior", "u_image"},
     "prob-vsepp": {"u_image", "u_text"},
+    "jwae-scan": {"triplet", "image", "text", "text_prior", "js"},
     "scan": {"triplet"},
     "vsrn": {"triplet"},
     "prob-vsrn": {"u_image", "u_text"},
