@@ -125,6 +125,7 @@ def test_every_region_and_word_that_there_is_has_a_code():
 def test_a_run_resumes_bit_for_bit(published, regions, tmp_path):  # noqa: F811
     whole, part = tmp_path / "whole", tmp_path / "part"
     given = {"method": "jwae-scan", "loss.published": published, "save-every": 3, "keep-checkpoints": 9, **SMALL}
+    given["optimizer.lr"] = 0.01  # to see it learn in a few steps
     assert run_here(options(regions, whole, **given)) == 0
     shutil.copytree(whole, part)
     steps = sorted(int(path.name.removeprefix("step-")) for path in (part / "checkpoints").glob("step-*"))
