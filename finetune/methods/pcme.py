@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class PCME(Method):
     """PCME: soft contrastive loss of sampled embeddings, information bottleneck, uniformity.
 
-    finetune/examples/pcme-cub.yaml and pcme-coco.yaml are the paper's own recipe; the defaults are those of PCME++'s
+    finetune/recipes/pcme-cub.yaml and pcme-coco.yaml are the paper's own recipe; the defaults are those of PCME++'s
     comparison, on CLIP's towers.
     """
 

@@ -17,9 +17,9 @@ SAYS: dict[str, list[tuple[str, str]]] = {
                ("pcmepp-clip", "infonce")],
     "pcme": [("vsepp", "vse0"), ("pcme", "vse0"), ("pcme", "vsepp"), ("pcme", "pvse K=1"), ("pcme", "pvse K=2"),
              ("pcme", "pvse K=4"), ("pvse K=2", "pvse K=1")],
-    "prob": [("prob-vsepp", "vsepp"), ("prob-vsepp", "prob-vsepp W2"), ("prob-vsepp", "prob-vsepp KL")],
+    "prob": [("prob-vsepp", "vsepp"), ("prob-vsepp min-KL", "vsepp"), ("prob-vsepp", "prob-vsepp KL")],
     "jwae": [("jwae-mse", "mse"), ("jwae-mse", "mmd-mse"), ("jwae-mh", "vsepp"), ("jwae-mh", "vae-mh"),
-             ("jwae-scan", "scan i2t")],
+             ("scan t2i", "vsepp")],
 }  # fmt: skip
 
 

@@ -34,6 +34,9 @@ PAPERS = {
 }
 SCALE = {"loss.scale": "13", "loss.shift": "13"}
 PIE = {"model.head": "pie"}
+MLP = {"model.head": "mlp"}  # encoders of two layers
+SCAN = {"model.head": "average"}
+WARM = {"loss.warmup_epochs": "1"}  # towers from random weights collapse with the hardest negatives alone
 VARIANTS: dict[str, Variant] = {
     "infonce": Variant("InfoNCE", "infonce", "pcmepp", {"loss.temperature": "14"}),
     "vse": Variant("VSE∞", "vse", "pcmepp"),
@@ -47,17 +50,15 @@ VARIANTS: dict[str, Variant] = {
     "pvse K=1": Variant("PVSE, K = 1", "pvse", "pcme", {**PIE, "loss.embeddings": "1"}),
     "pvse K=2": Variant("PVSE, K = 2", "pvse", "pcme", {**PIE, "loss.embeddings": "2"}),
     "pvse K=4": Variant("PVSE, K = 4", "pvse", "pcme", {**PIE, "loss.embeddings": "4"}),
-    "prob-vsepp": Variant("VSE++, min-KL", "prob-vsepp", "prob", {"loss.similarity": "min-kl"}),
-    "prob-vsepp W2": Variant("VSE++, 2-Wasserstein", "prob-vsepp", "prob", {"loss.similarity": "wasserstein2"}),
-    "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {"loss.similarity": "kl"}),
-    "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {"loss.direction": "t2i"}),
-    "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {"loss.direction": "i2t"}),
-    "jwae-scan": Variant("jWAE-SCAN", "jwae-scan", "jwae"),
-    "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae"),
-    "vae-mh": Variant("VAE-MH", "vae-mh", "jwae"),
-    "mse": Variant("MSE", "mse", "jwae"),
-    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae"),
-    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae"),
+    "prob-vsepp": Variant("VSE++, 2-Wasserstein", "prob-vsepp", "prob", WARM),
+    "prob-vsepp min-KL": Variant("VSE++, min-KL", "prob-vsepp", "prob", {**WARM, "loss.similarity": "min-kl"}),
+    "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}),
+    "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}),
+    "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae", MLP),
+    "vae-mh": Variant("VAE-MH", "vae-mh", "jwae", MLP),
+    "mse": Variant("MSE", "mse", "jwae", MLP),
+    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae", {**MLP, "loss.text_weight": "0.005"}),
+    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae", MLP),
 }
 
 
