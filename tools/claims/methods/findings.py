@@ -19,7 +19,8 @@ SAYS: dict[str, list[tuple[str, str]]] = {
              ("pcme", "pvse K=4"), ("pvse K=2", "pvse K=1")],
     "prob": [("prob-vsepp", "vsepp"), ("prob-vsepp min-KL", "vsepp"), ("prob-vsepp", "prob-vsepp KL")],
     "jwae": [("jwae-mse", "mse"), ("jwae-mse", "mmd-mse"), ("jwae-mh", "vsepp"), ("jwae-mh", "vae-mh"),
-             ("scan t2i", "vsepp")],
+             ("scan t2i", "vsepp"),
+             ("jwae-scan", "scan t2i")],
 }  # fmt: skip
 
 

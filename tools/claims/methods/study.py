@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tools.claims.verdicts import Found
 
 MIN_COUNT = 4  # occurrences of a word of the vocabulary
-STEP_COST = {"scan": 4.0, "pcme": 1.5}  # others: about 1
+STEP_COST = {"scan": 4.0, "jwae-scan": 5.0, "pcme": 1.5}  # others: about 1
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ PAPERS = {
 SCALE = {"loss.scale": "13", "loss.shift": "13"}
 PIE = {"model.head": "pie"}
 MLP = {"model.head": "mlp"}  # encoders of two layers
+SAYS_WORDS = {**MLP, "loss.text_weight": "0.005"}  # the paper's weight 1 is for mean word vectors
 SCAN = {"model.head": "average"}
 WARM = {"loss.warmup_epochs": "1"}  # towers from random weights collapse with the hardest negatives alone
 VARIANTS: dict[str, Variant] = {
@@ -54,11 +55,12 @@ VARIANTS: dict[str, Variant] = {
     "prob-vsepp min-KL": Variant("VSE++, min-KL", "prob-vsepp", "prob", {**WARM, "loss.similarity": "min-kl"}),
     "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}),
     "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}),
+    "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN),
     "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae", MLP),
     "vae-mh": Variant("VAE-MH", "vae-mh", "jwae", MLP),
-    "mse": Variant("MSE", "mse", "jwae", MLP),
-    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae", {**MLP, "loss.text_weight": "0.005"}),
-    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae", MLP),
+    "mse": Variant("MSE", "mse", "jwae", SAYS_WORDS),
+    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae", SAYS_WORDS),
+    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae", SAYS_WORDS),
 }
 
 
