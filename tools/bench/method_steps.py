@@ -3,7 +3,8 @@
     python -m tools.bench.method_steps --batch 128
     python -m tools.bench.method_steps --methods vse,pcme,scan
 
-A step is the text tower, both heads, the loss, backward and the optimizers; the methods take turns in one run.
+A step is the text tower, both heads, the loss, backward and the optimizers, with the same D for every method; the
+methods take turns in one run.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def step(name: str, architecture: str, b: int):
     from probemb.cli.configuration import parse_config
     from probemb.data.captions.dataset import CaptionDataset
     from probemb.models import create_model
+    from probemb.models.architectures import read_architecture
     from tools.bench.timing import device
 
     argv = ["--method", name, "--data.path", "none", "--model.lock-image", "true", "--size-augment", "0"]
@@ -63,8 +65,8 @@ def step(name: str, architecture: str, b: int):
     words = [f"w{i}" for i in range(WORDS)]
     networks = [
         create_model(
-            architecture, head=head, n_unc_layers=0, vocabulary=words, init_scale=5.0, init_shift=5.0,
-            **method_class.model_options(config),
+            architecture, embed_dim=read_architecture(architecture)["embed_dim"], head=head, n_unc_layers=0,
+            vocabulary=words, init_scale=5.0, init_shift=5.0, **method_class.model_options(config),
         )
         for _ in range(method_class.networks)
     ]  # fmt: skip
