@@ -163,8 +163,7 @@ class Config:
     """A finetuning run.
 
     Args:
-        method: pcmepp, pcmepp-clip, pcmepp-mu, infonce, vse, vse0, vsepp, order, pvse, pcme, prob-vsepp, daa, p2rm,
-            ncr, decl, mse, mmd-mse, jwae-mse, jwae-mh, vae-mh, prob-vsrn, scan, vsrn; clip-zs trains nothing.
+        method: pcmepp, vse, pcme, scan, ... (docs/finetune.md); clip-zs trains nothing.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.

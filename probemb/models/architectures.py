@@ -99,9 +99,9 @@ def reads_words(config: dict | None) -> bool:
     return config is not None and tower_kind(config, "text_cfg") in WORD_TOWERS
 
 
-def reads_regions(config: dict) -> bool:
+def reads_regions(config: dict | None) -> bool:
     """Whether an architecture's image tower reads precomputed regions instead of pixels."""
-    return tower_kind(config, "vision_cfg") in REGION_TOWERS
+    return config is not None and tower_kind(config, "vision_cfg") in REGION_TOWERS
 
 
 def is_open_clip(config: dict) -> bool:

@@ -52,7 +52,7 @@ def create_transforms(model_or_config, augmentation: Augmentation = Augmentation
 
     Regions come prepared: a model that reads them changes nothing.
     """
-    if reads_regions(_config(model_or_config)["architecture"]):
+    if reads_regions(_config(model_or_config).get("architecture")):
         return Transforms(as_they_are, as_they_are)
     preprocess = PreprocessCfg(**_config(model_or_config)["preprocess"])
     with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them

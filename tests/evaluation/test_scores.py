@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from probemb import Gaussian
+from probemb.cross_attention import CrossAttention
 from probemb.distances import (
     bhattacharyya,
     csd,
@@ -15,6 +16,7 @@ from probemb.distances import (
     symmetric_kl,
     wasserstein2,
 )
+from probemb.evaluation.kept_tokens import KeptTokens, TokenKeeper
 from probemb.evaluation.scores import SCORES, average_l2_scores, both_ways, match_probability_scores, tolerance_scores
 
 
@@ -49,9 +51,18 @@ def test_equal_the_distances(name, truth, monkeypatch):
     assert SCORES[name](*pair(torch.bfloat16))(slice(0, 7)).dtype == torch.float32
 
 
+def some_tokens(n: int, seed: int) -> KeptTokens:
+    """Two to five tokens of each of n items, kept on disk."""
+    draw, keeper = torch.Generator().manual_seed(seed), TokenKeeper()
+    mask = torch.arange(5) < torch.randint(2, 6, (n, 1), generator=draw)
+    keeper.add(torch.randn(n, 5, 4, generator=draw), mask)
+    return keeper.kept()
+
+
 @pytest.mark.parametrize("name", list(SCORES))
 def test_both_ways_are_the_same_whether_held_or_not(name):
-    scores = SCORES[name](*pair())
+    more = {"how": CrossAttention(), "tokens": (some_tokens(7, 0), some_tokens(11, 1))} if name == "attention" else {}
+    scores = SCORES[name](*pair(), **more)
     forward, backward = both_ways(scores, most=77)
     assert forward.shape == backward.T.shape == (7, 11)
     again, transposed = both_ways(scores, most=76)
