@@ -186,7 +186,7 @@ class Loader:
     """In place of `finetune.loading.pair_loader.PairLoader`: batches from memory, in `bucketed_order`.
 
     Attributes:
-        steps, batch_size, waited: as there.
+        steps, batch_size, waited, groups: as there.
     """
 
     def __init__(
@@ -197,6 +197,7 @@ class Loader:
         self.n_pairs = len(part.tokens)
         self.steps, self.waited = self.n_pairs // batch_size, 0.0
         self._owner = torch.tensor(part.dataset.owner())
+        self.groups = torch.arange(len(part.dataset))
         self._lengths = (part.tokens != 0).sum(1).numpy()
 
     def epoch(self, n: int, start_step: int = 0) -> Iterator[PairBatch]:

@@ -53,6 +53,7 @@ VARIANTS: dict[str, Variant] = {
     "pvse K=4": Variant("PVSE, K = 4", "pvse", "pcme", {**PIE, "loss.embeddings": "4"}),
     "prob-vsepp": Variant("VSE++, 2-Wasserstein", "prob-vsepp", "prob", WARM),
     "prob-vsepp min-KL": Variant("VSE++, min-KL", "prob-vsepp", "prob", {**WARM, "loss.similarity": "min-kl"}),
+    "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {**WARM, "loss.similarity": "kl"}),
     "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}),
     "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}),
     "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN),

@@ -187,7 +187,7 @@ class MemoryLoader:
     """In place of `finetune.loading.pair_loader.PairLoader`: the same epochs in the same order, from memory.
 
     Attributes:
-        steps, batch_size, waited: as there.
+        steps, batch_size, waited, groups: as there.
     """
 
     def __init__(self, part: Part, batch_size: int, seed: int, step_done: Callable[[], object] = lambda: None):
@@ -195,6 +195,7 @@ class MemoryLoader:
         self.n_pairs = len(part.tokens)
         self.steps, self.waited = self.n_pairs // batch_size, 0.0
         self._owner = torch.tensor(part.dataset.owner())
+        self.groups = torch.arange(len(part.dataset))
 
     def order(self, n: int) -> np.ndarray:
         """The pairs of epoch n, (steps, batch_size)."""
