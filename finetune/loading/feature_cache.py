@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -130,25 +131,30 @@ def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images) -> str:
 def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, device) -> None:
     place.mkdir(parents=True, exist_ok=True)
     n = len(batches.images)
-    rows = np.memmap(place / FEATURES, np.float16, "w+", shape=(n, layout.width))
+    aside = place / f"{FEATURES}.{uuid4().hex}.part"  # another run may be computing the same features
+    rows = np.memmap(aside, np.float16, "w+", shape=(n, layout.width))
     training, done = tower.training, 0
     tower.eval()
-    with progress("features", n) as advance:
-        for pixels in batches:
-            packed = layout.pack(*tower.features(pixels.to(device))).half().cpu()
-            if not packed.isfinite().all():
-                raise UserError(
-                    "Features of this image tower are larger than float16 can hold.",
-                    "Leave data.cache_features out.",
-                )
-            kept = batches.kept[done:]
-            rows[kept] = packed.numpy()
-            done = len(batches.kept)
-            advance(len(kept))
-    tower.train(training)
-    rows.flush()
-    del rows
-    flush(place / FEATURES)
+    try:
+        with progress("features", n) as advance:
+            for pixels in batches:
+                packed = layout.pack(*tower.features(pixels.to(device))).half().cpu()
+                if not packed.isfinite().all():
+                    raise UserError(
+                        "Features of this image tower are larger than float16 can hold.",
+                        "Leave data.cache_features out.",
+                    )
+                kept = batches.kept[done:]
+                rows[kept] = packed.numpy()
+                done = len(batches.kept)
+                advance(len(kept))
+        rows.flush()
+        del rows
+        flush(aside)
+        os.replace(aside, place / FEATURES)
+    finally:
+        aside.unlink(missing_ok=True)
+        tower.train(training)
     failed = sorted(set(range(n)) - set(batches.kept))
     reasons = dict(batches.bad)
     failures = {i: reasons.get(batches.images.places[i].name, "cannot be read") for i in failed}

@@ -88,6 +88,25 @@ def test_they_are_computed_once_and_keyed_by_weights_and_images(tmp_path, data, 
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_another_run_that_computes_the_same_and_is_ended_does_no_harm(tmp_path, data):
+    transform, seen = create_transforms(make()).evaluate, []
+
+    def ended(image):
+        raise KeyboardInterrupt
+
+    def disturbed(image):
+        seen.append(image)
+        if len(seen) == len(data.images):
+            with pytest.raises(KeyboardInterrupt):
+                cache_features([make()], ended, data, tmp_path, batch_size=1)
+        return transform(image)
+
+    cached = cache_features([make()], disturbed, data, tmp_path, batch_size=1)
+    assert all(cached.images.open(i).any() for i in range(len(data.images)))
+    (place,) = tmp_path.iterdir()
+    assert {path.name for path in place.iterdir()} == {ABOUT, FEATURES}
+
+
 def test_a_loader_serves_them(tmp_path, data):
     model = make()
     cached = cache_features([model], create_transforms(model).evaluate, data, tmp_path)

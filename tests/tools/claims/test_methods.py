@@ -76,6 +76,6 @@ def test_a_second_start_trains_nothing(study):
 
 def test_a_training_that_fails_says_where_to_read(tmp_path):
     study = Methods(NOTHING, ["vse"], Settings("scenes", epochs=1, batch_size=5000, scenes=32, test_scenes=24))
-    with pytest.raises(UserError, match=r"vse, seed 0, ended with code 2") as error:
+    with pytest.raises(UserError, match=r"vse, seed 0, ended with code 2: error: .*5000.* Use ") as error:
         claims.run(study, tmp_path / "out", n_seeds=1, workers=1)
     assert "logs" in error.value.remedy

@@ -108,9 +108,10 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
 
 def _refuse(code: int, training: Training, log: Path) -> None:
     if code:
-        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = [line.strip() for line in lines[-2:]]  # what is wrong, and what to do
         raise UserError(
-            f"{training.name}, seed {training.seed}, ended with code {code}: {' '.join(last)[:300]}",
+            f"{training.name}, seed {training.seed}, ended with code {code}: {' '.join(last)[:400]}",
             f"Read {log}; start again when it is mended: finished trainings are kept.",
         )
 
