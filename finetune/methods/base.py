@@ -5,8 +5,8 @@ A family's file imports torch and the losses inside functions: `--help` reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from probemb.errors import UserError
@@ -152,6 +152,27 @@ class Method:
     def scalars(self, model: DualEncoder) -> dict[str, Tensor]:
         """Trained scalars that are logged, by name."""
         return {name: getattr(model, name) for name in self.trains}
+
+    @classmethod
+    def refuse_unused(cls, config: Config, names: Iterable[str], because: str, remedy: str) -> None:
+        """Refuse options of the method that have no effect in this configuration and are not at their defaults.
+
+        Args:
+            names: of these options.
+            because: the setting that leaves them without effect, a clause.
+            remedy: what to do instead of leaving the option out, a clause.
+
+        Raises:
+            UserError: names the option.
+        """
+        defaults = {field.name: field.default for field in fields(cls.Options)}
+        for name in names:
+            value = getattr(config.loss, name)
+            if value != defaults[name]:
+                raise UserError(
+                    f"The method {config.method} does not use loss.{name}, which is {value}: {because}.",
+                    f"Leave loss.{name} out, or {remedy}.",
+                )
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -129,3 +129,10 @@ class PVSE(Method):
                 f"The method pvse trains PIE-Net's several embeddings, and model.head is {config.model.head}.",
                 "Set --model.head pie, or choose another method.",
             )
+        if config.loss.embeddings == 1:
+            cls.refuse_unused(
+                config,
+                ("diversity", "mmd", "gamma", "kernel"),
+                "with one embedding of an item the triplet loss is alone",
+                "set loss.embeddings to 2 or more",
+            )

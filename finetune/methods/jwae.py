@@ -33,7 +33,8 @@ class MSE(Method):
             image_weight: of the reconstruction of image features.
             text_weight: of the reconstruction of captions.
             image_norm: of the image features' error, l1 or l2.
-            word_dropout: share of the words that the text decoder does not see (public code).
+            word_dropout: share of the words that the text decoder does not see (public code). Mean word vectors are
+                reconstructed by two layers, which none of these three options concerns.
             word_width: of the text decoder's word embeddings.
             hidden: of the text decoder's GRU.
         """
@@ -51,11 +52,12 @@ class MSE(Method):
     def __init__(self, config, model, pairs):
         from torch import nn
 
+        from probemb.models.architectures import reads_vectors
         from probemb.models.autoencoder import FeatureDecoder, WordDecoder
 
         super().__init__(config, model, pairs)
         d, text = model.embed_dim, model.text_tower
-        self.says_words = self.wants_tokens or not getattr(text, "reads_vectors", False)
+        self.says_words = self.wants_tokens or not reads_vectors(model.config["architecture"])
         if self.says_words:
             decoder = WordDecoder(n_words(model), d, self.options.word_width, self.options.hidden)
         else:
@@ -125,6 +127,15 @@ class MSE(Method):
         if config.size_augment:
             raise UserError(
                 f"{config.method} reconstructs whole captions, and SizeAugment changes them.", "Set size_augment to 0."
+            )
+        from probemb.models.architectures import read_architecture, reads_vectors
+
+        if not cls.wants_tokens and reads_vectors(read_architecture(config.model.name)):
+            cls.refuse_unused(
+                config,
+                ("word_dropout", "word_width", "hidden"),
+                f"{config.model.name} has mean word vectors as text, and they are reconstructed without words",
+                "choose a model that reads words one by one, such as resnet152-bigru",
             )
 
 

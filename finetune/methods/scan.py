@@ -76,6 +76,13 @@ class SCAN(Method):
                 f"The method {config.method} compares the tokens that there are, and SizeAugment has others.",
                 "Set size_augment to 0.",
             )
+        if config.loss.aggregation != "lse":
+            cls.refuse_unused(
+                config,
+                ["lambda_lse"],
+                f"loss.aggregation is {config.loss.aggregation}",
+                "set loss.aggregation to lse",
+            )
 
 
 def cross_attention(options: SCAN.Options) -> CrossAttention:

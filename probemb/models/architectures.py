@@ -38,6 +38,7 @@ TEXT_TOWERS = {
 }
 REGION_TOWERS = {"regions"}  # read precomputed regions instead of pixels
 WORD_TOWERS = {"word_gru", "word_mean"}  # read words of a vocabulary: text_cfg["vocabulary"]
+VECTOR_TOWERS = {"word_mean"}  # pool word vectors that are inputs: their pooled features depend on no weight
 
 
 def architecture(name: str, image_size: int | None = None) -> dict:
@@ -97,6 +98,11 @@ def tower_kind(config: dict, part: str) -> str:
 def reads_words(config: dict | None) -> bool:
     """Whether an architecture's text tower needs a vocabulary."""
     return config is not None and tower_kind(config, "text_cfg") in WORD_TOWERS
+
+
+def reads_vectors(config: dict | None) -> bool:
+    """Whether an architecture's pooled text features are inputs, which depend on no weight."""
+    return config is not None and tower_kind(config, "text_cfg") in VECTOR_TOWERS
 
 
 def reads_regions(config: dict | None) -> bool:

@@ -40,8 +40,6 @@ class WordMean(Encoder):
         context_length: largest number of words.
     """
 
-    reads_vectors = True  # pooled features that are inputs: they depend on no weight
-
     def __init__(
         self, vocabulary: list[str], n_unc_layers: int, head: HeadConfig, width: int = 300, context_length: int = 64
     ):

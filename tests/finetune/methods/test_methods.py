@@ -162,6 +162,14 @@ REFUSED = {
     "prior of mse": ({"method": "mse", "loss.image_prior": 0.2}, "mse does not use loss.image_prior", "jwae-mse"),
     "no kernel": ({"method": "mmd-mse", "loss.kernel": "cubic"}, "loss.kernel is 'cubic'", "imq"),
     "discriminator of vae": ({"method": "vae-mh", "loss.discriminator_lr": 1e-4}, "vae-mh does not use", "jwae-mh"),
+    **{
+        f"{option} of mean word vectors": (
+            {"method": "jwae-mse", "model.name": "resnet-words-small", "size-augment": 0, f"loss.{option}": value},
+            f"jwae-mse does not use loss.{option}, which is {value}: resnet-words-small has mean word vectors",
+            f"Leave loss.{option} out, or choose a model that reads words one by one",
+        )
+        for option, value in (("word_dropout", 0.1), ("word_width", 8), ("hidden", 8))
+    },
     "branch of jwae": ({"method": "jwae-mh", "model.n_unc_layers": 1}, "jwae-mh predicts no uncertainty", "Leave"),
     "no epochs": ({"epochs": 0}, "epochs is 0: nothing would be trained", "clip-zs"),
     "training zero-shot": ({"method": "clip-zs"}, "clip-zs trains nothing, and epochs is 2", "Leave epochs out"),
@@ -173,6 +181,19 @@ REFUSED = {
     "head of pvse": ({"method": "pvse", "model.head": "gpo"}, "pvse trains PIE-Net's several embeddings", "head pie"),
     "uncertainty of pvse": ({"method": "pvse", "model.n_unc_layers": 1}, "pvse predicts no uncertainty", "Leave"),
     "no embeddings": ({"method": "pvse", "loss.embeddings": 0}, "loss.embeddings is 0", "from 1"),
+    **{
+        f"{option} of one embedding": (
+            {"method": "pvse", "loss.embeddings": 1, f"loss.{option}": value},
+            f"pvse does not use loss.{option}, which is {value}: with one embedding",
+            f"Leave loss.{option} out, or set loss.embeddings to 2",
+        )
+        for option, value in (("diversity", 0.2), ("mmd", 0.5), ("gamma", 2.0), ("kernel", "unsquared"))
+    },
+    "lambda of a sum": (
+        {"method": "scan", "loss.aggregation": "sum", "loss.lambda_lse": 3.0},
+        "scan does not use loss.lambda_lse, which is 3.0: loss.aggregation is sum",
+        "Leave loss.lambda_lse out, or set loss.aggregation to lse",
+    ),
     "diversity with order": ({"method": "order", "loss.diversity": 0.1}, "order does not use loss.diversity", "pvse"),
     "msda with order": ({"method": "order", "mix.ratio": 0.25}, "order cannot learn from mixed images", "pcmepp"),
     "warm-up of vsepp": ({"method": "vsepp", "loss.warmup_epochs": 1}, "vsepp does not use loss.warmup_epochs", "vse"),
