@@ -49,6 +49,10 @@ def open_analysis(config: AnalysisConfig, command: str, generator: str) -> Opene
     out = results_folder(config.out, config.model, command, f"zeroshot-results/{command}")
     claim_files(out, OUTPUTS, generator)
     device = choose_device(config.device, config.precision)
+    print(
+        f"{config.model} on {captions.source}, {len(captions):,} images, on {device.name} in {device.precision}",
+        flush=True,
+    )
     loaded = load_model(config.model, device=device.name)
     if not loaded.model.probabilistic or loaded.model.n_embeddings > 1:
         has = "several embeddings of an item" if loaded.model.n_embeddings > 1 else "no variances"
@@ -72,14 +76,17 @@ def read_pixels(opened: Opened, wanted: int, seed: int) -> tuple[list[int], list
 
     rows, pixels = [], []
     order = torch.randperm(len(opened.captions), generator=torch.Generator().manual_seed(seed)).tolist()
-    for row in order:
-        if len(rows) == wanted:
-            break
-        try:
-            pixels.append(opened.embedder.transform(opened.captions.images.open(row)))
-        except BadSample:
-            continue
-        rows.append(row)
+    with opened.embedder.show("reading images", min(wanted, len(order))) as advance:
+        for row in order:
+            if len(rows) == wanted:
+                break
+            try:
+                pixels.append(opened.embedder.transform(opened.captions.images.open(row)))
+            except BadSample:
+                continue
+            rows.append(row)
+            if advance:
+                advance(1)
     if len(rows) < 2:
         raise UserError(f"{opened.captions.source} has fewer than two images that can be read.", "Name other data.")
     return rows, pixels

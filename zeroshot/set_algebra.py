@@ -60,16 +60,18 @@ def measure(config: AlgebraConfig, opened: Opened) -> dict:
     rows, read = read_pixels(opened, config.inputs, config.seed)
     draw = torch.Generator().manual_seed(config.seed)
     pixels, texts = torch.stack(read), [captions.captions[row][0] for row in rows]
-
-    def embed(images: Tensor) -> Gaussian:
-        return embedder.pixels(images.split(embedder.batch_size))
-
-    whole, written = embed(pixels), embedder.tokens(embedder.tokenizer(texts))
     partner = torch.arange(len(rows)).roll(1)
-    mixed = {name: embed(mix(pixels, pixels[partner], name)) for name in MIXES}
-    gone = [embed(erase_pixels(pixels, share, draw)) for share in SHARES]
+    with embedder.show("images, mixed and erased", len(rows) * (1 + len(MIXES) + len(SHARES))) as advance:
+
+        def embed(images: Tensor) -> Gaussian:
+            return embedder.pixels(images.split(embedder.batch_size), advance)
+
+        whole = embed(pixels)
+        mixed = {name: embed(mix(pixels, pixels[partner], name)) for name in MIXES}
+        gone = [embed(erase_pixels(pixels, share, draw)) for share in SHARES]
     shorter = [[erase_words(text, share, draw) for text in texts] for share in SHARES]
-    unsaid = [embedder.tokens(embedder.tokenizer(some)) for some in shorter]
+    with embedder.show("captions, whole and erased", len(rows) * (1 + len(SHARES))) as advance:
+        written, *unsaid = (embedder.tokens(embedder.tokenizer(some), advance) for some in (texts, *shorter))
     return {
         "config": to_dict(config) | {"split": captions.split},
         "inputs": len(rows),
@@ -112,7 +114,7 @@ def nested_captions(opened: Opened, rows: Sequence[int]) -> dict | None:
     few = captions.only(list(dict.fromkeys(row for _, row in texts)))
     match = exact_match(few, range(len(few)))[:, : len(texts)]
     embedder = opened.embedder
-    return nested(embedder.tokens(embedder.tokenizer([text for text, _ in texts])), match)
+    return nested(embedder.texts([text for text, _ in texts], "nested captions"), match)
 
 
 def examples(

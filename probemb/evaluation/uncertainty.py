@@ -141,12 +141,13 @@ def erase(
             continue
     texts, whole = [captions.captions[i][0] for i in chosen], torch.stack(pixels)
     uncertainty: dict[str, list[Tensor]] = {"pixels": [], "words": []}
-    for share in shares:
-        draw = torch.Generator().manual_seed(0)
-        batches = erase_pixels(whole, share, draw).split(embedder.batch_size)
-        uncertainty["pixels"].append(measure(embedder.pixels(batches)))
-        tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
-        uncertainty["words"].append(measure(embedder.tokens(tokens)))
+    with embedder.show("erased", len(shares) * (len(whole) + len(texts))) as advance:
+        for share in shares:
+            draw = torch.Generator().manual_seed(0)
+            batches = erase_pixels(whole, share, draw).split(embedder.batch_size)
+            uncertainty["pixels"].append(measure(embedder.pixels(batches, advance)))
+            tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
+            uncertainty["words"].append(measure(embedder.tokens(tokens, advance)))
     return {
         what: {
             "shares": list(shares),
