@@ -70,7 +70,8 @@ class JWAESCAN(JWAEMH, SCAN):
         """Codes of all regions and of all words, (…, D); published, of one place in each item, (N, D)."""
         sides = batch.images, batch.texts
         if self.options.published:
-            return tuple(_unit(side.tokens[:, place]) for side, place in zip(sides, self.places(batch)))
+            there = (side.tokens * side.mask[..., None] for side in sides)  # 0 behind a caption's end, as there
+            return tuple(_unit(tokens[:, place]) for tokens, place in zip(there, self.places(batch)))
         return tuple(side.tokens[side.mask] for side in sides)
 
     def places(self, batch: Batch) -> tuple[int, int]:

@@ -1,9 +1,8 @@
-"""jWAE and its baselines: the loss by hand, the discriminator's training, ranks, resuming, mean word vectors."""
+"""jWAE and its baselines: the loss by hand, the discriminator's training, resuming, mean word vectors."""
 
 import math
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,13 +13,11 @@ from probemb.losses import triplet_loss
 from probemb.losses.jwae import code_mse, drop_words, mmd, vae_kl
 from probemb.models import Encoded, create_model
 from tests.finetune.runs import checkpoint, metrics, run_here
-from tests.finetune.test_trainer import configured, few, fresh_accelerator, trained  # noqa: F401 - fixtures
+from tests.finetune.test_trainer import configured
 from tests.losses.points import close
-from tests.ranks import run_ranks
 
 VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
 SMALL = ("--loss.hidden=6", "--loss.word_width=5")
-ALL = ("mse", "mmd-mse", "jwae-mse", "jwae-mh", "vae-mh")
 N = 6
 
 
@@ -154,21 +151,6 @@ def test_the_discriminator_learns_from_its_own_loss_alone():
         last = method.after_step(b, model)
     assert last["discriminator"] < 0.8 * first["discriminator"]
     assert 0.1 < last["js"] < math.log(2)
-
-
-def test_ranks_equal_one_process(few):  # noqa: F811
-    """Losses, weights, decoders and the discriminator, through the real loop; every rank decodes its own captions."""
-    names = [f"{name} {' '.join(SMALL)}" for name in ALL]
-    words = ("--mix.ratio=0", "--size-augment=0", "--optimizer.freeze_epochs=0")
-    (alone,) = run_ranks(1, trained, few, names, words)
-    for world, of in ((2, names), (3, names[3:4])):
-        for one in run_ranks(world, trained, few, of, words):
-            for name in of:
-                (losses, state), (expected, weights) = one[name], alone[name]
-                np.testing.assert_allclose(losses, expected, rtol=1e-7, err_msg=name)
-                assert ("aside" in " ".join(state)) == ("jwae" in name)
-                for key, value in weights.items():
-                    np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-7, err_msg=f"{name} {key}")
 
 
 WORDS = {"model.name": "resnet-words-small", "model.embed_dim": 8, "optimizer.freeze-epochs": 0}
