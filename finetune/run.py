@@ -52,7 +52,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from finetune.selection import Selection, Validator
     from finetune.trainer import Hooks, Trainer
     from probemb.distributed import on_main, same_everywhere
-    from probemb.models import as_one, check_images, create_tokenizer, create_transforms
+    from probemb.models import as_one, check_images, check_words, create_tokenizer, create_transforms
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
     from probemb.runs.starts import refuse_endless_starts
@@ -71,6 +71,7 @@ def train(config: Config, preemption: Preemption) -> int:
     for captions in (clean, validation):
         if captions is not None:
             check_images(networks[0], captions.images)
+            check_words(networks[0], captions)
     transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
     if clean is not None and config.data.cache_features is not None:
         clean, validation, transforms = read_features(config, networks, transforms, clean, validation, accelerator)
@@ -202,6 +203,8 @@ def add_new_settings(saved: dict) -> None:
     saved["optimizer"].setdefault("name", "adamp")
     saved["optimizer"].setdefault("freeze_text", False)
     saved.setdefault("augment", {"cutout": 0.0, "word_dropping": 0.0})
+    if saved["method"] == "vsrn":
+        saved["loss"].setdefault("caption_weight", 0.0)
     for option in fields(METHODS[saved["method"]].Options):
         saved["loss"].setdefault(option.name, option.default)
     if saved["ranking"] == METHODS[saved["method"]].ranking:

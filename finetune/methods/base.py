@@ -68,7 +68,7 @@ class Method:
         Options: frozen dataclass of what `loss` in the configuration takes; its values are the published ones.
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
         wants_tokens: whether the loss reads every token in the embedding space (`Encoded.tokens`), or with "residuals"
-            what a PIE head's attention adds to each embedding.
+            what a PIE head's attention adds to each embedding, with "trunk" the trunks' tokens.
         wants_features: whether it reads the trunks' features and the codes (`Encoded.features`, `.codes`).
         wants_words: whether it reads the captions' tokens (`Batch.words`).
         ranking: by which its models are validated, and ranked wherever nothing else is asked for.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from finetune.methods.base import Batch, Method
+from finetune.methods.captions import n_words
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -300,19 +301,3 @@ def hinge_of_cosines(batch: Batch, image_ND: Tensor, text_ND: Tensor, options: H
         similarity = F.normalize(image_ND, dim=-1) @ F.normalize(text_ND, dim=-1).T
         hardest = batch.epoch >= options.warmup_epochs
         return triplet_loss(similarity, batch.match, options.margin, hardest).loss
-
-
-def n_words(model: DualEncoder) -> int:
-    """How many ids a model's tokens have. Raises UserError: the text tower does not say."""
-    from probemb.models.word_tokenizer import FIRST_WORD
-
-    text = model.config["architecture"]["text_cfg"]
-    if "vocabulary" in text:
-        return FIRST_WORD + len(text["vocabulary"])
-    if text.get("hf_model_name"):
-        raise UserError(
-            f"The text tower of {model.config['name']} is from Hugging Face, and jWAE's text decoder needs the number "
-            "of its words.",
-            "Choose another model, such as resnet152-bigru.",
-        )
-    return text.get("vocab_size", 49408)

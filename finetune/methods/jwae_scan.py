@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from jsonargparse.typing import NonNegativeFloat
 
 from finetune.methods.base import Batch
-from finetune.methods.jwae import JWAEMH, JWAEMSE, n_words
+from finetune.methods.captions import n_words
+from finetune.methods.jwae import JWAEMH, JWAEMSE
 from finetune.methods.scan import SCAN
 
 if TYPE_CHECKING:

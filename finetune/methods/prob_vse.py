@@ -1,4 +1,4 @@
-"""Probabilistic VSE++ and VSRN: a triplet loss on a similarity of normals."""
+"""Probabilistic VSE++: a triplet loss on a similarity of normals."""
 
 from __future__ import annotations
 
@@ -73,17 +73,3 @@ class ProbVSEPlusPlus(Method):
                 f"The variances are to lie between loss.smallest {o.smallest:g} and loss.largest {o.largest:g}.",
                 "Set loss.smallest below loss.largest.",
             )
-
-
-class ProbVSRN(ProbVSEPlusPlus):
-    """VSRN with normals in place of points."""
-
-    @dataclass(frozen=True)
-    class Options(ProbVSEPlusPlus.Options):
-        """Triplet loss of a similarity of normals.
-
-        Args:
-            margin: of the hinges, in units of the similarity.
-        """
-
-        margin: PositiveFloat = 0.1

@@ -30,8 +30,8 @@ _HOME = {  # name on the command line: file and class
     "jwae-scan": "jwae_scan:JWAESCAN",
     "prob-vsepp": "prob_vse:ProbVSEPlusPlus",
     "scan": "scan:SCAN",
-    "vsrn": "scan:VSRN",
-    "prob-vsrn": "prob_vse:ProbVSRN",
+    "vsrn": "vsrn:VSRN",
+    "prob-vsrn": "vsrn:ProbVSRN",
     "clip-zs": "vse:ZeroShot",
 }
 

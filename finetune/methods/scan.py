@@ -1,14 +1,13 @@
-"""Regions and words: SCAN, which compares them one by one, and VSRN, which reasons over an image's regions."""
+"""SCAN, which compares regions and words one by one."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse.typing import NonNegativeInt, PositiveFloat
+from jsonargparse.typing import PositiveFloat
 
 from finetune.methods.base import Batch, Method
-from finetune.methods.vse import VSE
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,17 +96,3 @@ def cross_attention(options: SCAN.Options) -> CrossAttention:
         options.lambda_softmax or softmax,
         options.lambda_lse or lse,
     )
-
-
-class VSRN(VSE):
-    """Graph reasoning over regions and a GRU, with VSE++'s hardest negatives; without the caption decoder's loss."""
-
-    @dataclass(frozen=True)
-    class Options(VSE.Options):
-        """Triplet loss. Source: VSRN §3.3.
-
-        Args:
-            warmup_epochs: first epochs, with all negatives.
-        """
-
-        warmup_epochs: NonNegativeInt = 0

@@ -6,7 +6,14 @@ from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_deca
 from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
 from probemb.models.ensemble import Ensemble, as_one
 from probemb.models.hub import LoadedModel, lasting_name, load_model, push_to_hub, save_model
-from probemb.models.inputs import Augmentation, Transforms, check_images, create_tokenizer, create_transforms
+from probemb.models.inputs import (
+    Augmentation,
+    Transforms,
+    check_images,
+    check_words,
+    create_tokenizer,
+    create_transforms,
+)
 from probemb.models.published import import_pcmepp
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "Transforms",
     "as_one",
     "check_images",
+    "check_words",
     "create_model",
     "create_tokenizer",
     "create_transforms",

@@ -1,8 +1,8 @@
 """What jWAE trains beside the encoders: decoders from codes to features and to captions, and a discriminator.
 
 Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", §4.2. With `published` a
-module is built as in the public code, which differs.
-Shapes: N items, D code, P features, L words, V ids of words, H hidden.
+module is built as in the public code, which differs. VSRN's decoder says a caption from an image's regions.
+Shapes: N items, D code, P features, L words, V ids of words, H hidden, R regions of W numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from probemb.cross_attention import Tokens
 from probemb.losses.jwae import discriminator_loss, encoder_loss, prior_samples
 
 
@@ -38,12 +39,50 @@ class FeatureDecoder(nn.Module):
         return self.layers[-1](codes)
 
 
-class WordDecoder(nn.Module):
-    """A GRU that says a caption from its code: p(w_m | w_0 … w_m−1, code). Source: Eq. 5.
+class CaptionDecoder(nn.Module):
+    """Says a caption word by word: p(w_m | w_0 … w_m−1, source). A subclass has `embedding`, `start`, `out`, `states`.
 
-    The code, through a linear map and tanh, is the GRU's first state; the first input is a learned start vector, and
-    then word by word what was said before. The public code differs (`published`): two layers, the mapped code is
-    concatenated to every input, and word m is read when word m is to be said.
+    The first input is a learned start vector, and then word by word what was said before; without a start vector
+    (`published`) word m is read when word m is to be said, and a caption has no empty first word.
+    """
+
+    embedding: nn.Embedding
+    start: nn.Parameter | None
+    out: nn.Linear
+
+    def states(self, source: Tensor | Tokens, seen_NL: Tensor) -> Tensor:
+        """The decoder's states before each word is said, (N, L, H).
+
+        Args:
+            source: what the captions are said from.
+            seen_NL: the caption's words with the dropped ones as 0.
+        """
+        raise NotImplementedError
+
+    def before(self, seen_NL: Tensor) -> Tensor:
+        """The vectors read before each word is said, (N, L, E): the start vector, and the words but the last one."""
+        read = self.embedding(seen_NL)
+        return torch.cat([self.start.expand(len(read), 1, -1), read[:, :-1]], 1)
+
+    def log_probabilities(self, source: Tensor | Tokens, seen_NL: Tensor) -> Tensor:
+        """log p of every word at every place, (N, L, V)."""
+        return self.out(self.states(source, seen_NL)).log_softmax(-1)
+
+    def nll(self, source: Tensor | Tokens, words_NL: Tensor, seen_NL: Tensor) -> Tensor:
+        """−log p of each caption, summed over its words, (N,); padding (id 0) is not said."""
+        said = words_NL != 0
+        if self.start is not None:
+            said = said | (torch.arange(words_NL.shape[1], device=words_NL.device) == 0)  # id 0 may begin a caption
+        logits = self.out(self.states(source, seen_NL)[said])  # of the words alone: V is large
+        each = F.cross_entropy(logits, words_NL[said], reduction="none")
+        return torch.zeros(words_NL.shape, dtype=each.dtype, device=each.device).masked_scatter(said, each).sum(1)
+
+
+class WordDecoder(CaptionDecoder):
+    """A GRU that says a caption from its code. Source: Eq. 5.
+
+    The code, through a linear map and tanh, is the GRU's first state. The public code differs (`published`): two
+    layers, the mapped code is concatenated to every input, and there is no start vector.
 
     Args:
         n_words: V; id 0 is padding, and as an input a dropped word.
@@ -62,31 +101,50 @@ class WordDecoder(nn.Module):
         self.out = nn.Linear(hidden, n_words)
 
     def states(self, codes: Tensor, seen_NL: Tensor) -> Tensor:
-        """The GRU's states before each word is said, (N, L, H).
-
-        Args:
-            codes: (N, D); in the public code's form also (N, L, D), a code for each word.
-            seen_NL: the caption's words with the dropped ones as 0.
-        """
-        read = self.embedding(seen_NL)
+        """(N, L, H) from codes (N, D); in the public code's form also (N, L, D), a code for each word."""
         if self.published:
             codes = codes if codes.ndim == 3 else codes[:, None].expand(-1, seen_NL.shape[1], -1)
-            return self.gru(torch.cat([self.code(codes), read], -1))[0]
-        read = torch.cat([self.start.expand(len(read), 1, -1), read[:, :-1]], 1)
-        return self.gru(read, self.code(codes).tanh()[None].contiguous())[0]
+            return self.gru(torch.cat([self.code(codes), self.embedding(seen_NL)], -1))[0]
+        return self.gru(self.before(seen_NL), self.code(codes).tanh()[None].contiguous())[0]
 
-    def log_probabilities(self, codes: Tensor, seen_NL: Tensor) -> Tensor:
-        """log p of every word at every place, (N, L, V)."""
-        return self.out(self.states(codes, seen_NL)).log_softmax(-1)
 
-    def nll(self, codes: Tensor, words_NL: Tensor, seen_NL: Tensor) -> Tensor:
-        """−log p of each caption, summed over its words, (N,); padding (id 0) is not said."""
-        said = words_NL != 0
-        if not self.published:
-            said = said | (torch.arange(words_NL.shape[1], device=words_NL.device) == 0)  # id 0 may begin a caption
-        logits = self.out(self.states(codes, seen_NL)[said])  # of the words alone: V is large
-        each = F.cross_entropy(logits, words_NL[said], reduction="none")
-        return torch.zeros(words_NL.shape, dtype=each.dtype, device=each.device).masked_scatter(said, each).sum(1)
+class RegionDecoder(CaptionDecoder):
+    """A GRU that says a caption from the sequence of an image's regions, and attends to them before every word.
+
+    One GRU reads the regions; its last state is the first one of the GRU that speaks. Before word m that one reads word
+    m−1 and Σ_r a_r e_r, with the reader's states e and a = softmax_r of v · tanh(W [e_r, h_m−1]).
+    Source: VSRN (Li et al., ICCV 2019), in the form of its public code but for its dropout.
+
+    Args:
+        n_words: V; id 0 is padding.
+        region_width: W.
+        width: of the word embeddings.
+        hidden: H.
+    """
+
+    def __init__(self, n_words: int, region_width: int, width: int = 300, hidden: int = 512):
+        super().__init__()
+        self.embedding = nn.Embedding(n_words, width)
+        self.start = nn.Parameter(torch.zeros(width))
+        self.reader = nn.GRU(region_width, hidden, batch_first=True)
+        self.key, self.query = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden, bias=False)
+        self.energy = nn.Linear(hidden, 1, bias=False)
+        self.speaker = nn.GRUCell(width + hidden, hidden)
+        self.out = nn.Linear(hidden, n_words)
+
+    def states(self, regions: Tokens, seen_NL: Tensor) -> Tensor:
+        """(N, L, H) from regions (N, R, W), of which the mask says which exist: one at least."""
+        mask = regions.mask
+        read_NRH = self.reader(regions.values)[0]
+        last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+        state, key_NRH, states = read_NRH[torch.arange(len(mask), device=mask.device), last], self.key(read_NRH), []
+        for word in self.before(seen_NL).unbind(1):
+            energy_NR = self.energy((key_NRH + self.query(state)[:, None]).tanh())[..., 0]
+            weight_NR = energy_NR.masked_fill(~mask, -torch.inf).softmax(1)
+            attended = (weight_NR[:, None] @ read_NRH)[:, 0]
+            state = self.speaker(torch.cat([word, attended], 1), state)
+            states.append(state)
+        return torch.stack(states, 1)
 
 
 class Discriminator(nn.Module):

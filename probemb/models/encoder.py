@@ -29,7 +29,7 @@ from probemb.models.heads.covariance import Covariance
 # precision, and which still has a finite inverse and logarithm.
 POINT_LOG_VAR = -30.0
 
-WantTokens = bool | Literal["residuals"]
+WantTokens = bool | Literal["residuals", "trunk"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,8 @@ class Encoded:
     Attributes:
         gaussian: (B, D), or (B, K, D) for K embeddings an item.
         tokens: (B, T, D), every token in the embedding space, for methods that ask for it; else None. Or, where asked
-            for, a PIE head's residuals (B, K, D): what its attention adds to each embedding.
+            for, a PIE head's residuals (B, K, D): what its attention adds to each embedding; or the trunk's tokens
+            (B, T, W) before any head.
         mask: (B, T) bool, True for tokens that take part; None together with tokens.
         features: `Encoder.targets`: (B, P), the trunk's own summary, which heads read, for methods that ask for it;
             else None. With tokens they are the tokens', (B, T, W).
@@ -168,7 +169,8 @@ class Encoder(nn.Module):
         Args:
             inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens; (B, width) features with a `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
-            want_tokens: also give every token in the embedding space; "residuals" gives those of a PIE head instead.
+            want_tokens: also give every token in the embedding space; "residuals" gives those of a PIE head instead,
+                "trunk" the trunk's tokens before any head.
             want_features: also give the trunk's features, those of the mean, and the mean as it is before its l2 norm.
 
         Raises:
@@ -204,12 +206,12 @@ class Encoder(nn.Module):
             if not hasattr(self.mean_head, "with_residuals"):
                 raise ValueError("these heads add nothing to their pooled features, so there are no residuals to give")
             return *found, residuals, residuals.new_ones(residuals.shape[:2], dtype=torch.bool)
-        if not getattr(self.mean_head, "reads_tokens", False):
+        if want_tokens is True and not getattr(self.mean_head, "reads_tokens", False):
             raise ValueError("these heads read the pooled features alone, so there are no tokens to give")
-        mask = mean_features.mask
+        tokens, mask = mean_features.tokens, mean_features.mask
         if mask is None:
-            mask = mean_features.tokens.new_ones(mean_features.tokens.shape[:2], dtype=torch.bool)
-        return *found, self.mean_head.embed_tokens(mean_features.tokens), mask
+            mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
+        return *found, tokens if want_tokens == "trunk" else self.mean_head.embed_tokens(tokens), mask
 
     @torch.no_grad()
     def layout(self, inputs: Tensor) -> FeatureLayout:

@@ -13,8 +13,10 @@ from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_
 from PIL import Image
 from torch import Tensor
 
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import Images
 from probemb.data.regions import RegionImages
+from probemb.data.words import split_words
 from probemb.errors import UserError
 from probemb.models.architectures import reads_regions, reads_words
 from probemb.models.word_tokenizer import WordTokenizer
@@ -22,6 +24,7 @@ from probemb.models.word_tokenizer import WordTokenizer
 MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
 MAX_WORD = 128  # characters of one word: byte-pair encoding takes time quadratic in a word's length
 MAX_CACHED_WORDS = 200_000
+SAMPLED_TEXTS = 10_000  # at most, of which the words are looked up in a vocabulary
 
 
 class Transforms(NamedTuple):
@@ -87,6 +90,26 @@ def check_images(model, images: Images) -> None:
         f"The model reads {form.format(*wanted)} of each image, and {images.source} holds {regions}.",
         "Name *_caps.txt with an *_ims.npy of that shape beside them, or choose another architecture.",
     )
+
+
+def check_words(model, captions: CaptionDataset) -> None:
+    """Refuse captions of which a model's vocabulary has less than half of the words.
+
+    Raises:
+        UserError: the vocabulary is of another corpus.
+    """
+    architecture = _config(model).get("architecture")
+    if not reads_words(architecture):
+        return
+    known, texts = set(architecture["text_cfg"]["vocabulary"]), captions.flat()
+    words = [word for text in texts[:: 1 + len(texts) // SAMPLED_TEXTS] for word in split_words(text)]
+    share = sum(word in known for word in words) / max(1, len(words))
+    if words and share < 0.5:
+        raise UserError(
+            f"The model's vocabulary has {share:.0%} of the words of {captions.source}: it is of another corpus.",
+            f"Build one with `python -m tools.build_vocabulary {captions.source} --split train --out vocabulary.txt`, "
+            "and name it as model.vocabulary; a run in model.pretrained keeps its own.",
+        )
 
 
 def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from probemb.cross_attention import Tokens
 from probemb.losses.jwae import encoder_loss, prior_samples, reconstruction
-from probemb.models.autoencoder import Discriminator, FeatureDecoder, WordDecoder
+from probemb.models.autoencoder import Discriminator, FeatureDecoder, RegionDecoder, WordDecoder
 from tests.losses.points import close
 
 WORDS = torch.tensor([[2, 3, 5, 0, 0], [4, 6, 7, 2, 3], [1, 0, 0, 0, 0]])
@@ -78,6 +79,61 @@ def test_a_decoder_that_learns_uses_its_code():
         optimizer.step()
     own, other = model.nll(z, WORDS, WORDS), model.nll(z.roll(1, 0), WORDS, WORDS)
     assert own.mean() < 1.0 < other.mean()
+
+
+def regions(n=3):
+    """Sequences of 4, 2 and 3 regions, the last one with a gap."""
+    values = torch.randn(n, 4, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)[:n]
+    return Tokens(values * mask[..., None], mask)
+
+
+def region_decoder() -> RegionDecoder:
+    torch.manual_seed(0)
+    model = RegionDecoder(9, 7, width=5, hidden=6).double()
+    torch.nn.init.normal_(model.start)
+    return model
+
+
+def test_a_caption_is_said_from_regions_with_attention_to_each():
+    """One image, one word, one region at a time."""
+    model, images = region_decoder(), regions()
+    reader = torch.nn.GRUCell(7, 6).double()
+    reader.load_state_dict({name.removesuffix("_l0"): value for name, value in model.reader.state_dict().items()})
+    for row, length in enumerate((3, 5, 1)):
+        state, read = torch.zeros(6, dtype=torch.float64), []
+        for region in images.values[row]:
+            state = reader(region, state)
+            read.append(state)
+        there = images.mask[row].nonzero()[:, 0].tolist()
+        state, word, said = read[there[-1]], model.start, 0.0
+        for m in range(length):
+            energies = [model.energy((model.key(read[r]) + model.query(state)).tanh())[0] for r in there]
+            shares = [energy.exp() / sum(e.exp() for e in energies) for energy in energies]
+            attended = sum(share * read[r] for share, r in zip(shares, there))
+            state = model.speaker(torch.cat([word, attended]), state)
+            said -= model.out(state).log_softmax(-1)[WORDS[row, m]]
+            word = model.embedding(WORDS[row, m])
+        close(model.nll(images, WORDS, WORDS)[row], said.detach())
+
+
+def test_the_likelihood_of_all_captions_from_regions_is_one():
+    every = torch.cartesian_prod(torch.arange(9), torch.arange(9))
+    values, mask = regions(1)
+    log_p = region_decoder().log_probabilities(Tokens(values.expand(81, -1, -1), mask.expand(81, -1)), every)
+    close(log_p[torch.arange(81)[:, None], torch.arange(2), every].sum(1).exp().sum(), 1.0)
+
+
+def test_a_decoder_of_regions_learns_to_say_what_is_there():
+    torch.manual_seed(0)
+    model, images = RegionDecoder(9, 7, 8, 16), Tokens(regions().values.float(), regions().mask)
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model.nll(images, WORDS, WORDS).sum().backward()
+        optimizer.step()
+    others = Tokens(images.values.roll(1, 0), images.mask.roll(1, 0))
+    assert model.nll(images, WORDS, WORDS).mean() < 0.5 < 2 < model.nll(others, WORDS, WORDS).mean()
 
 
 def test_the_discriminator_has_three_layers_and_one_logit():

@@ -91,3 +91,16 @@ def test_vocabulary_that_is_too_small(model):
     config["architecture"]["text_cfg"]["vocab_size"] = 1000
     with pytest.raises(UserError, match="1000 token embeddings"):
         create_tokenizer(config)
+
+
+def test_a_vocabulary_of_another_corpus_is_refused():
+    from probemb.data.captions.dataset import CaptionDataset
+    from probemb.models import check_words
+
+    model = create_model("resnet-gru-small", vocabulary=["a", "red", "circle"])
+    own = CaptionDataset([["a red circle", "A red square."]], [1], source="own")
+    check_words(model, own)
+    check_words(create_model("ViT-Micro-32"), CaptionDataset([["Zwei Hunde"]], [1]))  # parts of words fit everything
+    with pytest.raises(UserError, match="has 17% of the words of x: it is of another corpus") as error:
+        check_words(model, CaptionDataset([["a dog runs"], ["two dogs play"]], [1, 2], source="x"))
+    assert "tools.build_vocabulary x" in error.value.remedy

@@ -58,6 +58,7 @@ def step(name: str, architecture: str, b: int):
     from tools.bench.timing import device
 
     argv = ["--method", name, "--data.path", "none", "--model.lock-image", "true", "--size-augment", "0"]
+    argv += ["--loss.caption_weight", "0"] if hasattr(METHODS[name].Options, "caption_weight") else []  # no regions
     config = parse_config(Config, "finetune", "", with_method_file([*argv, "--mix.ratio", "0"]))
     method_class, torch_device = METHODS[name], device()
     torch.manual_seed(0)

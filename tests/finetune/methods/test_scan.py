@@ -1,8 +1,7 @@
-"""SCAN and VSRN on files of regions: ranks, resume, refusals, and retrieval by attention with the saved model."""
+"""SCAN on files of regions: ranks, resume, refusals, and retrieval by attention with the saved model."""
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,10 +9,9 @@ from finetune.methods import METHODS
 from probemb import load_model
 from probemb.cross_attention import CrossAttention
 from probemb.errors import UserError
+from tests.finetune.region_files import write_regions
 from tests.finetune.runs import ONE_EPOCH, Job, metrics, run_here, saved
 from zeroshot.retrieval import main as retrieval
-
-WORDS = ("red", "green", "blue", "round", "flat", "small")
 
 
 @pytest.fixture(autouse=True)
@@ -23,18 +21,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def regions(tmp_path_factory):
-    """Images of three regions, each a word; a caption names one or two of the words."""
-    folder, random = tmp_path_factory.mktemp("regions"), np.random.RandomState(0)
-    looks = random.randn(len(WORDS), 437).astype(np.float32)
-    for name, n in (("train", 16), ("dev", 8)):
-        shown = np.stack([random.permutation(len(WORDS))[:3] for _ in range(n)])
-        array = np.zeros((n, 6, 437), np.float32)
-        array[:, :3] = looks[shown] + 0.1 * random.randn(n, 3, 437)
-        np.save(folder / f"{name}_ims.npy", array)
-        captions = [" ".join(WORDS[w] for w in row[: 1 + k % 3]) for row in shown for k in range(5)]
-        (folder / f"{name}_caps.txt").write_text("\n".join(captions) + "\n")
-    (folder / "vocabulary.txt").write_text("".join(f"{word}\t9\n" for word in WORDS))
-    return folder
+    return write_regions(tmp_path_factory.mktemp("regions"))
 
 
 def options(regions, out, **more):
@@ -73,15 +60,6 @@ def test_several_processes_equal_one(regions, tmp_path, ranks):
     assert many == pytest.approx(one, rel=1e-4)
     for name, tensor in saved(tmp_path / "one").items():
         torch.testing.assert_close(saved(tmp_path / "many")[name], tensor, rtol=1e-3, atol=1e-4)
-
-
-def test_vsrn_trains_on_regions(regions, tmp_path):
-    settings = {**options(regions, tmp_path / "run", **ONE_EPOCH), "method": "vsrn"}
-    settings |= {"model.name": "vsrn-scenes-gru", "model.embed_dim": "null", "batch-size": 40}
-    assert run_here(settings) == 0
-    model = load_model(tmp_path / "run").model
-    assert model.ranking == "mean"
-    assert model.encode_image(torch.randn(2, 6, 437)).mean.shape == (2, 128)
 
 
 REFUSED = {
