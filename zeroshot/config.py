@@ -236,10 +236,12 @@ class LocalisationConfig:
         images: the folder of the images; by default searched beside the annotations.
         sample: so many of the images, chosen by their names; by default all.
         proposals: a JSON file, {image id: [[left, top, right, bottom], ...]}, best ones first; by default a grid.
+        regions: for models that read regions: NAME_ims.npy with the proposals' features, with NAME_boxes.npy and
+            NAME_ids.txt beside it (`tools.write_regions --proposals`).
         top: so many of the file's proposals for each image; by default all.
         grid: sliding windows, used without a file.
         several: what is right for a phrase with several boxes: merged (the smallest box around them) or any (each).
-        rankings: csd, mean, wasserstein2, match-probability, kl, min-kl, ..., separated by commas; by default the one
+        rankings: csd, mean, wasserstein2, match-probability, attention, ..., separated by commas; by default the one
             that the model was trained for, and the means alone.
         samples: samples of each item for match-probability.
         out: folder for results.json and report.html; by default localisation/ in the run folder.
@@ -252,7 +254,20 @@ class LocalisationConfig:
     """
 
     COMMON: ClassVar = (
-        *("model", "data", "split", "images", "sample", "proposals", "top", "grid", "several", "rankings", "out"),
+        *(
+            "model",
+            "data",
+            "split",
+            "images",
+            "sample",
+            "proposals",
+            "regions",
+            "top",
+            "grid",
+            "several",
+            "rankings",
+            "out",
+        ),
         *("batch_size", "workers", "device", "precision"),
     )
 
@@ -262,6 +277,7 @@ class LocalisationConfig:
     images: str | None = None
     sample: Count | None = None
     proposals: str | None = None
+    regions: str | None = None
     top: Count | None = None
     grid: GridOptions = field(default_factory=GridOptions)
     several: Literal["merged", "any"] = "merged"

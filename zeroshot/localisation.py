@@ -3,8 +3,10 @@
     python -m zeroshot.localisation --model runs/x --data data/flickr30k_entities --proposals edge_boxes.json --top 200
     python -m zeroshot.localisation --model runs/x --data data/visual_genome --sample 1000
     python -m zeroshot.localisation --model runs/scenes --data data/scenes/entities               # embedded data
+    python -m zeroshot.localisation --model runs/scan --data data/flickr30k_entities --regions boxes/test_ims.npy
 
-Every proposal is cropped and embedded as an image of its own; a phrase ranks the proposals of its image. Prints recall
+Every proposal is cropped and embedded as an image of its own, or for a model that reads regions its features are taken
+from a file; a phrase ranks the proposals of its image. Prints recall
 at 1, 5 and 10 for an IoU of at least 0.5, by type of phrase, with the upper bound of the proposals and what guessing
 would reach; writes results.json and report.html. Source: jWAE (003) §5.2, Table 7.
 """
@@ -36,6 +38,7 @@ DESCRIPTION = (
 OUTPUTS = ("results.json", "report.html")
 IOUS = tuple(i / 20 for i in range(2, 20))  # 0.1 to 0.95
 UNTYPED = "all"
+WRITE = "python -m tools.write_regions --proposals"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rankings = check(config)
     from probemb.cli.results import claim_files, results_folder
     from probemb.data.boxes import find_phrases
-    from probemb.data.boxes.proposals import grid_proposals, read_proposals
+    from probemb.data.boxes.proposals import grid_proposals, read_proposals, read_region_proposals
 
     data = find_phrases(config.data, config.split, config.images, config.sample)
-    if config.proposals is None:
+    if config.regions is not None:
+        proposals = read_region_proposals(config.regions, data, config.top)
+    elif config.proposals is None:
         proposals = grid_proposals(data, config.grid.scales, config.grid.ratios, config.grid.step)
     else:
         proposals = read_proposals(config.proposals, data, config.top)
@@ -62,10 +67,13 @@ def check(config: LocalisationConfig) -> list[str]:
     for option, what in (("model", "a run, a model folder or a hub name"), ("data", "phrases with boxes")):
         if not getattr(config, option):
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/x --data PATH`.")
-    if config.proposals is None and config.top is not None:
+    if config.proposals is not None and config.regions is not None:
+        raise UserError("--regions has proposals of its own, and --proposals is given.", "Leave --proposals out.")
+    file = config.proposals or config.regions
+    if file is None and config.top is not None:
         raise UserError("--top is given without --proposals.", "Name a file of proposals, or change --grid.step.")
-    if config.proposals is not None and config.grid != type(config.grid)():
-        raise UserError("--grid has no effect on proposals of a file.", "Leave --grid or --proposals out.")
+    if file is not None and config.grid != type(config.grid)():
+        raise UserError("--grid has no effect on proposals of a file.", "Leave --grid or the file out.")
     if config.rankings is None:
         return []
     from probemb.evaluation.rankings import ranking_names
@@ -93,6 +101,7 @@ def evaluate(
 
     device = choose_device(config.device, config.precision)
     model, tokenizer, transforms = load_model(config.model, device=device.name)
+    check_inputs(model, proposals)
     rankings = fitting(rankings or default_rankings(model), model, bool(rankings))
     print(
         f"{len(data):,} images, {len(data.phrases):,} phrases, {proposals.total / len(data):,.0f} proposals an image "
@@ -103,7 +112,9 @@ def evaluate(
         model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
         config.max_bad, progress,
     )  # fmt: skip
-    options = RankingOptions(model.scale.item(), model.shift.item(), config.samples, device=device.name)
+    options = RankingOptions(
+        model.scale.item(), model.shift.item(), config.samples, device=device.name, attention=model.attention
+    )
     found = localise(embedder, data, proposals, rankings, options, config.several)
     if found.bad:
         print(describe_bad(found.bad), flush=True)
@@ -112,6 +123,27 @@ def evaluate(
     write_json(out / OUTPUTS[0], results, LOCALISATION_GENERATOR)
     write_report(out / OUTPUTS[1], results, data, proposals, found)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
+
+
+def check_inputs(model: DualEncoder, proposals: Proposals) -> None:
+    """Refuse crops for a model that reads regions, the reverse, and regions of another width. Raises UserError."""
+    wanted = getattr(model.image_tower, "region_shape", None)
+    given = proposals.features and proposals.features.shape
+    if wanted is None and given is not None:
+        raise UserError(
+            f"The model reads pixels, and {proposals.source} holds features of regions.",
+            "Leave --regions out, or name a model that reads regions.",
+        )
+    if wanted is not None and given is None:
+        raise UserError(
+            f"The model reads regions of {wanted[1]} numbers, and crops of images are pixels.",
+            f"Name the proposals' features with --regions; `{WRITE}` writes them.",
+        )
+    if wanted is not None and wanted[1] != given[1]:
+        raise UserError(
+            f"The model reads regions of {wanted[1]} numbers, and {proposals.source} has regions of {given[1]}.",
+            f"Write them with what the training's regions came from (`{WRITE}`).",
+        )
 
 
 def default_rankings(model: DualEncoder) -> list[str]:

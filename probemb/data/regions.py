@@ -102,7 +102,7 @@ def read_header(path: Path) -> Header:
         with open(path, "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UserError(f"{path} is not a regular file.", REMEDY)
-            shape, fortran, dtype = _npy_header(file)
+            shape, fortran, dtype = npy_header(file)
             offset, size = file.tell(), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}).", "Check the file.") from None
@@ -124,7 +124,8 @@ def read_header(path: Path) -> Header:
     return Header(shape, dtype, offset)
 
 
-def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is in Fortran's order, and type of an array. Raises ValueError and what parsing raises."""
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:

@@ -1,4 +1,7 @@
-"""Phrase localisation: the proposals of an image ranked by how well their crops fit a phrase.
+"""Phrase localisation: the proposals of an image ranked by how well their crops, or their regions, fit a phrase.
+
+A model that reads regions gets every proposal as an image of that region alone. Its ranking "attention" is then the
+model's own score of the phrase's words with the region; "mean" is the cosine of both embeddings, as jWAE has it.
 
 Source: jWAE (003) §5.2; the protocol of Plummer et al. (IJCV 2017) and Wang et al.: an image's own phrases are looked
 for among its proposals, and a proposal is right if its IoU with the phrase's box is at least 0.5.
@@ -11,19 +14,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from probemb.cli.device import loader_workers
+from probemb.cross_attention import Tokens, attention_scores, unit_tokens
 from probemb.data.boxes import PhraseDataset, iou
 from probemb.data.boxes.geometry import Box, enclosing
 from probemb.data.boxes.proposals import Proposals
 from probemb.data.failures import BadSample
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
-from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.embedding import Embedder, encode_images
+from probemb.evaluation.kept_tokens import KeptTokens, TokenKeeper
 from probemb.evaluation.predictors import MatchModel, query_scores
 from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker
 from probemb.gaussian import Gaussian
@@ -59,7 +65,7 @@ def localise(
     embedder: Embedder, data: PhraseDataset, proposals: Proposals, rankings: Sequence[str], options: RankingOptions,
     several: str,
 ) -> Localised:  # fmt: skip
-    """Embed every phrase and every proposal's crop, and rank. Holds the crops of one image at a time.
+    """Embed every phrase and every proposal, and rank. Holds the crops, or the regions, of one image at a time.
 
     Args:
         rankings: names of `probemb.evaluation.rankings` that score pairs.
@@ -67,12 +73,15 @@ def localise(
 
     Raises UserError: too many images that cannot be read; embeddings that are not finite.
     """
-    texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases")
+    with_tokens = "attention" in rankings
+    keeper = TokenKeeper() if with_tokens else None
+    texts = embedder.texts([phrase.text for phrase in data.phrases], "phrases", keeper)
+    words = keeper.kept() if keeper else None
     of_image, parts, bad = data.by_image(), [], []
     rows: list[int] = []
     total = sum(len(boxes) for boxes, some in zip(proposals.boxes, of_image) if some)
     with embedder.show("proposals", total) as advance:
-        for image, crops, reason in embedded_crops(embedder, data, proposals, of_image):
+        for image, crops, reason in embedded_proposals(embedder, data, proposals, of_image, with_tokens):
             if advance:
                 advance(len(proposals.boxes[image]))
             if crops is None:
@@ -82,7 +91,9 @@ def localise(
             some = of_image[image]
             boxes = torch.tensor(proposals.boxes[image])
             overlaps = torch.stack([phrase_overlaps(boxes, data.phrases[row].boxes, several) for row in some])
-            parts.append(_rank(embedder, texts[torch.tensor(some)], crops, overlaps, rankings, options))
+            index = torch.tensor(some)
+            phrases = _Phrases(texts[index], None if words is None else words.take(index))
+            parts.append(_rank(embedder, phrases, crops, overlaps, rankings, options))
             rows += some
     if not parts:
         raise UserError(f"No image of {data.source} could be read.", "Repair the data.")
@@ -108,8 +119,28 @@ def phrase_overlaps(proposals: Tensor, boxes: Sequence[Box], several: str) -> Te
     return iou(proposals, torch.tensor(boxes)).amax(dim=1)
 
 
+class _Phrases(NamedTuple):
+    """Phrases (Q, D), and their words where these are compared."""
+
+    gaussian: Gaussian
+    words: KeptTokens | None
+
+
+class _Embedded(NamedTuple):
+    """Proposals (P, D), and their tokens (P, T, D) where these are compared: those of a crop, or the one region."""
+
+    gaussian: Gaussian
+    tokens: Tokens | None
+
+    @staticmethod
+    def joined(parts: Sequence[_Embedded]) -> _Embedded:
+        """Blocks of an image's proposals."""
+        tokens = None if parts[0].tokens is None else Tokens(*map(torch.cat, zip(*(part.tokens for part in parts))))
+        return _Embedded(Gaussian.cat([part.gaussian for part in parts]), tokens)
+
+
 def _rank(
-    embedder: Embedder, phrases: Gaussian, crops: Gaussian, overlaps_QP: Tensor, rankings: Sequence[str],
+    embedder: Embedder, phrases: _Phrases, crops: _Embedded, overlaps_QP: Tensor, rankings: Sequence[str],
     options: RankingOptions,
 ) -> dict:  # fmt: skip
     """The fields of `Localised` for the phrases of one image."""
@@ -117,21 +148,32 @@ def _rank(
     missing = max(0, max(KS) - total)
     found: dict = {"first": {}, "first_overlaps": {}}
     for name in rankings:
-        ranker = make_ranker(name, crops, phrases, options)
-        if not isinstance(ranker, ScoreRanker):
-            raise ValueError(f"{name} has no scores of pairs")
-        scores_QP = ranker.scores(slice(None)).T.float().cpu()
+        scores_QP = _scores(name, phrases, crops, options)
         order = scores_QP.argsort(dim=1, descending=True, stable=True)[:, : max(KS)]
         found["first"][name] = pad(order, (0, missing), value=-1)
         found["first_overlaps"][name] = pad(overlaps_QP.gather(1, order), (0, missing), value=-1.0)
     good = (overlaps_QP >= THRESHOLD).sum(dim=1).tolist()
-    single = phrases.mean.dim() == 2  # not several embeddings of an item
+    texts, items = phrases.gaussian, crops.gaussian
+    single = texts.mean.dim() == 2  # not several embeddings of an item
     return found | {
         "best_overlap": overlaps_QP.amax(dim=1),
         "chance": torch.tensor([[chance_at(n, total, min(k, total)) for k in KS] for n in good]),
-        "u": _uncertainty(phrases),
-        "scores": query_scores(phrases, crops, MatchModel.of(embedder.model)) if single else {},
+        "u": _uncertainty(texts),
+        "scores": query_scores(texts, items, MatchModel.of(embedder.model)) if single else {},
     }
+
+
+def _scores(name: str, phrases: _Phrases, crops: _Embedded, options: RankingOptions) -> Tensor:
+    """(Q, P) on the CPU, larger is closer."""
+    if name == "attention":
+        words = phrases.words.read(slice(None), options.device)
+        images = Tokens(*(one.to(options.device) for one in crops.tokens))
+        with torch.inference_mode():
+            return attention_scores(images, words, options.attention).T.cpu()
+    ranker = make_ranker(name, crops.gaussian, phrases.gaussian, options)
+    if not isinstance(ranker, ScoreRanker):
+        raise ValueError(f"{name} has no scores of pairs")
+    return ranker.scores(slice(None)).T.float().cpu()
 
 
 def _uncertainty(items: Gaussian) -> Tensor:
@@ -143,24 +185,41 @@ def _uncertainty(items: Gaussian) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- crops
 
 
-def embedded_crops(embedder: Embedder, data: PhraseDataset, proposals: Proposals, of_image: Sequence[Sequence[int]]):
-    """(image, Gaussian (P, D) of its proposals, "") of each image with phrases; (image, None, reason) if unreadable."""
+def embedded_proposals(
+    embedder: Embedder, data: PhraseDataset, proposals: Proposals, of_image: Sequence[Sequence[int]], with_tokens: bool
+):
+    """(image, its proposals embedded, "") of each image with phrases; (image, None, reason) if it is unreadable."""
     blocks = []
     for image, some in enumerate(of_image):
         count = len(proposals.boxes[image]) if some else 0
         blocks += [(image, first) for first in range(0, count, embedder.batch_size)]
-    dataset = _Crops(data, proposals, blocks, embedder.transform, embedder.batch_size)
+    form = _Crops if proposals.features is None else _Regions
+    dataset = form(data, proposals, blocks, embedder.transform, embedder.batch_size)
     workers = loader_workers(embedder.workers, len(blocks) * embedder.batch_size, embedder.device.name)
-    parts: list[Gaussian] = []
+    parts: list[_Embedded] = []
     failed = ""
     with closing(read(make_loader(dataset, workers, batch_size=None))) as found:
-        for image, last, pixels, reason in found:
+        for image, last, inputs, reason in found:
             failed = failed or reason
             if not failed:
-                parts.append(embedder.pixels([pixels]))
+                parts.append(_embed(embedder, inputs, with_tokens))
             if last:
-                yield image, (None if failed else Gaussian.cat(parts)), failed
+                yield image, (None if failed else _Embedded.joined(parts)), failed
                 parts, failed = [], ""
+
+
+def _embed(embedder: Embedder, inputs: Tensor, with_tokens: bool) -> _Embedded:
+    if not with_tokens:
+        return _Embedded(embedder.pixels([inputs]), None)
+    tokens: list[Tokens] = []
+
+    def encode(batch: Tensor) -> Gaussian:
+        encoded = embedder.model.image_tower.encode(batch, want_tokens=True)
+        tokens.append(unit_tokens(encoded.tokens, encoded.mask))
+        return encoded.gaussian
+
+    gaussian = encode_images(encode, [inputs], device=embedder.device)
+    return _Embedded(gaussian, tokens[0])
 
 
 class _Crops:
@@ -189,6 +248,20 @@ class _Crops:
         except Exception as error:  # one image must not end an evaluation
             return image, last, None, f"cannot be transformed ({type(error).__name__})"
         return image, last, pixels, ""
+
+
+class _Regions(_Crops):
+    """The same with the features of proposals, (P, 1, W): each is an image of one region."""
+
+    def __getitem__(self, index: int):
+        image, first = self.blocks[index]
+        rows = self.proposals.rows[image]
+        last = first + self.size >= len(rows)
+        try:
+            features = self.proposals.features.open(image)
+        except BadSample as error:
+            return image, last, None, str(error)
+        return image, last, features[rows[first : first + self.size], None], ""
 
 
 def crop(picture, box: Box, scale: tuple[float, float] = (1.0, 1.0)):

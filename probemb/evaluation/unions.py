@@ -20,7 +20,7 @@ from probemb.data.boxes.proposals import Proposals
 from probemb.data.boxes.visual_genome import CropTriplet, crop_triplets
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.localisation import embedded_crops, refuse_too_many
+from probemb.evaluation.localisation import embedded_proposals, refuse_too_many
 from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker
 from probemb.evaluation.uncertainty import MEASURES
 from probemb.gaussian import Gaussian
@@ -95,14 +95,14 @@ def _embed_crops(
     found: dict[int, dict[tuple, Gaussian]] = {}
     bad: list[tuple[str, str]] = []
     with embedder.show("crops", proposals.total) as advance:
-        for image, gaussian, reason in embedded_crops(embedder, data, proposals, boxes):
+        for image, crops, reason in embedded_proposals(embedder, data, proposals, boxes, with_tokens=False):
             if advance:
                 advance(len(boxes[image]))
-            if gaussian is None:
+            if crops is None:
                 bad.append((data.image_ids[image], reason))
                 refuse_too_many(bad, data, embedder.max_bad)
             else:
-                found[image] = {box: gaussian[row] for row, box in enumerate(boxes[image])}
+                found[image] = {box: crops.gaussian[row] for row, box in enumerate(boxes[image])}
     return found, bad
 
 

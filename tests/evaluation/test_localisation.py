@@ -5,14 +5,15 @@ import pytest
 import torch
 from PIL import Image
 
+from probemb.cross_attention import CrossAttention
 from probemb.data.boxes import find_phrases
-from probemb.data.boxes.proposals import Proposals, grid_proposals
+from probemb.data.boxes.proposals import Proposals, grid_proposals, read_region_proposals
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.localisation import crop, localise, phrase_overlaps
 from probemb.evaluation.rankings import RankingOptions
-from probemb.models import load_model
+from probemb.models import create_model, create_tokenizer, load_model
 from tests.world import run_folder
 from tools.make_scenes import Plan, make
 
@@ -121,3 +122,114 @@ def test_a_crop_covers_its_box():
     assert crop(picture, (2, 3, 10, 15), (2.0, 2.0)).size == (16, 24)  # the picture is twice the annotated size
     assert crop(picture, (46.0, 46.0, 60.0, 60.0)).size == (2, 2)
     assert np.array_equal(np.asarray(crop(picture, (4, 6, 20, 30))), np.asarray(picture)[6:30, 4:20])
+
+
+# ----------------------------------------------------------------------------------------------------------- regions
+
+WORDS = ["a", "red", "blue", "green", "circle", "square", "large", "small", "the", "star"]
+
+
+def regions_of(data, folder, p=5, width=437):
+    """Files of p proposals an image, the last image with fewer."""
+    r = np.random.RandomState(0)
+    corner = r.rand(len(data), p, 2) * 20
+    boxes = np.concatenate([corner, corner + 5 + 20 * r.rand(len(data), p, 2)], 2)
+    features = r.randn(len(data), p, width).astype(np.float32)
+    boxes[-1, 3:], features[-1, 3:] = 0, 0
+    np.save(folder / "test_ims.npy", features)
+    np.save(folder / "test_boxes.npy", boxes)
+    (folder / "test_ids.txt").write_text("\n".join(data.image_ids))
+    return features
+
+
+def region_embedder(name, size=3, **options):
+    torch.manual_seed(0)
+    model = create_model(name, vocabulary=WORDS, **options).eval()
+    return Embedder(model, create_tokenizer(model), lambda regions: regions, batch_size=size)
+
+
+def plain_attention(regions_TD, words_LD, how):
+    """The score of an image with these regions, one number at a time."""
+    context, queries = (regions_TD, words_LD) if how.direction == "t2i" else (words_LD, regions_TD)
+    unit = [[x / x.norm() for x in side] for side in (context, queries)]
+    products = [[torch.nn.functional.leaky_relu(c @ q, 0.1) for q in unit[1]] for c in unit[0]]
+    length = [sum(x * x for x in row).sqrt() for row in products]
+    cosines = []
+    for q in range(len(queries)):
+        weight = [(how.lambda_softmax * row[q] / norm).exp() for row, norm in zip(products, length)]
+        attended = sum(w * c for w, c in zip(weight, unit[0])) / sum(weight)
+        cosines.append(attended @ unit[1][q] / attended.norm())
+    return (sum((how.lambda_lse * c).exp() for c in cosines)).log() / how.lambda_lse
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_a_scan_model_scores_phrases_with_each_region(entities, tmp_path, direction):
+    how = CrossAttention(direction)
+    embedder = region_embedder(
+        "scan-scenes-gru", head="average", probabilistic=False, ranking="attention", attention={"direction": direction}
+    )
+    data = find_phrases(entities, "test").only([0, 1, 2])
+    features = regions_of(data, tmp_path)
+    proposals = read_region_proposals(tmp_path / "test_ims.npy", data, None)
+    options = RankingOptions(attention=embedder.model.attention)
+    found = localise(embedder, data, proposals, ["attention", "mean"], options, "merged")
+    model = embedder.model
+    for image, some in enumerate(data.by_image()):
+        for row in some:
+            with torch.no_grad():
+                text = model.text_tower.encode(embedder.tokenizer([data.phrases[row].text]), want_tokens=True)
+                of_region = [
+                    model.image_tower.encode(torch.from_numpy(features[image, r])[None, None], want_tokens=True)
+                    for r in proposals.rows[image]
+                ]
+            words = text.tokens[0, text.mask[0]]
+            scores = {
+                "attention": [float(plain_attention(one.tokens[0], words, how)) for one in of_region],
+                "mean": [float(one.gaussian.mean[0] @ text.gaussian.mean[0]) for one in of_region],
+            }
+            for name, of in scores.items():
+                first = [i for i in found.first[name][row].tolist() if i >= 0]
+                assert len(first) == len(proposals.rows[image])
+                assert [of[i] for i in first] == pytest.approx(sorted(of, reverse=True), abs=2e-3)
+
+
+def test_a_vsrn_model_embeds_every_region_alone(entities, tmp_path):
+    embedder = region_embedder("vsrn-scenes-gru", size=2, n_unc_layers=(1, 1))
+    data = find_phrases(entities, "test").only([0, 1])
+    features = regions_of(data, tmp_path)
+    proposals = read_region_proposals(tmp_path / "test_ims.npy", data, None)
+    found = localise(embedder, data, proposals, ["csd"], RankingOptions(), "any")
+    for image, some in enumerate(data.by_image()):
+        padded = np.zeros((len(proposals.rows[image]), 6, 437), np.float32)  # an image of one region, as in training
+        padded[:, 0] = features[image, proposals.rows[image]]
+        with torch.no_grad():
+            items = embedder.model.encode_image(torch.from_numpy(padded))
+            texts = embedder.model.encode_text(embedder.tokenizer([data.phrases[row].text for row in some]))
+        distance = csd(items, texts)
+        for place, row in enumerate(some):
+            first = [i for i in found.first["csd"][row].tolist() if i >= 0]
+            assert distance[first, place].tolist() == pytest.approx(distance[:, place].sort().values.tolist(), abs=1e-4)
+
+
+def test_a_scan_model_on_pixels_attends_to_the_crops(entities):
+    torch.manual_seed(0)
+    model = create_model(
+        "resnet-gru-small", head="average", probabilistic=False, vocabulary=WORDS, ranking="attention", attention={}
+    ).eval()
+    from probemb.models import create_transforms
+
+    embedder = Embedder(model, create_tokenizer(model), create_transforms(model).evaluate, batch_size=3)
+    data = find_phrases(entities, "test").only([0])
+    proposals = Proposals(
+        [[(0.0, 0.0, 48.0, 48.0), (0.0, 0.0, 20.0, 20.0), (8.0, 9.0, 40.0, 48.0), (30.0, 1.0, 44.0, 20.0)]]
+    )
+    found = localise(embedder, data, proposals, ["attention"], RankingOptions(attention=model.attention), "any")
+    for row, phrase in enumerate(data.phrases):
+        with torch.no_grad():
+            text = model.text_tower.encode(embedder.tokenizer([phrase.text]), want_tokens=True)
+            crops = [embedder.transform(crop(data.images.open(0), box)) for box in proposals.boxes[0]]
+            items = model.image_tower.encode(torch.stack(crops), want_tokens=True)
+        words = text.tokens[0, text.mask[0]]
+        scores = [float(plain_attention(tokens, words, model.attention)) for tokens in items.tokens]
+        first = [i for i in found.first["attention"][row].tolist() if i >= 0]
+        assert [scores[i] for i in first] == pytest.approx(sorted(scores, reverse=True), abs=2e-3)

@@ -5,11 +5,15 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from probemb.data.boxes import find_phrases
 from probemb.errors import UserError
+from probemb.models import create_model, save_model
 from tools.make_scenes import Plan, make
+from tools.write_regions.command import main as write_regions
 from zeroshot.localisation import main
 
 
@@ -114,6 +118,56 @@ def test_options_that_are_refused(run_folder, scenes, tmp_path, options, what):
     with pytest.raises(UserError, match=what):
         command(run_folder, scenes / "entities", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def region_runs(scenes, tmp_path_factory):
+    """Saved SCAN and VSRN models, and the features of a grid's proposals."""
+    torch.manual_seed(0)
+    out = tmp_path_factory.mktemp("region-runs")
+    words = ["a", "red", "circle", "square"]
+    attention = {"ranking": "attention", "attention": {}}
+    scan = create_model("scan-scenes-gru", head="average", probabilistic=False, vocabulary=words, **attention)
+    save_model(scan, out / "scan" / "model")
+    save_model(create_model("vsrn-scenes-gru", vocabulary=words), out / "vsrn" / "model")
+    data = ["--data", str(scenes / "entities"), "--split", "test", "--out", str(out / "boxes")]
+    assert write_regions([*data, "--proposals", "grid", "--model", "crops"]) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "titles"), [("scan", ["cross attention", "mean only"]), ("vsrn", ["CSD", "mean only"])]
+)
+def test_models_that_read_regions(region_runs, scenes, tmp_path, name, titles):
+    argv = ["--model", str(region_runs / name), "--data", str(scenes / "entities"), "--workers", "0", "--sample", "3"]
+    regions = ["--regions", str(region_runs / "boxes" / "test_ims.npy")]
+    assert main([*argv, *regions, "--out", str(tmp_path / "out")]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=pytest.fail)
+    assert [row["title"] for row in results["rows"]][:2] == titles
+    assert results["proposals"]["total"] == 302 * 3
+    assert 0 < results["rows"][-1]["r@10"]["value"] <= 1
+    assert "<image href=" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_regions_and_models_that_do_not_fit(run_folder, region_runs, scenes, tmp_path):
+    regions = ["--regions", str(region_runs / "boxes" / "test_ims.npy")]
+    narrow = tmp_path / "test_ims.npy"
+    for name in ("test_boxes.npy", "test_ids.txt"):
+        (tmp_path / name).write_bytes((region_runs / "boxes" / name).read_bytes())
+    np.save(narrow, np.load(region_runs / "boxes" / "test_ims.npy")[..., :9])
+    cases = [
+        (run_folder, regions, "The model reads pixels", "Leave --regions out"),
+        (region_runs / "vsrn", [], "reads regions of 437 numbers, and crops", "--regions"),
+        (region_runs / "scan", ["--regions", str(narrow)], "has regions of 9", "tools.write_regions"),
+        (run_folder, [*regions, "--proposals", "x.json"], "has proposals of its own", "--proposals"),
+        (run_folder, [*regions, "--grid.step", "0.4"], "--grid has no effect", "Leave"),
+        (run_folder, ["--rankings", "attention"], "this one was not", "Leave --rankings out"),
+    ]
+    for model, options, what, remedy in cases:
+        argv = ["--model", str(model), "--data", str(scenes / "entities"), "--out", str(tmp_path / "out"), *options]
+        with pytest.raises(UserError, match=what) as error:
+            main(argv)
+        assert remedy in error.value.remedy
 
 
 def test_what_is_missing(run_folder, scenes, tmp_path):

@@ -11,6 +11,7 @@ Shapes: B items, T tokens, W width of the trunk, H × W' a feature map.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from types import MethodType
 
@@ -124,12 +125,31 @@ class TimmTower(Encoder):
         return Place("trunk", groups[""] - groups[rest] if rest in groups else 0)  # buffers are in no group
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """A feature map in the trunk's layout -> (B, T, W)."""
+        """A feature map in the trunk's layout -> (B, T, W). Raises UserError: it is none."""
+        if not isinstance(x, Tensor) or x.ndim not in (3, 4):
+            raise UserError(
+                f"timm's {type(self.trunk).__name__} gives no feature map or tokens that heads could read.",
+                "Choose another backbone of timm, such as resnet50.",
+            )
         if x.ndim == 3:
             return x
         if getattr(self.trunk, "output_fmt", "NCHW") == "NHWC":
             return x.flatten(1, 2)
         return x.flatten(2).transpose(1, 2)
+
+    def feature_map(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, W, S, S), the trunk's tokens but for class tokens, in their places.
+
+        Raises UserError: they are no square map.
+        """
+        tokens = self.features(pixels)[0].tokens[:, self._n_prefix :]
+        side = math.isqrt(tokens.shape[1])
+        if side * side != tokens.shape[1]:
+            raise UserError(
+                f"The image tower has {tokens.shape[1]} tokens, which are no square map of places.",
+                "Choose another backbone of timm, such as resnet50.",
+            )
+        return tokens.transpose(1, 2).unflatten(2, (side, side))
 
     def _pool(self, tokens: Tensor) -> Tensor:
         return tokens[:, 0] if self._class_token else tokens[:, self._n_prefix :].mean(1)

@@ -9,6 +9,8 @@ from torch.testing import assert_close
 
 from probemb.errors import UserError
 from probemb.models import DualEncoder, create_model, create_transforms, load_model, save_model
+from probemb.models.heads import HeadConfig
+from probemb.models.towers.timm_image import timm_tower
 
 WORDS = ["a", "cat", "dog"]
 
@@ -127,3 +129,10 @@ def test_resnet_and_gru_train_together():
     sum(((g.mean + g.log_var) * weight).sum() for g in (out.image, out.text)).backward()
     for tower in (model.visual, model.text):
         assert [name for name, parameter in tower.named_parameters() if parameter.grad is None] == []
+
+
+def test_a_backbone_without_a_feature_map_is_refused():
+    name = "crossvit_9_240"  # two class tokens, no map
+    with pytest.raises(UserError, match="CrossVit gives no feature map") as error:
+        timm_tower(lambda: None, timm.create_model(name, num_classes=0), name, 240, 0, HeadConfig("pie", 8, False))
+    assert "another backbone" in error.value.remedy

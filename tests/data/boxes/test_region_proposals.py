@@ -1,0 +1,100 @@
+"""Proposals with their features: files that belong together, one image at a time, and what is refused."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from probemb.data.boxes.proposals import read_region_proposals
+from probemb.errors import UserError
+from tests.data.boxes.test_visual_genome import dataset
+
+
+@pytest.fixture
+def data():
+    return dataset([("a", (0, 0, 40, 40))], [("b", (0, 0, 10, 10))])
+
+
+def write(folder, boxes=None, ids=("1", "x", "0"), features=None):
+    """Three images of three proposals, of which the second has one and the third one outside."""
+    if boxes is None:
+        boxes = np.zeros((3, 3, 4), np.float32)
+        boxes[0, :] = [[0, 0, 10, 20], [-5, 5, 200, 50], [30, 40, 70, 80]]
+        boxes[1, 0] = boxes[2, 0] = [1, 2, 3, 4.5]
+        boxes[2, 1] = [300, 300, 400, 400]
+        boxes[2, 2] = [0, 0, 100, 100]
+    features = np.arange(3 * 3 * 5, dtype=np.float32).reshape(3, 3, 5) if features is None else features
+    np.save(folder / "test_ims.npy", features)
+    np.save(folder / "test_boxes.npy", boxes)
+    (folder / "test_ids.txt").write_text("".join(f"{one}\n" for one in ids))
+    return folder / "test_ims.npy"
+
+
+def test_each_image_has_its_own_boxes_and_features(data, tmp_path):
+    found = read_region_proposals(write(tmp_path), data, None)
+    assert found.boxes == [[(1, 2, 3, 4.5), (0, 0, 100, 100)], [(0, 0, 10, 20), (0, 5, 100, 50), (30, 40, 70, 80)]]
+    assert found.rows == [[0, 2], [0, 1, 2]]
+    assert (found.total, found.dropped) == (5, 1)
+    assert found.features.open(0).tolist() == np.arange(30, 45).reshape(3, 5).tolist()  # image 0 is the last row
+    assert found.features.open(1).tolist() == np.arange(15).reshape(3, 5).tolist()
+    first = read_region_proposals(tmp_path / "test_ims.npy", data, 1)
+    assert first.rows == [[0], [0]]
+
+
+def _reversed():
+    boxes = np.zeros((3, 3, 4), np.float32)
+    boxes[:, 0] = [5, 0, 5, 9]
+    return boxes
+
+
+def _infinite():
+    boxes = np.zeros((3, 3, 4), np.float32)
+    boxes[:, 0] = [0, 0, np.inf, 9]
+    return boxes
+
+
+REFUSED = {
+    "shape": ({"boxes": np.zeros((3, 2, 4), np.float32)}, r"its shape is \(3, 2, 4\), not \(3, 3, 4\)"),
+    "type": ({"boxes": np.zeros((3, 3, 4), np.int64)}, "it holds int64"),
+    "objects": ({"boxes": np.full((3, 3, 4), None, object)}, "it holds Python objects"),
+    "empty": ({"boxes": _reversed()}, "is empty or not finite"),
+    "infinite": ({"boxes": _infinite()}, "is empty or not finite"),
+    "none": ({"boxes": np.zeros((3, 3, 4), np.float32)}, "No proposal of image 0"),
+    "ids": ({"ids": ("0", "1")}, "3 rows, but test_ids.txt beside it 2 ids"),
+    "repeated": ({"ids": ("0", "1", "0")}, "image id"),
+    "other split": ({"ids": ("7", "1", "8")}, "no regions for 1 of the 2 images, 0 for one"),
+    "features": ({"features": np.zeros((3, 5), np.float32)}, r"shape \(3, 5\), not \(images"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_files_that_do_not_belong_together(data, tmp_path, case):
+    options, what = REFUSED[case]
+    with pytest.raises(UserError, match=what):
+        read_region_proposals(write(tmp_path, **options), data, None)
+
+
+@pytest.mark.parametrize("name", ["test_boxes.npy", "test_ids.txt"])
+def test_a_missing_file_is_named(data, tmp_path, name):
+    file = write(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=f"There is no {name} beside") as error:
+        read_region_proposals(file, data, None)
+    assert "tools.write_regions --proposals" in error.value.remedy
+    with pytest.raises(UserError, match=r"is not called NAME_ims\.npy"):
+        read_region_proposals(tmp_path / "boxes.npy", data, None)
+
+
+class Trap:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle was executed')",)
+
+
+@pytest.mark.parametrize("damage", [lambda x: x[:-100], lambda x: b"", lambda x: pickle.dumps(Trap())])
+@pytest.mark.parametrize("name", ["test_boxes.npy", "test_ims.npy"])
+def test_truncated_and_pickled_arrays(data, tmp_path, name, damage):
+    file = write(tmp_path)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(damage(content))
+    with pytest.raises(UserError, match=name):
+        read_region_proposals(file, data, None)
