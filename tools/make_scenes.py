@@ -6,6 +6,8 @@
     OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object per image, for zero-shot classification
     OUT/by-class/{train,val,test}    the same of one object each, with their class in KEY.json (--class-captions): 48
                                      classes in train and val, 16 others in test, as in CUB with captions
+    OUT/compositions                 pictures of up to five objects, and combinations of these to ask for
+                                     (--compositions, `tools/scene_forms/compositions.py`)
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
@@ -41,10 +43,11 @@ from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vo
 from probemb.errors import UserError
 from probemb.pools import process_pool
 from tools.scene_forms import FORMS, plan_chunks, write_forms
+from tools.scene_forms import compositions as composed
 from tools.scene_forms.chunk import jpeg
 
 RECORD = "scenes.json"
-BY_CLASS = "by-class/"
+BY_CLASS, COMPOSED = "by-class/", "compositions/"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Plan:
     shard_size: int = 1_000
     captions: int = 5
     class_captions: int = 0
+    compositions: int = 0
     boxes: bool = False
 
     def parts(self) -> dict[str, int]:
@@ -68,6 +72,7 @@ class Plan:
         parts = {"train": self.train, "val": self.val, "classes": self.classes_images}
         shares = {"train": 1.0, "val": 0.125, "test": 0.25}
         parts |= {f"{BY_CLASS}{split}": round(share * self.class_captions) for split, share in shares.items()}
+        parts |= {f"{COMPOSED}{split}": count for split, count in composed.split_counts(self.compositions).items()}
         return {name: count for name, count in parts.items() if count}
 
 
@@ -86,6 +91,8 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     """Members of sample `index` of a part, by extension; a pure function of the arguments."""
     from probemb.data import scenes
 
+    if part.startswith(COMPOSED):
+        return composed.sample(plan.seed, part.removeprefix(COMPOSED), index, plan.size)
     seed = f"{plan.seed} {part}"  # parts never share a scene's random state
     if part == "classes":
         scene = scenes.class_scene(seed, index)
@@ -143,6 +150,8 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
         write_forms(forms, lambda write, chunks: _run_all(write, chunks, workers), advance)
     for part in plan.parts():
         write_index(folder / part, [written[task.path] for task in tasks if task.part == part])
+    if plan.compositions:
+        composed.write_lists(folder / COMPOSED, plan.seed)
     if words:
         write_vocabulary(folder / VOCABULARY, frequent_words(words))
     if plan.classes_images:
@@ -168,7 +177,11 @@ def describe(plan: Plan) -> dict:
             for extension, data in sample_files(plan, part, index).items():
                 digest.update(extension.encode() + data)
     given = asdict(plan)
-    later = ("class_captions", "boxes")  # named only where they are used: sets of earlier versions stay complete
+    later = (
+        "class_captions",
+        "compositions",
+        "boxes",
+    )  # named only where they are used: sets of earlier versions stay complete
     arguments = {name: value for name, value in given.items() if value or name not in later}
     return {"arguments": arguments, "fingerprint": digest.hexdigest()}
 
@@ -224,6 +237,10 @@ OPTIONS = {  # least value and help
     "shard_size": (1, "samples per shard"),
     "captions": (1, "captions per image"),
     "class_captions": (0, "images of one object with captions and a class; an eighth more for val, a quarter for test"),
+    "compositions": (
+        0,
+        "images of up to five objects for composed retrieval, in splits of 4:1:1; 15000 give all lists",
+    ),
 }
 
 

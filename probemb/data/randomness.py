@@ -1,5 +1,6 @@
-"""Random numbers seeded per sample, without changing the global random states."""
+"""Random numbers that are functions of a seed and a sample, without changing the global random states."""
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,3 +27,17 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def number_of(*parts: int | str) -> int:
+    """64 random bits that are a function of the parts."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
+
+
+def stream_of(*parts: int | str) -> np.random.RandomState:
+    """A stream of random numbers that is a function of the parts.
+
+    RandomState's numbers are the same in every version of numpy, in contrast to Generator's.
+    """
+    number = number_of(*parts)
+    return np.random.RandomState([number & 0xFFFFFFFF, number >> 32])

@@ -33,10 +33,10 @@ def scene_of_split(seed: int | str, index: int, unseen: bool) -> Scene:
 
 def class_label(scene: Scene) -> int | None:
     """Index into `class_names()` of the scene's only object; None for scenes with several."""
-    return _label(scene.things[0]) if len(scene.things) == 1 else None
+    return kind_label(scene.things[0]) if len(scene.things) == 1 else None
 
 
-def _label(thing: Thing) -> int:
+def kind_label(thing: Thing) -> int:
     return COLOURS.index(thing.colour) * len(SHAPES) + SHAPES.index(thing.shape)
 
 
@@ -44,7 +44,7 @@ def sample_to_json(scene: Scene, captions: Sequence[Caption]) -> dict:
     """The KEY.json of an image: captions and their predicates, each object's index into `class_names()`, the scene."""
     return {
         "captions": [caption.text for caption in captions],
-        "labels": [_label(thing) for thing in scene.things],
+        "labels": [kind_label(thing) for thing in scene.things],
         "scene": scene.to_json(),
         "predicates": [caption.predicate.to_json() for caption in captions],
     }

@@ -111,7 +111,7 @@ def pick(draw: random.Random, options: Sequence[_Choice]) -> _Choice:
     return options[int(draw.random() * len(options))]
 
 
-def _pick_weighted(draw: random.Random, weighted: Sequence[tuple[float, _Choice]]) -> _Choice:
+def pick_weighted(draw: random.Random, weighted: Sequence[tuple[float, _Choice]]) -> _Choice:
     at = draw.random()
     for weight, option in weighted:
         at -= weight
@@ -123,7 +123,7 @@ def _pick_weighted(draw: random.Random, weighted: Sequence[tuple[float, _Choice]
 def scene(seed: int | str, index: int) -> Scene:
     """Scene number `index` of the endless sequence `seed`; a pure function of both."""
     draw = random.Random(f"scene {seed} {index}")
-    count = _pick_weighted(draw, [(share, n) for n, share in OBJECT_COUNTS.items()])
+    count = pick_weighted(draw, [(share, n) for n, share in OBJECT_COUNTS.items()])
     kinds = [(pick(draw, SHAPES), pick(draw, COLOURS)) for _ in range(count)]
     return _finish(draw, kinds)
 
@@ -136,7 +136,7 @@ def single_scene(seed: int | str, index: int, shape: str, colour: str) -> Scene:
 
 
 def _finish(draw: random.Random, kinds: list[tuple[str, str]]) -> Scene:
-    spots = _pick_weighted(draw, layouts(len(kinds)))
-    camera = {name: _pick_weighted(draw, [(p, v) for v, p in values.items()]) for name, values in CAMERA.items()}
+    spots = pick_weighted(draw, layouts(len(kinds)))
+    camera = {name: pick_weighted(draw, [(p, v) for v, p in values.items()]) for name, values in CAMERA.items()}
     things = tuple(Thing(shape, colour, size, cell) for (shape, colour), (size, cell) in zip(kinds, spots))
     return Scene(things, seed=int(draw.random() * 2**32), **camera)

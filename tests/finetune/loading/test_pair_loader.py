@@ -17,7 +17,8 @@ from PIL import Image
 
 from finetune.loading.noise import NOISE_FILE, assign_captions, load_noise, noisy_captions, save_noise
 from finetune.loading.noise import shuffle_captions as shuffle
-from finetune.loading.pair_loader import PairLoader, epoch_order
+from finetune.loading.pair_loader import PairLoader
+from finetune.loading.rows import epoch_order
 from probemb.data.captions.find import find_captions
 from probemb.data.scenes import draw_captions, sample_to_json, scene
 from probemb.errors import UserError

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.loading.pair_samples import epoch_order
+from finetune.loading.rows import epoch_order
 from probemb.data.scenes import Scene
 from probemb.data.words import count_words, frequent_words
 from probemb.files import replace_file

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from finetune.loading.feature_cache import CachedImages, cache_features
 from finetune.loading.noise import shuffle_captions
-from finetune.loading.pair_samples import PairBatch, epoch_order
+from finetune.loading.pair_samples import PairBatch
+from finetune.loading.rows import epoch_order
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.words import count_words, frequent_words, read_vectors
 from probemb.errors import UserError

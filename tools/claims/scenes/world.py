@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from finetune.loading.noise import shuffle_captions
-from finetune.loading.pair_samples import PairBatch, epoch_order
+from finetune.loading.pair_samples import PairBatch
+from finetune.loading.rows import epoch_order
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.labelled.prompts import imagenet_templates, prompt_texts
 from probemb.data.scenes import Scene, class_names, class_scene, draw_captions, render, scene

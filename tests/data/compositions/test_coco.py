@@ -1,0 +1,167 @@
+"""COCO's instances file: a small file set in the published layout, in a folder, a zip and a tar; hostile files."""
+
+import gzip
+import json
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+
+from probemb.data.compositions import TupleNumbers, find_compositions
+from probemb.data.compositions.coco import read_coco, read_sizes
+from probemb.errors import UserError
+from tests.data.compositions.drawn import picture
+from tests.world import write_tar
+
+NAMES = {1: "person", 18: "dog", 44: "bottle"}
+N = 24
+FEW = TupleNumbers(1, 1, 0, 0, 0, (2, 1, 1))
+
+
+def content():
+    """Images 100, 101, ... of 20 x 10; the third one in three has no annotation."""
+    images = [
+        {"id": 100 + i, "file_name": f"{100 + i:012d}.jpg", "width": 20, "height": 10, "license": 1} for i in range(N)
+    ]
+    annotations = []
+    for i in range(N):
+        for category, box, crowd in [
+            (1, [2.0, 1.0, 8.0, 6.0], 0),
+            (1, [12.0, 0.0, 20.0, 4.0], 0),  # reaches out of the image
+            (18, [0.5, 0.5, 4.5, 4.5], int(i % 2 == 0)),  # of half of the images a group
+            (44, [3.0, 3.0, 0.2, 0.2], 0),  # less than a pixel
+        ]:
+            if i % 3 != 2:
+                annotations.append(
+                    {
+                        "id": len(annotations),
+                        "image_id": 100 + i,
+                        "category_id": category,
+                        "bbox": box,
+                        "iscrowd": crowd,
+                    }
+                )
+    return {
+        "info": {},
+        "images": images,
+        "categories": [{"id": one, "name": name, "supercategory": "x"} for one, name in NAMES.items()],
+        "annotations": annotations,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "train2017").mkdir()
+    (tmp_path / "annotations" / "instances_train2017.json").write_text(json.dumps(content()))
+    for i in range(N):
+        data = picture((10 * i, 0, 0), (20, 10))
+        (tmp_path / "train2017" / f"{100 + i:012d}.jpg").write_bytes(data)
+    return tmp_path
+
+
+def test_images_concepts_and_crops(folder):
+    found = read_coco(folder / "annotations" / "instances_train2017.json", None, 0)
+    kept = [100 + i for i in range(N) if i % 3 != 2]
+    assert found.names == [str(one) for one in kept]
+    assert found.concepts == ("person", "dog", "bottle")
+    assert [found.splits.count(one) for one in ("train", "val", "test")] == [10, 3, 3]
+    assert all(found.holdings()[i] == {0, 1, 2} for i in range(len(found)))
+    people, dogs, bottles = found.crops()
+    assert [crop.box for crop in people][:2] == [(2.0, 1.0, 10.0, 7.0), (12.0, 0.0, 20.0, 4.0)]
+    assert dogs.images.tolist() == [row for row, one in enumerate(kept) if one % 2]  # no crops of groups
+    assert len(bottles) == 0
+    for row, one in enumerate(kept):
+        image = found.images.open(row)
+        assert image.size == (20, 10)
+        assert image.getpixel((0, 0))[0] == 10 * (one - 100)
+
+
+def test_pictures_in_a_folder_a_zip_and_a_tar_are_the_same(folder, tmp_path):
+    names = [f"{100 + i:012d}.jpg" for i in range(N)]
+    members = [(f"train2017/{name}", (folder / "train2017" / name).read_bytes()) for name in names]
+    with zipfile.ZipFile(tmp_path / "images.zip", "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("train2017/", b"")
+        for name, data in members:
+            archive.writestr(name, data)
+    tar = write_tar(tmp_path / "images.tar", members)
+    file = folder / "annotations" / "instances_train2017.json"
+    plain = read_coco(file, folder / "train2017", 0)
+    for place in (tmp_path / "images.zip", tar):
+        other = read_coco(file, place, 0)
+        for row in range(len(plain)):
+            assert other.images.open(row).tobytes() == plain.images.open(row).tobytes()
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(*members[0])
+    with pytest.raises(UserError, match="compressed"):
+        read_coco(file, tmp_path / "packed.zip", 0)
+    with zipfile.ZipFile(tmp_path / "short.zip", "w") as archive:
+        archive.writestr(*members[0])
+    with pytest.raises(UserError, match=r"15 of the 16 images .* are missing"):
+        read_coco(file, tmp_path / "short.zip", 0)
+    (tmp_path / "cut.zip").write_bytes((tmp_path / "images.zip").read_bytes()[:-40])
+    with pytest.raises(UserError):
+        read_coco(file, tmp_path / "cut.zip", 0)
+
+
+def test_a_folder_is_recognised_and_its_combinations_drawn(folder):
+    data = find_compositions(folder, "val", numbers=FEW)
+    assert len(data) == 3
+    assert data.tuples.shape == (1, 2)
+    shutil.rmtree(folder / "train2017")
+    with pytest.raises(UserError, match="None of the 16 images"):
+        find_compositions(folder, "val", numbers=FEW)
+
+
+def broken(change):
+    found = content()
+    change(found)
+    return json.dumps(found).encode()
+
+
+HOSTILE = {
+    "no json": (b"{", "is not JSON"),
+    "deep": (b"[" * 100_000, "is not JSON"),
+    "a list": (b"[]", "holds no object annotations"),
+    "no images": (broken(lambda x: x.pop("images")), "there is no 'images'"),
+    "a way out": (broken(lambda x: x["images"][0].update(file_name="../../etc/passwd")), "does not lie in"),
+    "twice": (broken(lambda x: x["images"].append(x["images"][0])), "occurs twice"),
+    "a huge size": (broken(lambda x: x["images"][0].update(width=10**9)), "pixels"),
+    "no size": (broken(lambda x: x["images"][0].update(width=True)), "pixels"),
+    "unknown image": (broken(lambda x: x["annotations"][0].update(image_id=7)), "unknown image or category"),
+    "unhashable": (broken(lambda x: x["annotations"][0].update(image_id=[7])), "unknown image or category"),
+    "unknown category": (broken(lambda x: x["annotations"][0].update(category_id=2)), "unknown image or category"),
+    "no box": (broken(lambda x: x["annotations"][0].update(bbox=[1, 2, 3])), "a box is"),
+    "NaN": (broken(lambda x: x["annotations"][0].update(bbox=[1, 2, 3, float("nan")])), "a box is"),
+    "same name": (broken(lambda x: x["categories"][1].update(name="person")), "occurs twice"),
+    "no category": (broken(lambda x: x.update(categories=[])), "categories are not a list"),
+    "nothing annotated": (broken(lambda x: x.update(annotations=[])), "annotates no image"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files_are_refused(folder, case):
+    data, message = HOSTILE[case]
+    file = folder / "annotations" / "instances_train2017.json"
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        read_coco(file, None, 0)
+
+
+def test_the_size_of_a_file_is_bounded_also_when_it_is_packed(folder, monkeypatch):
+    from probemb.data.captions import dataset
+
+    file = folder / "annotations" / "instances_train2017.json.gz"
+    file.write_bytes(gzip.compress(json.dumps(content()).encode() + b" " * 200_000))
+    assert len(read_coco(file, folder / "train2017", 0)) == 16
+    monkeypatch.setattr(dataset, "MAX_FILE_BYTES", 100_000)
+    with pytest.raises(UserError, match="has more than"):
+        read_coco(file, folder / "train2017", 0)
+
+
+def test_sizes_of_originals(folder):
+    sizes = read_sizes(folder / "annotations" / "instances_train2017.json")
+    assert sizes[100] == (20, 10)
+    assert len(sizes) == N
+    assert np.array(list(sizes.values())).shape == (N, 2)

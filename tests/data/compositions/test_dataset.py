@@ -1,0 +1,148 @@
+"""One split: targets, training examples, queries and the table of their parts."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from probemb.data.compositions import Compositions, query_parts
+from probemb.data.compositions.crops import Crops, cropped
+from probemb.data.compositions.holdings import Holdings
+from probemb.data.failures import BadSample
+from probemb.data.image_loader import Images, Place
+from probemb.data.randomness import stream_of
+from probemb.errors import UserError
+from tests.data.compositions.drawn import picture
+
+N, C = 40, 6
+RANDOM = np.random.RandomState(0)
+HELD = [set(RANDOM.choice(C, 3, replace=False).tolist()) for _ in range(N)]
+PAIRS = np.array([(i, c) for i, mine in enumerate(HELD) for c in mine])
+TUPLES = np.array([(0, 1), (1, 2), (3, 5)])
+
+
+def made(tuples=TUPLES, crops=None, places=None, **more):
+    empty = np.empty((0, 2), dtype=np.int64)
+    whole = tuple(Crops(PAIRS[PAIRS[:, 1] == c, 0], np.full(((PAIRS[:, 1] == c).sum(), 4), np.nan)) for c in range(C))
+    places = places or [Place(f"image {i}", "none") for i in range(N)]
+    options = {"unseen": empty, "infeasible": empty, "source": "made", "split": "test", **more}
+    return Compositions(
+        images=Images(places=places, source="made"),
+        concepts=tuple(f"concept {c}" for c in range(C)),
+        holds=Holdings(PAIRS[::-1].repeat(2, axis=0), N, C),
+        crops=crops or whole,
+        tuples=np.asarray(tuples),
+        **options,
+    )
+
+
+DATA = made()
+
+
+@pytest.mark.parametrize("concepts", [(0,), (0, 1), (5, 3, 1), (0, 1, 2, 3), ()])
+def test_targets_are_the_images_with_all_concepts(concepts):
+    expected = [i for i, mine in enumerate(HELD) if concepts and set(concepts) <= mine]
+    assert DATA.targets(concepts).tolist() == expected
+    assert [DATA.holds[i] for i in range(N)] == [frozenset(mine) for mine in HELD]
+
+
+def test_matches_are_those_of_plain_loops():
+    concepts, images = np.array([(0, 1), (4, 2), (3, 3)]), np.array([5, 0, 39, 5])
+    expected = [[set(row.tolist()) <= HELD[i] for i in images] for row in concepts]
+    assert DATA.matches(concepts, images).tolist() == expected
+    assert np.array_equal(DATA.holds.dense([3, 4]), [[c in HELD[i] for c in range(C)] for i in (3, 4)])
+
+
+def test_examples_have_targets_and_parts_with_their_concepts():
+    kinds, targets = Counter(), Counter()
+    for row in range(400):
+        parts, target, concepts = DATA.draw(row % 3, stream_of("test", row))
+        assert concepts == tuple(TUPLES[row % 3])
+        assert set(concepts) <= HELD[target]
+        for part, concept in zip(parts, concepts):
+            assert part.concept == concept
+            if part.is_image:
+                assert concept in HELD[part.image]
+                assert part.image != target
+            else:
+                assert part.text == f"concept {concept}"
+        kinds[tuple(part.is_image for part in parts)] += 1
+        targets[target] += row % 3 == 0
+    assert len(kinds) == 4
+    assert all(70 < number < 130 for number in kinds.values())  # a quarter of 400 each
+    assert {i for i, n in targets.items() if n} == set(DATA.targets([0, 1]).tolist())
+    assert DATA.draw(1, stream_of("x")) == DATA.draw(1, stream_of("x"))
+
+
+def test_queries_ask_every_combination_in_every_mixture_and_do_not_hold_their_answers():
+    queries = DATA.sampled_queries(24, seed=4)
+    assert Counter(query.kind for query in queries) == {"images": 6, "texts": 6, "mixed": 12}
+    mixtures = Counter((query.concepts, tuple(part.is_image for part in query.parts)) for query in queries)
+    assert set(mixtures.values()) == {2}
+    assert len(mixtures) == 12
+    for query in queries:
+        for part, concept in zip(query.parts, query.concepts):
+            if part.is_image:
+                assert concept in HELD[part.image]
+                assert not set(query.concepts) <= HELD[part.image]
+    assert queries == DATA.sampled_queries(24, seed=4)
+    assert queries[:7] == DATA.sampled_queries(7, seed=4)
+    assert queries != DATA.sampled_queries(24, seed=5)
+    asked = DATA.sampled_queries(4, tuples=np.array([(0, 2)]))
+    assert {query.concepts for query in asked} == {(0, 2)}
+    assert DATA.sampled_queries(5, tuples=np.empty((0, 2), np.int64)) == []
+
+
+def test_an_image_of_the_answer_is_taken_where_there_is_no_other():
+    crops = Crops(np.array([7, 7, 9]), np.array([(0, 0, 2, 2), (1, 1, 3, 3), (0, 0, 1, 1)]))
+    drawn = [crops.draw(stream_of("crop", i)) for i in range(400)]
+    counts = Counter(drawn)
+    assert 150 < counts[(9, (0.0, 0.0, 1.0, 1.0))] < 250  # images are drawn first: 7 and 9 equally often
+    assert {crop.image for i in range(20) for crop in [crops.draw(stream_of(i), [7])]} == {9}
+    assert {crop.image for i in range(50) for crop in [crops.draw(stream_of(i), [7, 9])]} == {7, 9}
+    assert list(crops) == [crops[0], crops[1], crops[2]]
+
+
+def test_the_table_of_parts_has_each_part_once(tmp_path):
+    places = []
+    for i in range(N):
+        (tmp_path / f"{i}.png").write_bytes(picture((i, 0, 0), size=8))
+        places.append(Place(f"image {i}", str(tmp_path / f"{i}.png")))
+    boxes = np.array([(0, 0, 4.2, 3), (2, 2, 8, 8)])
+    crops = tuple(Crops(PAIRS[PAIRS[:, 1] == c, 0][:2], boxes) for c in range(C))
+    data = made(crops=crops, places=places)
+    queries = data.sampled_queries(30)
+    table = query_parts(data.images, queries)
+    assert table.rows.shape == (30, 2)
+    assert len(set(table.texts)) == len(table.texts)
+    used = table.rows[table.rows >= 0]
+    assert sorted(set(used.tolist())) == list(range(len(table.images)))
+    for query, row in zip(queries, table.rows):
+        for part, place in zip(query.parts, row):
+            if not part.is_image:
+                assert table.texts[-place - 1] == part.text
+                continue
+            found = table.images.open(place)
+            assert found.getpixel((0, 0)) == (part.image, 0, 0)
+            assert found.size == ((5, 3) if part.box[0] == 0 else (6, 6))
+            assert table.images.places[place].file == places[part.image].file
+    with pytest.raises(ValueError, match="different lengths"):
+        query_parts(data.images, [queries[0], queries[0]._replace(parts=queries[0].parts[:1])])
+
+
+def test_a_box_outside_of_its_image_is_a_bad_sample(tmp_path):
+    from PIL import Image
+
+    image = Image.new("RGB", (8, 6))
+    assert cropped(image, None) is image
+    assert cropped(image, (-3.0, -1.0, 20.0, 20.0)).size == (8, 6)
+    with pytest.raises(BadSample, match="lies outside of its 8x6"):
+        cropped(image, (9.0, 0.0, 12.0, 3.0))
+
+
+def test_concepts_without_image_queries_and_tuples_without_targets_are_refused():
+    empty = Crops(np.empty(0, np.int64), np.empty((0, 4)))
+    with pytest.raises(UserError, match="nothing to cut image queries of 'concept 1' from"):
+        made(crops=(DATA.crops[0], empty, *DATA.crops[2:]))
+    with pytest.raises(UserError, match="No image of made, split 'test', has all of"):
+        made(tuples=[(0, 1, 2, 3)]).draw(0, stream_of(0))

@@ -1,0 +1,103 @@
+"""Fashion200k in its published layout: pairs whose descriptions differ in one word."""
+
+import numpy as np
+import pytest
+
+from probemb.data.compositions import find_compositions
+from probemb.data.randomness import stream_of
+from probemb.errors import UserError
+from tests.data.compositions.drawn import picture
+
+TRAIN = {
+    "dress_train": ["red silk dress", "blue silk dress", "red silk dress", "red wool dress", "odd thing of five words"],
+    "top_train": ["green silk top", "green wool top"],
+}
+TEST = {"dress_test": ["black lace dress", "white lace dress", "white lace dress", "alone & far away"]}
+NEIGHBOURS = {
+    ("red silk dress", "blue silk dress"), ("red silk dress", "red wool dress"), ("green silk top", "green wool top"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "labels").mkdir()
+    for name, texts in {**TRAIN, **TEST}.items():
+        lines = []
+        for i, text in enumerate(texts):
+            path = f"women/{name}/{i}/{i}_0.jpeg"
+            (tmp_path / path).parent.mkdir(parents=True)
+            (tmp_path / path).write_bytes(picture((i, len(name), 0), format="JPEG"))
+            lines.append(f"{path}\t{-1.5 + i}\t{text}\n")
+        (tmp_path / "labels" / f"{name}_detect_all.txt").write_text("".join(lines))
+    (tmp_path / "test_queries.txt").write_text(
+        "women/dress_test/0/0_0.jpeg women/dress_test/1/1_0.jpeg\n"
+        "women/dress_test/2/2_0.jpeg women/dress_test/0/0_0.jpeg\n"
+    )
+    return tmp_path
+
+
+def test_training_examples_change_one_word(folder):
+    data = find_compositions(folder, "train")
+    texts = [text for one in TRAIN.values() for text in one]
+    assert len(data) == 7
+    assert data.n_examples == 6  # all but the odd one
+    assert data.k == 2
+    pairs = set()
+    for row in range(300):
+        (image, change), target, concepts = data.draw(row % 6, stream_of("test", row))
+        assert image.image == data.sources[row % 6]
+        before, after = texts[image.image], texts[target]
+        assert [data.concepts[one] for one in concepts] == [after]
+        assert set(concepts) == data.holds[target]
+        [x] = [word for word in before.split() if word not in after.split()]
+        [y] = [word for word in after.split() if word not in before.split()]
+        assert change.text == f"replace {x} with {y}"
+        assert before.replace(x, y) == after
+        pairs.add((before, after))
+    assert pairs == NEIGHBOURS | {(b, a) for a, b in NEIGHBOURS}
+
+
+def test_published_queries_and_their_targets(folder):
+    data = find_compositions(folder, "test")
+    one, two = data.queries
+    assert one.kind == two.kind == "mixed"
+    assert [part.text for part in one.parts] == [None, "replace black with white"]
+    assert two.parts[1].text == "replace white with black"
+    assert [data.targets(query.concepts).tolist() for query in (one, two)] == [[1, 2], [0]]
+    assert data.images.open(one.parts[0].image).size == (16, 16)
+    sampled = data.sampled_queries(2)
+    assert len(sampled) == 2
+    assert sampled == data.sampled_queries(2)
+    assert len(data.sampled_queries(10)) == 3
+    (folder / "test_queries.txt").unlink()
+    assert find_compositions(folder, "test").queries is None
+
+
+def test_the_order_of_drawing_does_not_depend_on_set_order(folder):
+    drawn = [find_compositions(folder, "train").draw(i % 6, stream_of(i)) for i in range(30)]
+    again = [find_compositions(folder, "train").draw(i % 6, stream_of(i)) for i in range(30)]
+    assert drawn == again
+    assert np.unique([one.target for one in drawn]).size > 3
+
+
+def test_what_is_wrong_with_the_files_is_said(folder):
+    with pytest.raises(UserError, match="has no split 'val', only test and train"):
+        find_compositions(folder, "val")
+    file = folder / "labels" / "top_train_detect_all.txt"
+    good = file.read_text()
+    for line in ("../x.jpeg\t0.1\tred dress\n", "women/x.jpeg red dress\n", "/etc/passwd\t1\tx y\n"):
+        file.write_text(good + line)
+        with pytest.raises(UserError, match="Line 3 of"):
+            find_compositions(folder, "train")
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not a text in UTF-8"):
+        find_compositions(folder, "train")
+    file.write_text(good + good)
+    with pytest.raises(UserError, match="two entries with the image"):
+        find_compositions(folder, "train")
+    (folder / "test_queries.txt").write_text("women/dress_test/0/0_0.jpeg women/nowhere.jpeg\n")
+    with pytest.raises(UserError, match="not two images of the test labels"):
+        find_compositions(folder, "test")
+    (folder / "women/dress_test/1/1_0.jpeg").unlink()
+    with pytest.raises(UserError, match="1 of the 4 images"):
+        find_compositions(folder, "test")

@@ -1,0 +1,171 @@
+"""Shards with categories and boxes, published lists, composed scenes, and what is said where nothing is found."""
+
+import gzip
+import json
+
+import pytest
+
+from probemb.data.compositions import TupleNumbers, find_compositions
+from probemb.data.compositions.shards import read_concept_shards
+from probemb.errors import UserError
+from tests.data.compositions.drawn import picture
+from tests.world import write_tar
+
+CATEGORIES = [{"id": 4, "name": "ring"}, {"id": 2, "name": "bear"}, {"id": 9, "name": "fox"}]
+N = 24
+
+
+def row(i, **more):
+    """Images of 40 x 20, stored at half of that: all have a bear, two of three a ring, every third a fox."""
+    boxes = [[2, [4.0, 4.0, 20.0, 8.0], 0], [2, [0.0, 0.0, 40.0, 20.0], 1]]
+    return {
+        "image_id": 1000 + i,
+        "categories": [2] + [4] * (i % 3 != 0) + [9] * (i % 3 == 0),
+        "size": [20, 10],
+        "width": 40,
+        "height": 20,
+        "boxes": boxes + [[4, [10.0, 2.0, 4.0, 4.0]]] * (i % 3 != 0) + [[9, [0.0, 0.0, 0.3, 9.0], 0]] * (i % 3 == 0),
+        **more,
+    }
+
+
+def write(path, rows, first=0):
+    members = []
+    for i, one in enumerate(rows, first):
+        members += [(f"{i:04d}.png", picture((10 * i, 0, 0), (20, 10)))]
+        members += [(f"{i:04d}.json", one if isinstance(one, bytes) else json.dumps(one).encode())]
+    return write_tar(path, members)
+
+
+def folder_of(tmp_path, rows, splits=False):
+    (tmp_path / "categories.json").write_text(json.dumps(CATEGORIES))
+    if splits:
+        for place, split in enumerate(("train", "val", "test")):
+            write(tmp_path / split / "0.tar", rows[place::3], 100 * place // 100)
+    else:
+        write(tmp_path / "0.tar", rows)
+    return tmp_path
+
+
+def test_boxes_are_those_of_the_stored_image(tmp_path):
+    found = read_concept_shards(folder_of(tmp_path, [row(i) for i in range(6)]), 0)
+    assert found.concepts == ("bear", "ring", "fox")
+    assert found.concept_ids == (2, 4, 9)
+    assert found.names == [str(1000 + i) for i in range(6)]
+    bears, rings, foxes = found.crops()
+    assert list(bears) == [(i, (2.0, 2.0, 12.0, 6.0)) for i in range(6)]  # half the size, no groups
+    assert [crop.image for crop in rings] == [1, 2, 4, 5]
+    assert rings[0].box == (5.0, 1.0, 7.0, 3.0)
+    assert len(foxes) == 0  # less than a pixel
+    assert [found.holdings()[i] for i in range(3)] == [{0, 2}, {0, 1}, {0, 1}]
+    assert found.notes == ()
+
+
+def test_whole_images_stand_for_concepts_without_boxes(tmp_path):
+    rows = [row(0), row(1), row(2)]
+    del rows[1]["boxes"]
+    del rows[2]["width"], rows[2]["height"]
+    folder = folder_of(tmp_path, rows)
+    found = read_concept_shards(folder, 0)
+    assert [crop.box is None for crop in found.crops()[0]] == [False, True, True]
+    assert [crop.image for crop in found.crops()[1]] == [1, 2]
+    assert "1 of 3 images have no boxes" in found.notes[0]
+    assert "The boxes of 1 images" in found.notes[1]
+    known = read_concept_shards(folder, 0, sizes={1002: (40, 20)})
+    assert known.crops()[0][2].box == (2.0, 2.0, 12.0, 6.0)
+
+
+BAD = {
+    "no json": b"{",
+    "an id that is not there": row(1, categories=[7]),
+    "text": row(1, categories="bear"),
+    "boxes": row(1, boxes={}),
+    "a box of another category": row(1, boxes=[[9, [0, 0, 4, 4], 0]]),
+    "a box without numbers": row(1, boxes=[[2, [0, 0, "x", 4], 0]]),
+    "an infinite box": row(1, boxes=[[2, [0, 0, float("inf"), 4], 0]]),
+    "a size": row(1, width=-4),
+    "the stored size": row(1, size=[0, 10]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_samples_are_left_out_and_named(tmp_path, case):
+    found = read_concept_shards(folder_of(tmp_path, [row(0), BAD[case], row(2)]), 0)
+    assert found.names == ["1000", "1002"]
+    assert [name for name, _ in found.images.bad] == ["0001"]
+
+
+def test_published_lists_are_used_as_far_as_the_images_have_them(tmp_path):
+    folder = folder_of(tmp_path, [row(i) for i in range(N)])
+    lists = tmp_path / "lists"
+    lists.mkdir()
+
+    def put(name, content):
+        (lists / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
+
+    put("2_cat_combinations", [[4, 2], [4, 9]])
+    put("2_cat_combinations_impossible", [[9, 4], [9, 2]])
+    put("test_imgs", [1001, 1003, 1004, 77])
+    cases = {
+        "text_image": [{"images": [1003, 1004], "categories": [2, 4]}, {"images": [1003, 5], "categories": [2, 4]}],
+        "image_image": [{"images": [1003, 1003], "categories": [2, 4]}],
+    }
+    put("2_test_cases", cases)
+    data = find_compositions(folder, "test", lists=lists)
+    assert [place.name for place in data.images.places] == ["0001", "0003", "0004"]
+    assert [data.named(one) for one in data.tuples] == ["bear + ring"]
+    assert [data.named(one) for one in data.infeasible] == []  # 'fox' has no crop; with 'bear' it is in images
+    [query] = data.queries  # the second is not here, the third has no ring in its image
+    assert [part.text for part in query.parts] == ["bear", None]
+    assert query.parts[1][1:3] == (2, (5.0, 1.0, 7.0, 3.0))
+    assert query.kind == "mixed"
+    assert data.targets(query.concepts).tolist() == [0, 2]
+    assert any("2 of 3 published queries are left out" in note for note in data.notes)
+    assert any("1 of the 2 of 2_cat_combinations.json are left out" in note for note in data.notes)
+    train, val = (find_compositions(folder, split, lists=lists) for split in ("train", "val"))
+    assert (len(train), len(val), train.queries) == (16, 5, None)
+    with pytest.raises(UserError, match="has no 3_cat_combinations"):
+        find_compositions(folder, "test", 3, lists=lists)
+    for content in ([[2, 5]], [[2]], [[2, 2]], [[2, 4], [4, 2]], {"a": 1}, [[2, [4]]]):
+        put("2_cat_combinations", content)
+        with pytest.raises(UserError, match="2_cat_combinations"):
+            find_compositions(folder, "test", lists=lists)
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        find_compositions(tmp_path / "nowhere", "test")
+    with pytest.raises(UserError, match=r"no shards .*, no instances_\*.json and no labels"):
+        find_compositions(tmp_path, "test")
+    write(tmp_path / "0.tar", [row(0)])
+    with pytest.raises(UserError, match=r"no categories.json"):
+        find_compositions(tmp_path, "test")
+    folder_of(tmp_path, [{"captions": ["x"]}])
+    with pytest.raises(UserError, match="holds no image with categories"):
+        find_compositions(tmp_path, "test")
+    with pytest.raises(UserError, match="is no split"):
+        find_compositions(tmp_path, "everything")
+    folder_of(tmp_path, [row(i) for i in range(N)])
+    with pytest.raises(UserError, match="but 1,000 are asked for"):
+        find_compositions(tmp_path, "test")
+    with pytest.raises(UserError, match="has no unseen combinations"):
+        find_compositions(tmp_path, "test", setup="unseen", numbers=TupleNumbers(1, 1, 0, 0, 0, (1, 1, 1)))
+
+
+def test_coco_small_with_the_published_lists(shared_data):
+    small, text = shared_data("coco_small"), shared_data("coco_text")
+    sizes = text / "captions_val2017.json.gz"
+    data = find_compositions(small, "test", lists=text / "mpc", sizes=sizes)
+    assert len(data) == 1049
+    assert len(data.concepts) == 80
+    assert len(data.queries) > 1000
+    ids = {place.name: row for row, place in enumerate(data.images.places)}
+    assert len(ids) == 1049
+    rows = json.loads(gzip.decompress((small / "mpc_combinations_subset.json.gz").read_bytes()))["2"]["test"]
+    numbers = {
+        one["id"]: i
+        for i, one in enumerate(sorted(json.loads((small / "categories.json").read_bytes()), key=lambda x: x["id"]))
+    }
+    for name, images in rows.items():
+        found = data.targets([numbers[int(one)] for one in name.split("_")])
+        assert sorted(int(data.images.places[i].name.rpartition(":")[2]) for i in found) == sorted(images)

@@ -1,0 +1,129 @@
+"""Combinations of concepts: feasible ones against plain counting, and what is drawn of them."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from probemb.data.compositions import ConceptImages, TupleNumbers, sample_tuples
+from probemb.data.compositions.annotated import draw_splits
+from probemb.data.compositions.tuples import feasible_tuples
+from probemb.data.image_loader import Images, Place
+from probemb.errors import UserError
+
+SPLITS = ("train", "val", "test")
+
+
+def world(n=400, concepts=12, seed=0):
+    """Images with one to seven concepts, the lower numbers more often; the last one never with the first two."""
+    random = np.random.RandomState(seed)
+    weights = 1 / np.arange(1, concepts + 1)
+    held = []
+    for _ in range(n):
+        mine = set(random.choice(concepts, random.randint(1, 8), replace=False, p=weights / weights.sum()).tolist())
+        held.append(mine - {0, 1} if concepts - 1 in mine else mine)
+    names = [str(i) for i in range(n)]
+    pairs = np.array([(i, c) for i, mine in enumerate(held) for c in sorted(mine)])
+    return held, ConceptImages(
+        images=Images(places=[Place(name, "none") for name in names], source="made"),
+        names=names,
+        concepts=tuple(f"c{i}" for i in range(concepts)),
+        concept_ids=tuple(range(concepts)),
+        pairs=pairs,
+        crop_pairs=pairs,
+        crop_boxes=np.full((len(pairs), 4), np.nan, np.float32),
+        splits=draw_splits(names, seed),
+        source="made",
+    )
+
+
+HELD, FOUND = world()
+
+
+def count(concepts, split):
+    return sum(set(concepts) <= mine and FOUND.splits[i] == split for i, mine in enumerate(HELD))
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("minimum", [(8, 2, 2), (3, 1, 1)])
+def test_feasible_combinations_are_those_that_counting_finds(k, minimum):
+    expected = [
+        one for one in combinations(range(12), k) if all(count(one, s) >= least for s, least in zip(SPLITS, minimum))
+    ]
+    assert expected
+    assert feasible_tuples(FOUND, k, minimum).tolist() == [list(one) for one in expected]
+
+
+def test_images_are_split_four_to_one_to_one_by_their_names_alone():
+    names = [f"image {i}" for i in range(60)]
+    splits = draw_splits(names, 3)
+    assert [splits.count(one) for one in SPLITS] == [40, 10, 10]
+    assert draw_splits(names[::-1], 3) == splits[::-1]
+    assert draw_splits(names, 4) != splits
+    fixed = draw_splits(names, 3, set(names[:10]))
+    assert fixed[:10] == ["test"] * 10
+    assert [fixed[10:].count(one) for one in SPLITS] == [40, 10, 0]
+
+
+def test_drawn_combinations_keep_the_rules_of_the_benchmark():
+    numbers = TupleNumbers(seen=15, unseen_train=8, unseen_test=4, feasible=3, infeasible=2)
+    drawn = sample_tuples(FOUND, 2, 1, numbers)
+    sets = {name: [tuple(row) for row in rows.tolist()] for name, rows in vars(drawn).items()}
+    assert {name: len(rows) for name, rows in sets.items()} == {
+        name: value for name, value in vars(numbers).items() if name in sets
+    }
+    for rows in sets.values():
+        assert len(set(rows)) == len(rows)
+        assert all(a < b for a, b in rows)
+    for name in ("seen", "unseen_train", "unseen_test", "feasible"):
+        for one in sets[name]:
+            assert [count(one, split) >= least for split, least in zip(SPLITS, (8, 2, 2))] == [True] * 3
+    assert not set(sets["seen"]) & set(sets["feasible"])
+    assert not set(sets["unseen_train"]) & set(sets["unseen_test"])
+    trained = {concept for one in sets["unseen_train"] for concept in one}
+    assert all(set(one) <= trained for one in sets["unseen_test"])
+    assert not any(set(one) <= mine for one in sets["infeasible"] for mine in HELD)
+
+
+def test_drawing_is_a_pure_function_of_data_and_seed():
+    numbers = TupleNumbers(20, 8, 4, 3, 2)
+    one, same, other = (sample_tuples(FOUND, 2, seed, numbers) for seed in (0, 0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(same).values()))
+    assert not np.array_equal(one.seen, other.seen)
+    state = np.random.get_state()[1].copy()
+    sample_tuples(FOUND, 3, 0, TupleNumbers(seen=5))
+    assert np.array_equal(state, np.random.get_state()[1])
+
+
+def test_every_feasible_combination_is_drawn_equally_often():
+    feasible = feasible_tuples(FOUND, 2, (8, 2, 2))
+    drawn = [tuple(row) for seed in range(80) for row in sample_tuples(FOUND, 2, seed, few(5)).seen.tolist()]
+    expected = len(drawn) / len(feasible)
+    counts = [drawn.count(tuple(row)) for row in feasible.tolist()]
+    assert sum(counts) == len(drawn)
+    assert sum((found - expected) ** 2 / expected for found in counts) < 2 * len(feasible)  # chi-square
+
+
+def few(seen):
+    return TupleNumbers(seen, 0, 0, 0, 0)
+
+
+def test_too_few_are_refused_with_how_many_there_are():
+    there = len(feasible_tuples(FOUND, 2, (8, 2, 2)))
+    with pytest.raises(UserError, match=rf"has {there} combinations of 2 concepts .* but 1,000 are asked for"):
+        sample_tuples(FOUND, 2)
+    assert len(sample_tuples(FOUND, 2, numbers=few(there)).seen) == there
+    with pytest.raises(UserError, match="beside the"):
+        sample_tuples(FOUND, 2, numbers=TupleNumbers(there, 0, 0, 1, 0))
+    with pytest.raises(UserError, match="of concepts of the 1 training pairs"):
+        sample_tuples(FOUND, 2, numbers=TupleNumbers(1, 1, 1, 0, 0))
+    with pytest.raises(UserError, match="pairs of concepts that no image has"):
+        sample_tuples(FOUND, 2, numbers=TupleNumbers(1, 0, 0, 0, 60))
+    assert len(sample_tuples(FOUND, 2, numbers=TupleNumbers(at_most=True)).seen) == there
+    with pytest.raises(UserError, match="Combinations of 1 concepts"):
+        sample_tuples(FOUND, 1)
+
+
+def test_infeasible_pairs_come_from_those_that_the_makers_know():
+    drawn = sample_tuples(FOUND, 2, 0, TupleNumbers(1, 0, 0, 0, 1), impossible={(0, 11), (0, 1)})
+    assert drawn.infeasible.tolist() == [[0, 11]]  # 0 and 1 are together in some image
