@@ -212,13 +212,15 @@ def describe(result: dict) -> str:
 
 def chart(results: Sequence[dict]) -> list:
     """Likeness of the nearest image to both ends along the walks, a chart for each model."""
-    from probemb.reports.figures import Chart
+    from probemb.reports.figures import BLUE, ORANGE, Chart
 
     charts = []
     for number, one in enumerate(results, 1):
         drawn = Chart(f"walks-{number}", x_label="step of the walk", y_label="likeness of the nearest image")
         steps = range(len(one["walks"]["to_start"]))
-        charts.append(drawn.line(steps, one["walks"]["to_start"]).line(steps, one["walks"]["to_end"]))
+        for end, colour in (("start", BLUE), ("end", ORANGE)):
+            drawn.line(steps, one["walks"][f"to_{end}"], f"to the {end}", colour, points=True)
+        charts.append(drawn)
     return charts
 
 

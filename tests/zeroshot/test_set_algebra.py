@@ -41,7 +41,7 @@ def test_set_algebra(run_folder, world, tmp_path, capsys):
     }
     told = capsys.readouterr().out
     assert "pairs of nested captions" in told
-    assert "own intersection is closest" in told
+    assert "own is closest" in told
     before = (tmp_path / "results.json").read_bytes()
     assert run(set_algebra.main, run_folder, world / "val", tmp_path, inputs=8, examples=2, split="null") == 0
     assert (tmp_path / "results.json").read_bytes() == before  # the same again

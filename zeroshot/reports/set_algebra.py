@@ -9,11 +9,11 @@ from probemb.reports.pages import write_page
 from probemb.reports.text import number
 
 MIXED = {
-    "covers": "covers the own intersection",
-    "covers_other": "covers another pair's",
-    "between": "mean between both",
-    "own_is_closest": "own intersection is closest",
-    "wider": "wider than its parts",
+    "covers": "covers its own",
+    "covers_other": "covers another's",
+    "between": "lies between",
+    "own_is_closest": "own is closest",
+    "wider": "wider",
 }
 ERASED = {
     "sigma": "σ",

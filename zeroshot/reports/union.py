@@ -16,6 +16,8 @@ from zeroshot.config import UNION_GENERATOR
 
 EXAMPLES = 12
 SIDE = 150  # pixels of an example's longer side
+DIGITS = {"sum": 3, "log-det": 2, "geometric-mean": 4}  # behind the point, of each measure
+NAMES = {"sum": "sum", "log-det": "log det", "geometric-mean": "σ"}
 COLOURS = {"A": BLUE, "B": GREEN, "C": ORANGE}
 
 
@@ -27,8 +29,8 @@ def write_report(file: Path, results: dict, data: PhraseDataset, found: dict[flo
     examples = [_example(data, largest, row, probabilistic) for row in evenly(len(largest.triplets), EXAMPLES)]
     write_page(
         file, Path(__file__).with_name("union.html"), UNION_GENERATOR, results=results, config=results["config"],
-        charts=charts, measures=list(MEASURES), items=ITEMS, sides=SIDES, tasks=list(TASKS), tiles=_tiles(results),
-        examples=[one for one in examples if one],
+        charts=charts, measures=list(MEASURES), digits=DIGITS, names=NAMES, items=ITEMS, sides=SIDES, tasks=list(TASKS),
+        tiles=_tiles(results), examples=[one for one in examples if one],
     )  # fmt: skip
 
 
