@@ -23,13 +23,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import at_least_float32
+from probemb.token_products import pair_products
 
 Direction = Literal["t2i", "i2t"]
 Aggregation = Literal["lse", "mean", "sum", "max"]
 Norm = Literal["clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none"]
 
 BLOCK_ELEMENTS = 1 << 21  # products of tokens computed at a time: 8 MiB in float32, of which some ten copies exist
-QUERY_ITEMS = 32  # of similar length, so that a block has little padding
+CACHE_ELEMENTS = 1 << 18  # of these, worked on at a time by a CPU
+QUERY_ITEMS, PARTS = 16, 8  # queries of similar length, so that these have little padding; as many in a block
 SLOPE = 0.1  # of negative products where they are clipped (a leaky ReLU)
 EPS, TINY = 1e-8, 1e-30
 LARGEST_EXPONENT = 30.0  # exp of it, squared and summed, is far inside float32
@@ -80,11 +82,14 @@ def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, element
     """
     context, queries = (images, texts) if how.direction == "t2i" else (texts, images)
     with torch.autocast(images.values.device.type, enabled=False):
-        queries, query_order = _by_length(_full(queries), QUERY_ITEMS)
-        widest = max(part.mask.numel() for part in queries)
-        tokens = context.mask.shape[1]
-        context, context_order = _by_length(_full(context), max(1, elements // (tokens * widest)))
-        rows = [torch.cat([_block(part, query, how) for query in queries], 1) for part in context]
+        parts, query_order = _by_length(_full(queries), QUERY_ITEMS)
+        queries = [QueryRows.of(parts[i : i + PARTS]) for i in range(0, len(parts), PARTS)]
+        widest = max(len(query.values) for query in queries)
+        context, context_order = _by_length(_full(context), max(1, elements // (context.mask.shape[1] * widest)))
+        rows = []
+        for part in context:
+            gram_Ccc = part.values @ part.values.transpose(1, 2)
+            rows.append(torch.cat([_block(part, gram_Ccc, query, how) for query in queries], 1))
         scores_CQ = torch.cat(rows)
         if context_order is not None:
             scores_CQ = scores_CQ[context_order]
@@ -93,26 +98,27 @@ def attention_scores(images: Tokens, texts: Tokens, how: CrossAttention, element
     return scores_CQ if how.direction == "t2i" else scores_CQ.T
 
 
-def pair_scores(images: Tokens, texts: Tokens, how: CrossAttention, gram: Tensor | None = None) -> Tensor:
-    """Scores of P images with a text each, (P,).
+def pair_scores(
+    images: Tokens, texts: Tokens, how: CrossAttention, pairs: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Scores of P pairs, (P,).
 
     Args:
-        gram: `gram_matrices` of the context, the images in direction "t2i", where they are known already.
+        pairs: the numbers of each pair's image and text, (P,) int64 each; None pairs every image with its own text.
     """
-    context, queries = (images, texts) if how.direction == "t2i" else (texts, images)
+    first, second = (images, texts) if how.direction == "t2i" else (texts, images)
+    if pairs is None:
+        pairs = (torch.arange(len(images.mask), device=images.mask.device),) * 2
+    of_context_P, of_query_P = pairs if how.direction == "t2i" else pairs[::-1]
     with torch.autocast(images.values.device.type, enabled=False):
-        context, queries = _full(context), _full(queries)
-        products_Ccq1 = (context.values @ queries.values.transpose(1, 2))[..., None]
-        length_Cq1 = _root(queries.values.square().sum(-1))[..., None]
-        gram = gram_matrices(context) if gram is None else gram
-        return _scores(products_Ccq1, context.mask, gram, length_Cq1, queries.mask[..., None], how)[:, 0]
-
-
-def gram_matrices(tokens: Tokens) -> Tensor:
-    """Products of every item's own tokens, (B, T, T)."""
-    with torch.autocast(tokens.values.device.type, enabled=False):
-        values = _full(tokens).values
-        return values @ values.transpose(1, 2)
+        values, lengths = zip(*((at_least_float32(side.values), _lengths(side.mask)) for side in (first, second)))
+        products_Pcq, gram_Ccc, squares_Qq = pair_products(*values, (of_context_P, of_query_P), lengths)
+        context_mask_Pc, query_mask_Pq = first.mask[of_context_P], second.mask[of_query_P]
+        products_Pcq = products_Pcq * (context_mask_Pc[:, :, None] & query_mask_Pq[:, None])
+        gram_Pcc = (gram_Ccc * (first.mask[:, :, None] & first.mask[:, None])).index_select(0, of_context_P)
+        length_Pq1 = _root(squares_Qq).index_select(0, of_query_P)[..., None]
+        products_Pcq1, mask_Pq1 = products_Pcq[..., None], query_mask_Pq[..., None]
+        return _scores(products_Pcq1, context_mask_Pc, gram_Pcc, length_Pq1, mask_Pq1, how)[:, 0]
 
 
 def _full(tokens: Tokens) -> Tokens:
@@ -121,9 +127,14 @@ def _full(tokens: Tokens) -> Tokens:
     return Tokens(values if bool(tokens.mask.all()) else values * tokens.mask[..., None], tokens.mask)
 
 
+def _lengths(mask: Tensor) -> Tensor:
+    """The place after each item's last token, (B,)."""
+    return mask.shape[1] - mask.flip(1).int().argmax(1)
+
+
 def _by_length(tokens: Tokens, size: int) -> tuple[list[Tokens], Tensor | None]:
     """Parts of `size` items without common padding, and where each item stands in them; None: in their own order."""
-    lengths, length = tokens.mask.shape[1] - tokens.mask.flip(1).int().argmax(1), tokens.mask.shape[1]
+    lengths, length = _lengths(tokens.mask), tokens.mask.shape[1]
     if bool((lengths == length).all()):
         return [Tokens(*part) for part in zip(tokens.values.split(size), tokens.mask.split(size))], None
     lengths, order = lengths.sort(stable=True)
@@ -134,24 +145,47 @@ def _by_length(tokens: Tokens, size: int) -> tuple[list[Tokens], Tensor | None]:
     return parts, order.argsort()
 
 
-def _block(context: Tokens, queries: Tokens, how: CrossAttention) -> Tensor:
+class QueryRows(NamedTuple):
+    """Tokens of several parts of queries for one matrix product.
+
+    Attributes:
+        values: (R, D), the parts one behind the other; in each, items stand behind tokens, (q * Q, D), so that all
+            reductions over tokens run along whole rows.
+        lengths: (R,) of these.
+        masks: (1, q, Q) of every part.
+    """
+
+    values: Tensor
+    lengths: Tensor
+    masks: list[Tensor]
+
+    @classmethod
+    def of(cls, parts: list[Tokens]) -> QueryRows:
+        values = torch.cat([part.values.transpose(0, 1).flatten(0, 1) for part in parts])
+        return cls(values, _root(values.square().sum(-1)), [part.mask.T[None] for part in parts])
+
+
+def _block(context: Tokens, gram_Ccc: Tensor, queries: QueryRows, how: CrossAttention) -> Tensor:
     """(C, Q); with gradient, its intermediate results are computed again when they are needed."""
     if torch.is_grad_enabled() and (context.values.requires_grad or queries.values.requires_grad):
-        return checkpoint(_all_pairs, *context, *queries, how, use_reentrant=False, preserve_rng_state=False)
-    return _all_pairs(*context, *queries, how)
+        return checkpoint(_all_pairs, *context, gram_Ccc, *queries, how, use_reentrant=False, preserve_rng_state=False)
+    return _all_pairs(*context, gram_Ccc, *queries, how)
 
 
 def _all_pairs(
-    context_CcD: Tensor, context_mask_Cc: Tensor, query_QqD: Tensor, query_mask_Qq: Tensor, how: CrossAttention
-) -> Tensor:
-    """(C, Q). Items stand behind tokens, (c, q, Q): all reductions over tokens then run along whole rows."""
-    query_qQD = query_QqD.transpose(0, 1)
-    products_CcqQ = (context_CcD.flatten(0, 1) @ query_qQD.flatten(0, 1).T).view(
-        *context_CcD.shape[:2], *query_qQD.shape[:2]
-    )
-    length_1qQ = _root(query_qQD.square().sum(-1))[None]
-    gram_Ccc = context_CcD @ context_CcD.transpose(1, 2)
-    return _scores(products_CcqQ, context_mask_Cc, gram_Ccc, length_1qQ, query_mask_Qq.T[None], how)
+    context_CcD: Tensor, context_mask_Cc: Tensor, gram_Ccc: Tensor,
+    query_RD: Tensor, length_R: Tensor, masks: list[Tensor], how: CrossAttention,
+) -> Tensor:  # fmt: skip
+    """(C, Q), from one matrix product; what follows it on a CPU is done for as many items as its cache holds."""
+    products_CcR = (context_CcD.flatten(0, 1) @ query_RD.T).view(*context_mask_Cc.shape, -1)
+    rows, columns = [mask.numel() for mask in masks], []
+    for products, length, mask in zip(products_CcR.split(rows, -1), length_R.split(rows), masks):
+        products_CcqQ, length = products.unflatten(2, mask.shape[1:]), length.view(mask.shape)
+        on_cpu = products.device.type == "cpu"
+        at_once = max(1, CACHE_ELEMENTS // products[0].numel()) if on_cpu else len(products)
+        parts = zip(products_CcqQ.split(at_once), context_mask_Cc.split(at_once), gram_Ccc.split(at_once))
+        columns.append(torch.cat([_scores(*part, length, mask, how) for part in parts]))
+    return torch.cat(columns, 1)
 
 
 def _scores(
@@ -172,7 +206,7 @@ def _weights(products_CcqQ: Tensor, context_mask_Cc: Tensor, mask_CqQ: Tensor, h
 
     Context that does not exist needs no zero here: its products and its Gram matrix are zero.
     """
-    a_CcqQ = how.lambda_softmax * _normalised(products_CcqQ, mask_CqQ[:, None], how.norm)
+    a_CcqQ = _normalised(products_CcqQ, mask_CqQ[:, None], how.norm, how.lambda_softmax)
     if how.norm in ("none", "clipped") or how.lambda_softmax > LARGEST_EXPONENT:  # else at most lambda_softmax
         missing = ~context_mask_Cc[:, :, None, None]
         largest = a_CcqQ.detach().masked_fill(missing, -torch.inf).amax(1, keepdim=True)
@@ -180,17 +214,17 @@ def _weights(products_CcqQ: Tensor, context_mask_Cc: Tensor, mask_CqQ: Tensor, h
     return a_CcqQ.exp()
 
 
-def _normalised(x: Tensor, mask: Tensor, norm: Norm) -> Tensor:
-    """x over the queries' tokens, dimension 2; products of tokens that do not exist are 0."""
+def _normalised(x: Tensor, mask: Tensor, norm: Norm, scale: float) -> Tensor:
+    """`scale` times x over the queries' tokens, dimension 2; products of tokens that do not exist are 0."""
     if norm.startswith("clipped"):
         x = F.leaky_relu(x, SLOPE)
     if norm.endswith("l2norm"):
-        return x / (_root(x.square().sum(2, keepdim=True)) + EPS)
+        return x * (scale / (_root(x.square().sum(2, keepdim=True)) + EPS))
     if norm.endswith("l1norm"):
-        return x / (x.abs().sum(2, keepdim=True) + EPS)
+        return x * (scale / (x.abs().sum(2, keepdim=True) + EPS))
     if norm == "softmax":
-        return x.masked_fill(~mask, -torch.inf).softmax(2)
-    return x
+        x = x.masked_fill(~mask, -torch.inf).softmax(2)
+    return scale * x
 
 
 def _aggregate(cosine_CqQ: Tensor, mask_CqQ: Tensor, how: CrossAttention) -> Tensor:

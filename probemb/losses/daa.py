@@ -34,13 +34,13 @@ def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = F
     `published` reproduces the authors' code, which compares s_bc with column b, s_ab, instead of row b; N = M only.
     """
     n, m = values_NM.shape
+    values_NM = values_NM / temperature
     rivals_NM = values_NM.T if published else values_NM
 
     def of_rows(rivals: Tensor, values: Tensor) -> Tensor:
-        above = torch.sigmoid((rivals[:, :, None] - values[:, None, :]) / temperature)  # (rows, a, c)
-        return 1 + (above * off_diagonal).sum(1)
+        above = torch.sigmoid(rivals[:, :, None] - values[:, None, :]).sum(1)  # of (rows, a, c)
+        return above + 1 - torch.sigmoid(rivals - values)  # without a = c
 
-    off_diagonal = 1 - torch.eye(m, dtype=values_NM.dtype, device=values_NM.device)
     rows = max(1, BLOCK_ELEMENTS // (m * m))
     if rows >= n:
         return of_rows(rivals_NM, values_NM)

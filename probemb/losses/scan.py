@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from probemb.cross_attention import CrossAttention, Tokens, attention_scores, gram_matrices, pair_scores
+from probemb.cross_attention import CrossAttention, Tokens, attention_scores, pair_scores
 from probemb.losses.output import LossOutput
 from probemb.losses.triplet import hinges, triplet_loss
 
@@ -38,16 +38,10 @@ def scan_loss(
     with torch.no_grad():
         row_NN, column_NN = hinges(attention_scores(images, texts, how), match_NN, margin)
         (row_N, text_N), (column_N, image_N) = row_NN.max(1), column_NN.max(0)
-    gram = gram_matrices(images if how.direction == "t2i" else texts)
-    own_N = pair_scores(images, texts, how, gram)
-    of_texts, of_images = (gram, gram[image_N]) if how.direction == "t2i" else (gram[text_N], gram)
-    of_text_N = pair_scores(images, _take(texts, text_N), how, of_texts)
-    of_image_N = pair_scores(_take(images, image_N), texts, how, of_images)
+    every_N = torch.arange(len(text_N), device=text_N.device)
+    pairs = torch.cat([every_N, every_N, image_N]), torch.cat([every_N, text_N, every_N])
+    own_N, of_text_N, of_image_N = pair_scores(images, texts, how, pairs).chunk(3)
     i2t = (margin + of_text_N - own_N).clamp(min=0) * (row_N > 0)  # 0: there is no negative, or none within reach
     t2i = (margin + of_image_N - own_N).clamp(min=0) * (column_N > 0)
     loss = i2t.sum() + t2i.sum()
     return LossOutput(loss, {"triplet": loss.detach()})
-
-
-def _take(tokens: Tokens, index: Tensor) -> Tokens:
-    return Tokens(tokens.values.index_select(0, index), tokens.mask.index_select(0, index))
