@@ -1,9 +1,11 @@
 """Losses, one file per family of methods. Each returns a LossOutput: the scalar to minimise and its parts."""
 
 from probemb.losses.clip import ClipLoss, InfoNCELoss, clip_loss, infonce_loss
+from probemb.losses.composed import SampledCosineLoss, ScaledCosineLoss, target_softmax
 from probemb.losses.daa import CaptionSimilarity, DAALoss, caption_tfidf, daa_loss
 from probemb.losses.decl import DECLLoss, decl_correspondence, decl_loss
 from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, vib_kl
+from probemb.losses.mpc import MPCLoss, expected_similarity, sampled_similarity
 from probemb.losses.ncr import NCRLoss, clean_probability, ncr_loss, refine_labels, split_clean
 from probemb.losses.order import OrderLoss, order_similarity
 from probemb.losses.output import LossOutput
@@ -22,12 +24,15 @@ __all__ = [
     "DECLLoss",
     "InfoNCELoss",
     "LossOutput",
+    "MPCLoss",
     "NCRLoss",
     "OrderLoss",
     "P2RMLoss",
     "PCMELoss",
     "PVSELoss",
     "PairwiseMatchLoss",
+    "SampledCosineLoss",
+    "ScaledCosineLoss",
     "TripletLoss",
     "caption_tfidf",
     "clean_probability",
@@ -37,6 +42,7 @@ __all__ = [
     "decl_correspondence",
     "decl_loss",
     "diversity",
+    "expected_similarity",
     "gaussian_similarity",
     "infonce_loss",
     "mmd",
@@ -48,8 +54,10 @@ __all__ = [
     "point_to_rectangle",
     "prob_triplet_loss",
     "refine_labels",
+    "sampled_similarity",
     "scan_loss",
     "split_clean",
+    "target_softmax",
     "triplet_loss",
     "vib_kl",
 ]

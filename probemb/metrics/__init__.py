@@ -2,6 +2,7 @@
 
 from probemb.metrics.calibration import Reliability, fit_logistic, reliability
 from probemb.metrics.coco import coco_benchmarks, coco_depth, coco_query_metrics, coco_rows
+from probemb.metrics.composed import closest_items, composed_metrics, roc_auc
 from probemb.metrics.judged import PairMetrics, cluster_weights, estimate, pair_metrics
 from probemb.metrics.plausible import plausible_match_r_precision
 from probemb.metrics.retrieval import (
@@ -38,11 +39,13 @@ __all__ = [
     "RejectionCurve",
     "Reliability",
     "average_ranks",
+    "closest_items",
     "cluster_weights",
     "coco_benchmarks",
     "coco_depth",
     "coco_query_metrics",
     "coco_rows",
+    "composed_metrics",
     "estimate",
     "first_match_ranks",
     "fit_logistic",
@@ -63,6 +66,7 @@ __all__ = [
     "rejection_curve",
     "reliability",
     "retrieval_metrics",
+    "roc_auc",
     "rsum",
     "standard_error",
     "uncertainty_bins",

@@ -1,0 +1,254 @@
+"""MPC's loss against torch.distributions, loops and the numbers of its authors' code."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Independent, Normal
+from torch.nn import functional as F
+
+from probemb import Gaussian
+from probemb.compose import Product, compose
+from probemb.losses import MPCLoss, SampledCosineLoss, ScaledCosineLoss, mpc, target_softmax
+from probemb.losses.composed import log_var_l2, sampled_cosine
+from tests.losses.points import close
+
+
+def batch(n=4, t=6, k=3, d=5, dtype=torch.float64, seed=0):
+    """Parts (N, k, D), their composition and T targets."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, d, generator=g, dtype=dtype)  # noqa: E731
+    parts = Gaussian(draw(n, k), draw(n, k) - 0.5)
+    query = compose(Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1)))
+    return parts, query, Gaussian(draw(t), draw(t) - 1)
+
+
+def looped(query, z_TJD):
+    """Eq. 6, one sample after the other."""
+    out = torch.zeros(len(query.gaussian), len(z_TJD), dtype=torch.float64)
+    for i, g in enumerate(query.gaussian):
+        density = Independent(Normal(g.mean, g.std), 1)
+        for j, z_JD in enumerate(z_TJD):
+            out[i, j] = sum(density.log_prob(z) + query.log_normaliser[i] for z in z_JD) / len(z_JD)
+    return out
+
+
+@pytest.mark.parametrize(("n", "t", "k"), [(4, 6, 3), (1, 1, 1), (3, 3, 10), (1, 5, 2)])
+def test_similarity_of_samples_equals_the_loop(n, t, k):
+    _, query, target = batch(n, t, k)
+    z_TJD = target.sample(7, torch.Generator().manual_seed(1))
+    close(mpc.sampled_similarity(query, z_TJD), looped(query, z_TJD))
+
+
+def test_expected_similarity_is_the_limit_of_many_samples_and_the_integral():
+    _, query, target = batch()
+    expected = mpc.expected_similarity(query, target)
+    z_TJD = target.sample(40_000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(mpc.sampled_similarity(query, z_TJD), expected, rtol=0.02, atol=0.02)
+    _, query, target = batch(1, 1, 2, 1)  # one dimension
+    x = torch.linspace(-30, 30, 60_001, dtype=torch.float64)
+    of_query = Normal(query.gaussian.mean[0], query.gaussian.std[0]).log_prob(x) + query.log_normaliser
+    integral = torch.trapezoid(Normal(target.mean[0], target.std[0]).log_prob(x).exp() * of_query, x)
+    close(mpc.expected_similarity(query, target)[0, 0], integral)
+
+
+@pytest.mark.parametrize("k", [2, 10])
+def test_float32_at_many_dimensions(k):
+    parts, query, target = batch(6, 9, k, 512, dtype=torch.float32)
+    exact = [
+        compose(Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1)).to(torch.float64)),
+        target.to(torch.float64),
+    ]
+    found, expected = mpc.expected_similarity(query, target), mpc.expected_similarity(*exact)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+def looped_loss(similarity, positives, temperature, reverse):
+    n, t = similarity.shape
+    total = 0.0
+    for i in range(n):
+        kept = [j for j in range(t) if j == i or positives is None or not positives[i, j]]
+        row = sum(math.exp(float(similarity[i, j] - similarity[i, i]) / temperature) for j in kept)
+        kept = [j for j in range(n) if j == i or positives is None or not positives[j, i]]
+        column = sum(math.exp(float(similarity[j, i] - similarity[i, i]) / temperature) for j in kept)
+        total += (1 - reverse) * math.log(row) + reverse * math.log(column)
+    return total / n
+
+
+@pytest.mark.parametrize("reverse", [0.0, 0.3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("t", [5, 8])
+def test_softmax_equals_the_loop(reverse, masked, t):
+    g = torch.Generator().manual_seed(t)
+    similarity = torch.randn(5, t, generator=g, dtype=torch.float64)
+    positives = (torch.rand(5, t, generator=g) < 0.4) if masked else None
+    out = target_softmax(similarity, positives, 0.7, reverse)
+    close(out.loss, looped_loss(similarity, positives, 0.7, reverse))
+    assert ("target_to_query" in out.terms) == bool(reverse)
+    perfect = target_softmax(10 * torch.eye(4))
+    assert perfect.terms["r@1"] == 1
+    assert target_softmax(-10 * torch.eye(4)).terms["r@1"] == 0
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="target i is that of query i"):
+        target_softmax(torch.zeros(4, 3))
+    with pytest.raises(ValueError, match="positives are"):
+        target_softmax(torch.zeros(3, 4), torch.zeros(3, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="form is one of"):
+        MPCLoss("exactly")
+    with pytest.raises(ValueError, match="n_samples"):
+        MPCLoss(n_samples=0)
+
+
+@pytest.mark.parametrize("form", ["sampled", "expected"])
+def test_whole_loss(form):
+    parts, query, target = batch(4, 4)
+    loss = MPCLoss(form, n_samples=5, temperature=3.0, reverse=0.2, log_var_l2=0.01)
+    out = loss(parts, query, target, generator=torch.Generator().manual_seed(2))
+    if form == "sampled":
+        similarity = looped(query, target.sample(5, torch.Generator().manual_seed(2)))
+    else:
+        similarity = mpc.expected_similarity(query, target)
+    expected = looped_loss(similarity, None, 3.0, 0.2) + 0.01 * parts.log_var.square().mean()
+    close(out.loss, expected)
+    assert set(out.terms) == {"query_to_target", "target_to_query", "r@1", "log_var_l2"}
+
+
+@pytest.mark.parametrize("form", ["sampled", "expected", "code"])
+def test_normaliser_counts_between_queries_alone(form):
+    """Eq. 7 runs over targets, and Z belongs to the query; between queries it counts, but not in the public code."""
+    parts, query, target = batch(4, 4)
+    other = Product(query.gaussian, query.log_normaliser + torch.tensor([3.0, -1, 0, 2]))
+    for reverse in (0.0, 0.5):
+        loss = MPCLoss(form, reverse=reverse)
+        values = [loss(parts, q, target, generator=torch.Generator().manual_seed(2)).loss for q in (query, other)]
+        same = torch.allclose(*values, rtol=0, atol=1e-10)
+        assert same == (form == "code" or reverse == 0)
+
+
+@pytest.mark.parametrize("form", ["sampled", "expected", "code"])
+def test_autocast_changes_nothing_and_gradients_are_finite(form):
+    _, _, target = batch(4, 4, dtype=torch.float32)
+    parts, _, _ = batch(4, 4, dtype=torch.float32)
+    leaves = [x.detach().requires_grad_() for x in (parts.mean, parts.log_var, target.mean, target.log_var)]
+
+    def run():
+        parts, target = Gaussian(*leaves[:2]), Gaussian(*leaves[2:])
+        query = compose(Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1)))
+        return MPCLoss(form, reverse=0.5)(parts, query, target, generator=torch.Generator().manual_seed(0)).loss
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = run()
+    assert torch.equal(inside, run())
+    for grad in torch.autograd.grad(inside, leaves):
+        assert torch.isfinite(grad).all()
+        assert grad.abs().max() > 0
+
+
+def test_cosine_of_samples_equals_the_loop():
+    _, query, target = batch(3, 4)
+    g = torch.Generator().manual_seed(0)
+    z_NJD, z_TJD = query.gaussian.sample(4, g), target.sample(5, g)
+    every = F.cosine_similarity(z_NJD[:, None, :, None], z_TJD[None, :, None], dim=-1)
+    close(sampled_cosine(z_NJD, z_TJD), every.mean((2, 3)))
+
+
+def reference(parity):
+    """The arrays as float64 tensors, and leaves of parts (N, k, D), targets (T, D)."""
+    v = {name: torch.from_numpy(x) for name, x in parity("08a_mpc").items()}
+    names = ("means", "logvars", "target_mean", "target_logsigma")
+    leaves = {name: v[name].clone().requires_grad_() for name in names}
+    parts = Gaussian(leaves["means"], leaves["logvars"])
+    return v, leaves, parts, Gaussian(leaves["target_mean"], leaves["target_logsigma"])
+
+
+def by_query(parts):
+    """(k, N, D) to (N, k, D)."""
+    return Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1))
+
+
+def near(found, expected, tolerance=2e-7):
+    """At most 2e-7 apart: the reference computes in part with float32 constants."""
+    torch.testing.assert_close(torch.as_tensor(found).double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_authors_loss_and_gradients(parity):
+    v, leaves, parts, target = reference(parity)
+    query = compose(parts, added_variance=1e-6)
+    unit, sampled = mpc.code_embedding(target)
+    z_TJD = sampled.mean[:, None] + sampled.std[:, None] * v["eps_target_7"]
+    unit_query, sampled = mpc.code_embedding(query.gaussian)
+    z_NJD = sampled.mean[:, None] + sampled.std[:, None] * v["eps_query_7"]
+    loss = MPCLoss("code", temperature=2.0, reverse=0.5, log_var_l2=0.3 / 1.7)
+    out = loss.code_loss(by_query(parts), query.gaussian, target, z_NJD, z_TJD)
+    near(out.terms["query_to_target"], v["mpc_criterion__query_to_target_loss"])
+    near(out.terms["target_to_query"], v["mpc_criterion__target_to_query_loss"])
+    near(out.terms["log_var_l2"], v["mpc_criterion__logsigma_l2_loss"])
+    near(5 * out.terms["r@1"], v["mpc_criterion__r@1_within_batch"])
+    near(1.7 * out.loss, v["mpc_criterion__loss"])
+    near(1.7 * out.loss, v["mpc_criterion__loss_with_random_z"])
+    for leaf, grad in zip(leaves.items(), torch.autograd.grad(1.7 * out.loss, list(leaves.values()))):
+        near(grad, v[f"mpc_criterion__grad_{leaf[0]}"])
+    # The same samples with Z and the constant on the queries' axis, as the paper has it.
+    right = mpc.sampled_similarity(Product(unit_query, query.log_normaliser), z_TJD)
+    near(right, v["true_axis_score_qxt"])
+    constant = -0.5 * (query.gaussian.log_var + math.log(2 * math.pi)).sum(1)
+    near(constant, v["norm_const_query"])
+    exponent = right - (constant + query.log_normaliser)[:, None]
+    near(exponent, v["mc_loc_qxt"])
+    near(exponent + (constant + query.log_normaliser)[None, :], v["code_axis_score_qxt"])
+    near(mpc.code_similarity(unit_query, z_TJD), exponent - exponent.max(0).values)
+    near(unit.mean.norm(dim=1), torch.ones(5))
+
+
+def test_authors_composition_and_its_gradients(parity):
+    v, leaves, parts, _ = reference(parity)
+    near(compose(parts[:2], added_variance=1e-6).log_normaliser, v["pair01_logZ"])
+    backwards = Gaussian(parts.mean.flip(0), parts.log_var.flip(0))
+    near(compose(backwards, added_variance=1e-6).log_normaliser, v["mpc_reversed__logZ_total"], 1e-6)
+    product = compose(parts, added_variance=1e-6)
+    seeds = [v[f"grad_seed_{name}"] for name in ("mean", "logvar", "logZ")]
+    outputs = (product.gaussian.mean, product.gaussian.log_var, product.log_normaliser)
+    found = torch.autograd.grad(outputs, [leaves["means"], leaves["logvars"]], seeds)
+    near(found[0], v["mpc_full__grad_means"], 1e-6)
+    near(found[1], v["mpc_full__grad_logvars"], 1e-6)
+
+
+def test_authors_cosine_loss_and_gradients(parity):
+    v, leaves, parts, target = reference(parity)
+    mean, log_var = parts.mean.sum(0), parts.log_var.logsumexp(0)
+    query = Gaussian(mean, log_var)
+    z_NJD = mean[:, None] + log_var.exp()[:, None] * v["pcme_eps_query_4"]
+    z_TJD = target.mean[:, None] + target.log_var.exp()[:, None] * v["pcme_eps_target_4"]
+    loss = SampledCosineLoss(4, temperature=2.0, reverse=0.5, log_var_l2=0.3 / 1.7, as_code=True)
+    out = loss.of_samples(by_query(parts), query, z_NJD, z_TJD)
+    near(out.terms["query_to_target"], v["pcme_criterion__query_to_target_loss"])
+    near(out.terms["target_to_query"], v["pcme_criterion__target_to_query_loss"])
+    near(out.terms["log_var_l2"], v["pcme_criterion__logsigma_l2_loss"])
+    near(1.7 * out.loss, v["pcme_criterion__loss"])
+    grads = torch.autograd.grad(1.7 * out.loss, [leaves["means"], leaves["logvars"]])
+    near(grads[0], v["pcme_criterion__grad_means"])
+    near(grads[1], v["pcme_criterion__grad_logvars"])
+
+
+def test_authors_scaled_cosine_loss(parity):
+    v, _, parts, target = reference(parity)
+    loss = ScaledCosineLoss()
+    near(loss.scale.detach(), v["tirg_criterion__scale"])
+    out = loss(compose(parts).gaussian.mean, target.mean)
+    near(out.loss.detach(), v["tirg_criterion__loss"])
+
+
+def test_sampling_takes_the_codes_deviations():
+    parts, query, target = batch(4, 4)
+    out = SampledCosineLoss(3, as_code=True)(parts, query.gaussian, target, generator=torch.Generator().manual_seed(5))
+    g = torch.Generator().manual_seed(5)
+    z = [x.mean[:, None] + x.log_var.exp()[:, None] * noise(x, 3, g) for x in (target, query.gaussian)]
+    expected = SampledCosineLoss(3, as_code=True).of_samples(parts, query.gaussian, z[1], z[0])
+    close(out.loss, expected.loss)
+    assert log_var_l2(parts) != log_var_l2(parts, query.gaussian)
+
+
+def noise(g, n, generator):
+    return torch.randn(len(g), n, g.shape[1], dtype=g.mean.dtype, generator=generator)

@@ -1,0 +1,172 @@
+"""Composers against the authors' code, loops and torch.distributions."""
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from probemb import Gaussian, UserError
+from probemb.models.composers import ALIASES, COMPOSERS, create_composer
+from probemb.models.composers.mrn import MRNComposer
+
+# The reference's parameter names, and the composers' own.
+NAMES = {
+    "mlp": {"combiner.0": "layers.0", "combiner.1": "layers.1", "combiner.3": "layers.3"},
+    "relationship": {"relationship.0": "relation.0", "relationship.1": "relation.1", "fc.0": "out"},
+    "film": {
+        "fc11.0": "widen.0",
+        "fc12.0": "modulated.0",
+        "fc12.1": "modulated.1",
+        "fc2_gamma.0": "scale",
+        "fc2_beta.0": "shift",
+        "fc.0": "out",
+    },
+    "mrn": {
+        "residual_conv": "blocks.0.residual",
+        "f1_conv1": "blocks.0.of_first.0",
+        "f1_conv2": "blocks.0.of_first.2",
+        "f2_conv1": "blocks.0.of_second.0",
+        "f2_conv2": "blocks.0.of_second.2",
+    },
+    "tirg": {
+        "gated_feature_composer.1": "gate.0",
+        "gated_feature_composer.3": "gate.2",
+        "res_info_composer.1": "residual.0",
+        "res_info_composer.3": "residual.2",
+        "res_info_composer.5": "residual.4",
+    },
+}
+
+
+def load(name, arrays, prefix):
+    """The composer with the reference's parameters; every one of them is used, and every one of ours is set."""
+    dim = 8 if name == "mlp" else 6
+    composer = MRNComposer(dim, blocks=1) if name == "mrn" else create_composer(name, dim)
+    state = {}
+    for key, array in arrays.items():
+        if not key.startswith(prefix):
+            continue
+        value, key = torch.from_numpy(array), key.removeprefix(prefix)
+        if key == "a":  # the other two are never used
+            state |= {"gate_weight": value[0], "residual_weight": value[1]}
+            continue
+        module, leaf = key.rsplit(".", 1)
+        state[f"{NAMES[name][module]}.{leaf}"] = value.flatten(1) if value.dim() == 4 else value
+    composer = composer.double()
+    composer.load_state_dict(state, strict=True)
+    return composer
+
+
+def points(features):
+    """(k, N, D) features as parts (N, k, D)."""
+    mean = torch.from_numpy(features).transpose(0, 1)
+    return Gaussian(mean, torch.full_like(mean, 7.0))
+
+
+@pytest.mark.parametrize("name", ["relationship", "film", "mrn", "tirg"])
+def test_authors_rivals(parity, name):
+    arrays = parity("08b_mpc_competitors")
+    for case, k, training in (("eval_k2", 2, False), ("eval_k3", 3, False), ("train_k2", 2, True)):
+        composer = load(name, arrays, f"{name}__param__").train(training)
+        found = composer(points(arrays["features"][:k]))
+        expected = torch.from_numpy(arrays[f"{name}__{case}"])
+        torch.testing.assert_close(found.gaussian.mean, expected, rtol=1e-9, atol=1e-12)
+        assert not found.gaussian.log_var.any()
+        assert not found.log_normaliser.any()
+    whole = composer.eval()(points(arrays["features"]))
+    one = composer(points(arrays["features"][:, 2:3]))  # a batch of one is not squeezed away
+    torch.testing.assert_close(one.gaussian.mean, whole.gaussian.mean[2:3])
+
+
+def test_authors_probabilistic_composers(parity):
+    arrays = parity("08a_mpc")
+    parts = Gaussian(*(torch.from_numpy(arrays[name]).transpose(0, 1) for name in ("means", "logvars")))
+    found = {
+        "pcme_addition": create_composer("pcme-addition", 8)(parts),
+        "pcme_mlp": load("mlp", arrays, "pcme_mlp__param__").eval()(parts),
+        "mpc_k3": create_composer("mpc", 8)(parts),
+    }
+    for name, product in found.items():
+        torch.testing.assert_close(product.gaussian.mean, torch.from_numpy(arrays[f"{name}__mean"]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            product.gaussian.log_var, torch.from_numpy(arrays[f"{name}__logvar"]), atol=1e-6, rtol=0
+        )
+    expected = torch.from_numpy(arrays["mpc_k3__logZ_total"])
+    torch.testing.assert_close(found["mpc_k3"].log_normaliser, expected, rtol=1e-5, atol=1e-5)  # they add 1e-6
+
+
+@pytest.mark.parametrize("name", COMPOSERS)
+@pytest.mark.parametrize("k", [1, 2, 5, 10])
+def test_any_number_of_parts(name, k):
+    g = torch.Generator().manual_seed(k)
+    parts = Gaussian(torch.randn(3, k, 16, generator=g), torch.randn(3, k, 16, generator=g))
+    composer = create_composer(name, 16).eval()
+    product = composer(parts)
+    assert product.gaussian.shape == (3, 16)
+    assert product.log_normaliser.shape == (3,)
+    for x in (product.gaussian.mean, product.gaussian.log_var, product.log_normaliser):
+        assert x.dtype == torch.float32
+        assert torch.isfinite(x).all()
+    if k == 1:
+        assert torch.equal(product.gaussian.mean, parts.mean[:, 0])
+        assert not product.log_normaliser.any()
+    elif not composer.probabilistic:
+        left = product.gaussian.mean
+        folded = parts.mean[:, 0]
+        for i in range(1, k):
+            folded = composer.pair(folded, parts.mean[:, i])
+        torch.testing.assert_close(left, folded)
+
+
+def test_sum_and_product_of_random_variables():
+    g = torch.Generator().manual_seed(3)
+    parts = Gaussian(*(torch.randn(4, 3, 5, generator=g, dtype=torch.float64) for _ in range(2)))
+    added = create_composer("addition", 5)(parts).gaussian
+    torch.testing.assert_close(added.mean, parts.mean.sum(1))
+    torch.testing.assert_close(added.var, parts.std.square().sum(1))
+    product = create_composer("product", 5)(parts)
+    x = torch.randn(4, 5, generator=g, dtype=torch.float64)
+    each = Normal(parts.mean, parts.std).log_prob(x[:, None]).sum((1, 2))
+    whole = Normal(product.gaussian.mean, product.gaussian.std).log_prob(x).sum(1) + product.log_normaliser
+    torch.testing.assert_close(whole, each)
+
+
+def test_weights_of_parts():
+    g = torch.Generator().manual_seed(3)
+    parts = Gaussian(torch.randn(2, 3, 5, generator=g), torch.zeros(2, 3, 5))
+    composer = create_composer("mpc", 5)
+    weights = torch.tensor([[1.0, 1.0, 0.0], [2.0, -0.5, 1.0]])
+    found = composer(parts, weights)
+    first = composer(parts[:1, :2])
+    torch.testing.assert_close(found.gaussian.mean[:1], first.gaussian.mean)
+    torch.testing.assert_close(found.log_normaliser[:1], first.log_normaliser)
+    shared = composer(parts, [2.0, -0.5, 1.0])
+    torch.testing.assert_close(found.gaussian.mean[1], shared.gaussian.mean[1])
+    expected = (2 * parts.mean[1, 0] - 0.5 * parts.mean[1, 1] + parts.mean[1, 2]) / 2.5
+    torch.testing.assert_close(found.gaussian.mean[1], expected)
+    with pytest.raises(UserError, match="no weights"):
+        create_composer("tirg", 5).eval()(parts, weights)
+
+
+@pytest.mark.parametrize("name", COMPOSERS)
+def test_autocast_changes_nothing_and_gradients_reach_everything(name):
+    torch.manual_seed(0)
+    composer = create_composer(name, 8)
+    parts = Gaussian(torch.randn(6, 3, 8).requires_grad_(), torch.randn(6, 3, 8).requires_grad_())
+    product = composer(parts)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = composer(parts)
+    assert torch.equal(inside.gaussian.mean, product.gaussian.mean)
+    (product.gaussian.mean.square().sum() + product.gaussian.log_var.square().sum()).backward()
+    for x in (parts.mean, *composer.parameters(), *([parts.log_var] if composer.probabilistic else [])):
+        assert x.grad is not None
+        assert x.grad.abs().max() > 0
+
+
+def test_names():
+    for alias, name in ALIASES.items():
+        assert type(create_composer(alias, 4)) is COMPOSERS[name]
+    with pytest.raises(UserError, match="Did you mean 'product'"):
+        create_composer("products", 4)
+    for shape in ((3, 4), (3, 0, 4), (3, 2, 5)):
+        with pytest.raises(ValueError, match="give"):
+            create_composer("product", 4)(Gaussian(torch.zeros(shape), torch.zeros(shape)))
