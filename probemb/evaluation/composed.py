@@ -24,7 +24,12 @@ def composed_scores(query: Product, gallery: Gaussian, by: Ranking = "cosine") -
         by: "cosine" of the means, MPC's choice at test time; or "density", the expected log-density of the item under
             the composition with its normaliser, in nats (`losses.mpc.expected_similarity`). The normaliser changes no
             ranking of one query.
+
+    Raises:
+        ValueError: another ranking.
     """
+    if by not in ("cosine", "density"):
+        raise ValueError(f"compositions are ranked by cosine or density, not by {by!r}")
     g, gallery = query.gaussian.float(), gallery.float()
     if by == "cosine":
         return DotScores(F.normalize(g.mean, dim=-1), F.normalize(gallery.mean, dim=-1))

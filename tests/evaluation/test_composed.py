@@ -1,5 +1,6 @@
 """Scores of composed queries against the similarities that the losses train."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -24,3 +25,5 @@ def test_scores_and_their_rankings():
     every = F.cosine_similarity(query.gaussian.mean[:, None], gallery.mean[None], dim=-1)
     torch.testing.assert_close(cosine(slice(0, 5)), every)
     assert torch.equal(closest_items(density, 5, 40, 10), expected.topk(10).indices)
+    with pytest.raises(ValueError, match="cosine or density"):
+        composed_scores(query, gallery, "csd")

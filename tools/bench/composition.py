@@ -90,7 +90,7 @@ def composition_written_out(parts):
 
 
 def retrieval(options, by: str):
-    """A closure that composes nothing, scores all targets and returns every query's closest ones."""
+    """A closure that scores all targets for queries that are composed already, and finds the closest of each."""
     from probemb.compose import compose
     from probemb.evaluation.composed import composed_scores
     from probemb.metrics import closest_items
