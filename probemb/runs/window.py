@@ -49,8 +49,12 @@ class Window:
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def state(self) -> dict:
-        """{"sums": CPU tensors by name, "counts": numbers of steps}, for a checkpoint between two log lines."""
-        return {"sums": {name: value.detach().cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
+        """{"sums": CPU tensors by name, "counts": numbers of steps}, for a checkpoint between two log lines.
+
+        Copies: after one step a loss and its only term may be one tensor, which a file cannot hold under two names.
+        """
+        sums = {name: value.detach().to("cpu", copy=True) for name, value in self.sums.items()}
+        return {"sums": sums, "counts": dict(self.counts)}
 
     def close(self, batch_size: int, steps_left: int) -> dict[str, float]:
         """`read`, then restart."""

@@ -151,6 +151,8 @@ class Interruption:
         # Two networks: within an epoch of the first, between the two, within an epoch of the second, at the end.
         ("ncr", {"noise-ratio": 0.5, "loss.warmup_epochs": 0, "swa-epochs": 2}, (2, 3, 11, 12)),
         ("pvse", {"loss.embeddings": 3, "model.lock_image": "false"}, (2, 6)),
+        # Between two log lines, after a step whose loss and only term are the same number.
+        ("vse", {"log-every": 2, "loss.warmup_epochs": 0}, (1, 6)),
     ],
 )
 def test_stopped_and_resumed_equals_undisturbed(method, more, stops, scenes, tmp_path, monkeypatch, capsys):

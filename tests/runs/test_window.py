@@ -1,7 +1,9 @@
 """Means and speed between two log lines."""
 
 import torch
+from safetensors.torch import load_file
 
+from probemb.runs.checkpoints import write_tensors
 from probemb.runs.window import Window
 
 
@@ -28,3 +30,10 @@ def test_skipped_steps_count_for_the_speed_and_not_for_the_means():
     assert values["images_per_second"] > 0
     window.add(None)
     assert set(window.close(batch_size=8, steps_left=1)) == {"data_wait", "images_per_second", "eta", "memory"}
+
+
+def test_one_step_whose_loss_is_its_only_term_can_be_written(tmp_path):
+    window, loss = Window("pairs", lambda: 0.0), torch.tensor(2.0)
+    window.add({"loss": loss, "triplet": loss})
+    write_tensors(tmp_path / "window.safetensors", window.state()["sums"])
+    assert load_file(tmp_path / "window.safetensors") == {"loss": 2.0, "triplet": 2.0}
