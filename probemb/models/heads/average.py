@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AverageHead(nn.Module):
-    """Tokens (B, T, W) -> (B, D), by a linear map of each where W is not D, or for the log-variance."""
+    """Tokens (B, T, W) -> (B, D), by a linear map of each where W is not D; log-variances always have a map."""
 
     reads_tokens = True
 
@@ -35,8 +35,8 @@ class AverageHead(nn.Module):
     @classmethod
     def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> AverageHead:
         """The head of the log-variance."""
-        linear = FullPrecisionLinear(width, config.embed_dim, config.bias)
-        start_log_var(linear, config.embed_dim)
+        linear = FullPrecisionLinear(width, config.log_var_width, config.bias)
+        start_log_var(linear, config.log_var_start)
         return cls(linear)
 
     def forward(self, features: Features) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from probemb import UserError
 from probemb.models import create_model, create_tokenizer, load_model, save_model
+from probemb.models.heads import HEADS
 from probemb.models.heads.covariance import COVARIANCES, Covariance, make_covariance
 
 BOUNDS = (math.log(0.1), math.log(10))
@@ -52,7 +53,7 @@ def test_a_variance_beyond_its_bounds_has_no_gradient():
 
 
 @pytest.mark.parametrize("name", ["ViT-Micro-32", "resnet-gru-small", "scenes-cnn-gru"])
-@pytest.mark.parametrize("head", ["clip", "gpo", "pie"])
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kind", COVARIANCES)
 def test_every_head_and_tower(name, head, kind):
     model = make(name, head, covariance=kind, log_var_range=BOUNDS)
