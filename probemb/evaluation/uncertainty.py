@@ -19,7 +19,7 @@ from probemb.evaluation.set_algebra import geometric_sigma
 from probemb.gaussian import Gaussian
 from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
 
-ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels and of words
+ERASED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of pixels or regions, and of words
 # Scalar measures of uncertainty, values of `--uncertainty`; the last two order items alike.
 MEASURES: dict[str, Callable[[Gaussian], Tensor]] = {
     "sum": Gaussian.uncertainty,
@@ -109,6 +109,16 @@ def erase_pixels(pixels_BCHW: Tensor, share: float, generator: torch.Generator) 
     return out
 
 
+def erase_regions(regions_BRF: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """A share of each image's regions, rounded to whole ones and drawn at random, made zeros; at least one stays."""
+    out = regions_BRF.clone()
+    for image in out:
+        there = (image != 0).any(-1).nonzero().flatten()
+        gone = max(0, min(round(share * len(there)), len(there) - 1))
+        image[there[torch.randperm(len(there), generator=generator)[:gone]]] = 0
+    return out
+
+
 def erase_words(text: str, share: float, generator: torch.Generator) -> str:
     """The text without a share of its words, rounded to whole words, chosen at random."""
     words = text.split()
@@ -124,28 +134,29 @@ def erase(
     shares: Sequence[float] = ERASED,
     measure: Callable[[Gaussian], Tensor] = Gaussian.uncertainty,
 ) -> dict:
-    """Uncertainty against the share of erased pixels and words.
+    """Uncertainty against the share of erased pixels, or regions, and words.
 
     Args:
         chosen: indices of the images to erase parts of, and of their first captions.
 
     Returns:
-        "pixels" and "words": {"shares", "uncertainty" (mean at each share), "items", "spearman" over single items, of
-        uncertainty against share}.
+        "pixels", or "regions" of images that are precomputed regions, and "words": {"shares", "uncertainty" (mean at
+        each share), "items", "spearman" over single items, of uncertainty against share}.
     """
-    pixels = []
+    read = []
     for i in chosen:
         try:
-            pixels.append(embedder.transform(captions.images.open(i)))
+            read.append(embedder.transform(captions.images.open(i)))
         except BadSample:  # the file has changed
             continue
-    texts, whole = [captions.captions[i][0] for i in chosen], torch.stack(pixels)
-    uncertainty: dict[str, list[Tensor]] = {"pixels": [], "words": []}
+    texts, whole = [captions.captions[i][0] for i in chosen], torch.stack(read)
+    side, erase_part = ("regions", erase_regions) if whole.ndim == 3 else ("pixels", erase_pixels)
+    uncertainty: dict[str, list[Tensor]] = {side: [], "words": []}
     with embedder.show("erased", len(shares) * (len(whole) + len(texts))) as advance:
         for share in shares:
             draw = torch.Generator().manual_seed(0)
-            batches = erase_pixels(whole, share, draw).split(embedder.batch_size)
-            uncertainty["pixels"].append(measure(embedder.pixels(batches, advance)))
+            batches = erase_part(whole, share, draw).split(embedder.batch_size)
+            uncertainty[side].append(measure(embedder.pixels(batches, advance)))
             tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
             uncertainty["words"].append(measure(embedder.tokens(tokens, advance)))
     return {

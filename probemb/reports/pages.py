@@ -21,6 +21,7 @@ from probemb.reports.text import between, number, percent, printable, signed
 
 if TYPE_CHECKING:
     from PIL import Image
+    from torch import Tensor
 
     from probemb.reports.figures import Chart
 
@@ -65,8 +66,13 @@ def _remove_figures(file: Path) -> None:
             (figures_folder(file) / name).unlink(missing_ok=True)
 
 
-def thumbnail(picture: Image.Image, side: int | None = None) -> str:
-    """A small copy of an image as a data URI; shrinks `picture` itself. side: pixels of the longer one."""
+def thumbnail(picture: Image.Image | Tensor, side: int | None = None) -> str:
+    """A small copy of an image as a data URI; shrinks `picture` itself. Empty for regions, which show nothing.
+
+    side: pixels of the longer one.
+    """
+    if not hasattr(picture, "thumbnail"):
+        return ""
     picture.thumbnail((side, side) if side else (THUMBNAIL * 2, THUMBNAIL))
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=82)

@@ -1,6 +1,7 @@
 """Pages: everything is escaped, figures stand in the page and beside it, nothing of another origin is replaced."""
 
 import pytest
+import torch
 from jinja2 import UndefinedError
 from PIL import Image
 
@@ -81,3 +82,4 @@ def test_thumbnails_are_small(tmp_path):
     picture = Image.new("RGB", (4000, 1000), "red")
     assert thumbnail(picture).startswith("data:image/jpeg;base64,")
     assert picture.size == (208, 52)
+    assert thumbnail(torch.zeros(6, 5)) == ""

@@ -20,7 +20,16 @@ from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.predictors import warning
 from probemb.evaluation.rankings import RankingOptions, evaluate_retrieval, make_ranker, own_captions, rank_all
 from probemb.evaluation.tolerance import GRID
-from probemb.evaluation.uncertainty import MEASURES, erase_pixels, erase_words, evenly, extremes, projection, quality
+from probemb.evaluation.uncertainty import (
+    MEASURES,
+    erase_pixels,
+    erase_regions,
+    erase_words,
+    evenly,
+    extremes,
+    projection,
+    quality,
+)
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import create_model, load_model, save_model
 from tests.truth import matches
@@ -303,6 +312,10 @@ def test_what_is_erased_is_what_was_asked_for():
     for share in (0.0, 0.25, 1.0):
         erased = erase_pixels(pixels, share, generator)
         assert (erased == 0).double().mean().item() == pytest.approx(share, abs=0.01)
+    regions = torch.ones(2, 5, 3)
+    regions[1, 1:] = 0  # an image with one region
+    for share, left in ((0.0, [5, 1]), (0.4, [3, 1]), (1.0, [1, 1])):
+        assert (erase_regions(regions, share, generator) != 0).all(-1).sum(1).tolist() == left
     words = "a b c d e f g h i j"
     assert erase_words(words, 0.0, generator) == words
     left = erase_words(words, 0.3, generator).split()

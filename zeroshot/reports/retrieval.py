@@ -32,7 +32,11 @@ MEASURED = {
     "log-det": "the log-determinant of an item's covariance",
     "geometric-mean": "the geometric mean of an item's standard deviations",
 }
-ERASED = {"pixels": "Images, a grey square over them", "words": "Captions, words left out"}
+ERASED = {
+    "pixels": "Images, a grey square over them",
+    "regions": "Images, regions left out",
+    "words": "Captions, words left out",
+}
 
 
 def write_report(

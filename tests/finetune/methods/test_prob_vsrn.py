@@ -1,5 +1,6 @@
 """Probabilistic VSRN on the regions of the embedded world: trains, resumes, and embeds within its bounds."""
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from probemb import load_model
 from probemb.data.captions.find import find_captions
 from tests.finetune.runs import checkpoint, metrics, run_here, saved
 from tools.make_scenes import Plan, make
+from zeroshot.retrieval import main as retrieval
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,12 @@ def test_trains_resumes_and_keeps_its_bounds(scenes, tmp_path):
     regions = find_captions(scenes / "regions", "val").images.open(0)
     image = model.encode_image(torch.as_tensor(regions)[None])
     assert ((image.var > 0.1 - 1e-6) & (image.var < 10 + 1e-5)).all()
+    out = tmp_path / "found"
+    argv = ["--model", str(whole), "--data", str(scenes / "regions"), "--split", "val", "--out", str(out)]
+    assert retrieval([*argv, "--erased", "4", "--rankings", "wasserstein2,mean", "--workers", "0"]) == 0
+    erased = json.loads((out / "results.json").read_text())["uncertainty"]["erased"]
+    assert set(erased) == {"regions", "words"}
+    assert len(set(erased["regions"]["uncertainty"])) > 1
+    page = (out / "report.html").read_text()
+    assert "Images, regions left out" in page
+    assert 'src=""' not in page  # regions have no picture
