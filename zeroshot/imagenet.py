@@ -79,6 +79,7 @@ def evaluate_and_write(
     from probemb.data.image_loader import describe_bad
     from probemb.data.labelled.images import remarks
     from probemb.evaluation.embedding import Embedder
+    from probemb.models import check_single_embeddings
     from zeroshot.filters import FilterOptions
     from zeroshot.outcome import evaluate
     from zeroshot.prompts import single_index
@@ -86,6 +87,7 @@ def evaluate_and_write(
 
     device = choose_device(config.device, config.precision)
     model, tokenizer, transforms = load(config.model, device.name)
+    check_single_embeddings(model, config.model)
     classes, templates = task.classes, task.templates
     print(
         f"{len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), {len(templates)} prompts a "

@@ -112,6 +112,28 @@ def check_words(model, captions: CaptionDataset) -> None:
         )
 
 
+def check_single_embeddings(model, name: str) -> None:
+    """Refuse a model that does not compare pictures and texts by one embedding each.
+
+    Args:
+        name: of the model, for the message.
+
+    Raises:
+        UserError: several embeddings of an item (PVSE), comparison of tokens (SCAN), or regions for images.
+    """
+    if model.n_embeddings > 1:
+        what = f"has {model.n_embeddings} embeddings of an item"
+    elif model.attention is not None:
+        what = "compares the tokens of images and texts"
+    elif reads_regions(model.config["architecture"]):
+        what = "reads precomputed regions of images"
+    else:
+        return
+    raise UserError(
+        f"The model {name} {what}.", "Name one with an embedding of each image; zeroshot.retrieval measures all others."
+    )
+
+
 def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:
     """The tokenizer that belongs to a model: list of texts -> (B, context_length) int64, padded with zeros.
 

@@ -10,7 +10,13 @@ from PIL import Image
 from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import Augmentation, create_model, create_tokenizer, create_transforms
+from probemb.models import (
+    Augmentation,
+    check_single_embeddings,
+    create_model,
+    create_tokenizer,
+    create_transforms,
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +110,17 @@ def test_a_vocabulary_of_another_corpus_is_refused():
     with pytest.raises(UserError, match="has 17% of the words of x: it is of another corpus") as error:
         check_words(model, CaptionDataset([["a dog runs"], ["two dogs play"]], [1, 2], source="x"))
     assert "tools.build_vocabulary x" in error.value.remedy
+
+
+def test_models_without_one_embedding_of_each_picture_are_refused(model):
+    check_single_embeddings(model, "x")
+    words = {"vocabulary": ["a"], "probabilistic": False}
+    several = create_model("resnet-gru-small", head="pie", n_embeddings=2, **words)
+    tokens = create_model("resnet-gru-small", head="average", attention={"direction": "i2t"}, **words)
+    for one, what in (
+        (several, "The model x has 2 embeddings of an item"),
+        (tokens, "The model x compares the tokens"),
+        (create_model("vsrn-scenes-gru", **words), "The model x reads precomputed regions"),
+    ):
+        with pytest.raises(UserError, match=what):
+            check_single_embeddings(one, "x")

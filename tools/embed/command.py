@@ -53,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from probemb.models import lasting_name, load_model, weights_sha256
+    from probemb.models import check_single_embeddings, lasting_name, load_model, weights_sha256
     from probemb.runs.preemption import REQUEUE, Preemption
     from probemb.search.embeddings import KINDS, open_embeddings, plan_embeddings, save_embeddings
 
     if device.name.startswith("cuda"):
         torch.cuda.set_device(device.name)  # else every rank also takes memory of the first GPU
     loaded = load_model(options.model, device=device.name)
+    check_single_embeddings(loaded.model, options.model)
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
     named = {data: partition_names(found) for data, found in corpora.items()}
     out = plan_embeddings(options.out, lasting_name(options.model), weights, dim, named, options.mean_dtype)

@@ -271,6 +271,7 @@ def test_what_cannot_run_is_refused(whole, corpus, run_folder, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)
     save_model(create_model("ViT-Micro-32", embed_dim=24), tmp_path / "other")
+    save_model(create_model("ViT-Micro-32", head="pie", n_embeddings=2, embed_dim=8), tmp_path / "several")
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("x")
@@ -279,6 +280,7 @@ def test_what_cannot_run_is_refused(whole, corpus, run_folder, tmp_path, monkeyp
     before = contents(whole)
     cases = [
         (options("other", corpus, whole), rf"{run_folder} \(\w+, 16 dim.*, not of {tmp_path}/other \(\w+, 24 dim"),
+        (options("several", corpus, "out"), "The model several has 2 embeddings of an item"),
         (options(run_folder, "nowhere", "out"), "The data path nowhere does not exist"),
         (options(run_folder, "empty", "out"), "The data path empty holds no webdataset shards"),
         (options(run_folder, "s4://bucket/corpus", "out"), "'s4:' is not a known source"),
