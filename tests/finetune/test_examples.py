@@ -12,7 +12,7 @@ from finetune.methods import METHODS
 from probemb.cli.configuration import parse_config
 from probemb.models.architectures import architecture
 from probemb.models.heads import HeadConfig
-from probemb.models.towers.word_gru import WordGRU
+from probemb.models.towers.word_gru import GRUShape, WordGRU
 
 EXAMPLES = sorted((Path(finetune.__file__).parent / "examples").glob("*.yaml"))
 
@@ -54,7 +54,7 @@ def test_recipes_are_complete_and_accepted(path):
     head = HeadConfig(config.model.head, config.model.embed_dim)
     shape = architecture(config.model.name)["text_cfg"]
     shape.pop("tower")
-    assert WordGRU(["a"], 1, head, **shape).mean_head is not None  # its sizes fit the embedding's
+    assert WordGRU(["a"], 1, head, GRUShape(**shape)).mean_head is not None  # its sizes fit the embedding's
 
 
 def test_pcmes_recipes_are_the_papers():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -34,18 +34,16 @@ LAYER = re.compile(r"(layers|branch)\.(\d+)\.")
 
 
 def make_text_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> WordGRU:
-    """The tower of an architecture; text_cfg has "vocabulary", and the sizes that `WordGRU` names."""
+    """The tower of an architecture; text_cfg has "vocabulary", and the fields of `GRUShape`."""
     config = {key: value for key, value in architecture["text_cfg"].items() if key not in ("tower", "vocabulary")}
-    return WordGRU(needed_vocabulary(architecture), n_unc_layers, head, **config)
+    return WordGRU(needed_vocabulary(architecture), n_unc_layers, head, GRUShape(**config))
 
 
-class WordGRU(Encoder):
-    """A word embedding and layers of GRUs.
+@dataclass(frozen=True)
+class GRUShape:
+    """Sizes and wiring of a `WordGRU`, keys of an architecture's text_cfg.
 
-    Args:
-        vocabulary: the words, in the order of their ids.
-        n_unc_layers: layers of the uncertainty branch.
-        head: of the mean and the log-variance.
+    Attributes:
         width, hidden, layers, bidirectional: E, H, number of layers, and whether both directions are concatenated.
         pooling: "last" (each direction's last state), "max" or "mean" over the words; "last-word", both directions'
             states at the last word, of which the backward one has read that word alone, is what the public codes of
@@ -55,55 +53,79 @@ class WordGRU(Encoder):
         projection: whether head "clip" maps the pooled states to D; otherwise they are the embedding (VSRN).
         head_options: further options of a kind of head in this tower, by its name: {"pie": {"project": false}}.
         context_length: largest number of words.
+
+    Raises:
+        UserError: an unknown pooling, tokens or directions.
     """
 
-    def __init__(
-        self,
-        vocabulary: list[str],
-        n_unc_layers: int,
-        head: HeadConfig,
-        width: int = 300,
-        hidden: int = 512,
-        layers: int = 1,
-        bidirectional: bool = True,
-        pooling: str = "last",
-        context_length: int = 64,
-        tokens: str = "states",
-        directions: str = "concatenated",
-        projection: bool = True,
-        head_options: Mapping[str, dict] | None = None,
-    ):
-        super().__init__()
-        choices = (("pooling", pooling, POOLING), ("tokens", tokens, TOKENS), ("directions", directions, DIRECTIONS))
-        for what, chosen, known in choices:
-            if chosen not in known:
+    width: int = 300
+    hidden: int = 512
+    layers: int = 1
+    bidirectional: bool = True
+    pooling: str = "last"
+    context_length: int = 64
+    tokens: str = "states"
+    directions: str = "concatenated"
+    projection: bool = True
+    head_options: Mapping[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for what, known in (("pooling", POOLING), ("tokens", TOKENS), ("directions", DIRECTIONS)):
+            if (chosen := getattr(self, what)) not in known:
                 raise UserError(
                     f"There is no {what} '{chosen}' of words.{nearest(chosen, known)}", f"Use {', '.join(known)}."
                 )
-        check_n_unc_layers(n_unc_layers, layers, "text")
-        self.pooling, self.tokens, self.context_length = pooling, tokens, context_length
-        self.averaged = bidirectional and directions == "averaged"
-        self.vocabulary = list(vocabulary)
-        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), width, padding_idx=PADDING)
-        with torch.no_grad():
-            self.embedding.weight.copy_(random_vectors(len(vocabulary), width))  # unknown words may never be taught
-        out = hidden * (1 + bidirectional)
-        sizes = [width] + [out] * (layers - 1)
-        self.layers = nn.ModuleList(_Layer(size, hidden, bidirectional) for size in sizes)
-        self.branch = None
-        if head.probabilistic:
-            own = sizes[layers - n_unc_layers :]
-            self.branch = nn.ModuleList(_Layer(size, hidden, bidirectional) for size in own)
-        own_options = {**head.options, **(head_options or {}).get(head.kind, {})}
-        out = hidden if self.averaged else out
-        if not projection and out != head.embed_dim:
+
+    @property
+    def averaged(self) -> bool:
+        """Whether states are the mean of two directions."""
+        return self.bidirectional and self.directions == "averaged"
+
+    @property
+    def layer_inputs(self) -> list[int]:
+        """The input size of every layer."""
+        return [self.width] + [self.hidden * (1 + self.bidirectional)] * (self.layers - 1)
+
+    @property
+    def out(self) -> int:
+        """The size of states."""
+        return self.hidden * (1 + (self.bidirectional and not self.averaged))
+
+
+class WordGRU(Encoder):
+    """A word embedding and layers of GRUs.
+
+    Args:
+        vocabulary: the words, in the order of their ids.
+        n_unc_layers: layers of the uncertainty branch.
+        head: of the mean and the log-variance.
+        shape: sizes and wiring.
+    """
+
+    def __init__(self, vocabulary: list[str], n_unc_layers: int, head: HeadConfig, shape: GRUShape):
+        super().__init__()
+        check_n_unc_layers(n_unc_layers, shape.layers, "text")
+        self.shape, self.context_length, self.vocabulary = shape, shape.context_length, list(vocabulary)
+        self.embedding = nn.Embedding(FIRST_WORD + len(vocabulary), shape.width, padding_idx=PADDING)
+        with torch.no_grad():  # unknown words may never be taught
+            self.embedding.weight.copy_(random_vectors(len(vocabulary), shape.width))
+        sizes = shape.layer_inputs
+
+        def layers(sizes: list[int]) -> nn.ModuleList:
+            return nn.ModuleList(_Layer(size, shape.hidden, shape.bidirectional) for size in sizes)
+
+        self.layers = layers(sizes)
+        self.branch = layers(sizes[shape.layers - n_unc_layers :]) if head.probabilistic else None
+        if not shape.projection and shape.out != head.embed_dim:
             raise UserError(
-                f"The text tower's states are of size {out}, and are to be embeddings of {head.embed_dim} dimensions.",
-                f"Set embed_dim to {out}, or projection to true in the architecture's text_cfg.",
+                f"The text tower's states are of size {shape.out}, and are to be embeddings of {head.embed_dim} "
+                "dimensions.",
+                f"Set embed_dim to {shape.out}, or projection to true in the architecture's text_cfg.",
             )
+        options = {**head.options, **shape.head_options.get(head.kind, {})}
         add_heads(
-            self, replace(head, options=own_options), width if tokens == "words" else out, out,
-            own_projection=not projection,
+            self, replace(head, options=options), shape.width if shape.tokens == "words" else shape.out, shape.out,
+            own_projection=not shape.projection,
         )  # fmt: skip
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
@@ -117,22 +139,23 @@ class WordGRU(Encoder):
                 x = layer(x, length)
             mean = self._run(self.layers[shared:], x, length, mask)
             unc = None if self.branch is None else self._run(self.branch, x, length, mask)
-        if self.tokens == "words":
+        if self.shape.tokens == "words":
             mean, unc = mean._replace(tokens=words), unc and unc._replace(tokens=words)
         return mean, unc
 
     def _run(self, layers: nn.ModuleList, x: Tensor, length: Tensor, mask: Tensor) -> Features:
         for layer in layers:
             x = layer(x, length)
-        if self.pooling == "max":
+        pooling = self.shape.pooling
+        if pooling == "max":
             pooled = x.masked_fill(~mask[..., None], -torch.inf).amax(1)
-        elif self.pooling == "mean":
+        elif pooling == "mean":
             pooled = (x * mask[..., None]).sum(1) / length[:, None]
         else:
             ends = x.gather(1, (length - 1)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-            hidden = x.shape[2] if self.pooling == "last-word" else self.layers[-1].forwards.hidden_size
+            hidden = x.shape[2] if pooling == "last-word" else self.shape.hidden
             pooled = torch.cat([ends[:, :hidden], x[:, 0, hidden:]], 1)  # backwards, the first word is read last
-        if self.averaged:
+        if self.shape.averaged:
             x, pooled = (state.unflatten(-1, (2, -1)).mean(-2) for state in (x, pooled))
         return Features(x, pooled, mask)
 

@@ -9,7 +9,7 @@ from probemb.models import create_model, load_model, save_model
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig
 from probemb.models.heads.pie import PIEHead, TokenAttention
-from probemb.models.towers.word_gru import WordGRU
+from probemb.models.towers.word_gru import GRUShape, WordGRU
 
 NAMES = {
     "attention.w_1": "attention.hidden",
@@ -102,7 +102,7 @@ def test_log_variance_of_texts(parity):
     mask = torch.arange(x.shape[1]) < lengths[:, None]
     state = gru_state(arrays, "unc_text__param__rnn.")
     hidden = state["forwards.weight_hh_l0"].shape[1]
-    gru = WordGRU(["a"], 1, HeadConfig("clip", 2), width=x.shape[2], hidden=hidden, pooling="last-word").double()
+    gru = WordGRU(["a"], 1, HeadConfig("clip", 2), GRUShape(x.shape[2], hidden, pooling="last-word")).double()
     gru.branch[0].load_state_dict(state)
     last = gru._run(gru.branch, x, lengths, mask).pooled
     head = head_of(state_of(arrays, "unc_text"), 1, norm=False, project=False)
@@ -146,10 +146,11 @@ def test_text_encoder(parity):
     embedding = torch.as_tensor(arrays["txt_enc__param__embed.weight"])
     mean, unc = (state_of(renamed(arrays, net, "txt_enc"), "net") for net in ("pie_net", "uncertain_net"))
     config = HeadConfig("pie", len(mean["fc.weight"]))
-    tower = WordGRU(
-        [f"word{i}" for i in range(len(embedding) - 2)], 1, config, width=embedding.shape[1],
-        hidden=config.embed_dim // 2, pooling="last-word", tokens="words", head_options={"pie": {"project": False}},
-    ).double()  # fmt: skip
+    shape = GRUShape(
+        embedding.shape[1], config.embed_dim // 2, pooling="last-word", tokens="words",
+        head_options={"pie": {"project": False}},
+    )  # fmt: skip
+    tower = WordGRU([f"word{i}" for i in range(len(embedding) - 2)], 1, config, shape).double()
     state = {"embedding.weight": embedding}
     state |= {f"layers.0.{k}": v for k, v in gru_state(arrays, "txt_enc__param__rnn.").items()}
     state |= {f"branch.0.{k}": v for k, v in gru_state(arrays, "txt_enc__param__uncertain_net.rnn.").items()}
@@ -161,7 +162,7 @@ def test_text_encoder(parity):
 
 def test_a_state_that_is_not_of_the_embeddings_size_cannot_be_one():
     with pytest.raises(UserError, match="of size 8, and are to be the embedding of 6"):
-        WordGRU(["a"], 1, HeadConfig("pie", 6), width=5, hidden=4, head_options={"pie": {"project": False}})
+        WordGRU(["a"], 1, HeadConfig("pie", 6), GRUShape(5, 4, head_options={"pie": {"project": False}}))
 
 
 @pytest.mark.parametrize("n_embeddings", [1, 3])

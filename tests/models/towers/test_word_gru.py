@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from probemb.errors import UserError
 from probemb.models.encoder import POINT_LOG_VAR
 from probemb.models.heads import HeadConfig
-from probemb.models.towers.word_gru import POOLING, WordGRU
+from probemb.models.towers.word_gru import POOLING, GRUShape, WordGRU
 
 VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
 TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 0, 0, 0, 0, 0]])
@@ -17,7 +17,7 @@ TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 0, 0, 0, 0, 0
 def tower(n_unc_layers=1, kind="clip", **options) -> WordGRU:
     torch.manual_seed(0)
     settings = {"width": 5, "hidden": 4, "layers": 2, "context_length": 6, **options}
-    return WordGRU(VOCABULARY, n_unc_layers, HeadConfig(kind, 3), **settings)
+    return WordGRU(VOCABULARY, n_unc_layers, HeadConfig(kind, 3), GRUShape(**settings))
 
 
 def test_equals_packed_sequences_of_torch():
@@ -120,7 +120,7 @@ def test_every_parameter_has_a_place_and_a_gradient():
 
 
 def test_point_model_has_no_branch():
-    model = WordGRU(VOCABULARY, 0, HeadConfig("clip", 3, probabilistic=False), width=5, hidden=4)
+    model = WordGRU(VOCABULARY, 0, HeadConfig("clip", 3, probabilistic=False), GRUShape(width=5, hidden=4))
     assert model.branch is None
     assert (model(TOKENS)[1] == POINT_LOG_VAR).all()
 
