@@ -45,9 +45,9 @@ class Data:
     """Images and their captions, in any form that probemb.data.captions.find reads.
 
     Args:
-        path: Karpathy's json, a folder of precomp caption files, CUB's, or webdataset shards.
+        path: Karpathy's json, a folder of precomp caption files (with regions or without), CUB's, or webdataset shards.
         images: folder of the images that the json or the caption files name.
-        format: karpathy, precomp, cub or webdataset; empty to look.
+        format: karpathy, precomp, regions, cub or webdataset; empty to look.
         train: split to train on; COCO's restval belongs to train.
         validation: split that selects the model; empty for none.
         positives: image (captions match their own image) or class (all images of their class, of data with classes);
@@ -265,11 +265,8 @@ def check(config: Config, world_size: int = 1) -> None:
             "data.cache_features keeps what the image tower computes, and the tower is trained.",
             "Add --model.lock-image true, or leave data.cache_features out.",
         )
-    for name, value in (("mix.ratio", config.mix.ratio), ("augment.cutout", config.augment.cutout)):
-        if config.data.cache_features is not None and value:
-            raise UserError(
-                f"data.cache_features has no pixels that {name} could change.", f"Set {name} to 0, or leave it out."
-            )
+    if config.data.cache_features is not None:
+        refuse_pixel_changes(config, "data.cache_features")
     if optimizer.freeze_text and not optimizer.freeze_epochs:
         raise UserError(
             "optimizer.freeze_text is for the first freeze_epochs, and there are none.",
@@ -278,6 +275,13 @@ def check(config: Config, world_size: int = 1) -> None:
     if config.wandb and not _is_installed("wandb"):
         raise UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")
     METHODS[config.method].check(config)
+
+
+def refuse_pixel_changes(config: Config, what: str) -> None:
+    """Refuse augmentation of pixels where something else stands in for them. Raises UserError."""
+    for name, value in (("mix.ratio", config.mix.ratio), ("augment.cutout", config.augment.cutout)):
+        if value:
+            raise UserError(f"{what} has no pixels that {name} could change.", f"Set {name} to 0, or leave it out.")
 
 
 def _is_installed(package: str) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from finetune.config import Config, check, with_method_file
+from finetune.config import Config, check, refuse_pixel_changes, with_method_file
 from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
@@ -52,7 +52,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from finetune.selection import Selection, Validator
     from finetune.trainer import Hooks, Trainer
     from probemb.distributed import on_main, same_everywhere
-    from probemb.models import as_one, check_images, check_words, create_tokenizer, create_transforms
+    from probemb.models import as_one
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
     from probemb.runs.starts import refuse_endless_starts
@@ -68,13 +68,7 @@ def train(config: Config, preemption: Preemption) -> int:
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
     networks = make_networks(config, earlier, say)
-    for captions in (clean, validation):
-        if captions is not None:
-            check_images(networks[0], captions.images)
-            check_words(networks[0], captions)
-    transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
-    if clean is not None and config.data.cache_features is not None:
-        clean, validation, transforms = read_features(config, networks, transforms, clean, validation, accelerator)
+    clean, validation, transforms, tokenizer = prepare_inputs(config, networks, clean, validation, accelerator)
     validator = Validator(validation, tokenizer, transforms, config, accelerator) if validation is not None else None
     if clean is None:
         return measure_only(config, networks[0], validator, accelerator, say)
@@ -168,6 +162,27 @@ def find_data(config: Config):
             if captions is not None:
                 captions.class_numbers()  # refuses data without classes
     return train, validation
+
+
+def prepare_inputs(config: Config, networks, train, validation, accelerator):
+    """Both splits (features in place of pixels, with `data.cache_features`), the transforms and the tokenizer.
+
+    Raises:
+        UserError: the models cannot read these images, or the configuration changes pixels and there are none.
+    """
+    from probemb.models import check_images, check_words, create_tokenizer, create_transforms
+    from probemb.models.architectures import reads_regions
+
+    for captions in (train, validation):
+        if captions is not None:
+            check_images(networks[0], captions.images)
+            check_words(networks[0], captions)
+    if reads_regions(networks[0].config["architecture"]):
+        refuse_pixel_changes(config, "A region")
+    transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
+    if train is not None and config.data.cache_features is not None:
+        train, validation, transforms = read_features(config, networks, transforms, train, validation, accelerator)
+    return train, validation, transforms, tokenizer
 
 
 def make_loader(config: Config, captions, transform, tokenizer, accelerator):

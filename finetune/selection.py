@@ -18,7 +18,7 @@ from probemb.runs.preemption import SIGNALS
 
 
 class Validator:
-    """Retrieval on the validation split, ranked by `config.ranking` (a point model by the cosine).
+    """Retrieval on the validation split, ranked by `config.ranking`, or by default as the method compares.
 
     With `data.positives` class, the captions of an image's class are its matches.
     """

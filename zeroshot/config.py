@@ -86,21 +86,21 @@ class RetrievalConfig:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
         second: another model, evaluated together with the first by the mean of their similarities; auto: the second
             network of the run that --model names, if it trained two; --no-second for none.
-        data: webdataset shards with captions, a Karpathy json, a folder of precomp caption files, or CUB.
+        data: webdataset shards with captions, a Karpathy json, precomp caption files, with regions or without, or CUB.
         split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
         images: the folder of the images that a json or caption file names.
         benchmarks: coco, cxc, eccv, pmrp, separated by commas; by default all that the data allows.
         instances: COCO's instances_val2014.json, or a file of its form: which objects the images show, for pmrp.
         rankings: csd, mean, wasserstein2, match-probability, tolerance, faiss-mean, faiss-rerank, faiss-csd,
             log-likelihood, inclusion, kl, min-kl, symmetric-kl, bhattacharyya, average-l2, multi-instance, attention,
-            separated by commas; by default the first eight, and the one that the model was trained for.
+            order, separated by commas; by default the first eight, and the one that the model was trained for.
         tolerance: weights of the variances in the ranking tolerance; without them they are chosen on --select-data, or
             on these images, an oracle.
         select_data: other images with captions, to choose the weights of tolerance on.
         select_split: their split; --no-select-split: all of them.
         select_metric: what the weights are chosen by: map-at-r-true (of all true captions), map-at-r or recall (mean of
             R@1, R@5 and R@10; both of own captions); auto: the first where all true captions are known, else recall.
-        factory: the FAISS index of the faiss rankings: Flat, HNSW32, IVF256,Flat, ...
+        factory: the FAISS index of the faiss rankings, such as Flat, HNSW32 or IVF256,Flat.
         candidates: how many neighbours of the means faiss-rerank re-ranks.
         samples: samples of each item for match-probability.
         judgements: a file of people's judgements of pairs: judgements.tsv, or Flickr8k's CrowdFlowerAnnotations.txt.

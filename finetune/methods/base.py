@@ -192,6 +192,11 @@ class Method:
                 f"The method {name} has no choice of distance.",
                 f"Leave --distance out, or choose one of {others('distances')}.",
             )
+        if config.ranking is not None and not cls.probabilistic:
+            raise UserError(
+                f"The method {name} has no variances to rank by, and ranking is {config.ranking}.",
+                "Leave --ranking out: the method validates by its own.",
+            )
         if not cls.soft_labels and (config.mix.ratio or config.mix.smoothing):
             what = "mixed images (mix.ratio)" if config.mix.ratio else "label smoothing (mix.smoothing)"
             raise UserError(

@@ -201,6 +201,7 @@ REFUSED = {
     "msda with order": ({"method": "order", "mix.ratio": 0.25}, "order cannot learn from mixed images", "pcmepp"),
     "warm-up of vsepp": ({"method": "vsepp", "loss.warmup_epochs": 1}, "vsepp does not use loss.warmup_epochs", "vse"),
     "distance with vse0": ({"method": "vse0", "distance": "csd"}, "vse0 has no choice of distance", "pcmepp"),
+    "ranking of points": ({"method": "scan", "ranking": "csd"}, "scan has no variances to rank by", "--ranking out"),
     "head of zero-shot": (
         {"method": "clip-zs", "epochs": 0, "swa-epochs": 0, "model.head": "gpo"},
         "CLIP's own head",

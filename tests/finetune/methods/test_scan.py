@@ -69,6 +69,8 @@ REFUSED = {
     "cache": ({"model.lock_image": "true", "data.cache_features": "x"}, "need no cache", "data.cache_features"),
     "size augment": ({"size-augment": 0.2}, "and SizeAugment has others", "Set size_augment to 0"),
     "mixed": ({"mix.ratio": 0.25}, "cannot learn from mixed images", "Set it to 0"),
+    "cutout": ({"augment.cutout": 0.2}, "A region has no pixels that augment.cutout could change", "leave it out"),
+    "mixed regions": ({"method": "infonce", "mix.ratio": 0.25}, "A region has no pixels that mix.ratio", "to 0"),
     "norm": ({"method": "vsrn", "loss.norm": "l2norm"}, "vsrn does not use loss.norm", "scan"),
 }  # fmt: skip
 
