@@ -35,8 +35,10 @@ def test_every_method_accepts_it(path, method):
     if config.model.pretrained is None:  # from random heads: what is pretrained stays as it is
         assert config.model.lock_image
         assert config.data.cache_features
-    else:
+    else:  # all of a run, whatever the method's own recipe trains and starts from
         assert config.model.pretrained.startswith("runs/")
+        assert config.model.image_weights is None
+        assert not config.model.lock_image
 
 
 def test_the_scenes_are_finetuned_with_the_losses_of_pretraining():
