@@ -60,21 +60,25 @@ class Images:
 
     def open(self, index: int) -> Image.Image:
         """Decode one image to RGB. Raises BadSample."""
-        place = self.places[index]
-        try:
-            fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # would block on a named pipe
-        except OSError as error:
-            raise BadSample(f"cannot be opened ({error.strerror})") from None
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadSample("is not a regular file")
-            size = status.st_size if place.size < 0 else place.size
-            if size > MAX_IMAGE_BYTES:
-                raise BadSample(f"has {size:,} bytes")
-            return decode_image(os.pread(fd, size, place.offset), self.draft, exif=self.exif)
-        finally:
-            os.close(fd)
+        return decode_image(read_place(self.places[index]), self.draft, exif=self.exif)
+
+
+def read_place(place: Place) -> bytes:
+    """What lies at a place; fewer bytes where the file ends before. Raises BadSample: no regular file, or too large."""
+    try:
+        fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # would block on a named pipe
+    except OSError as error:
+        raise BadSample(f"cannot be opened ({error.strerror})") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadSample("is not a regular file")
+        size = status.st_size if place.size < 0 else place.size
+        if size > MAX_IMAGE_BYTES:
+            raise BadSample(f"has {size:,} bytes")
+        return os.pread(fd, size, place.offset)
+    finally:
+        os.close(fd)
 
 
 def find_tars(data: str | Path) -> list[Path]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import Images, Place
+from probemb.data.image_loader import Images, Place, read_place
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,16 +55,7 @@ class RegionImages(Images):
         import torch
 
         place = self.places[index]
-        try:
-            fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # would block on a named pipe
-        except OSError as error:
-            raise BadSample(f"cannot be opened ({error.strerror})") from None
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise BadSample("is not in a regular file")
-            data = os.pread(fd, place.size, place.offset)
-        finally:
-            os.close(fd)
+        data = read_place(place)
         if len(data) != place.size:
             raise BadSample("its row is cut off")
         row = np.frombuffer(data, self.dtype).astype(np.float32).reshape(self.shape)

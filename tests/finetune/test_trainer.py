@@ -52,7 +52,8 @@ def one_thread():
 
 def configured(method: str, *words: str) -> Config:
     base = ["--epochs=2", f"--batch_size={BATCH}", "--optimizer.decay_epochs=1", "--optimizer.freeze_epochs=1"]
-    base += ["--model.name=ViT-Micro-32", "--log_every=1", f"--method={method}", "--swa-epochs=0", "--data.path=x", "--loss.warmup_epochs=1"]
+    base += ["--model.name=ViT-Micro-32", "--log_every=1", f"--method={method}", "--swa-epochs=0", "--data.path=x"]
+    base += ["--loss.warmup_epochs=1"]
     if not hasattr(METHODS[method].Options, "warmup_epochs"):
         base.pop()
     config = parse_config(Config, "test", "", with_method_file([*base, *words]))
