@@ -17,28 +17,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from finetune.config import Config
-from finetune.loading.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import Batch, Method
 from finetune.network import Network, embed, of_all_ranks
+from finetune.pair_feed import Moment, PairFeed
 from finetune.recipe import Schedule, WeightAverage, set_learning_rates
-from probemb import distributed, labels
+from probemb import distributed
 from probemb.errors import UserError
 from probemb.losses.output import LossOutput
 from probemb.models import DualEncoder, Encoded
-from probemb.models.heads.gpo import size_augment_mask
 from probemb.runs.watchdog import Progress, Watchdog
 from probemb.runs.window import Window
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-_TEXT, _IMAGE, _MIX, _LOSS, _CUTOUT, _WORDS = range(6)  # uses of random numbers
 
 
 class Joint(nn.Module):
@@ -128,7 +124,7 @@ class Trainer:
         self.networks, self.network = self.joint.networks, 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
-        self.groups = loader.groups.to(self.device)
+        self.feed = PairFeed(config, loader.groups, self.device, self.joint.objective.wants_words)
         aside = set(self.joint.aside.parameters())
         self.trained = [parameter for parameter in self.joint.parameters() if parameter not in aside]
         self.stopping = False  # agreed by all ranks
@@ -198,12 +194,12 @@ class Trainer:
         window.restart_clock()
         for pairs in self._noted(self.loader.epoch(order, self.step_in_epoch - before)):
             # ------------------------------------------------------------------------------------------- load, augment
-            images, tokens, mask, mix = self._augment(pairs)
+            inputs, drawn = self.feed.inputs(pairs, self.model, self.step)
             # ----------------------------------------------------------------------------------------------- forward
-            embedded = self.wrapped(images, tokens, mask)
-            batch = self._gather(embedded, pairs, mix)
+            now = Moment(self.position.epoch, self.step, self.network)
+            batch = self.feed.gather(self.wrapped(*inputs), pairs, drawn, now)
             if len(self.networks) > 1:
-                batch.by_other = partial(self._embed_by_other, images, tokens, mask)
+                batch.by_other = partial(self._embed_by_other, inputs)
             # -------------------------------------------------------------------------------------------------- loss
             out: LossOutput = self.joint.objective.loss(batch, self.model)
             # ---------------------------------------------------------------------------------------------- backward
@@ -252,69 +248,12 @@ class Trainer:
             self.progress.made(self.step)
             self.progress.doing(*waiting)
 
-    def _augment(self, pairs) -> tuple[Tensor, Tensor, Tensor | None, Mix | None]:
-        config, rank = self.config, distributed.rank()
-        images = pairs.images.to(self.device, non_blocking=True)
-        tokens, mask, mix = pairs.tokens, None, None
-        # Drawn for the whole batch, so that it does not depend on the number of ranks.
-        rows, whole = slice(rank * len(images), (rank + 1) * len(images)), config.batch_size
-        ids = TextIds.of(self.model.config)
-        if config.augment.cutout:
-            place = torch.rand(whole, 2, generator=self._generator(_CUTOUT))[rows]
-            images = cut_out(images, config.augment.cutout, place)
-        if config.augment.word_dropping:
-            draw = torch.rand(whole, tokens.shape[1], generator=self._generator(_WORDS))[rows]
-            tokens = drop_words(tokens, draw, config.augment.word_dropping, ids)
-        if config.mix.ratio:
-            rng = np.random.default_rng([config.seed, self.step, rank, _MIX])  # partners are of the same rank
-            mix = draw_mix(
-                len(images), *images.shape[-2:], rng, config.mix.ratio, config.mix.mixup, config.mix.cutmix,
-                config.mix.switch,
-            )  # fmt: skip
-            images = mix_images(images, mix)
-        if config.size_augment:
-            everyone = tokens.new_zeros(whole, tokens.shape[1])
-            everyone[rows] = tokens
-            generator = self._generator(_TEXT)
-            tokens = size_augment_text(everyone, config.size_augment, generator=generator, ids=ids)[rows]
-            mask = size_augment_mask(
-                whole, self.model.image_tower.n_tokens, config.size_augment, self._generator(_IMAGE)
-            )[rows].to(self.device, non_blocking=True)
-        tokens = self.model.cut_padding(tokens)
-        return images, tokens.to(self.device, non_blocking=True), mask, mix
-
-    def _generator(self, what: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """The same on all ranks."""
-        seed = np.random.SeedSequence([self.config.seed, self.step, 0, what]).generate_state(2, np.uint32)
-        return torch.Generator(device).manual_seed(int(seed[0]) << 31 | int(seed[1]) >> 1)
-
-    def _gather(self, embedded: tuple[Tensor, ...], pairs, mix: Mix | None) -> Batch:
-        """The pairs of all ranks, with gradient; labels from image numbers and mixing partners."""
-        n = len(pairs.image_index)
-        images, texts = of_all_ranks(embedded)
-        numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
-        numbers = distributed.gather(numbers)
-        group = self.groups[numbers[:, 0]]
-        match = labels.same_image(group, group)
-        if mix is not None:
-            row = torch.stack([mix.lam.double(), (mix.partner + distributed.rank() * n).double()], 1).to(self.device)
-            lam, partner = distributed.gather(row).unbind(1)
-            match = labels.mixed(match, lam.float(), partner.long())
-        match = labels.smooth(match, self.config.mix.smoothing)
-        numbers = numbers.cpu()
-        generator = self._generator(_LOSS, device=self.device)
-        words = distributed.gather(pairs.tokens.to(self.device)) if self.joint.objective.wants_words else None
-        return Batch(
-            images, texts, match, numbers[:, 0], numbers[:, 1], self.position.epoch, self.step, generator, self.network,
-            words=words,
-        )  # fmt: skip
-
     @torch.no_grad()
-    def _embed_by_other(self, images: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Encoded, Encoded]:
+    def _embed_by_other(self, inputs: tuple[Tensor | None, ...]) -> tuple[Encoded, Encoded]:
         """The pairs of all ranks, embedded by the network that is not being trained."""
         with self.accelerator.autocast():
             wants = self.joint.objective.wants_tokens, self.joint.objective.wants_features
-            return of_all_ranks(embed(self.networks[1 - self.network], images, tokens, mask, wants))
+            return of_all_ranks(embed(self.networks[1 - self.network], *inputs, wants))
 
     def _nonfinite(self, out: LossOutput, norm: Tensor) -> UserError:
         terms = {"loss": out.loss, **out.terms, "gradient norm": norm}

@@ -1,0 +1,104 @@
+"""From a batch of pairs to what the network embeds, and from what it embedded to the `Batch` of all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.config import Config
+from finetune.loading.augment import Mix, TextIds, cut_out, draw_mix, drop_words, mix_images, size_augment_text
+from finetune.loading.pair_samples import PairBatch
+from finetune.methods import Batch
+from finetune.network import of_all_ranks
+from probemb import distributed, labels
+from probemb.models import DualEncoder
+from probemb.models.heads.gpo import size_augment_mask
+
+_TEXT, _IMAGE, _MIX, _LOSS, _CUTOUT, _WORDS = range(6)  # uses of random numbers
+
+
+class Moment(NamedTuple):
+    """Where a run is: epoch from 0, steps since the start of the run, which of the networks is trained."""
+
+    epoch: int
+    step: int
+    network: int
+
+
+def shared_generator(seed: int, step: int, what: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Random numbers of one use in one step, the same on all ranks."""
+    numbers = np.random.SeedSequence([seed, step, 0, what]).generate_state(2, np.uint32)
+    return torch.Generator(device).manual_seed(int(numbers[0]) << 31 | int(numbers[1]) >> 1)
+
+
+class PairFeed:
+    """What the trainer does with pairs of images and captions.
+
+    Args:
+        groups: (N,) which images match the same captions, see `PairLoader`.
+        wants_words: whether the method reads the captions' tokens.
+    """
+
+    def __init__(self, config: Config, groups: Tensor, device: torch.device, wants_words: bool):
+        self.config, self.groups, self.device, self.wants_words = config, groups.to(device), device, wants_words
+
+    def inputs(
+        self, pairs: PairBatch, model: DualEncoder, step: int
+    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Mix | None]:
+        """Augmented images, tokens and the mask of image tokens, on the device, and how images were mixed."""
+        config, rank = self.config, distributed.rank()
+        images = pairs.images.to(self.device, non_blocking=True)
+        tokens, mask, mix = pairs.tokens, None, None
+        rows, whole = slice(rank * len(images), (rank + 1) * len(images)), config.batch_size
+        ids = TextIds.of(model.config)
+        if config.augment.cutout:
+            place = torch.rand(whole, 2, generator=self._generator(step, _CUTOUT))[rows]
+            images = cut_out(images, config.augment.cutout, place)
+        if config.augment.word_dropping:
+            draw = torch.rand(whole, tokens.shape[1], generator=self._generator(step, _WORDS))[rows]
+            tokens = drop_words(tokens, draw, config.augment.word_dropping, ids)
+        if config.mix.ratio:
+            rng = np.random.default_rng([config.seed, step, rank, _MIX])  # partners are of the same rank
+            mix = draw_mix(
+                len(images), *images.shape[-2:], rng, config.mix.ratio, config.mix.mixup, config.mix.cutmix,
+                config.mix.switch,
+            )  # fmt: skip
+            images = mix_images(images, mix)
+        if config.size_augment:
+            everyone = tokens.new_zeros(whole, tokens.shape[1])
+            everyone[rows] = tokens
+            generator = self._generator(step, _TEXT)
+            tokens = size_augment_text(everyone, config.size_augment, generator=generator, ids=ids)[rows]
+            mask = size_augment_mask(
+                whole, model.image_tower.n_tokens, config.size_augment, self._generator(step, _IMAGE)
+            )[rows].to(self.device, non_blocking=True)
+        tokens = model.cut_padding(tokens)
+        return (images, tokens.to(self.device, non_blocking=True), mask), mix
+
+    def _generator(self, step: int, what: int) -> torch.Generator:
+        """Drawn from for the whole batch, so that no draw depends on the number of ranks."""
+        return shared_generator(self.config.seed, step, what)
+
+    def gather(self, embedded: tuple[Tensor, ...], pairs: PairBatch, mix: Mix | None, now: Moment) -> Batch:
+        """The pairs of all ranks, with gradient; labels from image numbers and mixing partners."""
+        n = len(pairs.image_index)
+        images, texts = of_all_ranks(embedded)
+        numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
+        numbers = distributed.gather(numbers)
+        group = self.groups[numbers[:, 0]]
+        match = labels.same_image(group, group)
+        if mix is not None:
+            row = torch.stack([mix.lam.double(), (mix.partner + distributed.rank() * n).double()], 1).to(self.device)
+            lam, partner = distributed.gather(row).unbind(1)
+            match = labels.mixed(match, lam.float(), partner.long())
+        match = labels.smooth(match, self.config.mix.smoothing)
+        numbers = numbers.cpu()
+        generator = shared_generator(self.config.seed, now.step, _LOSS, self.device)
+        words = distributed.gather(pairs.tokens.to(self.device)) if self.wants_words else None
+        return Batch(
+            images, texts, match, numbers[:, 0], numbers[:, 1], now.epoch, now.step, generator, now.network,
+            words=words,
+        )  # fmt: skip
