@@ -23,8 +23,8 @@ import finetune.run
 from finetune.config import Config, check, with_method_file
 from finetune.loading.noise import NOISE_FILE
 from finetune.methods import METHODS
+from finetune.pair_feed import PairFeed
 from finetune.selection import Validator
-from finetune.trainer import Trainer
 from probemb import load_model
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config, to_yaml
@@ -133,15 +133,15 @@ class Interruption:
     """Sends this process a signal in the middle of a step, and counts the steps that are trained."""
 
     def __init__(self, monkeypatch, at: int, number: int = signal.SIGTERM):
-        augment, self.steps = Trainer._augment, []
+        inputs, self.steps = PairFeed.inputs, []
 
-        def interrupted(trainer, pairs):
-            self.steps.append(trainer.step + 1)
-            if trainer.step + 1 == at:
+        def interrupted(feed, pairs, model, step):
+            self.steps.append(step + 1)
+            if step + 1 == at:
                 os.kill(os.getpid(), number)
-            return augment(trainer, pairs)
+            return inputs(feed, pairs, model, step)
 
-        monkeypatch.setattr(Trainer, "_augment", interrupted)
+        monkeypatch.setattr(PairFeed, "inputs", interrupted)
 
 
 @pytest.mark.parametrize(
@@ -220,16 +220,16 @@ def _die_at(step: int):
     """Killed when the checkpoint before is written."""
 
     def prepare(rank: int) -> None:
-        augment = Trainer._augment
+        inputs = PairFeed.inputs
 
-        def dying(trainer, pairs):
-            if trainer.step + 1 == step:
+        def dying(feed, pairs, model, done):
+            if done + 1 == step:
                 while any(thread.name == "checkpoint-writer" for thread in threading.enumerate()):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return augment(trainer, pairs)
+            return inputs(feed, pairs, model, done)
 
-        Trainer._augment = dying
+        PairFeed.inputs = dying
 
     return prepare
 
@@ -284,14 +284,14 @@ def _read_slowly(rank: int) -> None:
 
 def _signal_at(step: int, rank_of_signal: int):
     def prepare(rank: int) -> None:
-        augment = Trainer._augment
+        inputs = PairFeed.inputs
 
-        def interrupted(trainer, pairs):
-            if rank == rank_of_signal and trainer.step + 1 == step:
+        def interrupted(feed, pairs, model, done):
+            if rank == rank_of_signal and done + 1 == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return augment(trainer, pairs)
+            return inputs(feed, pairs, model, done)
 
-        Trainer._augment = interrupted
+        PairFeed.inputs = interrupted
 
     return prepare
 

@@ -15,6 +15,7 @@ from finetune.loading.augment import Mix, draw_mix
 from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import METHODS
+from finetune.pair_feed import Moment
 from finetune.recipe import WeightAverage, create_optimizer, make_schedule, parameter_groups
 from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb import labels
@@ -185,10 +186,10 @@ def labels_of_ranks(rank, world, few):
     config = configured("pcmepp", "--mix.ratio=1", "--mix.smoothing=0.01", "--size-augment=0")
     trainer = make_trainer(config, data, rank, world)
     pairs = next(trainer.loader.epoch(0))
-    images, _, _, mix = trainer._augment(pairs)
+    (images, _, _), mix = trainer.feed.inputs(pairs, trainer.model, 0)
     n = len(images)
     embedded = [torch.zeros(n, 8, dtype=torch.float64)] * 4
-    batch = trainer._gather(embedded, pairs, mix)
+    batch = trainer.feed.gather(embedded, pairs, mix, Moment(0, 0, 0))
     return batch.match.numpy(), batch.image_index.numpy(), [x.numpy() for x in mix], images.numpy()
 
 
@@ -227,30 +228,30 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
     config = configured("pcmepp", "--mix.ratio=1", "--size-augment=0.9")
     trainer = make_trainer(config, data)
     pairs = next(trainer.loader.epoch(0))
-    first, again = trainer._augment(pairs), trainer._augment(pairs)
-    for a, b in zip((*first[:3], *first[3]), (*again[:3], *again[3])):
+    (first, mix), (again, same), (later, other) = (
+        trainer.feed.inputs(pairs, trainer.model, step) for step in (0, 0, 1)
+    )  # fmt: skip
+    for a, b in zip((*first, *mix), (*again, *same)):
         assert torch.equal(a, b)
-    trainer.position.samples = BATCH
-    later = trainer._augment(pairs)
     assert not torch.equal(first[2], later[2])
-    assert not torch.equal(first[3].lam, later[3].lam)
+    assert not torch.equal(mix.lam, other.lam)
     rng = np.random.default_rng([0, 1, 0, 2])
-    torch.testing.assert_close(later[3].lam, draw_mix(BATCH, 32, 32, rng, 1.0).lam)
+    torch.testing.assert_close(other.lam, draw_mix(BATCH, 32, 32, rng, 1.0).lam)
 
 
 def diverging(rank, world, few):
     """Rank 1's images are NaN at the second step: what every rank is told, and whether it stepped."""
     trainer = make_trainer(configured("pcmepp"), find_captions(few, "train"), rank, world)
-    augment = trainer._augment
+    whole = trainer.feed.inputs
 
-    def broken(pairs):
-        images, *others = augment(pairs)
-        if trainer.step == 1:
+    def broken(pairs, model, step):
+        (images, *others), mix = whole(pairs, model, step)
+        if step == 1:
             trainer.before = {k: v.clone() for k, v in trainer.joint.state_dict().items()}
             images = images * (float("nan") if rank == 1 else 1)
-        return images, *others
+        return (images, *others), mix
 
-    trainer._augment = broken
+    trainer.feed.inputs = broken
     try:
         trainer.fit()
     except UserError as error:
@@ -317,15 +318,15 @@ def test_two_networks_take_turns(few):
     trainer = make_trainer(configured("ncr"), find_captions(few, "train"))
     networks, method = trainer.joint.networks, trainer.joint.objective
     networks[1].load_state_dict(networks[0].state_dict())
-    augment, loss, inputs, seen = trainer._augment, method.loss, [], []
+    make_inputs, loss, inputs, seen = trainer.feed.inputs, method.loss, [], []
 
-    def keep(pairs):
-        inputs.append(augment(pairs))
+    def keep(pairs, model, step):
+        inputs.append(make_inputs(pairs, model, step))
         return inputs[-1]
 
     def spy(batch, model):
         assert model is networks[batch.network]
-        images, tokens, mask, _ = inputs[-1]
+        (images, tokens, mask), _ = inputs[-1]
         other, found = networks[1 - batch.network], batch.by_other()
         for ours, theirs in zip(found, (other.encode_image(images, mask), other.encode_text(tokens))):
             torch.testing.assert_close(ours.gaussian.mean, theirs.mean.detach(), rtol=0, atol=0)
@@ -334,7 +335,7 @@ def test_two_networks_take_turns(few):
         seen.append((batch.network, batch.pair_index.tolist(), weights))
         return loss(batch, model)
 
-    trainer._augment, method.loss = keep, spy
+    trainer.feed.inputs, method.loss = keep, spy
     assert not trainer.fit()
     turns, orders, weights = zip(*seen)
     assert turns == (0, 1, 0, 1)

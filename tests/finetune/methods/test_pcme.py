@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from safetensors.torch import load_file
 
 from finetune.config import Config, with_method_file
 from finetune.loading.pair_loader import PairLoader
+from finetune.pair_feed import Moment, PairFeed
 from finetune.run import make_networks
-from finetune.trainer import Position, Trainer
 from probemb import load_model
 from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captions
@@ -101,12 +100,9 @@ def test_captions_of_the_class_match(birds):
     for dataset, positives in ((twice, "class"), (twice, "image")):
         loader = PairLoader(dataset, lambda image: torch.zeros(3, 2, 2), lambda texts: torch.ones(len(texts), 2).long(),
                             24, positives=positives)  # fmt: skip
-        trainer = Trainer.__new__(Trainer)
-        trainer.config, trainer.device, trainer.groups = config, torch.device("cpu"), loader.groups
-        trainer.position, trainer.network = Position(), 0
-        trainer.joint = SimpleNamespace(objective=SimpleNamespace(wants_words=False))
         pairs = next(loader.epoch(0))
-        batch = trainer._gather([torch.zeros(24, 4)] * 4, pairs, None)
+        feed = PairFeed(config, loader.groups, torch.device("cpu"), wants_words=False)
+        batch = feed.gather([torch.zeros(24, 4)] * 4, pairs, None, Moment(0, 0, 0))
         owner = pairs.image_index
         key = owner % 2 if positives == "class" else owner
         assert torch.equal(batch.match, (key[:, None] == key[None, :]).float())
