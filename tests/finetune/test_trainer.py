@@ -140,7 +140,7 @@ TRAINED = (
     "pvse --model.lock-image=false",
     "prob-vsepp --size-augment=0",
     "prob-vsrn --size-augment=0",
-    "vsrn --size-augment=0",
+    "vsrn --size-augment=0 --loss.caption_weight=0",
     "scan --size-augment=0",
     *(f"{name} {DECODERS}" for name in ("mse", "mmd-mse", "jwae-mse", "jwae-mh", "vae-mh", "jwae-scan")),
 )
