@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from finetune.loading.pair_loader import PairLoader
+from finetune.loading.rows import epoch_order
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
 from tools.claims import command as claims
@@ -86,7 +86,7 @@ def test_noise_moves_tokens_with_their_captions(world):
 def test_batches_come_in_finetunes_order(world):
     part = world.training[0]
     loader = MemoryLoader(part, 7, seed=3)
-    order = PairLoader.order(loader, 2)
+    order = epoch_order(loader.n_pairs, 7, seed=3, epoch=2)
     for batch, pairs in zip(loader.epoch(2), order):
         assert batch.pair_index.tolist() == pairs.tolist()
         assert batch.image_index.tolist() == [part.dataset.owner()[pair] for pair in pairs]
