@@ -2,15 +2,17 @@
 
     python -m tools.bench.uploads --index indexes/scenes
 
-The server, the uploads and the texts are processes of their own, on one machine. --uploads connections send a PNG,
-small as a file and large once decoded, again as soon as the one before is answered: of 64 million pixels, which the
-server refuses by its header, and of 16 million, the most that it decodes.
+The server, the uploads and the texts are processes of their own, on one machine; the uploads have the lowest priority,
+as they would come from other machines. --uploads connections send a PNG, small as a file and large once decoded, again
+as soon as the one before is answered: of 64 million pixels, which the server refuses by its header, and of 16 million,
+the most that it decodes.
 """
 
 from __future__ import annotations
 
 import http.client
 import io
+import os
 import subprocess
 import sys
 import time
@@ -90,6 +92,7 @@ def uploading(port: int, pixels: int, count: int):
 
 
 def _upload(port: int, pixels: int, stop, codes) -> None:
+    os.nice(19)
     body, found = form('name="image"; filename="x.png"', plain_png(pixels)), []
     while not stop.is_set():
         found.append(post(port, body))
