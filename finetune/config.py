@@ -23,6 +23,7 @@ from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
 CONFIGS = Path(__file__).parent / "configs"
+Parts = restricted_number_type("Parts", int, [(">=", 2), ("<=", 10)])
 Pairs = restricted_number_type("Pairs", int, [(">=", 2), ("<=", 1_000_000)])
 
 
@@ -100,6 +101,27 @@ class Augment:
 
     cutout: ClosedUnitInterval = 0.0
     word_dropping: ClosedUnitInterval = 0.0
+
+
+@dataclass(frozen=True)
+class Compose:
+    """Queries of several parts, of mpc and its rivals; data.path is then of probemb.data.compositions.find.
+
+    Args:
+        parts: concepts in a query.
+        setup: seen (validation asks for the combinations that are trained) or unseen (the test asks for others).
+        lists: folder of MPC's published lists; empty to look beside the data, and to draw combinations otherwise.
+        seed: of drawn splits and combinations.
+        repeats: examples of each combination in an epoch.
+        queries: validation queries.
+    """
+
+    parts: Parts = 2
+    setup: Literal["seen", "unseen"] = "seen"
+    lists: str | None = None
+    seed: Seed = 0
+    repeats: PositiveInt = 1
+    queries: PositiveInt = 2000
 
 
 @dataclass(frozen=True)
@@ -214,6 +236,7 @@ class Config:
     loss: Any = field(**chosen_options("method", METHODS, "pcmepp"))
     mix: Mix = field(default_factory=Mix)
     augment: Augment = field(default_factory=Augment)
+    compose: Compose = field(default_factory=Compose)
     optimizer: Optimizer = field(default_factory=Optimizer)
     engine: Engine = field(default_factory=Engine)
 

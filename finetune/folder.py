@@ -22,7 +22,7 @@ from probemb.errors import UserError
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
 from probemb.runs.lock import RunLock
-from probemb.runs.log import rsum_words, step_of
+from probemb.runs.log import composed_words, rsum_words, step_of
 from probemb.runs.output import RunOutput
 
 FREE_TO_CHANGE = (
@@ -42,6 +42,7 @@ FREE_TO_CHANGE = (
     "data.failure_share",
 )
 DIGEST = ("pairs", "the training pairs", "path")  # see `refuse_another_run`
+VALIDATED = {"rsum": rsum_words, "r_precision": composed_words}  # what a validation's values have
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -59,9 +60,8 @@ class RunFolder(RunOutput):
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
-        if "rsum" not in values:
-            return super().line(step, values)
-        return f"{step_of(step, self.steps)} | validation {rsum_words(values)}"
+        words = next((told(values) for key, told in VALIDATED.items() if key in values), None)
+        return super().line(step, values) if words is None else f"{step_of(step, self.steps)} | validation {words}"
 
     def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
         """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""

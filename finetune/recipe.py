@@ -38,7 +38,7 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
         block k (0 … L−1)                       lr · f · layer_decay^(L−k)
         block k of the uncertainty branch       lr · f · layer_decay^(u−k)
         all else in a tower                     lr · f      (embeddings too: more than the last block)
-        the loss' decoders (`decoders`)         lr
+        the loss' decoders, the composer        lr
         the model's scalars, the loss' own      lr · scalars, without weight decay (logit_scale, a logarithm: lr)
 
     Everything in a tower decays, biases and norms too, as in the public code. There L is 12 for every model, which
@@ -69,6 +69,8 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
         if tower == "neither":
             if parameter.requires_grad and name == "logit_scale":
                 add("logit_scale", parameter, 1.0, 0.0)
+            elif part == "composer":
+                add("composer", parameter, 1.0, o.weight_decay)
             elif parameter.requires_grad:
                 add("scalars", parameter, o.scalars, 0.0)
             continue

@@ -49,7 +49,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from finetune.folder import RunFolder, load_checkpoint
     from finetune.loading.noise import noisy_captions
     from finetune.recipe import make_schedule
-    from finetune.selection import Selection, Validator
+    from finetune.selection import ComposedValidator, Selection, Validator
     from finetune.trainer import Hooks, Trainer
     from probemb.distributed import on_main, same_everywhere
     from probemb.models import as_one
@@ -67,14 +67,16 @@ def train(config: Config, preemption: Preemption) -> int:
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
-    networks = make_networks(config, earlier, say)
+    composes = METHODS[config.method].composes
+    networks = make_networks(config, earlier, say, texts=clean.concepts if composes else None)
     clean, validation, transforms, tokenizer = prepare_inputs(config, networks, clean, validation, accelerator)
-    validator = Validator(validation, tokenizer, transforms, config, accelerator) if validation is not None else None
+    kind, out = ComposedValidator if composes else Validator, Path(config.out)
+    validator = kind(validation, tokenizer, transforms, config, accelerator) if validation is not None else None
     if clean is None:
         return measure_only(config, networks[0], validator, accelerator, say)
-    train_data = noisy_captions(clean, config.noise_ratio, config.seed, Path(config.out), write=False)
+    train_data = clean if composes else noisy_captions(clean, config.noise_ratio, config.seed, out, write=False)
     loader = make_loader(config, train_data, transforms.train, tokenizer, accelerator)
-    identity = {"pairs": loader.identity["pairs"]}
+    identity = {"pairs": loader.identity["tuples" if composes else "pairs"]}
     position = resume_from(config, earlier, identity)
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
     if position.epoch >= config.epochs:
@@ -89,18 +91,16 @@ def train(config: Config, preemption: Preemption) -> int:
 
     lock = take_lock(config.out)
     folder = RunFolder(config, identity, step, steps, lock)
-    on_main(
-        lambda: noisy_captions(clean, config.noise_ratio, config.seed, folder.path),
-        folder.path,
-        "Choose another --out.",
-    )
+    if not composes:
+        on_main(lambda: noisy_captions(clean, config.noise_ratio, config.seed, out), out, "Choose another --out.")
     say(describe(config, state.joint, loader, accelerator, steps, step, earlier))
     selection = Selection(config, state, folder, validator)
     hooks = Hooks(
         folder.report, selection.end_epoch, partial(folder.save, state), lambda: preemption.asked() or folder.failed
     )
+    feed = make_feed(config, loader, train_data, state.joint.objective, accelerator.device)
     schedule = make_schedule(config, len(networks), loader.steps)
-    trainer = Trainer(accelerator, state, loader, schedule, config, hooks, window)
+    trainer = Trainer(accelerator, state, loader, feed, schedule, config, hooks, window)
     try:
         stopped = trainer.fit()
         folder.finish()
@@ -120,8 +120,12 @@ def train(config: Config, preemption: Preemption) -> int:
     return REQUEUE if stopped else 0
 
 
-def make_networks(config: Config, earlier: Path | None, say) -> list:
-    """The method's networks as they start, or as a run that resumes fills them."""
+def make_networks(config: Config, earlier: Path | None, say, texts=None) -> list:
+    """The method's networks as they start, or as a run that resumes fills them.
+
+    Args:
+        texts: whose words are the vocabulary, where no file is named; None to look beside the data.
+    """
     import torch
 
     from probemb.models import fill_word_vectors
@@ -133,6 +137,7 @@ def make_networks(config: Config, earlier: Path | None, say) -> list:
             config.model.create(
                 [config.data.path],
                 config.loss,
+                texts,
                 grad_checkpointing=config.engine.grad_checkpointing,
                 **method.model_options(config),
             )
@@ -145,6 +150,8 @@ def make_networks(config: Config, earlier: Path | None, say) -> list:
 def find_data(config: Config):
     """Captions of the training split (None for a method that trains nothing) and the validation split (None without).
 
+    `Compositions` for a method that composes queries.
+
     Raises:
         UserError: a split is missing, or too much of the validation split is unusable.
     """
@@ -152,6 +159,8 @@ def find_data(config: Config):
     from probemb.data.captions.find import find_captions
 
     data = config.data
+    if METHODS[config.method].composes:
+        return find_composed_data(config)
     where = {"images": data.images, "format": data.format, "exif": data.exif}
     validation = find_captions(data.path, data.validation, **where) if data.validation else None
     if validation is not None:
@@ -162,6 +171,23 @@ def find_data(config: Config):
             if captions is not None:
                 captions.class_numbers()  # refuses data without classes
     return train, validation
+
+
+def find_composed_data(config: Config):
+    """The training and the validation split of composed retrieval (None without)."""
+    from finetune.loading.pair_loader import refuse_unusable
+    from probemb.data.compositions.find import find_compositions
+
+    def find(split: str):
+        o = config.compose
+        return find_compositions(
+            config.data.path, split, o.parts, setup=o.setup, images=config.data.images, lists=o.lists, seed=o.seed,
+        )  # fmt: skip
+
+    validation = find(config.data.validation) if config.data.validation else None
+    if validation is not None:
+        refuse_unusable(validation, config.data.failure_share)
+    return find(config.data.train), validation
 
 
 def prepare_inputs(config: Config, networks, train, validation, accelerator):
@@ -176,7 +202,8 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
     for captions in (train, validation):
         if captions is not None:
             check_images(networks[0], captions.images)
-            check_words(networks[0], captions)
+            if not METHODS[config.method].composes:
+                check_words(networks[0], captions)
     if reads_regions(networks[0].config["architecture"]):
         refuse_pixel_changes(config, "A region")
     transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
@@ -185,15 +212,29 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
     return train, validation, transforms, tokenizer
 
 
-def make_loader(config: Config, captions, transform, tokenizer, accelerator):
-    """This rank's training pairs."""
+def make_loader(config: Config, data, transform, tokenizer, accelerator):
+    """This rank's training pairs, or its composed queries with their targets."""
     from finetune.loading.pair_loader import PairLoader
+    from finetune.loading.tuple_loader import TupleLoader
 
-    return PairLoader(
-        captions, transform, tokenizer, config.batch_size, config.seed, accelerator.process_index,
-        accelerator.num_processes, config.data.workers, pin_memory=accelerator.device.type == "cuda",
-        failure_share=config.data.failure_share, positives=config.data.positives,
+    settings = (
+        data, transform, tokenizer, config.batch_size, config.seed, accelerator.process_index,
+        accelerator.num_processes, config.data.workers,
     )  # fmt: skip
+    more = {"pin_memory": accelerator.device.type == "cuda", "failure_share": config.data.failure_share}
+    if METHODS[config.method].composes:
+        return TupleLoader(*settings, repeats=config.compose.repeats, **more)
+    return PairLoader(*settings, positives=config.data.positives, **more)
+
+
+def make_feed(config: Config, loader, data, method, device):
+    """What the trainer does with the loader's batches."""
+    from finetune.pair_feed import PairFeed
+    from finetune.tuple_feed import TupleFeed
+
+    if method.composes:
+        return TupleFeed(config, data, device)
+    return PairFeed(config, loader.groups, device, method.wants_words)
 
 
 def resume_from(config: Config, earlier: Path | None, identity: dict):
@@ -336,7 +377,8 @@ def describe(config: Config, joint, loader, accelerator, steps: int, step: int, 
         method=config.method + (f" ({config.distance})" if config.distance else ""),
         model=f"{config.model.name}, {'2 networks of together ' if two else ''}{n / 1e6:.1f} M parameters, "
         f"head {config.model.head}, from {config.model.pretrained or 'random weights'}",
-        data=f"{loader.n_pairs:,} pairs of {config.data.path} ({config.data.train}), {loader.steps} steps an epoch"
+        data=f"{loader.n_rows:,} {'queries' if METHODS[config.method].composes else 'pairs'} of {config.data.path} "
+        f"({config.data.train}), {loader.steps} steps an epoch"
         + (" of each network" if two else "")
         + (f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""),
         engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config import Config
-from finetune.loading.pair_loader import PairLoader
+from finetune.loading.batch_loader import BatchLoader
 from finetune.methods import Batch, Method
 from finetune.network import Network, embed, of_all_ranks
 from finetune.pair_feed import Moment, PairFeed
 from finetune.recipe import Schedule, WeightAverage, set_learning_rates
+from finetune.tuple_feed import TupleFeed
 from probemb import distributed
 from probemb.errors import UserError
 from probemb.losses.output import LossOutput
@@ -57,7 +58,7 @@ class Position:
 
     samples     seen; an epoch has those of the first network, then those of the second
     epoch       epochs that have ended, `Hooks.end_epoch` included
-    best        best validation RSUM, of the epoch `best_epoch`
+    best        best validation RSUM or R-Precision, of the epoch `best_epoch`
     """
 
     samples: int = 0
@@ -102,6 +103,7 @@ class Trainer:
     """Trains a `State`, on the accelerator's device, epoch by epoch.
 
     Args:
+        loader, feed: of pairs, or of composed queries with their targets.
         window: of a checkpoint, see `Window.state`.
     """
 
@@ -109,7 +111,8 @@ class Trainer:
         self,
         accelerator: Accelerator,
         state: State,
-        loader: PairLoader,
+        loader: BatchLoader,
+        feed: PairFeed | TupleFeed,
         schedule: Schedule,
         config: Config,
         hooks: Hooks | None = None,
@@ -124,7 +127,7 @@ class Trainer:
         self.networks, self.network = self.joint.networks, 0  # the one that is being trained
         self.epoch_steps = len(self.networks) * loader.steps
         self.wrapped: nn.Module | None = None
-        self.feed = PairFeed(config, loader.groups, self.device, self.joint.objective.wants_words)
+        self.feed = feed
         aside = set(self.joint.aside.parameters())
         self.trained = [parameter for parameter in self.joint.parameters() if parameter not in aside]
         self.stopping = False  # agreed by all ranks
@@ -268,7 +271,8 @@ class Trainer:
         method = self.joint.objective
         values = {name: x.detach().reshape(()).clone() for name, x in method.scalars(self.model).items()}
         if method.probabilistic:
-            values |= {"u_image": batch.image.uncertainty().mean(), "u_text": batch.text.uncertainty().mean()}
+            other = {"u_text": batch.text} if batch.parts is None else {"u_part": batch.parts}
+            values |= {key: g.uncertainty().mean() for key, g in {"u_image": batch.image, **other}.items()}
         return values
 
     def _head_lr(self) -> float:

@@ -36,10 +36,12 @@ class Batch:
     network       which of the method's networks embedded them, from 0
     by_other      () -> images, texts: the same pairs, embedded by the other network without gradient; None if alone
     words         (N, L) int64, the captions' tokens before augmentation, if the method wants them, else None
+    parts         Gaussian (N, k, D), of methods that compose queries: then images are the targets, texts None, match
+                  says which targets have all concepts of a query, and pair_index which combination was asked for
     """
 
     images: Encoded
-    texts: Encoded
+    texts: Encoded | None
     match: Tensor
     image_index: Tensor
     pair_index: Tensor
@@ -49,6 +51,7 @@ class Batch:
     network: int = 0
     by_other: Callable[[], tuple[Encoded, Encoded]] | None = None
     words: Tensor | None = None
+    parts: Gaussian | None = None
 
     @property
     def image(self) -> Gaussian:
@@ -71,6 +74,7 @@ class Method:
             what a PIE head's attention adds to each embedding, with "trunk" the trunks' tokens.
         wants_features: whether it reads the trunks' features and the codes (`Encoded.features`, `.codes`).
         wants_words: whether it reads the captions' tokens (`Batch.words`).
+        composes: whether it learns from composed queries and their targets (`Batch.parts`) instead of pairs.
         ranking: by which its models are validated, and ranked wherever nothing else is asked for.
         soft_labels: whether mixed images and label smoothing make sense.
         trained: False only evaluates the pretrained model.
@@ -91,6 +95,7 @@ class Method:
     wants_tokens: ClassVar[bool | str] = False
     wants_features: ClassVar[bool] = False
     wants_words: ClassVar[bool] = False
+    composes: ClassVar[bool] = False
     ranking: ClassVar[str] = "csd"
     soft_labels: ClassVar[bool] = False
     distances: ClassVar[bool] = False
@@ -192,6 +197,7 @@ class Method:
                 f"The method {name} has no choice of distance.",
                 f"Leave --distance out, or choose one of {others('distances')}.",
             )
+        check_composing(config, cls.composes, others("composes"))
         if config.ranking is not None and not cls.probabilistic:
             raise UserError(
                 f"The method {name} has no variances to rank by, and ranking is {config.ranking}.",
@@ -216,4 +222,29 @@ class Method:
         if cls.trained and config.epochs < 1:
             raise UserError(
                 "epochs is 0: nothing would be trained.", "Set it to 1 or more, or choose --method clip-zs."
+            )
+
+
+def check_composing(config: Config, composes: bool, those: str) -> None:
+    """Refuse what has no use for composed queries, or for pairs. Raises UserError: names the setting."""
+    from finetune.config import Compose
+
+    if not composes:
+        if config.compose != Compose():
+            raise UserError(
+                f"The method {config.method} trains on pairs, and has no queries of several parts (compose).",
+                f"Leave compose out, or choose one of {those}.",
+            )
+        return
+    for name, used in (
+        ("noise_ratio", config.noise_ratio),
+        ("size_augment", config.size_augment),
+        ("data.cache_features", config.data.cache_features is not None),
+        ("data.positives", config.data.positives != "image"),
+        ("ranking", config.ranking is not None),
+    ):
+        if used:
+            raise UserError(
+                f"The method {config.method} trains on composed queries, which {name} is not for.",
+                f"Leave {name} out, or set it to its default.",
             )

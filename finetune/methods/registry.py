@@ -32,6 +32,14 @@ _HOME = {  # name on the command line: file and class
     "scan": "scan:SCAN",
     "vsrn": "vsrn:VSRN",
     "prob-vsrn": "vsrn:ProbVSRN",
+    "mpc": "composed:MPC",
+    "mpc-mlp": "composed:MPCMLP",
+    "mpc-cosine": "composed:MPCCosine",
+    "pcme-addition": "composed:PCMEAddition",
+    "relationship": "composed:Relationship",
+    "film": "composed:FiLM",
+    "mrn": "composed:MRN",
+    "tirg": "composed:TIRG",
     "clip-zs": "vse:ZeroShot",
 }
 

@@ -40,11 +40,12 @@ class Towers:
     word_vectors: str | None = None
     image_weights: str | None = None
 
-    def create(self, data: Iterable[str], loss=None, **more) -> DualEncoder:
+    def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank.
 
         Args:
             data: paths of the training data, beside which a vocabulary may lie.
+            texts: whose words are the vocabulary, if none is named, instead of a file's beside the data.
             loss: options of the objective, whose `scale` and `shift`, if any, are the model's initial ones.
             more: further options of `create_model`.
         """
@@ -59,6 +60,6 @@ class Towers:
             image_weights=self.image_weights,
             init_scale=getattr(loss, "scale", 1.0),
             init_shift=getattr(loss, "shift", 1.0),
-            vocabulary=vocabulary_for(self.name, self.vocabulary, self.pretrained, data),
+            vocabulary=vocabulary_for(self.name, self.vocabulary, self.pretrained, data, texts),
             **more,
         )

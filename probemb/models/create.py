@@ -16,7 +16,7 @@ import torch
 from open_clip.transform import PreprocessCfg
 from torch import nn
 
-from probemb.data.words import find_vocabulary, read_vectors, read_vocabulary
+from probemb.data.words import count_words, find_vocabulary, frequent_words, read_vectors, read_vocabulary
 from probemb.errors import UserError
 from probemb.models.architectures import (
     architecture,
@@ -64,6 +64,7 @@ class ModelOptions:
         log_var_range: bounds of the predicted log-variances, such as (log 0.1, log 10); None for none.
         ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
         attention: fields of `CrossAttention`, of a model that is ranked by it.
+        composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
         image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
@@ -85,6 +86,7 @@ class ModelOptions:
     log_var_range: tuple[float, float] | None = None
     ranking: str = "csd"
     attention: dict | None = None
+    composer: str | None = None
     vocabulary: str | Path | Sequence[str] | None = None
     image_weights: str | None = None
 
@@ -141,6 +143,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "n_embeddings": o.n_embeddings,
             "ranking": o.ranking,
             "attention": o.attention,
+            "composer": o.composer,
             "covariance": o.covariance,
             "log_var_range": plain(o.log_var_range),
             "uncertainty_bias": o.uncertainty_bias,
@@ -201,14 +204,19 @@ def _starting_point(config: dict, name: str, o: ModelOptions, source: DualEncode
     return stock, {**preprocess, **plain(wanted)}
 
 
-def vocabulary_for(name: str, given: str | None, pretrained: str | None, data: Iterable[str | Path]) -> str | None:
-    """The vocabulary file that `create_model` needs: the one given, else the one beside the data; None for no file.
+def vocabulary_for(
+    name: str, given: str | None, pretrained: str | None, data: Iterable[str | Path], texts: Iterable[str] | None = None
+) -> str | list[str] | None:
+    """The vocabulary that `create_model` needs: the file given, else the words of `texts`, else the file beside the
+    data; None for an architecture that reads no words, or that comes with them.
 
     Raises:
         UserError: the architecture reads words, and there is no vocabulary.
     """
     if given or not reads_words(read_architecture(name)) or (pretrained and is_saved_model(pretrained)):
         return given
+    if texts is not None:
+        return [word for word, _ in frequent_words(count_words(texts))]
     return str(find_vocabulary(data))
 
 

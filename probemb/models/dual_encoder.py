@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from probemb.cross_attention import CrossAttention
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import build_stock
+from probemb.models.composers import create_composer
 from probemb.models.encoder import Encoder
 from probemb.models.heads import HeadConfig, check_head
 from probemb.models.heads.covariance import make_covariance
@@ -27,6 +28,7 @@ DEFAULTS = {  # of keys that configurations once did not have
     "covariance": "ellipsoidal",
     "log_var_range": None,
     "attention": None,
+    "composer": None,
 }
 
 
@@ -56,7 +58,8 @@ class DualEncoder(nn.Module):
             `architectures.py`), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers" (a
             number, or one each for image and text), "uncertainty_bias", "pooling" (options of the head), and, where
             they are absent, the values of DEFAULTS: "probabilistic", "n_embeddings", "ranking", "covariance" and
-            "log_var_range" (see `heads.covariance`).
+            "log_var_range" (see `heads.covariance`), "composer"
+            (a name of `composers`).
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
@@ -64,6 +67,7 @@ class DualEncoder(nn.Module):
         logit_scale, scale, shift: parameters of shape (1,), log(1/0.07), 1 and 1 at first. Which of them a training
             step uses depends on its loss; turn `requires_grad` off for the others before DDP sees the model, or DDP
             waits for their gradients.
+        composer: makes one embedding of several, of models that were trained to (MPC and its rivals); else None.
         logit_bias: (1,) buffer, only in architectures that were made for a sigmoid loss, such as SigLIP's.
     """
 
@@ -88,6 +92,8 @@ class DualEncoder(nn.Module):
         self.logit_scale = stock.logit_scale
         if stock.logit_bias is not None:
             self.register_buffer("logit_bias", stock.logit_bias.detach())
+        composer = self._config["composer"]
+        self.composer = None if composer is None else create_composer(composer, config["embed_dim"])
         self.scale = nn.Parameter(torch.ones(1))
         self.shift = nn.Parameter(torch.ones(1))
 
@@ -132,8 +138,13 @@ class DualEncoder(nn.Module):
         return self.text
 
     def place(self, name: str) -> tuple[str, str, int]:
-        """("image" or "text", part, depth) of a named parameter, see `Place`; ("neither", "scalar", 0) outside."""
+        """("image" or "text", part, depth) of a named parameter, see `Place`.
+
+        Outside of the towers ("neither", "composer", 0) or ("neither", "scalar", 0).
+        """
         tower, _, rest = name.partition(".")
+        if tower == "composer":
+            return "neither", "composer", 0
         if tower not in ("visual", "text"):
             return "neither", "scalar", 0
         return "image" if tower == "visual" else "text", *getattr(self, tower).place(rest)

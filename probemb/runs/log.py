@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
 
 NOT_TERMS = (
     "samples", "epoch", "network", "loss", "lr", "skipped", "data_wait", "eta", "gradient_norm", "scale", "shift",
-    "temperature", "logit_scale", "n_pseudo", "u_image", "u_text", "clipped", "text_tokens", "memory", "mfu",
+    "temperature", "logit_scale", "n_pseudo", "u_image", "u_text", "u_part", "clipped", "text_tokens", "memory", "mfu",
     "first_step",
 )  # fmt: skip
 SHORT = {"pseudo_positive": "pp"}
@@ -163,7 +163,8 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
         else "every step since the last line was skipped",
         f"a {v['scale']:.2f} b {v['shift']:.2f}" if "scale" in v else "",
         f"temperature {v['temperature']:.2f}" if "temperature" in v else "",
-        f"u image {v['u_image']:.3f} text {v['u_text']:.3f}" if "u_image" in v else "",
+        f"u image {v['u_image']:.3f} text {v['u_text']:.3f}" if "u_text" in v else "",
+        f"u image {v['u_image']:.3f} part {v['u_part']:.3f}" if "u_part" in v else "",
         gradient,
         skipped,
         f"{v[f'{unit}_per_second']:.0f} {unit}/s, data {100 * v['data_wait']:.0f} %",
@@ -174,6 +175,15 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
         f"first step {v['first_step']:.1f} s" if "first_step" in v else f"ETA {duration(v['eta'])}",
     ]
     return " | ".join(field for field in fields if field)
+
+
+METRICS = {"rsum": "RSUM", "r_precision": "R-Precision"}  # that choose an epoch
+
+
+def composed_words(values: dict[str, float]) -> str:
+    """R-Precision and recalls of composed queries in percent, for a progress line."""
+    marked = " (best)" if values.get("is_best") else ""
+    return f"R-Precision {values['r_precision']:.1f}{marked} (R@5, 10: {values['r5']:.1f} {values['r10']:.1f})"
 
 
 def rsum_words(values: dict[str, float]) -> str:

@@ -17,6 +17,7 @@ from finetune.loading.pair_loader import PairLoader
 from finetune.methods import METHODS
 from finetune.pair_feed import Moment
 from finetune.recipe import WeightAverage, create_optimizer, make_schedule, parameter_groups
+from finetune.run import make_feed
 from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb import labels
 from probemb.cli.configuration import parse_config
@@ -86,7 +87,8 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
         one for n in networks for one in parameter_groups(n, joint.method if n is model else None, Optimizer(lr=0.01))
     ]
     optimizer = create_optimizer(groups)
-    return Trainer(accelerator, State(joint, optimizer), loader, schedule, config, Hooks(**hooks))
+    feed = make_feed(config, loader, data, joint.objective, accelerator.device)
+    return Trainer(accelerator, State(joint, optimizer), loader, feed, schedule, config, Hooks(**hooks))
 
 
 @pytest.fixture(autouse=True)

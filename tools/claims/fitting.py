@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 from finetune.config import Config
+from finetune.pair_feed import PairFeed
 from finetune.recipe import make_optimizer, make_schedule
 from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.models import DualEncoder, as_one
@@ -37,7 +38,9 @@ def fit_best(
 
     state = State(Joint(networks[0], method, *networks[1:]), make_optimizer(config, networks, method))
     schedule = make_schedule(config, len(networks), loader.steps)
-    Trainer(Accelerator(cpu=True), state, loader, schedule, config, Hooks(end_epoch=end_epoch)).fit()
+    accelerator, hooks = Accelerator(cpu=True), Hooks(end_epoch=end_epoch)
+    feed = PairFeed(config, loader.groups, accelerator.device, method.wants_words)
+    Trainer(accelerator, state, loader, feed, schedule, config, hooks).fit()
     if best:
         model.load_state_dict(best)
     return values
