@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.compose import Product
@@ -118,8 +117,3 @@ def measure_composed(
             means = mean_metrics({name: values[chosen] for name, values in per_query.items()})
             out[kind] = {**means, "queries": int(chosen.sum())}
     return out
-
-
-def uncertainty_of(query: Product) -> Tensor:
-    """(Q,) how little the parts of a query agree: minus the log-normaliser of their product, in nats."""
-    return -query.log_normaliser
