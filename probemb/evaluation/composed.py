@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.compose import Product
@@ -24,10 +25,28 @@ KS = (5, 10)
 
 
 class ComposedQueries(NamedTuple):
-    """Queries whose parts could all be read, and their compositions, (Q, D)."""
+    """Queries whose parts could all be read, their compositions (Q, D), and the embeddings of their parts (Q, k, D)."""
 
     queries: list[Query]
     composed: Product
+    parts: Gaussian
+
+    def only(self, rows: Tensor) -> ComposedQueries:
+        """Some of the queries; rows: int64."""
+        composed = Product(self.composed.gaussian[rows], self.composed.log_normaliser[rows])
+        return ComposedQueries([self.queries[row] for row in rows.tolist()], composed, self.parts[rows])
+
+
+class ComposedOutcomes(NamedTuple):
+    """What became of Q queries.
+
+    Attributes:
+        per_query: "r@K", "r_precision" and "map_at_r" -> (Q,) float64; NaN where the gallery has no correct target.
+        targets: (Q,) int64, how many correct targets the gallery has.
+    """
+
+    per_query: dict[str, Tensor]
+    targets: Tensor
 
 
 @torch.no_grad()
@@ -73,10 +92,10 @@ def embed_queries(embedder: Embedder, data: Compositions, queries: Sequence[Quer
     usable = (rows >= 0).all(1)
     found = Gaussian.cat([g for g in (images and images.gaussian, texts) if g is not None])[rows[usable].flatten()]
     shape = int(usable.sum()), rows.shape[1], -1
-    given = Gaussian(found.mean.view(shape), found.log_var.view(shape)).to(embedder.device.name)
-    product = composer(given)
+    given = Gaussian(found.mean.view(shape), found.log_var.view(shape))
+    product = composer(given.to(embedder.device.name))
     composed = Product(product.gaussian.to("cpu"), product.log_normaliser.cpu())
-    return ComposedQueries([query for query, one in zip(queries, usable.tolist()) if one], composed)
+    return ComposedQueries([query for query, one in zip(queries, usable.tolist()) if one], composed, given)
 
 
 def composer_of(model) -> Composer:
@@ -99,6 +118,48 @@ def positives_of(data: Compositions, queries: Sequence[Query], kept: Sequence[in
     return Positives.from_pairs(rows[items >= 0], items[items >= 0], len(queries), len(kept))
 
 
+def ranked_by(
+    gallery: EmbeddedImages, found: ComposedQueries, by: Ranking = "cosine", without_own: bool = False
+) -> Callable[[slice], Tensor]:
+    """Scores of the queries, a block at a time, against the gallery.
+
+    Args:
+        without_own: the images that a query is made of rank last, as TIRG's evaluation of Fashion200k has it.
+    """
+    score = composed_scores(found.composed, gallery.gaussian, by)
+    if not without_own:
+        return score
+    place = {image: row for row, image in enumerate(gallery.kept)}
+    own = [[place[part.image] for part in one.parts if part.is_image and part.image in place] for one in found.queries]
+
+    def without(rows: slice) -> Tensor:
+        scores = score(rows).clone()
+        for row, images in enumerate(own[rows]):
+            scores[row, images] = torch.finfo(scores.dtype).min
+        return scores
+
+    return without
+
+
+def composed_outcomes(
+    gallery: EmbeddedImages, data: Compositions, found: ComposedQueries, by: Ranking = "cosine",
+    ks: Sequence[int] = KS, without_own: bool = False,
+) -> ComposedOutcomes:  # fmt: skip
+    """R@K, R-Precision and mAP@R of every query; see `ranked_by`."""
+    positives = positives_of(data, found.queries, gallery.kept)
+    per_query = composed_metrics(ranked_by(gallery, found, by, without_own), positives, ks)
+    return ComposedOutcomes(per_query, positives.counts)
+
+
+def guessed(targets_Q: Tensor, n_gallery: int, ks: Sequence[int] = KS) -> dict[str, Tensor]:
+    """R@K and R-Precision that a random order of T images is expected to have for R targets, (Q,) float64 each."""
+    r, found = targets_Q.double(), {}
+    for k in ks:
+        places = torch.arange(min(k, n_gallery))
+        found[f"r@{k}"] = 1 - ((n_gallery - r[:, None] - places) / (n_gallery - places)).clamp(min=0).prod(1)
+    return {**found, "r_precision": r / n_gallery}
+
+
 def measure_composed(
     gallery: EmbeddedImages, data: Compositions, found: ComposedQueries, by: Ranking = "cosine"
 ) -> dict[str, dict[str, float]]:
@@ -107,12 +168,10 @@ def measure_composed(
     Queries without a correct target in the gallery do not count; a kind without queries is absent. "queries" says how
     many there are.
     """
-    positives = positives_of(data, found.queries, gallery.kept)
-    per_query = composed_metrics(composed_scores(found.composed, gallery.gaussian, by), positives, KS)
-    kinds = [query.kind for query in found.queries]
+    per_query, targets = composed_outcomes(gallery, data, found, by)
     out = {}
     for kind in ("all", *KINDS):
-        chosen = torch.tensor([kind in ("all", one) for one in kinds]) & (positives.counts > 0)
+        chosen = torch.tensor([kind in ("all", query.kind) for query in found.queries]) & (targets > 0)
         if chosen.any():
             means = mean_metrics({name: values[chosen] for name, values in per_query.items()})
             out[kind] = {**means, "queries": int(chosen.sum())}

@@ -1,0 +1,151 @@
+"""Does a composition know whether its parts occur together? Scores of infeasibility and their ROC AUC (MPC, Fig. 5).
+
+Q queries of k parts, D dimensions. Every score is larger the less feasible a combination seems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from probemb.compose import Product
+from probemb.data.compositions.queries import KINDS, Query
+from probemb.evaluation.composed import ComposedQueries
+from probemb.gaussian import Gaussian
+from probemb.metrics import average_ranks, roc_auc
+from probemb.metrics.prediction import cluster_standard_error
+from probemb.models.composers import Composer
+from probemb.models.composers.product import ProductComposer
+
+
+@dataclass(frozen=True)
+class FeasibilityScore:
+    """A score of infeasibility.
+
+    Attributes:
+        title: for tables.
+        needs: what the composer must have: "normaliser" (the product of densities), "variance", or "nothing".
+        of: parts (Q, k, D) and their compositions -> (Q,).
+    """
+
+    title: str
+    needs: Literal["normaliser", "variance", "nothing"]
+    of: Callable[[Gaussian, Product], Tensor]
+
+
+def disagreement(parts: Gaussian, composed: Product) -> Tensor:
+    """Squared distance of the parts' means from the composition's in standard deviations of the parts, summed, (Q,).
+
+    The part of -2 log Z that depends on the means; for two parts (mu_1 - mu_2)^2 / (var_1 + var_2), summed over D.
+    """
+    gap = parts.mean - composed.gaussian.mean[:, None]
+    return (gap.square() * (-parts.log_var).exp()).sum((1, 2))
+
+
+def parts_distance(parts: Gaussian, composed: Product) -> Tensor:
+    """1 - the mean cosine of two different parts' means, (Q,). The paper's for models without variances."""
+    mean = F.normalize(parts.mean, dim=-1)
+    k = mean.shape[1]
+    if k < 2:
+        raise ValueError("a single part has no distance to another one")
+    cosines = (mean.sum(1).square().sum(-1) - mean.square().sum((1, 2))) / (k * (k - 1))
+    return 1 - cosines
+
+
+SCORES: dict[str, FeasibilityScore] = {
+    "normaliser": FeasibilityScore(
+        "log-normaliser, -log Z (Eq. 7)", "normaliser", lambda parts, composed: -composed.log_normaliser
+    ),
+    "disagreement": FeasibilityScore("disagreement, the means' share of -log Z", "normaliser", disagreement),
+    "variance": FeasibilityScore(
+        "total variance, sum of σ²", "variance", lambda parts, composed: composed.gaussian.uncertainty()
+    ),
+    "log-variance": FeasibilityScore(
+        "mean of log σ²", "variance", lambda parts, composed: composed.gaussian.log_var.mean(-1)
+    ),
+    "distance": FeasibilityScore("distance of the parts, 1 - cosine", "nothing", parts_distance),
+}
+
+
+def scores_for(composer: Composer) -> list[str]:
+    """Names of the scores that a composer has; of points the distance of the parts alone."""
+    has = {"nothing"}
+    if composer.probabilistic:
+        has.add("variance")
+    if isinstance(composer, ProductComposer):
+        has.add("normaliser")
+    return [name for name, score in SCORES.items() if score.needs in has]
+
+
+def infeasibility(composer: Composer, found: ComposedQueries) -> dict[str, Tensor]:
+    """Each score of the queries, (Q,) float64."""
+    parts = Gaussian(found.parts.mean.double(), found.parts.log_var.double())
+    gaussian, log_normaliser = found.composed
+    composed = Product(Gaussian(gaussian.mean.double(), gaussian.log_var.double()), log_normaliser.double())
+    return {name: SCORES[name].of(parts, composed) for name in scores_for(composer)}
+
+
+def measure_feasibility(
+    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries
+) -> dict[str, dict[str, dict[str, float]]]:
+    """ROC AUC of telling infeasible queries from feasible ones: score -> kind -> {"value", "se"}.
+
+    1: every infeasible query has a larger score than every feasible one; 0.5: chance. Kinds are those of KINDS that
+    both sides have, and "all". Standard errors take the queries of one combination for dependent.
+    """
+    of_both = [infeasibility(composer, one) for one in (feasible, infeasible)]
+    result = {}
+    for name in of_both[0]:
+        result[name] = {}
+        for kind in ("all", *KINDS):
+            rows = [_of_kind(one.queries, kind) for one in (feasible, infeasible)]
+            if all(bool(some.any()) for some in rows):
+                groups = [combinations_of(one.queries)[some] for one, some in zip((feasible, infeasible), rows)]
+                scores = [one[name][some] for one, some in zip(of_both, rows)]
+                result[name][kind] = auc_estimate(*scores, *groups)
+    return result
+
+
+def auc_estimate(low_A: Tensor, high_B: Tensor, group_A: Tensor, group_B: Tensor) -> dict[str, float]:
+    """P(high > low), ties half, and its standard error {"value", "se"}.
+
+    Args:
+        low_A, high_B: scores of the two classes, finite.
+        group_A, group_B: int64; scores of one group are dependent, no group is in both classes.
+
+    Source of the error: Obuchowski, Biometrics 1997 (DeLong's components, by clusters).
+    """
+    label = torch.cat([torch.zeros(len(low_A)), torch.ones(len(high_B))]).bool()
+    value = roc_auc(torch.cat([low_A, high_B]), label)
+    # Of each score the share of the other class that lies on its right side: overall rank less rank in its own class.
+    overall = average_ranks(torch.cat([low_A, high_B]))
+    above = 1 - (overall[: len(low_A)] - average_ranks(low_A)) / len(high_B)
+    below = (overall[len(low_A) :] - average_ranks(high_B)) / len(low_A)
+    errors = cluster_standard_error(above, group_A), cluster_standard_error(below, group_B)
+    return {"value": value, "se": (errors[0] ** 2 + errors[1] ** 2) ** 0.5}
+
+
+def roc_curve(low_A: Tensor, high_B: Tensor) -> tuple[list[float], list[float]]:
+    """False positive and true positive rates from (0, 0) to (1, 1), scores from high to low; ties are one step."""
+    thresholds = torch.cat([low_A, high_B]).unique().flip(0)
+    rates = []
+    for scores in (low_A, high_B):
+        ordered = scores.sort().values
+        passed = len(ordered) - torch.searchsorted(ordered, thresholds)
+        rates.append([0.0, *(passed.double() / len(ordered)).tolist()])
+    return rates[0], rates[1]
+
+
+def combinations_of(queries: list[Query]) -> Tensor:
+    """The number of each query's combination of concepts, (Q,) int64."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return torch.tensor([numbers.setdefault(query.concepts, len(numbers)) for query in queries], dtype=torch.int64)
+
+
+def _of_kind(queries: list[Query], kind: str) -> Tensor:
+    return torch.tensor([kind in ("all", query.kind) for query in queries], dtype=torch.bool)

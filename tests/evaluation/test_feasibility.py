@@ -1,0 +1,120 @@
+"""Scores of infeasibility against plain loops and torch.distributions, and their ROC AUC with its standard error."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal
+from torch.nn import functional as F
+
+from probemb import Gaussian
+from probemb.data.compositions.queries import Part, Query
+from probemb.evaluation.composed import ComposedQueries
+from probemb.evaluation.feasibility import (
+    SCORES,
+    auc_estimate,
+    combinations_of,
+    infeasibility,
+    measure_feasibility,
+    parts_distance,
+    roc_curve,
+    scores_for,
+)
+from probemb.models.composers import COMPOSERS, create_composer
+
+Q, D = 6, 8
+
+
+def queries(concepts, kinds):
+    return [Query((Part(a), Part(b)), (a, b), kind) for (a, b), kind in zip(concepts, kinds)]
+
+
+def drawn(composer, k=2, seed=0, asked=None):
+    generator = torch.Generator().manual_seed(seed)
+    mean, log_var = (torch.randn(Q, k, D, generator=generator) for _ in range(2))
+    parts = Gaussian(F.normalize(mean, dim=-1), log_var)
+    with torch.no_grad():
+        return ComposedQueries(asked or [], composer(parts), parts)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_scores_equal_a_plain_loop(k):
+    composer = create_composer("product", D)
+    found = drawn(composer, k)
+    scores = infeasibility(composer, found)
+    assert list(scores) == list(SCORES)
+    for q in range(Q):
+        mean, var = found.parts.mean[q].double(), found.parts.log_var[q].double().exp()
+        left, left_var, log_z, gaps = mean[0], var[0], 0.0, 0.0
+        for i in range(1, k):
+            density = Normal(left, (left_var + var[i]).sqrt()).log_prob(mean[i])
+            log_z += float(density.sum())
+            gaps += float(((mean[i] - left) ** 2 / (left_var + var[i])).sum())
+            left = (left / left_var + mean[i] / var[i]) / (1 / left_var + 1 / var[i])
+            left_var = 1 / (1 / left_var + 1 / var[i])
+        cosines = [
+            float(F.cosine_similarity(mean[i], mean[j], dim=0)) for i in range(k) for j in range(k) if i != j
+        ]  # fmt: skip
+        expected = {
+            "normaliser": -log_z, "disagreement": gaps, "variance": float(left_var.sum()),
+            "log-variance": float(left_var.log().mean()), "distance": 1 - sum(cosines) / len(cosines),
+        }  # fmt: skip
+        for name, value in expected.items():
+            assert float(scores[name][q]) == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def test_composers_have_the_scores_that_mean_something():
+    for name in COMPOSERS:
+        composer = create_composer(name, D)
+        has = scores_for(composer)
+        assert "distance" in has
+        assert ("normaliser" in has) == (name == "product")
+        assert ("variance" in has) == composer.probabilistic == (name in ("product", "addition", "mlp"))
+    with pytest.raises(ValueError, match="single part"):
+        parts_distance(Gaussian(torch.ones(2, 1, 3), torch.zeros(2, 1, 3)), None)
+
+
+def looped(low, high):
+    return sum((h > x) + 0.5 * (h == x) for x in low for h in high) / (len(low) * len(high))
+
+
+def test_auc_and_its_error():
+    generator = torch.Generator().manual_seed(3)
+
+    def sample(groups, shift):
+        """Four scores a group, which share most of their noise; rounded, so that there are ties."""
+        noise = torch.randn(groups, 1, generator=generator) + 0.3 * torch.randn(groups, 4, generator=generator)
+        return (4 * (noise + shift)).round().flatten() / 4, torch.arange(groups).repeat_interleave(4)
+
+    values, errors = [], []
+    for trial in range(400):
+        (low, group_low), (high, group_high) = sample(30, 0.0), sample(20, 1.0)
+        found = auc_estimate(low, high, group_low, group_high)
+        if trial < 3:
+            assert found["value"] == pytest.approx(looped(low.tolist(), high.tolist()))
+        values.append(found["value"])
+        errors.append(found["se"])
+    spread = torch.tensor(values).std().item()
+    assert sum(errors) / len(errors) == pytest.approx(spread, rel=0.12)
+
+
+def test_kinds_are_apart_and_a_kind_of_one_side_is_absent():
+    composer = create_composer("addition", D)
+    asked = queries([(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)], ["texts", "mixed"] * 3)
+    others = queries([(0, 2), (0, 2), (1, 3), (1, 3), (1, 5), (1, 5)], ["texts", "images"] * 3)
+    feasible, infeasible = drawn(composer, asked=asked), drawn(composer, seed=1, asked=others)
+    found = measure_feasibility(composer, feasible, infeasible)
+    assert list(found) == ["variance", "log-variance", "distance"]
+    low, high = (infeasibility(composer, one)["variance"] for one in (feasible, infeasible))
+    assert set(found["variance"]) == {"all", "texts"}
+    assert found["variance"]["all"]["value"] == pytest.approx(looped(low.tolist(), high.tolist()))
+    assert found["variance"]["texts"]["value"] == pytest.approx(looped(low[::2].tolist(), high[::2].tolist()))
+    assert combinations_of(asked).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_area_below_the_curve_is_the_auc():
+    low, high = torch.tensor([0.0, 1, 1, 2, 5]), torch.tensor([1.0, 2, 3, 5])
+    wrong, right = roc_curve(low, high)
+    assert (wrong[0], right[0], wrong[-1], right[-1]) == (0, 0, 1, 1)
+    area = sum((b - a) * (p + q) / 2 for a, b, p, q in zip(wrong, wrong[1:], right, right[1:]))
+    assert math.isclose(area, looped(low.tolist(), high.tolist()))
