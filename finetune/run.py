@@ -28,6 +28,7 @@ from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.streams import make_output_unfailing
+from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, Preemption
 
 PROG = "finetune/run.py"
@@ -206,6 +207,11 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
                 check_words(networks[0], captions)
     if reads_regions(networks[0].config["architecture"]):
         refuse_pixel_changes(config, "A region")
+    elif METHODS[config.method].over_regions:
+        raise UserError(
+            f"{config.method} reasons over an image's regions, and {config.model.name} reads none.",
+            "Choose a model that reads regions, such as vsrn-regions-gru, or the method vsepp or prob-vsepp.",
+        )
     transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
     if train is not None and config.data.cache_features is not None:
         train, validation, transforms = read_features(config, networks, transforms, train, validation, accelerator)

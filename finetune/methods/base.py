@@ -74,6 +74,7 @@ class Method:
             what a PIE head's attention adds to each embedding, with "trunk" the trunks' tokens.
         wants_features: whether it reads the trunks' features and the codes (`Encoded.features`, `.codes`).
         wants_words: whether it reads the captions' tokens (`Batch.words`).
+        over_regions: whether it reasons over an image's regions, and needs a model that reads them.
         composes: whether it learns from composed queries and their targets (`Batch.parts`) instead of pairs.
         ranking: by which its models are validated, and ranked wherever nothing else is asked for.
         soft_labels: whether mixed images and label smoothing make sense.
@@ -95,6 +96,7 @@ class Method:
     wants_tokens: ClassVar[bool | str] = False
     wants_features: ClassVar[bool] = False
     wants_words: ClassVar[bool] = False
+    over_regions: ClassVar[bool] = False
     composes: ClassVar[bool] = False
     ranking: ClassVar[str] = "csd"
     soft_labels: ClassVar[bool] = False

@@ -35,6 +35,8 @@ class CaptionOptions:
 class Captioned(Method):
     """Adds the decoder's loss to that of the class behind it; the decoder attends to the regions before every word."""
 
+    over_regions = True
+
     def __init__(self, config, model, pairs):
         super().__init__(config, model, pairs)
         if not self.options.caption_weight:
@@ -43,12 +45,6 @@ class Captioned(Method):
 
         from probemb.models.autoencoder import RegionDecoder
 
-        if not hasattr(model.image_tower, "region_shape"):
-            raise UserError(
-                f"loss.caption_weight of {config.method} is for captions said from regions, and {config.model.name} "
-                "reads none.",
-                "Choose a model that reads regions, such as vsrn-regions-gru, or set loss.caption_weight to 0.",
-            )
         self.wants_tokens, self.wants_words = "trunk", True
         width, options = model.image_tower.token_width, self.options
         decoder = RegionDecoder(n_words(model), width, options.word_width, options.hidden)

@@ -2,17 +2,15 @@
 
     python -m tools.bench.uploads --index indexes/scenes
 
-The server, the uploads and the texts are processes of their own, on one machine; the uploads have the lowest priority,
-as they would come from other machines. --uploads connections send a PNG, small as a file and large once decoded, again
-as soon as the one before is answered: of 64 million pixels, which the server refuses by its header, and of 16 million,
-the most that it decodes.
+The server, the uploads and the texts are processes of their own, on one machine. --uploads connections send a PNG,
+small as a file and large once decoded, again as soon as the one before is answered: of 64 million pixels, which the
+server refuses by its header, and of 16 million, the most that it decodes.
 """
 
 from __future__ import annotations
 
 import http.client
 import io
-import os
 import subprocess
 import sys
 import time
@@ -74,9 +72,9 @@ def measure(port: int, seconds: float) -> list[float]:
 @contextmanager
 def uploading(port: int, pixels: int, count: int):
     """So many processes upload; the answers' codes are counted when the context ends."""
-    context, answered = get_context("fork"), {}
+    context, answered, body = get_context("fork"), {}, form('name="image"; filename="x.png"', plain_png(pixels))
     stop, codes = context.Event(), context.Queue()
-    attackers = [context.Process(target=_upload, args=(port, pixels, stop, codes)) for _ in range(count)]
+    attackers = [context.Process(target=_upload, args=(port, body, stop, codes)) for _ in range(count)]
     for one in attackers:
         one.start()
     time.sleep(1)
@@ -91,9 +89,8 @@ def uploading(port: int, pixels: int, count: int):
             one.join()
 
 
-def _upload(port: int, pixels: int, stop, codes) -> None:
-    os.nice(19)
-    body, found = form('name="image"; filename="x.png"', plain_png(pixels)), []
+def _upload(port: int, body: bytes, stop, codes) -> None:
+    found = []
     while not stop.is_set():
         found.append(post(port, body))
     codes.put(found)

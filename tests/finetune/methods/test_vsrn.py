@@ -136,11 +136,12 @@ def test_an_earlier_run_resumes_without_the_captions():
     assert saved_config["loss"]["caption_weight"] == 0.0
 
 
-def test_pixels_have_no_regions_to_speak_from(scenes, tmp_path):
-    settings = options(scenes, tmp_path / "run", **{"model.name": "ViT-Micro-32", "model.embed_dim": 16})
-    with pytest.raises(UserError, match="captions said from regions, and ViT-Micro-32 reads none") as error:
-        run_here(settings)
-    assert "set loss.caption_weight to 0" in str(error.value)
+@pytest.mark.parametrize("method", ["vsrn", "prob-vsrn"])
+def test_pixels_have_no_regions_to_reason_over(method, scenes, tmp_path):
+    settings = options(scenes, tmp_path / "run", method, **{"model.name": "ViT-Micro-32", "model.embed_dim": 16})
+    with pytest.raises(UserError, match=f"{method} reasons over .* regions, and ViT-Micro-32 reads none") as error:
+        run_here({**settings, "loss.caption_weight": 0})
+    assert "vsrn-regions-gru" in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

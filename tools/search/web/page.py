@@ -24,6 +24,7 @@ from probemb.errors import UserError
 from probemb.reports.text import printable, web_link
 from tools.search.web.about import describe
 from tools.search.web.guard import guard, handle_errors, host_check
+from tools.search.web.pace import Pace
 from tools.search.web.thumbnails import serve_pictures
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def make_app(
     app.json.sort_keys = False
     guard(app, host_check(host, names))
     handle_errors(app, max_upload)
+    pace = Pace()
     of_identity = {searcher.identity: searcher for searcher in searchers.values()}
     serve_pictures(app, of_identity)
     about = {
@@ -74,7 +76,8 @@ def make_app(
 
     @app.post("/search")
     def search():
-        form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
+        with pace.turn(request.content_length):
+            form, uploads = request.form, [file for file in request.files.getlist("image") if file.filename]
         if len(uploads) > MAX_PARTS:
             raise UserError(f"The query has more than {MAX_PARTS} parts.", "Leave some out.")
         name = form.get("index") or next(iter(named))

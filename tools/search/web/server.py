@@ -15,7 +15,7 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from flask import Flask
 
-THREADS = 24  # at most PICTURES of thumbnails.py and QUERIES of decoding.py are taken by pictures and uploads
+THREADS = 32  # at most PICTURES of thumbnails.py and twice QUERIES of decoding.py are taken by pictures and uploads
 CONNECTIONS = 200  # beyond these, a new one takes the place of the one whose request is incomplete for longest
 HEADER_SECONDS, BODY_SECONDS = 10.0, 60.0  # from a request's first byte to the end of its header, and of its body
 
