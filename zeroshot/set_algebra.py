@@ -29,7 +29,7 @@ DESCRIPTION = "What mixing and erasing of images and captions do to their embedd
 GENERATOR = "probemb set algebra"
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 ERASED_EXAMPLE = 0.3  # share erased of the examples
-MIXES = {"cutmix": "left half of one, right half of the other", "mixup": "mean of both"}
+MIXES = {"pixels": ("cutmix", "mixup"), "regions": ("cutmix",)}  # the first is drawn
 MOST_NESTED = 600  # captions that are compared with each other
 
 
@@ -54,21 +54,22 @@ def measure(config: AlgebraConfig, opened: Opened) -> dict:
     import torch
 
     from probemb.evaluation.set_algebra import erasing, mixing
-    from probemb.evaluation.uncertainty import erase_pixels, erase_words
+    from probemb.evaluation.uncertainty import erase_pixels, erase_regions, erase_words
 
     embedder, captions = opened.embedder, opened.captions
     rows, read = read_pixels(opened, config.inputs, config.seed)
     draw = torch.Generator().manual_seed(config.seed)
     pixels, texts = torch.stack(read), [captions.captions[row][0] for row in rows]
+    side, erase_part = ("regions", erase_regions) if pixels.ndim == 3 else ("pixels", erase_pixels)
     partner = torch.arange(len(rows)).roll(1)
-    with embedder.show("images, mixed and erased", len(rows) * (1 + len(MIXES) + len(SHARES))) as advance:
+    with embedder.show("images, mixed and erased", len(rows) * (1 + len(MIXES[side]) + len(SHARES))) as advance:
 
         def embed(images: Tensor) -> Gaussian:
             return embedder.pixels(images.split(embedder.batch_size), advance)
 
         whole = embed(pixels)
-        mixed = {name: embed(mix(pixels, pixels[partner], name)) for name in MIXES}
-        gone = [embed(erase_pixels(pixels, share, draw)) for share in SHARES]
+        mixed = {name: embed(mix(pixels, pixels[partner], name)) for name in MIXES[side]}
+        gone = [embed(erase_part(pixels, share, draw)) for share in SHARES]
     shorter = [[erase_words(text, share, draw) for text in texts] for share in SHARES]
     with embedder.show("captions, whole and erased", len(rows) * (1 + len(SHARES))) as advance:
         written, *unsaid = (embedder.tokens(embedder.tokenizer(some), advance) for some in (texts, *shorter))
@@ -76,8 +77,8 @@ def measure(config: AlgebraConfig, opened: Opened) -> dict:
         "config": to_dict(config) | {"split": captions.split},
         "inputs": len(rows),
         "mixing": {name: mixing(g, whole, whole[partner]) for name, g in mixed.items()},
-        "erasing": {"pixels": erasing(whole, gone, SHARES), "words": erasing(written, unsaid, SHARES)},
-        "whole": {"pixels": sigma(whole), "words": sigma(written)},
+        "erasing": {side: erasing(whole, gone, SHARES), "words": erasing(written, unsaid, SHARES)},
+        "whole": {side: sigma(whole), "words": sigma(written)},
         "nested": nested_captions(opened, rows),
         "examples": examples(
             config.examples, rows, captions.images.places, whole, partner, mixed["cutmix"],
@@ -87,9 +88,16 @@ def measure(config: AlgebraConfig, opened: Opened) -> dict:
 
 
 def mix(first: Tensor, second: Tensor, how: str) -> Tensor:
-    """(N, 3, H, W) of both mixed, see MIXES."""
+    """Images (N, 3, H, W), or regions (N, R, F), of both mixed.
+
+    "mixup" is the mean of both; "cutmix" the left half of one and the right half of the other, or every other region.
+    """
     if how == "mixup":
         return (first + second) / 2
+    if first.ndim == 3:
+        out = first.clone()
+        out[:, 1::2] = second[:, 1::2]
+        return out
     out, middle = first.clone(), first.shape[-1] // 2
     out[..., middle:] = second[..., middle:]
     return out

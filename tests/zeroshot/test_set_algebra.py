@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.models import create_model, save_model
 from tools.make_scenes import Plan, make
@@ -45,6 +46,29 @@ def test_set_algebra(run_folder, world, tmp_path, capsys):
     before = (tmp_path / "results.json").read_bytes()
     assert run(set_algebra.main, run_folder, world / "val", tmp_path, inputs=8, examples=2, split="null") == 0
     assert (tmp_path / "results.json").read_bytes() == before  # the same again
+
+
+def test_set_algebra_of_regions(tmp_path, capsys):
+    make(Plan(train=0, val=10, classes_images=0, size=32, captions=3, boxes=True), tmp_path / "scenes", workers=1)
+    data = tmp_path / "scenes" / "regions"
+    words = find_captions(data, "val").captions
+    model = create_model(
+        "vsrn-scenes-gru", vocabulary=sorted({w for said in words for text in said for w in text.split()})
+    )
+    save_model(model, tmp_path / "model")
+    assert run(set_algebra.main, tmp_path / "model", data, tmp_path / "out", inputs=8, split="val") == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert set(found["mixing"]) == {"cutmix"}
+    assert set(found["erasing"]) == {"regions", "words"}
+    assert len({row["sigma"] for row in found["erasing"]["regions"]}) > 1
+    assert "Images, regions left out" in (tmp_path / "out" / "report.html").read_text()
+    assert "erased regions" in capsys.readouterr().out
+
+
+def test_every_other_region():
+    one, two = torch.zeros(2, 5, 3), torch.ones(2, 5, 3)
+    assert set_algebra.mix(one, two, "cutmix")[:, :, 0].tolist() == [[0, 1, 0, 1, 0]] * 2
+    assert not one.any()
 
 
 def test_halves_and_means():

@@ -23,7 +23,11 @@ ERASED = {
     "covered": "is covered by it",
     "covers_other": "covers another",
 }
-WHAT = {"pixels": "Images, a grey square over them", "words": "Captions, words left out"}
+WHAT = {
+    "pixels": "Images, a grey square over them",
+    "regions": "Images, regions left out",
+    "words": "Captions, words left out",
+}
 SHAPES = {"first": BLUE, "second": ORANGE, "mixed": GREEN, "erased": PURPLE}
 
 
