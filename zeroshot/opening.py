@@ -42,7 +42,7 @@ def open_analysis(config: AnalysisConfig, command: str, generator: str) -> Opene
     from probemb.cli.results import claim_files, results_folder
     from probemb.data.captions.find import find_captions
     from probemb.evaluation.embedding import Embedder
-    from probemb.models import load_model
+    from probemb.models import check_images, load_model
 
     captions = find_captions(config.data, config.split, config.images, exif=config.exif)
     _ = captions.images  # refuses data with missing images
@@ -57,6 +57,7 @@ def open_analysis(config: AnalysisConfig, command: str, generator: str) -> Opene
     if not loaded.model.probabilistic or loaded.model.n_embeddings > 1:
         has = "several embeddings of an item" if loaded.model.n_embeddings > 1 else "no variances"
         raise UserError(f"{config.model} is a model with {has}.", "Name one with a mean and a variance of every item.")
+    check_images(loaded.model, captions.images)
     embedder = Embedder(
         loaded.model, loaded.tokenizer, loaded.transforms.evaluate, device, config.batch_size, config.text_batch_size,
         show=progress,

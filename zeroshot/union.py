@@ -73,11 +73,12 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
     from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.rankings import RankingOptions, fitting
     from probemb.evaluation.unions import embed_triplets
-    from probemb.models import load_model
+    from probemb.models import check_images, load_model
     from zeroshot.reports.union import write_report
 
     device = choose_device(config.device, config.precision)
     model, tokenizer, transforms = load_model(config.model, device=device.name)
+    check_images(model, data.images)
     both = dict.fromkeys([model.ranking, *(["mean"] if model.n_embeddings == 1 else [])])
     rankings = fitting(rankings or list(both), model, bool(rankings))
     embedder = Embedder(

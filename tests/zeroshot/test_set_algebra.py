@@ -9,7 +9,7 @@ from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.models import create_model, save_model
 from tools.make_scenes import Plan, make
-from zeroshot import ellipses, set_algebra
+from zeroshot import ellipses, set_algebra, union
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,11 @@ def test_set_algebra_of_regions(tmp_path, capsys):
     assert len({row["sigma"] for row in found["erasing"]["regions"]}) > 1
     assert "Images, regions left out" in (tmp_path / "out" / "report.html").read_text()
     assert "erased regions" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"reads .* regions of .* numbers of each image, and .* holds pixels"):
+        run(set_algebra.main, tmp_path / "model", tmp_path / "scenes" / "val", tmp_path / "pixels", split="null")
+    argv = [f"--model={tmp_path / 'model'}", f"--data={tmp_path / 'scenes' / 'visual_genome'}", "--device=cpu"]
+    with pytest.raises(UserError, match=r"reads .* regions of .* numbers of each image, and .* holds pixels"):
+        union.main([*argv, f"--out={tmp_path / 'union'}"])
 
 
 def test_every_other_region():
