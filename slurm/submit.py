@@ -42,9 +42,10 @@ STAGES = {
     "retrieval": "zeroshot.retrieval",
     "localisation": "zeroshot.localisation",
     "union": "zeroshot.union",
+    "composed": "zeroshot.composed",
     "embed": "tools.embed",
 }
-ONE_PROCESS = ("zeroshot", "retrieval", "localisation", "union")
+ONE_PROCESS = ("zeroshot", "retrieval", "localisation", "union", "composed")
 TRAINERS = ("pretrain", "finetune")
 SRUN_OPTIONS = ("--gpu-bind=none", "--kill-on-bad-exit=1", "--wait=600")
 ROOT = Path(__file__).resolve().parents[1]

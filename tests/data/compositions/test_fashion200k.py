@@ -6,13 +6,8 @@ import pytest
 from probemb.data.compositions import find_compositions
 from probemb.data.randomness import stream_of
 from probemb.errors import UserError
-from tests.data.compositions.drawn import picture
+from tests.data.compositions.fashion import TRAIN, write_fashion200k
 
-TRAIN = {
-    "dress_train": ["red silk dress", "blue silk dress", "red silk dress", "red wool dress", "odd thing of five words"],
-    "top_train": ["green silk top", "green wool top"],
-}
-TEST = {"dress_test": ["black lace dress", "white lace dress", "white lace dress", "alone & far away"]}
 NEIGHBOURS = {
     ("red silk dress", "blue silk dress"), ("red silk dress", "red wool dress"), ("green silk top", "green wool top"),
 }  # fmt: skip
@@ -20,20 +15,7 @@ NEIGHBOURS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "labels").mkdir()
-    for name, texts in {**TRAIN, **TEST}.items():
-        lines = []
-        for i, text in enumerate(texts):
-            path = f"women/{name}/{i}/{i}_0.jpeg"
-            (tmp_path / path).parent.mkdir(parents=True)
-            (tmp_path / path).write_bytes(picture((i, len(name), 0), format="JPEG"))
-            lines.append(f"{path}\t{-1.5 + i}\t{text}\n")
-        (tmp_path / "labels" / f"{name}_detect_all.txt").write_text("".join(lines))
-    (tmp_path / "test_queries.txt").write_text(
-        "women/dress_test/0/0_0.jpeg women/dress_test/1/1_0.jpeg\n"
-        "women/dress_test/2/2_0.jpeg women/dress_test/0/0_0.jpeg\n"
-    )
-    return tmp_path
+    return write_fashion200k(tmp_path)
 
 
 def test_training_examples_change_one_word(folder):
