@@ -13,6 +13,7 @@ from probemb.losses.p2rm import P2RMLoss, point_to_rectangle
 from probemb.losses.pairs import cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
 from probemb.losses.prob_triplet import gaussian_similarity, prob_triplet_loss
+from probemb.losses.prolip import inclusion_loss, prolip_loss, siglip_loss
 from probemb.losses.pvse import PVSELoss, diversity, mmd, multi_instance_similarity
 from probemb.losses.scan import scan_loss
 from probemb.losses.triplet import TripletLoss, triplet_loss
@@ -44,6 +45,7 @@ __all__ = [
     "diversity",
     "expected_similarity",
     "gaussian_similarity",
+    "inclusion_loss",
     "infonce_loss",
     "mmd",
     "multi_instance_similarity",
@@ -53,9 +55,11 @@ __all__ = [
     "pcme_loss",
     "point_to_rectangle",
     "prob_triplet_loss",
+    "prolip_loss",
     "refine_labels",
     "sampled_similarity",
     "scan_loss",
+    "siglip_loss",
     "split_clean",
     "target_softmax",
     "triplet_loss",

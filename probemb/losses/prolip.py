@@ -1,0 +1,133 @@
+"""ProLIP: pairwise contrastive loss of normals, inclusion of one in another; and SigLIP, which it comes from."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from probemb.gaussian import Gaussian, at_least_float32
+from probemb.losses.match import vib_kl
+from probemb.losses.output import LossOutput
+from probemb.losses.ring import BLOCK, sum_over_pairs
+
+Form = Literal["exact", "code"]
+
+
+def siglip_loss(
+    image_BD: Tensor, text_BD: Tensor, scale: Tensor | float, bias: Tensor | float, block: int = BLOCK
+) -> LossOutput:
+    """-1/B * sum over pairs of log sigmoid(y l), l = scale * cosine + bias, y = 1 for own pairs and else -1.
+
+    With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
+    value and gradient. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
+
+    Args:
+        image_BD, text_BD: unit rows; item i of one matches item i of the other.
+        scale: the inverse temperature itself, not its logarithm; bias: of the logits, negative at the start.
+        block: texts that are compared at a time.
+    """
+    loss = _sigmoid_loss(image_BD, image_BD.new_zeros(len(image_BD)), text_BD, None, scale, bias, block)
+    return LossOutput(loss, {"siglip": loss.detach()})
+
+
+def prolip_loss(
+    image: Gaussian,
+    text: Gaussian,
+    *,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    vib: float = 1e-4,
+    inclusion: float = 1e-7,
+    masked_inclusion: float = 1e-3,
+    masked_image: Gaussian | None = None,
+    masked_text: Gaussian | None = None,
+    inclusion_scale: float = 1000.0,
+    form: Form = "exact",
+    eps: float = -10.0,
+    block: int = BLOCK,
+) -> LossOutput:
+    """Pairwise contrastive loss + vib * L_vib + inclusion of images in texts and of inputs in their masked copies.
+
+    With ranks, each passes its own items: the mean over the ranks is the loss of one process on the whole batch, in
+    value and gradient. Source: ProLIP §3.2 and §3.3.
+
+    Args:
+        image, text: (B, D), unit means; item i of one matches item i of the other.
+        scale: the inverse temperature itself; bias: of the logits.
+        vib, inclusion, masked_inclusion: weights.
+        masked_image, masked_text: (n, D), n <= B: the first n items again with most of their patches or words gone.
+        inclusion_scale: c of -log sigmoid(c H).
+        form: "exact", or "code": the public code's vib, which reads `log_var` as log sigma, and inclusion
+            (`inclusion_per_dimension`); eps: of the code's inclusion.
+        block: texts that are compared at a time.
+
+    Returns:
+        loss; terms, without their weights: "ppcl", "vib", "inclusion", "image_inclusion", "text_inclusion".
+    """
+    image, text = image.float(), text.float()
+    terms = {"ppcl": _sigmoid_loss(image.mean, image.uncertainty(), text.mean, text.uncertainty(), scale, bias, block)}
+    loss = terms["ppcl"]
+    with torch.autocast(image.mean.device.type, enabled=False):
+        terms["vib"] = sum((vib_kl if form == "exact" else _code_kl)(g) for g in (image, text))
+        loss = loss + vib * terms["vib"]
+        parts = {"inclusion": (image, text, inclusion)}
+        if masked_image is not None:
+            parts["image_inclusion"] = (image[: len(masked_image)], masked_image.float(), masked_inclusion)
+        if masked_text is not None:
+            parts["text_inclusion"] = (text[: len(masked_text)], masked_text.float(), masked_inclusion)
+        for name, (inner, outer, weight) in parts.items():
+            if weight:
+                terms[name] = inclusion_loss(inner, outer, inclusion_scale, form, eps)
+                loss = loss + weight * terms[name]
+    return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+
+
+def inclusion_loss(
+    inner: Gaussian, outer: Gaussian, scale: float = 1000.0, form: Form = "exact", eps: float = -10.0
+) -> Tensor:
+    """Mean over items and dimensions of -log sigmoid(scale * H), (): small where `inner` lies in `outer`."""
+    return F.softplus(-scale * inclusion_per_dimension(inner, outer, form, eps)).mean()
+
+
+def inclusion_per_dimension(inner: Gaussian, outer: Gaussian, form: Form = "exact", eps: float = -10.0) -> Tensor:
+    """H, the log of the integral of p_1^2 p_2 over that of p_1 p_2^2, row by row and for each dimension, (B, D).
+
+    `distances.inclusion` is its sum over dimensions. Source: ProLIP §3.3.
+
+    Args:
+        inner, outer: (B, D), p_1 and p_2.
+        form: "exact"; or "code", the public code's, which counts the ratio of the widths twice and weighs the distance
+            of the means by e^eps.
+    """
+    if form not in ("exact", "code"):
+        raise ValueError(f"inclusion has the forms exact and code, not {form!r}")
+    v1, v2 = inner.var, outer.var
+    left, right = 2 * v1 + v2, v1 + 2 * v2
+    apart, widths = (inner.mean - outer.mean).square() * ((v2 - v1) / left / right), outer.log_var - inner.log_var
+    if form == "code":
+        apart, widths = math.exp(eps) * apart, 2 * widths
+    return apart + 0.5 * (left / right).log() + 0.5 * widths
+
+
+def _code_kl(g: Gaussian) -> Tensor:
+    """The public code's KL to N(0, I): with log sigma where `log_var` belongs."""
+    return -0.5 * (1 + 0.5 * g.log_var - g.mean.square() - (0.5 * g.log_var).exp()).mean()
+
+
+def _sigmoid_loss(image_BD, u_image_B, text_BD, u_text_B, scale, bias, block: int) -> Tensor:
+    with torch.autocast(image_BD.device.type, enabled=False):
+        u_text_B = torch.zeros_like(u_image_B) if u_text_B is None else u_text_B
+        image_BD, u_image_B, text_BD, u_text_B = map(at_least_float32, (image_BD, u_image_B, text_BD, u_text_B))
+        scale, bias = (torch.as_tensor(x, device=image_BD.device).to(image_BD.dtype).reshape(()) for x in (scale, bias))
+        own = scale * ((image_BD * text_BD).sum(1) - 0.5 * (u_image_B + u_text_B)) + bias
+        items = (image_BD, u_image_B), (text_BD, u_text_B)
+        return (sum_over_pairs(_softplus_of_pairs, *items, (scale, bias), block) - own.sum()) / len(image_BD)
+
+
+def _softplus_of_pairs(image_BD, u_image_B, text_CD, u_text_C, scale, bias) -> Tensor:
+    logits = scale * (image_BD @ text_CD.T - 0.5 * (u_image_B[:, None] + u_text_C[None, :])) + bias
+    return F.softplus(logits).sum()

@@ -1,0 +1,137 @@
+"""ProLIP's loss against plain loops, integrals, the numbers of its authors' code, and one process on several ranks."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Normal
+from torch.nn import functional as F
+
+from probemb import Gaussian, distances
+from probemb.losses import prolip_loss, siglip_loss
+from probemb.losses.prolip import inclusion_per_dimension
+from tests.losses.points import close, pairs
+from tests.ranks import run_ranks
+
+SCALARS = {"scale": 10.0, "bias": -10.0}
+
+
+def looped(image, text, scale, bias):
+    total = 0.0
+    for i in range(len(image)):
+        for j in range(len(text)):
+            u = image.var[i].sum() + text.var[j].sum()
+            logit = scale * (image.mean[i] @ text.mean[j] - 0.5 * u) + bias
+            total -= F.logsigmoid(logit if i == j else -logit)
+    return total / len(image)
+
+
+@pytest.mark.parametrize("block", [1, 4, 1024])
+def test_pairs_equal_the_loop(block):
+    image, text = pairs()
+    out = prolip_loss(image, text, **SCALARS, vib=0, inclusion=0, block=block)
+    close(out.loss, looped(image, text, **SCALARS))
+    close(out.terms["ppcl"], out.loss)
+    points = [Gaussian(g.mean, torch.full_like(g.log_var, -800.0)) for g in (image, text)]
+    close(siglip_loss(image.mean, text.mean, **SCALARS, block=block).loss, looped(*points, **SCALARS))
+
+
+def test_gradients_equal_autograd_of_the_loop():
+    image, text = pairs()
+    leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
+    leaves += [torch.tensor(float(x), dtype=torch.float64, requires_grad=True) for x in SCALARS.values()]
+    args = Gaussian(*leaves[:2]), Gaussian(*leaves[2:4])
+    ours = torch.autograd.grad(
+        3 * prolip_loss(*args, scale=leaves[4], bias=leaves[5], vib=0, inclusion=0, block=4).loss, leaves
+    )
+    for one, other in zip(ours, torch.autograd.grad(3 * looped(*args, leaves[4], leaves[5]), leaves)):
+        close(one, other)
+
+
+def test_inclusion_equals_numeric_integrals():
+    image, text = pairs(4, 3)
+    h = inclusion_per_dimension(image, text)
+    x = torch.linspace(-40, 40, 400_001, dtype=torch.float64)
+    for i in range(4):
+        for d in range(3):
+            p, q = (Normal(g.mean[i, d], g.std[i, d]).log_prob(x).exp() for g in (image, text))
+            close(h[i, d], (torch.trapezoid(p * p * q, x) / torch.trapezoid(p * q * q, x)).log())
+    close(h.sum(1), distances.inclusion(image, text).diagonal())
+
+
+def test_masked_copies_belong_to_the_first_items():
+    image, text = pairs()
+    copy = Gaussian(image.mean[:2], image.log_var[:2] + 1)
+    out = prolip_loss(
+        image, text, **SCALARS, masked_image=copy, vib=0.5, inclusion=0, masked_inclusion=0.25, inclusion_scale=2.0
+    )
+    own = F.softplus(-2 * inclusion_per_dimension(image[:2], copy)).mean()
+    close(out.terms["image_inclusion"], own)
+    close(out.loss, out.terms["ppcl"] + 0.5 * out.terms["vib"] + 0.25 * own)
+    with pytest.raises(ValueError, match="exact and code, not 'other'"):
+        inclusion_per_dimension(image, text, "other")
+
+
+CASES = ("ppcl", "vib", "inclusion", "inclusion_mild", "inclusion_mild_masked", "paper_full", "siglip")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_of_the_authors_code(case, parity):
+    stored = parity("06d_prolip_loss")
+    tensor = lambda name: torch.tensor(stored[name], requires_grad=True)  # noqa: E731
+    leaves = {name: tensor(name) for name in ("mu_v", "mu_t", "logvar_v", "logvar_t", "logit_scale", "logit_bias")}
+    masked = {name: tensor(f"masked_{name}") for name in ("mu_v", "mu_t", "logvar_v", "logvar_t")}
+    given = json.loads(str(stored[f"{case}__hparams_json"]))
+    scalars = {"scale": leaves["logit_scale"], "bias": leaves["logit_bias"]}
+    image, text = (Gaussian(leaves[f"mu_{x}"], leaves[f"logvar_{x}"]) for x in "vt")
+    if case == "siglip":
+        out = siglip_loss(image.mean, text.mean, **scalars)
+    else:
+        names = {"vib_beta": "vib", "inclusion_alpha": "inclusion", "inclusion_alpha_occ": "masked_inclusion",
+                 "inclusion_loss_scale": "inclusion_scale", "inclusion_loss_eps": "eps"}  # fmt: skip
+        settings = {"inclusion": 0.0, **{names[name]: value for name, value in given.items()}}
+        if "masked_inclusion" in settings:
+            settings |= {"masked_image": Gaussian(masked["mu_v"], masked["logvar_v"])}
+            settings |= {"masked_text": Gaussian(masked["mu_t"], masked["logvar_t"])}
+            leaves |= {f"masked_{name}": x for name, x in masked.items()}
+        out = prolip_loss(image, text, **scalars, form="code", **settings)
+    close(out.loss, stored[f"{case}__loss"])
+    weights = {"vib": "vib_beta", "inclusion": "inclusion_alpha"}
+    for name, of_code in {"vib": "vib", "inclusion": "inclusion", "image_inclusion": "img_inclusion",
+                          "text_inclusion": "txt_inclusion", "ppcl": "ppcl", "siglip": "siglip"}.items():  # fmt: skip
+        if name in out.terms and f"{case}__term_{of_code}" in stored:
+            weight = given.get(weights.get(name, "inclusion_alpha_occ" if "_inclusion" in name else ""), 1.0)
+            close(weight * out.terms[name], stored[f"{case}__term_{of_code}"])
+    out.loss.backward()
+    for name, leaf in leaves.items():
+        expected = stored[f"{case}__grad_{name}"]
+        close(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, expected)
+
+
+def run(rank, world, total):
+    """Values and gradients of this rank's share; a real ring."""
+    image, text = pairs(total, 4, seed=3)
+    each = slice(rank * total // world, (rank + 1) * total // world)
+    leaves = [x[each].clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
+    scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (7.0, -3.0)]
+    args = Gaussian(*leaves[:2]), Gaussian(*leaves[2:])
+    out = prolip_loss(*args, scale=scalars[0], bias=scalars[1], vib=0.1, inclusion=0.2, inclusion_scale=3, block=2)
+    value = out.loss + siglip_loss(leaves[0], leaves[2], *scalars, block=2).loss
+    with torch.no_grad():
+        again = prolip_loss(*args, scale=7.0, bias=-3.0, vib=0.1, inclusion=0.2, inclusion_scale=3).loss
+    assert torch.isclose(again, out.loss)
+    grads = torch.autograd.grad(value, [*leaves, *scalars])
+    return value.item(), [x.numpy() for x in grads]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_a_ring_equals_one_process(world):
+    total = 3 * world
+    value, grads = run(0, 1, total)
+    found = run_ranks(world, run, total)
+    assert np.mean([one for one, _ in found]) == pytest.approx(value, rel=1e-12)
+    for i, expected in enumerate(grads[:4]):
+        np.testing.assert_allclose(np.concatenate([g[i] for _, g in found]) / world, expected, rtol=0, atol=1e-12)
+    for i in (4, 5):
+        np.testing.assert_allclose(np.mean([g[i] for _, g in found]), grads[i], rtol=1e-10)
