@@ -142,7 +142,6 @@ def measure(
     """
     import torch
 
-    from probemb.compose import as_query, compose
     from probemb.gaussian import Gaussian
     from probemb.search import build_index, rerank, search
 
@@ -153,7 +152,7 @@ def measure(
     correct = []
     for part in rows.split(SLICE):
         parts = Gaussian(queries.mean[part.T], queries.log_var[part.T])  # (parts, G, D)
-        query = as_query(compose(parts).gaussian) if part.shape[1] > 1 else parts[0]
+        query = searcher.compose(parts).gaussian
         distance, found = search(own, query, min(within, len(own)))
         hit = images[found] == wanted[part[:, :1]]
         rank = torch.where(hit, torch.arange(hit.shape[1]), within).min(1).values

@@ -2,14 +2,15 @@
 
     python -m tools.search "two dogs on grass" --index index/cc3m                      # a table
     python -m tools.search "the same, at night" --image x.jpg --index index/cc3m --json
+    python -m tools.search "a beach" "a dog" --without "people" --weights 1,2,0.5 --index index/cc3m
     python -m tools.search --serve --index index/cc3m --index index/cc12m              # a search page
     python -m tools.search --calibrate data/val --index index/cc3m                     # calibrate refusals
     python -m tools.search "a dog" --min-precision 0.8 --index index/cc3m
     python -m tools.search --image x.jpg --fits --tolerance -1 --index index/captions  # all that fits, not the closest
 
-Several texts and images form one query, the product of their normals (MPC). Results are ranked by CSD. A query more
-uncertain than --max-uncertainty is refused with exit code 1, as is one whose calibrated score is above the threshold
-for --min-precision, or above --max-score.
+Several texts and images form one query, by the composer that the model was trained with, else the product of their
+normals (MPC). Results are ranked by CSD. A query more uncertain than --max-uncertainty is refused with exit code 1, as
+is one whose calibrated score is above the threshold for --min-precision, or above --max-score.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
-from tools.search.options import parse
+from tools.search.options import parse, signed_weights
 
 if TYPE_CHECKING:
     from probemb.search import Index
@@ -110,9 +111,10 @@ def search_once(options: argparse.Namespace) -> int:
     from tools.search.tables import print_answer
     from tools.search.wish import Wish, check_wish, read_image
 
+    images = [read_image(path) for path in (*options.image, *options.without_image)]
     wish = Wish(
-        options.texts, [read_image(path) for path in options.image], options.top, options.max_uncertainty,
-        options.max_item_uncertainty, options.min_precision, options.fits, options.max_score,
+        [*options.texts, *options.without], images, options.top, options.max_uncertainty,
+        options.max_item_uncertainty, options.min_precision, options.fits, options.max_score, signed_weights(options),
     )  # fmt: skip
     check_wish(wish)
     answer = open_searcher(options).answer(wish)

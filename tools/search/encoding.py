@@ -10,6 +10,8 @@ from tools.search.decoding import DecodingPool
 from tools.search.wish import QueryImage, StoredImage, clean_texts
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from probemb.cli.device import Device
     from probemb.gaussian import Gaussian
 
@@ -27,10 +29,12 @@ class QueryEncoder:
         from probemb.cli.device import CPU
         from probemb.evaluation.embedding import Embedder
         from probemb.evaluation.predictors import MatchModel
+        from tools.search.composing import QueryComposer
 
         model, tokenizer, transforms = loaded
         self.name, self.loaded = name, loaded
         self.match_model = MatchModel.of(model)
+        self.composer = QueryComposer(model)
         self.embedder = Embedder(model, tokenizer, transforms.evaluate, device or CPU)
         self.decoding = decoding or DecodingPool()
         self._one_at_a_time = Lock()  # bounds memory and protects the tokenizer's cache
@@ -40,10 +44,16 @@ class QueryEncoder:
         from probemb.gaussian import Gaussian
 
         texts = clean_texts(texts, len(images))
-        parts, pixels = [], self.decoding.pixels(images, self.loaded.transforms.evaluate) if images else None
+        pixels = self.decoding.pixels(images, self.loaded.transforms.evaluate) if images else None
+        parts = [self.embed_texts(texts)] if texts else []
+        return Gaussian.cat([*parts, self.embed_pixels(pixels)] if images else parts)
+
+    def embed_texts(self, texts: Sequence[str]) -> Gaussian:
+        """Texts that need no check, (K, D)."""
         with self._one_at_a_time:
-            if texts:
-                parts.append(self.embedder.texts(texts))
-            if pixels is not None:
-                parts.append(self.embedder.pixels([pixels]))
-        return Gaussian.cat(parts)
+            return self.embedder.texts(texts)
+
+    def embed_pixels(self, pixels: Tensor) -> Gaussian:
+        """(K, 3, H, W) -> (K, D)."""
+        with self._one_at_a_time:
+            return self.embedder.pixels([pixels])

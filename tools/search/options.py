@@ -9,10 +9,12 @@ from pathlib import Path
 
 from probemb.cli.command import Parser
 from probemb.errors import UserError
+from tools.search.wish import WITHOUT
 
 PROG = "python -m tools.search"
 BELONGS = {  # options of some modes only
     **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision", "max_score"), ("a query",)),
+    **dict.fromkeys(("without", "without_image", "weights"), ("a query",)),
     "fits": ("a query",),
     "tolerance": ("a query", "--serve"),
     **dict.fromkeys(("rivals", "within"), ("--calibrate",)),
@@ -43,6 +45,15 @@ def add_options() -> Parser:
     parser.add_argument("--index", type=Path, action="append", default=[], metavar="FOLDER", help=index)
     image = "an image of the query; may be repeated"
     parser.add_argument("--image", type=Path, action="append", default=[], help=image)
+    without = "a text that the results should not have; may be repeated"
+    parser.add_argument("--without", action="append", default=[], metavar="TEXT", help=without)
+    without = "an image that the results should not be like; may be repeated"
+    parser.add_argument("--without-image", type=Path, action="append", default=[], metavar="IMAGE", help=without)
+    weights = (
+        "how much each part counts, in the order texts, --without, --image, --without-image (default: 1, and "
+        f"{WITHOUT} of what to leave out)"
+    )
+    parser.add_argument("--weights", metavar="W,W,...", help=weights)
     parser.add_argument("--model", help="run, model folder or hub name (default: the one the index was made with)")
     parser.add_argument("--top", type=int, default=10, help="results (default: %(default)s)")
     parser.add_argument("--max-uncertainty", type=float, metavar="U", help="refuse a query more uncertain than this")
@@ -93,7 +104,7 @@ def check_mode(parser: Parser, options: argparse.Namespace) -> None:
     folders = [folder.absolute() for folder in options.index]
     if twice := next((one for one in folders if folders.count(one) > 1), None):
         raise UserError(f"--index {twice} is given twice.", "Give it once.")
-    asked = bool(options.texts or options.image)
+    asked = bool(options.texts or options.image or options.without or options.without_image)
     if options.serve + bool(options.calibrate) + asked > 1:
         raise UserError("A query, --serve and --calibrate exclude each other.", "Use one at a time.")
     doing = "--serve" if options.serve else "--calibrate" if options.calibrate else "a query"
@@ -106,7 +117,30 @@ def check_mode(parser: Parser, options: argparse.Namespace) -> None:
         return
     if options.tolerance is not None and not options.fits:
         raise UserError("--tolerance has no effect without --fits.", "Add --fits, or leave --tolerance out.")
-    if not any(map(str.strip, options.texts)) and not options.image:
+    left_out = any(map(str.strip, options.without)) or options.without_image
+    if not any(map(str.strip, options.texts)) and not options.image and not left_out:
         raise UserError("The query is empty.", f'Write `{PROG} "two dogs on grass" --index FOLDER`, or give --image.')
-    if not all(map(str.strip, options.texts)):
+    if not all(map(str.strip, [*options.texts, *options.without])):
         raise UserError("One of the texts is empty.", "Leave it out.")
+
+
+def signed_weights(options: argparse.Namespace) -> list[float] | None:
+    """The weight of every part of a query, texts first; below 0 for those of --without. None if all are 1.
+
+    Raises:
+        UserError: they are no numbers above 0, or not as many as parts.
+    """
+    signs = [1] * len(options.texts) + [-1] * len(options.without)
+    signs += [1] * len(options.image) + [-1] * len(options.without_image)
+    if options.weights is None:
+        return [1.0 if sign > 0 else -WITHOUT for sign in signs] if -1 in signs else None
+    remedy = "Give one number above 0 for every part, in the order texts, --without, --image, --without-image: 1,0.5,2."
+    try:
+        sizes = [float(one) for one in options.weights.split(",")]
+    except ValueError:
+        raise UserError(f"--weights is '{options.weights}'.", remedy) from None
+    if len(sizes) != len(signs):
+        raise UserError(f"--weights has {len(sizes)} numbers for {len(signs)} parts.", remedy)
+    if not all(size > 0 for size in sizes):
+        raise UserError(f"--weights is {options.weights}.", f"{remedy} What to leave out is said by --without.")
+    return [size * sign for size, sign in zip(sizes, signs)]

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
 from probemb.errors import UserError
+from tools.search.feasibility import Feasibility
 from tools.search.limits import find_limits, is_above
 from tools.search.scoring import SCORES, candidate_count, query_scores
-from tools.search.wish import QueryImage, StoredImage, Wish, check_wish
+from tools.search.wish import QueryImage, StoredImage, Wish, check_wish, part_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from probemb.compose import Product
     from probemb.gaussian import Gaussian
     from probemb.search import Index
     from tools.search.calibration import Calibration
+    from tools.search.composing import QueryComposer
     from tools.search.encoding import QueryEncoder
 
 MAX_NEIGHBOURS = 2_048  # among which certain enough items are searched; FAISS' limit on a GPU
@@ -55,6 +58,7 @@ class Searcher:
         if tolerance is None:
             tolerance = index.weight if index.form == "tolerance" else calibration and calibration.tolerance
         self.tolerance = tolerance
+        self.feasibility = Feasibility(self)
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
         self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources serve one thread
 
@@ -64,22 +68,25 @@ class Searcher:
         Raises:
             UserError: as `QueryEncoder.embed`, or numbers out of range.
         """
-        from probemb.compose import as_query, compose
-
         started = time.perf_counter()
         check_wish(wish)
+        weights = part_weights(wish)
         weight = self.weight(wish.fits)
         if wish.min_precision is not None and weight != self.own_weight:
             raise UserError(
                 "The calibration of this index is of its own ranking, not of this one.",
                 "Use --max-uncertainty instead.",
             )
+        if wish.min_precision is not None and any(one != 1 for one in weights):
+            raise UserError(
+                "The calibration of this index is of queries without weights and without parts to leave out.",
+                "Use --max-uncertainty instead.",
+            )
         parts = self.encoder.embed(wish.texts, wish.images)
         kinds = ["text"] * (len(parts) - len(wish.images)) + ["image"] * len(wish.images)
         name = self.calibration.score if self.calibration else "u"
         limits = find_limits(self.calibration, name, kinds, wish)
-        product = compose(parts)
-        query = as_query(product.gaussian) if len(parts) > 1 else product.gaussian
+        query, log_normaliser = self.compose(parts, weights)
         u = float(query.uncertainty())
         values = {"u": u}
         refused = is_above(values, limits)
@@ -95,10 +102,13 @@ class Searcher:
                 "images": len(wish.images),
                 "uncertainty": u,
                 "parts": [
-                    {"kind": kind, "uncertainty": part} for kind, part in zip(kinds, parts.uncertainty().tolist())
+                    {"kind": kind, "uncertainty": part, "weight": one}
+                    for kind, part, one in zip(kinds, parts.uncertainty().tolist(), weights)
                 ],
-                "log_normaliser": float(product.log_normaliser),
+                "composer": self.composer.name,
+                "log_normaliser": float(log_normaliser),
             },
+            "feasibility": self.feasibility(parts, kinds, weights),
             "weight": weight,
             "limit": limits.get("u"),
             "score": {"name": name, "title": SCORES[name][0], "value": values.get(name), "limit": limits.get(name)},
@@ -108,6 +118,21 @@ class Searcher:
             "gallery": len(self.index),
             "seconds": round(time.perf_counter() - started, 4),
         }
+
+    @property
+    def composer(self) -> QueryComposer:
+        """What makes one query of several parts."""
+        return self.encoder.composer
+
+    def compose(self, parts: Gaussian, weights: Sequence[float] | None = None) -> Product:
+        """Parts (K, ..., D) as one query with its mean at unit length, as the gallery's. Raises UserError."""
+        from probemb.compose import Product, as_query
+
+        plain = weights is None or all(weight == 1 for weight in weights)
+        if plain and len(parts) == 1:
+            return Product(parts[0], parts.mean.new_zeros(parts.shape[1:-1]))
+        product = self.composer(parts, None if plain else weights)
+        return Product(as_query(product.gaussian), product.log_normaliser)
 
     @property
     def own_weight(self) -> float:
@@ -174,12 +199,14 @@ class Searcher:
     def describe(self, found: Sequence[Found], weight: float, kinds: Sequence[str]) -> list[dict]:
         """Results with the metadata of their items, and with their match probabilities.
 
-        The model knows these of an image and a caption: they are None if a part of the query is of the gallery's kind.
+        The model knows these of an image and a caption: they are None if a part of the query is of the gallery's kind,
+        and of models that learned to compose, without a probability of pairs.
         """
         import torch
 
         csd = torch.tensor([one.distance + (1 - weight) * one.uncertainty for one in found])
-        p = None if self.index.kind in kinds else self.encoder.match_model.probability(csd)
+        unknown = self.index.kind in kinds or self.composer.trained
+        p = None if unknown else self.encoder.match_model.probability(csd)
         several = []
         for place, one in enumerate(found):
             item, match = self.index.item(one.row), None if p is None else float(p[place])

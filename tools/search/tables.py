@@ -22,6 +22,8 @@ def print_answer(answer: dict) -> None:
     if answer["weight"] != 1:
         line += f"; ranked with the variances of the items times {answer['weight']:g}"
     console.print(line, highlight=False)
+    if answer["feasibility"] is not None:
+        console.print(answer["feasibility"]["says"], highlight=False)
     score, exceeded = answer["score"], answer["limit"]
     if score["name"] != "u" and score["value"] is not None:
         console.print(f"{score['title']}: {score['value']:.4g} ({SCORES[score['name']][1]})", highlight=False)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_PARTS = 8
 MAX_TEXT = 2_000  # characters
+MAX_WEIGHT = 10  # of a part
+WITHOUT = 0.5  # weight of a part to leave out: a whole one often takes more precision away than there is
 MAX_TOP = 1_000
 MAX_PIXELS = 16_000_000  # decoded at full size; a JPEG may have 64 million, and is decoded smaller
 SIDE = 1024  # least side of a JPEG that is decoded smaller; more than models take
@@ -39,6 +41,8 @@ class Wish:
 
     Attributes:
         texts, images: at least one in all.
+        weights: of every part, texts first, from -MAX_WEIGHT to MAX_WEIGHT but not 0; one below 0 takes the part away.
+            None if all are 1.
         top: number of results.
         max_uncertainty: a query above it is refused.
         max_item_uncertainty: items above it are left out.
@@ -56,6 +60,7 @@ class Wish:
     min_precision: float | None = None
     fits: bool | None = None
     max_score: float | None = None
+    weights: Sequence[float] | None = None
 
 
 def clean_texts(texts: Sequence[str], images: int) -> list[str]:
@@ -72,9 +77,25 @@ def clean_texts(texts: Sequence[str], images: int) -> list[str]:
     return texts
 
 
+def part_weights(wish: Wish) -> list[float]:
+    """The weights of all parts. Raises UserError: they do not fit the parts, or are out of range."""
+    parts = sum(bool(text.strip()) for text in wish.texts) + len(wish.images)
+    weights = [1.0] * parts if wish.weights is None else list(wish.weights)
+    if len(weights) != parts:
+        raise UserError(f"The query has {parts} parts and {len(weights)} weights.", "Give one for every part.")
+    for weight in weights:
+        if not 0 < abs(weight) <= MAX_WEIGHT:
+            raise UserError(f"The weight of a part is {weight:g}.", f"Give a number above 0 and up to {MAX_WEIGHT}.")
+    if parts and not any(weight > 0 for weight in weights):
+        raise UserError("The query says only what to leave out.", "Give a text or an image to look for, too.")
+    return weights
+
+
 def check_wish(wish: Wish) -> None:
     """Refuse numbers out of range. Raises UserError."""
     import math
+
+    part_weights(wish)
 
     if not 1 <= wish.top <= MAX_TOP:
         raise UserError(f"{wish.top} results were requested.", f"Request 1 to {MAX_TOP:,}.")

@@ -76,7 +76,8 @@ def test_an_image_finds_itself_among_the_means(gallery, searcher):  # noqa: F811
     torch.testing.assert_close(query.mean, gallery.embedded.mean[7], atol=1e-3, rtol=0)
     answer = searcher.answer(Wish(images=[image], top=5))
     assert rows(answer) == brute_force(gallery, query)[0][:5]
-    assert answer["query"]["parts"] == [{"kind": "image", "uncertainty": pytest.approx(float(query.uncertainty()))}]
+    u = pytest.approx(float(query.uncertainty()))
+    assert answer["query"]["parts"] == [{"kind": "image", "uncertainty": u, "weight": 1}]
 
 
 def test_several_parts_are_their_product(gallery, searcher, tmp_path, capsys):  # noqa: F811

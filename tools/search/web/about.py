@@ -44,6 +44,7 @@ def describe(searcher: Searcher) -> dict:
         "curves": curves,
         "calibrated": calibrated,
         "fits": fits(searcher),
+        "weighs": searcher.composer.weighs,
     }
 
 

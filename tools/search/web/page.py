@@ -3,7 +3,8 @@
 GET /                the page
 GET /about           facts about the indexes, and limits of a query
 POST /search         a form with index (a name; by default the first), text, image, like (INDEX/ROW: an item's picture),
-                     top, max_uncertainty, max_item_uncertainty, min_precision, fits (yes, no or empty), max_score
+                     weight (one for every part in this order, below 0 to leave it out), top, max_uncertainty,
+                     max_item_uncertainty, min_precision, fits (yes, no or empty), max_score
                      -> the answer
 GET /picture/INDEX/ROW  a thumbnail of an item; …/large: up to 1600 pixels; 503 with Retry-After under load. INDEX is
                         the identity of the index, as browsers keep pictures and another index here has others
@@ -50,10 +51,10 @@ def make_app(
     """
     from flask import Flask, jsonify, request, send_file
 
-    from tools.search.wish import MAX_PARTS, MAX_TEXT, MAX_TOP, QueryImage, Wish
+    from tools.search.wish import MAX_PARTS, MAX_TEXT, MAX_TOP, MAX_WEIGHT, WITHOUT, QueryImage, Wish
 
     app = Flask("probemb search", static_folder=str(STATIC), static_url_path="/static")
-    app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=MAX_PARTS + 16)
+    app.config.update(MAX_CONTENT_LENGTH=max_upload, MAX_FORM_MEMORY_SIZE=FORM_BYTES, MAX_FORM_PARTS=2 * MAX_PARTS + 16)
     app.json.sort_keys = False
     guard(app, host_check(host, names))
     handle_errors(app, max_upload)
@@ -63,6 +64,7 @@ def make_app(
     about = {
         "indexes": [{"name": printable(name), **describe(searcher)} for name, searcher in searchers.items()],
         "max_upload": max_upload, "max_results": MAX_TOP, "max_text": MAX_TEXT, "max_parts": MAX_PARTS,
+        "max_weight": MAX_WEIGHT, "without": WITHOUT,
     }  # fmt: skip
     named = dict(zip((one["name"] for one in about["indexes"]), searchers.values()))
 
@@ -95,6 +97,7 @@ def make_app(
             min_precision=read_number(form, "min_precision", float),
             fits=read_choice(form, "fits"),
             max_score=read_number(form, "max_score", float),
+            weights=[parse_number("weight", text, float) for text in form.getlist("weight")] or None,
         )
         return jsonify({"index": name, **shown(named[name].answer(wish), named[name].identity)})
 
@@ -114,8 +117,11 @@ def stored_image(searchers: Mapping[str, Searcher], like: str) -> StoredImage:
 def read_number(form, name: str, kind: Callable, default=None):
     """A number of a form; `default` if it is absent or empty. Raises UserError."""
     text = form.get(name, "").strip()
-    if not text:
-        return default
+    return parse_number(name, text, kind) if text else default
+
+
+def parse_number(name: str, text: str, kind: Callable):
+    """A number. Raises UserError."""
     try:
         if len(text) > 40:
             raise ValueError

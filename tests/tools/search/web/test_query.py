@@ -99,7 +99,7 @@ def test_an_address_of_any_length(page):  # noqa: F811
     shown = page.run(KEYS)
     reload(page)
     wait_for(page, shown)
-    assert page.run("[...document.querySelectorAll('#texts input')].map(i => i.value)") == texts
+    assert page.run("[...document.querySelectorAll('#texts input[type=text]')].map(i => i.value)") == texts
 
 
 def test_the_address_keeps_limits(page, searcher):  # noqa: F811

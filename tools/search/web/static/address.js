@@ -5,6 +5,7 @@
 import { fitsNow, limits } from "./limits.js";
 import { texts } from "./query.js";
 import { state } from "./state.js";
+import { weights } from "./weights.js";
 
 const kept = new Map(); // number of an entry of the history -> the visitor's own pictures of its query
 
@@ -17,6 +18,7 @@ function describe(wanted, page) {
   for (const text of texts()) found.append("text", text.trim());
   for (const like of state.likes) found.append("like", like);
   if (state.files.length) found.append("pictures", String(state.files.length));
+  for (const weight of weights()) found.append("weight", String(weight));
   if (state.index.fits && fitsNow() !== state.index.fits.own) found.append("fits", fitsNow() ? "yes" : "no");
   if (wanted !== page) found.append("top", String(wanted));
   for (const [name, limit] of Object.entries(limits())) found.append(name, String(limit));

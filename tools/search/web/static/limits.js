@@ -5,6 +5,7 @@
 
 import { kindsNow } from "./query.js";
 import { $, percent, shorten, state } from "./state.js";
+import { weights } from "./weights.js";
 
 const STEPS = 100; // of a slider; the last one stands for "any"
 const NAMES = { "query-limit": ["max_uncertainty", "max_score"], "item-limit": ["max_item_uncertainty"] };
@@ -16,6 +17,7 @@ export const fitsNow = () => $("fits").querySelector("input:checked")?.value ===
 function curveOf(kinds) {
   const { fits, calibrated, curves } = state.index;
   if (fits && fitsNow() !== fits.own) return undefined; // calibrated is the index' own ranking
+  if (weights().length) return undefined; // and queries without weights
   const parts = kinds.length ? kinds : [calibrated?.kind];
   return parts.every((kind) => kind === calibrated?.kind) ? curves[String(parts.length)] : undefined;
 }

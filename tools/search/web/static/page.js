@@ -7,6 +7,7 @@ import { addText, focusQuery, isTooLarge, setParts, takePictures, texts, tooLarg
 import { clear, focusCard, show, showProgress, watchKeys } from "./results.js";
 import { watchSaving } from "./save.js";
 import { $, make, say, state } from "./state.js";
+import { showWeights, weights } from "./weights.js";
 
 const PAGE = 24; // results requested at first, and with every "More"
 let wanted = PAGE;
@@ -22,6 +23,7 @@ function formOf() {
   for (const file of state.files) form.append("image", file, file.name);
   for (const like of state.likes) form.append("like", like);
   if (!["text", "image", "like"].some((name) => form.has(name))) return null;
+  for (const weight of weights()) form.append("weight", String(weight));
   form.append("top", String(wanted));
   if (state.index.fits) form.append("fits", fitsNow() ? "yes" : "no");
   for (const [name, limit] of Object.entries(limits())) form.append(name, String(limit));
@@ -96,7 +98,7 @@ function restore() {
   showIndex(index ?? state.index ?? state.about.indexes[0]);
   const pictures = Number(get.get("pictures") ?? 0);
   const files = keptFiles();
-  setParts({ texts: get.getAll("text"), likes: get.getAll("like"), files });
+  setParts({ texts: get.getAll("text"), likes: get.getAll("like"), files, pictures, weights: get.getAll("weight").map(Number) });
   setLimits((one) => get.get(one));
   if (!index) return fail(`There is no index '${name}' here. Choose another one, and search again.`);
   if (files.length < pictures) {
@@ -125,6 +127,7 @@ async function more() {
 
 function changeIndex() {
   showIndex(state.about.indexes.find((one) => one.name === $("index").value));
+  showWeights();
   setLimits(() => null); // they are of the other index
   if (asked) ask();
 }

@@ -1,17 +1,19 @@
 // The parts of a query: texts, the visitor's own pictures (chosen, dropped or pasted), and results.
 
 import { $, button, make, say, state } from "./state.js";
+import { awaitWeights, nextAwaited, showWeights, weighing } from "./weights.js";
 
 const changed = () => {
   $("not-kept").hidden = !state.files.length;
+  showWeights();
   document.dispatchEvent(new Event("parts"));
 };
 
-export const texts = () => [...$("texts").querySelectorAll("input")].map((input) => input.value).filter((text) => text.trim());
+export const texts = () => [...$("texts").querySelectorAll("input[name=text]")].map((input) => input.value).filter((text) => text.trim());
 export const kindsNow = () => [...texts().map(() => "text"), ...state.files.map(() => "image"), ...state.likes.map(() => "image")];
 export const focusQuery = () => $("texts").querySelector("input").focus();
 
-export function addText(value = "") {
+export function addText(value = "", weight = 1) {
   const first = !$("texts").children.length;
   const row = make("div", "part");
   const input = make("input");
@@ -22,9 +24,10 @@ export function addText(value = "") {
   input.setAttribute("aria-label", first ? "Query" : "Further text");
   input.value = value;
   input.addEventListener("input", changed);
-  row.append(input);
+  row.append(input, weighing("text", weight, changed));
   if (!first) row.append(remover("text", () => row.remove()));
   $("texts").append(row);
+  showWeights();
   return input;
 }
 
@@ -40,8 +43,8 @@ export const isTooLarge = (several) => several.reduce((sum, file) => sum + file.
 export const tooLarge = () =>
   `The upload is too large: the limit is ${Math.floor(state.about.max_upload / 1048576)} MiB. Choose a smaller image, or fewer parts.`;
 
-function addPicture(source, description, remove) {
-  const figure = make("figure", "given");
+function addPicture(kind, source, description, weight, remove) {
+  const figure = make("figure", `given ${kind}`);
   const image = make("img");
   image.alt = description;
   image.src = source;
@@ -49,7 +52,7 @@ function addPicture(source, description, remove) {
     remove();
     if (source.startsWith("blob:")) URL.revokeObjectURL(source);
     figure.remove();
-  }));
+  }), weighing("image", weight, changed));
   $("images").append(figure);
 }
 
@@ -60,28 +63,31 @@ export function addFiles(chosen) {
       break;
     }
     state.files = [...state.files, file];
-    addPicture(URL.createObjectURL(file), file.name, () => {
+    addPicture("file", URL.createObjectURL(file), file.name, nextAwaited(), () => {
       state.files = state.files.filter((one) => one !== file);
     });
   }
   changed();
 }
 
-function addLike(like) {
+function addLike(like, weight) {
   state.likes = [...state.likes, like];
-  addPicture(`/picture/${like}`, "A result", () => {
+  addPicture("like", `/picture/${like}`, "A result", weight, () => {
     state.likes = state.likes.filter((one) => one !== like);
   });
 }
 
-// Replace the whole query.
-export function setParts({ texts: written = [], files = [], likes = [] }) {
+// Replace the whole query. The weights are of the texts, of so many own pictures, which may have to be added again, and of
+// the results, in this order.
+export function setParts({ texts: written = [], files = [], likes = [], pictures = files.length, weights = [] }) {
   for (const image of $("images").querySelectorAll("img")) if (image.src.startsWith("blob:")) URL.revokeObjectURL(image.src);
   $("texts").replaceChildren();
   $("images").replaceChildren();
   state.files = state.likes = [];
-  for (const text of written.length ? written : [""]) addText(text);
-  for (const like of likes) if (/^\w{1,40}\/\d{1,15}$/.test(like)) addLike(like);
+  for (const [i, text] of (written.length ? written : [""]).entries()) addText(text, weights[i]);
+  const before = written.length + pictures;
+  for (const [i, like] of likes.entries()) if (/^\w{1,40}\/\d{1,15}$/.test(like)) addLike(like, weights[before + i]);
+  awaitWeights(weights.slice(written.length, before));
   addFiles(files);
 }
 

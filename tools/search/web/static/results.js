@@ -37,6 +37,8 @@ export function show(answer, wanted) {
     : "This query has no match probability: the model knows one between pictures and texts.";
   const times = answer.weight === 1 ? "" : `, that of the result times ${shorten(answer.weight)}`;
   $("legend").textContent = `${match} A smaller distance is closer; both uncertainties are in it${times}.`;
+  $("feasible").textContent = answer.feasibility?.says ?? "";
+  $("feasible").hidden = !answer.feasibility;
   tell(answer, showScore(answer));
 }
 
@@ -148,7 +150,7 @@ export function watchKeys() {
   $("results").addEventListener("keydown", move);
   $("results").addEventListener("focusin", (event) => choose(event.target.closest(".card")));
   $("texts").addEventListener("keydown", (event) => {
-    if (event.key !== "ArrowDown" || !cards().length) return;
+    if (event.key !== "ArrowDown" || event.target.name !== "text" || !cards().length) return; // it sets a weight, too
     event.preventDefault();
     focusCard(0);
   });
