@@ -45,6 +45,7 @@ def describe(searcher: Searcher) -> dict:
         "calibrated": calibrated,
         "fits": fits(searcher),
         "weighs": searcher.composer.weighs,
+        "matches": not searcher.composer.trained,
     }
 
 
@@ -54,9 +55,12 @@ def model_name(name: str) -> str:
 
 
 def fits(searcher: Searcher) -> dict | None:
-    """The weight for all that fits, and whether the index ranks by it; None if there is no choice."""
+    """The weight for all that fits, and whether the index ranks by it; None if there is no choice.
+
+    The weight 0 is none for that: it ranks by the means alone.
+    """
     weight = searcher.tolerance
-    if weight is None or weight >= 1 or not (searcher.can_rank_by(weight) and searcher.can_rank_by(1.0)):
+    if weight is None or weight >= 1 or weight == 0 or not (searcher.can_rank_by(weight) and searcher.can_rank_by(1.0)):
         return None
     return {"weight": weight, "own": weight == searcher.own_weight}
 

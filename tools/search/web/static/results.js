@@ -34,7 +34,8 @@ export function show(answer, wanted) {
   $("above").hidden = !answer.results.length;
   const known = answer.results.some((result) => result.match !== null);
   const match = known ? "Match is the model's probability that a picture and a text belong together."
-    : "This query has no match probability: the model knows one between pictures and texts.";
+    : state.index.matches ? "This query has no match probability: the model knows one between pictures and texts."
+    : "The model has not learned a match probability.";
   const times = answer.weight === 1 ? "" : `, that of the result times ${shorten(answer.weight)}`;
   $("legend").textContent = `${match} A smaller distance is closer; both uncertainties are in it${times}.`;
   $("feasible").textContent = answer.feasibility?.says ?? "";

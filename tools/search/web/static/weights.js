@@ -12,7 +12,7 @@ export const nextAwaited = () => awaited.shift();
 export function weighing(what, weight = 1, changed) {
   const known = Number.isFinite(weight) && weight !== 0 ? weight : 1;
   const controls = make("span", "weighing");
-  const times = make("label", "", "× ");
+  const times = make("label", "", "weight ");
   const size = make("input", "size");
   Object.assign(size, { type: "number", min: "0.1", max: String(state.about.max_weight), step: "0.1", value: String(Math.abs(known)) });
   size.setAttribute("aria-label", `Weight of this ${what}`);
