@@ -7,9 +7,11 @@
     python -m tools.claims --world flickr8k --data data/flickr8k --images-weights tf_efficientnet_lite0.safetensors \\
         --word-vectors glove.txt.gz --out claims-flickr8k  # photographs; see flickr8k/study.py
     python -m tools.claims --methods all --out claims-methods  # every method; also --world flickr8k; methods/study.py
+    python -m tools.claims --methods composed --out claims-composed  # MPC and its rivals; also --world coco_small;
+                                                                     # composed/study.py
 
 A world has its own trainings and findings (`scenes/study.py`, `ambiguity/study.py`, `flickr8k/study.py`), and so has
-the comparison of methods (`methods/study.py`). Every
+the comparisons of methods (`methods/study.py`, `composed/study.py`). Every
 training that is finished stays in OUT/trainings and is not repeated. OUT/claims.json holds all numbers, OUT/claims.md
 the tables, OUT/report.html tables and plots. Verdicts follow from the numbers: a difference of two means over the
 seeds counts if it is larger than the spread, the standard deviation over the seeds of the difference within a seed.
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
     from tools.claims.study import Study
 
 GENERATOR = "probemb tools.claims"
-WORLDS = ("scenes", "flickr8k", "ambiguity")
+WORLDS = ("scenes", "flickr8k", "ambiguity", "coco_small")
 PHOTOGRAPHS = ("data", "images_weights", "word_vectors", "judgements", "coco")  # options of flickr8k alone
+COMPOSED_FILES = ("data", "lists", "images_weights", "word_vectors")  # of coco_small
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,15 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = Parser(prog="python -m tools.claims", description="Re-test the paper's main claims in miniature.")
     parser.add_argument("--world", choices=WORLDS, default="scenes", help="the data (default: scenes)")
-    parser.add_argument("--methods", help="compare methods: all, or names separated by commas; scenes or flickr8k")
-    parser.add_argument("--epochs", type=int, help="of the compared methods (default: 6 of scenes, 4 of flickr8k)")
+    parser.add_argument(
+        "--methods",
+        help="compare methods: all, or names with commas, on scenes or flickr8k; composed, or names of MPC and its "
+        "rivals, on scenes or coco_small",
+    )
+    parser.add_argument("--epochs", type=int, help="of the compared methods (default: 4 of flickr8k, 6 of others)")
     parser.add_argument("--out", type=Path, default=Path("claims"), help="folder of the results (default: claims)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of every training (default: 3)")
     parser.add_argument("--workers", type=Processes, default=2, help="trainings at a time, one core each (default: 2)")
     parser.add_argument("--choose", action="store_true", help="compare loss scalars and learning rates on validation")
     parser.add_argument("--report", action="store_true", help="train nothing, judge the seeds that are finished")
-    photographs = parser.add_argument_group("flickr8k")
-    photographs.add_argument("--data", type=Path, help="captions with splits train, val and test")
+    photographs = parser.add_argument_group("flickr8k, coco_small")
+    photographs.add_argument("--data", type=Path, help="captions with splits train, val and test, or categories")
+    photographs.add_argument("--lists", type=Path, help="folder of MPC's published lists")
     photographs.add_argument("--images-weights", type=Path, help="file with the image tower's pretrained weights")
     photographs.add_argument("--word-vectors", type=Path, help="word vectors in GloVe's text format")
     photographs.add_argument("--judgements", type=Path, help="people's judgements of test pairs")
@@ -67,12 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_study(options) -> Study:
     """The study of a world. Raises UserError: options of another world, or missing ones."""
-    given = [name for name in PHOTOGRAPHS if getattr(options, name) is not None]
-    if options.world != "flickr8k" and given:
-        named = f"--{given[0].replace('_', '-')}"
-        raise UserError(f"{named} has no use with drawn scenes.", f"Add --world flickr8k, or leave {named} out.")
+    refuse_unused_files(options)
     if options.methods is not None:
         return compare_methods(options)
+    if options.world == "coco_small":
+        raise UserError("--world coco_small is for composed queries.", "Add --methods composed.")
     if options.epochs is not None:
         raise UserError("--epochs has no use without --methods.", "Leave it out, or add --methods all.")
     if options.world == "scenes":
@@ -91,20 +98,48 @@ def make_study(options) -> Study:
     return Flickr8k(Files(**{name: getattr(options, name) for name in PHOTOGRAPHS}))
 
 
+def refuse_unused_files(options) -> None:
+    """Raise UserError for files that the world does not read."""
+    reads = {"flickr8k": PHOTOGRAPHS, "coco_small": COMPOSED_FILES}.get(options.world, ())
+    given = (name for name in {*PHOTOGRAPHS, *COMPOSED_FILES} if getattr(options, name) is not None)
+    for name in sorted(set(given) - set(reads)):
+        named, world = f"--{name.replace('_', '-')}", "flickr8k" if name in PHOTOGRAPHS else "coco_small"
+        where = f"--world {options.world}" if reads else "drawn scenes"
+        raise UserError(f"{named} has no use with {where}.", f"Add --world {world}, or leave {named} out.")
+
+
 def compare_methods(options) -> Study:
     """The comparison of methods in a world. Raises UserError: an unknown method, or a world without one."""
+    from tools.claims.composed.variants import composed_variants
     from tools.claims.flickr8k.world import Files
     from tools.claims.methods.study import Methods, Settings
     from tools.claims.methods.variants import chosen_variants
 
     if options.world == "ambiguity":
-        raise UserError("--methods has no use with --world ambiguity.", "Name scenes or flickr8k.")
+        raise UserError("--methods has no use with --world ambiguity.", "Name scenes, flickr8k or coco_small.")
     if options.coco is not None:
         raise UserError("--coco has no use with --methods.", "Leave it out.")
     if options.epochs is not None and options.epochs < 1:
         raise UserError(f"--epochs {options.epochs} is too small.", "Give at least 1.")
+    composed = composed_variants(options.methods)
+    if composed:
+        return compare_composed(options, composed)
+    if options.world == "coco_small":
+        raise UserError(f"--world coco_small compares no {options.methods}.", "Add --methods composed.")
     files = Files(**{name: getattr(options, name) for name in PHOTOGRAPHS})
     return Methods(files, chosen_variants(options.methods), Settings(options.world, options.epochs or 0))
+
+
+def compare_composed(options, variants: Sequence[str]) -> Study:
+    """The comparison of composers. Raises UserError: a world without one."""
+    from tools.claims.composed.study import Composed
+    from tools.claims.composed.training import settings_of
+    from tools.claims.composed.world import Files
+
+    if options.world == "flickr8k":
+        raise UserError("--world flickr8k has no composed queries.", "Name scenes or coco_small.")
+    files = Files(**{name: getattr(options, name) for name in COMPOSED_FILES})
+    return Composed(settings_of(options.world, options.epochs or 0), files, variants)
 
 
 def run(study: Study, out: Path, n_seeds: int = 3, workers: int = 2, report_only: bool = False) -> dict:
