@@ -100,7 +100,7 @@ def create(world: World, settings: Settings, config: Config) -> DualEncoder:
     for name in [name for name, _ in model.image_tower.named_children()]:
         if name in ("trunk", "stem", "stages", "branch"):  # their features are kept
             setattr(model.image_tower, name, torch.nn.Identity())
-    model.image_tower.feature_layout = world.layout
+    model.image_tower.feature_layout = replace(world.layout, probabilistic=method.probabilistic)
     return model
 
 
