@@ -8,6 +8,7 @@ Parts that are taken away do not count. K parts, D dimensions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from tools.search.query import Searcher
 
 ITEMS = 32  # whose captions and pictures are embedded
-COMBINATIONS = 1_000
-FEWEST = 12  # items that make a comparison
+COMBINATIONS = 500
+REMEMBERED = 64  # kinds of queries whose random combinations are not composed again
+FEWEST = 12  # items that make a comparison; more than a query has parts
 CAPTION = 200  # characters of a caption that are read
 
 
@@ -33,7 +35,8 @@ class Feasibility:
     def __init__(self, searcher: Searcher):
         self.searcher = searcher
         self._pools: dict[str, Pool] = {}
-        self._lock = Lock()
+        self._reading, self._composing = Lock(), Lock()  # one at a time: memory and cores stay free for searches
+        self._random = lru_cache(REMEMBERED)(self._compose_random)
 
     def __call__(self, parts: Gaussian, kinds: Sequence[str], weights: Sequence[float]) -> dict | None:
         """How feasible parts (K, D) are together, as plain JSON types; None for fewer than two that are wanted.
@@ -49,19 +52,26 @@ class Feasibility:
         if composer.measure is None:
             return unknown("This model has no variances that say how well the parts of a query go together.")
         kinds, weights = [kinds[i] for i in wanted], [weights[i] for i in wanted]
-        pools = {kind: self.pool(kind) for kind in sorted(set(kinds))}
-        usable = sorted(set.intersection(*(set(pool.place) for pool in pools.values())))
-        if len(usable) < max(FEWEST, len(kinds)):
-            names = " and ".join({"text": "captions", "image": "pictures"}[kind] for kind in pools)
+        random = self._random(tuple(kinds), tuple(weights))
+        if random is None:
+            names = " and ".join({"text": "captions", "image": "pictures"}[kind] for kind in sorted(set(kinds)))
             return unknown(f"Too few {names} of the index can be read to say how feasible this combination is.")
         own = agreement(composer, parts[wanted][:, None], weights)
-        random = agreement(composer, combine(pools, usable, kinds), weights)
         share = float((random < own).double().mean() + 0.5 * (random == own).double().mean())
         return {"share": share, "by": composer.measure, "combinations": COMBINATIONS, "says": sentence(share)}
 
+    def _compose_random(self, kinds: tuple[str, ...], weights: tuple[float, ...]) -> Tensor | None:
+        """The measure of random combinations, (COMBINATIONS,); None if too few items can be read."""
+        pools = {kind: self.pool(kind) for kind in set(kinds)}
+        usable = sorted(set.intersection(*(set(pool.place) for pool in pools.values())))
+        if len(usable) < FEWEST:
+            return None
+        with self._composing:
+            return agreement(self.searcher.composer, combine(pools, usable, kinds), weights)
+
     def pool(self, kind: str) -> Pool:
         """Embedded captions ("text") or pictures ("image") of the sampled items."""
-        with self._lock:
+        with self._reading:
             if kind not in self._pools:
                 index = self.searcher.index
                 rows = sorted({i * len(index) // ITEMS for i in range(ITEMS)})
