@@ -145,6 +145,15 @@ def describe(
         if one.questions.combinations != "infeasible"
         for ranking in rankings
     ]
+    rows = [row for row in rows if row["kinds"]]
+    if not rows:
+        raise UserError(f"No query of {data.source} has an answer among the images that can be read.", "Use more data.")
+    notes += [
+        f"{row['left_out']:,} of the queries of {row['number']:,} {row['combinations']} combinations of {row['k']} are "
+        "left out: a part cannot be read, or no correct image."
+        for row in rows[:: len(rankings)]
+        if row["left_out"]
+    ]
     return {
         "composer": name_of(embedder.model),
         "probabilistic": composer.probabilistic,
@@ -154,7 +163,7 @@ def describe(
         "images": len(gallery.kept),
         "images_left_out": [{"name": name, "reason": reason} for name, reason in gallery.bad],
         "notes": notes,
-        "rows": [row for row in rows if row["kinds"]],
+        "rows": rows,
         "feasibility": feasibility(composer, asked),
     }
 
@@ -198,11 +207,11 @@ def measure(gallery: EmbeddedImages, asked: Asked, ranking: str) -> dict:
 def feasibility(composer: Composer, asked: Sequence[Asked]) -> dict | None:
     """AUC of each score against infeasible combinations, of the seen and of the unseen ones; None without any."""
     from probemb.evaluation.feasibility import SCORES, measure_feasibility
+    from zeroshot.questions import feasibility_sets
 
-    sets = {one.questions.combinations: one for one in asked if one.questions.k == asked[0].questions.k}
-    if "infeasible" not in sets:
+    never, sets = feasibility_sets(asked)
+    if never is None:
         return None
-    never = sets.pop("infeasible")
     found = {name: measure_feasibility(composer, one.found, never.found) for name, one in sets.items()}
     return {
         "infeasible": {"combinations": never.questions.number, "queries": len(never.found.queries)},

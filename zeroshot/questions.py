@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -143,8 +144,7 @@ def find_questions(config: ComposedConfig, trained: Trained) -> list[Questions]:
             return [Questions(2, "changes", data, queries, len({query.concepts for query in queries}))]
         if k != trained.parts:
             result.append(_asked(config, data, "unseen", data.tuples, data.queries))
-            continue
-        if setup == "unseen":
+        elif setup == "unseen":
             training = find_compositions(config.data, "train", k, setup=setup, **where)
             result.append(_asked(config, data, "seen", _answerable(data, training.tuples)))
             result.append(_asked(config, data, "unseen", data.tuples, data.queries))
@@ -170,3 +170,12 @@ def _answerable(data: Compositions, tuples: np.ndarray) -> np.ndarray:
 
     usable = [bool(len(data.targets(row))) and all(len(data.crops[one]) for one in row) for row in tuples]
     return tuples[np.array(usable, dtype=bool)]
+
+
+def feasibility_sets(asked: Sequence[Asked]) -> tuple[Asked | None, dict[str, Asked]]:
+    """The infeasible set, if there is one, and the feasible sets of as many parts by name."""
+    never = next((one for one in asked if one.questions.combinations == "infeasible"), None)
+    if never is None:
+        return None, {}
+    same = (one for one in asked if one is not never and one.questions.k == never.questions.k)
+    return never, {one.questions.combinations: one for one in same}

@@ -5,7 +5,7 @@ Q queries of k parts, D dimensions. Every score is larger the less feasible a co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,38 +96,56 @@ def measure_feasibility(
     """ROC AUC of telling infeasible queries from feasible ones: score -> kind -> {"value", "se"}.
 
     1: every infeasible query has a larger score than every feasible one; 0.5: chance. Kinds are those of KINDS that
-    both sides have, and "all". Standard errors take the queries of one combination for dependent.
+    both sides have, and "all": their mean, each as often as the side with fewer queries of it has them. There too only
+    queries of one kind are compared, as variances differ between images and texts, and both sides need not have the
+    same share of texts. Standard errors take the queries of one combination for dependent.
     """
-    of_both = [infeasibility(composer, one) for one in (feasible, infeasible)]
+    sides = feasible, infeasible
+    scores = [infeasibility(composer, one) for one in sides]
+    groups = [combinations_of(one.queries) for one in sides]
+    rows = {kind: [_of_kind(one.queries, kind) for one in sides] for kind in KINDS}
+    common = {kind: both for kind, both in rows.items() if all(bool(some.any()) for some in both)}
     result = {}
-    for name in of_both[0]:
-        result[name] = {}
-        for kind in ("all", *KINDS):
-            rows = [_of_kind(one.queries, kind) for one in (feasible, infeasible)]
-            if all(bool(some.any()) for some in rows):
-                groups = [combinations_of(one.queries)[some] for one, some in zip((feasible, infeasible), rows)]
-                scores = [one[name][some] for one, some in zip(of_both, rows)]
-                result[name][kind] = auc_estimate(*scores, *groups)
+    for name in scores[0] if common else ():
+        strata = {
+            kind: [(one[name][some], group[some]) for one, group, some in zip(scores, groups, both)]
+            for kind, both in common.items()
+        }
+        result[name] = {"all": auc_estimate(list(strata.values()))}
+        result[name] |= {kind: auc_estimate([stratum]) for kind, stratum in strata.items()}
     return result
 
 
-def auc_estimate(low_A: Tensor, high_B: Tensor, group_A: Tensor, group_B: Tensor) -> dict[str, float]:
-    """P(high > low), ties half, and its standard error {"value", "se"}.
+def auc_estimate(strata: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> dict[str, float]:
+    """P(high > low), ties half, within strata, and its standard error: {"value", "se"}.
 
     Args:
-        low_A, high_B: scores of the two classes, finite.
-        group_A, group_B: int64; scores of one group are dependent, no group is in both classes.
+        strata: for each (scores, groups) of the low and of the high class, finite and int64, (A,) and (B,); scores of
+            one group are dependent, also in different strata; no group is in both classes. A stratum counts by the
+            size of its smaller class.
 
     Source of the error: Obuchowski, Biometrics 1997 (DeLong's components, by clusters).
     """
-    label = torch.cat([torch.zeros(len(low_A)), torch.ones(len(high_B))]).bool()
-    value = roc_auc(torch.cat([low_A, high_B]), label)
-    # Of each score the share of the other class that lies on its right side: overall rank less rank in its own class.
-    overall = average_ranks(torch.cat([low_A, high_B]))
-    above = 1 - (overall[: len(low_A)] - average_ranks(low_A)) / len(high_B)
-    below = (overall[len(low_A) :] - average_ranks(high_B)) / len(low_A)
-    errors = cluster_standard_error(above, group_A), cluster_standard_error(below, group_B)
-    return {"value": value, "se": (errors[0] ** 2 + errors[1] ** 2) ** 0.5}
+    weights = torch.tensor([min(len(low), len(high)) for (low, _), (high, _) in strata], dtype=torch.float64)
+    value, influences = 0.0, ([], [])
+    for ((low, _), (high, _)), weight in zip(strata, (weights / weights.sum()).tolist()):
+        label = torch.cat([torch.zeros(len(low)), torch.ones(len(high))]).bool()
+        area = roc_auc(torch.cat([low, high]), label)
+        value += weight * area
+        # Of each score the share of the other class on its right side: overall rank less rank in its own class.
+        overall = average_ranks(torch.cat([low, high]))
+        right = (
+            1 - (overall[: len(low)] - average_ranks(low)) / len(high),
+            (overall[len(low) :] - average_ranks(high)) / len(low),
+        )
+        for side, shares in zip(influences, right):
+            side.append(weight * (shares - area) / len(shares))
+    variance = 0.0
+    for place, parts in enumerate(influences):
+        of_scores = torch.cat(parts)  # their sum is 0
+        group = torch.cat([stratum[place][1] for stratum in strata])
+        variance += cluster_standard_error(len(of_scores) * of_scores, group) ** 2
+    return {"value": value, "se": variance**0.5}
 
 
 def roc_curve(low_A: Tensor, high_B: Tensor) -> tuple[list[float], list[float]]:
@@ -148,4 +166,4 @@ def combinations_of(queries: list[Query]) -> Tensor:
 
 
 def _of_kind(queries: list[Query], kind: str) -> Tensor:
-    return torch.tensor([kind in ("all", query.kind) for query in queries], dtype=torch.bool)
+    return torch.tensor([query.kind == kind for query in queries], dtype=torch.bool)

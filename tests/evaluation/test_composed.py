@@ -1,12 +1,16 @@
 """Scores of composed queries against the similarities that the losses train."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from probemb import Gaussian
 from probemb.compose import compose
-from probemb.evaluation.composed import composed_scores
+from probemb.data.compositions.queries import Part, Query
+from probemb.evaluation.composed import ComposedQueries, composed_scores, guessed, ranked_by
+from probemb.evaluation.embedding import EmbeddedImages
 from probemb.losses import expected_similarity
 from probemb.metrics import closest_items
 
@@ -27,3 +31,40 @@ def test_scores_and_their_rankings():
     assert torch.equal(closest_items(density, 5, 40, 10), expected.topk(10).indices)
     with pytest.raises(ValueError, match="cosine or density"):
         composed_scores(query, gallery, "csd")
+
+
+def test_guessing_equals_all_orders():
+    n, orders = 5, list(permutations(range(5)))
+    for targets in (1, 2, 5):
+        found = guessed(torch.tensor([targets]), n, ks=(1, 3, 10))
+        for k in (1, 3, 10):
+            hits = sum(any(item < targets for item in order[:k]) for order in orders)
+            assert float(found[f"r@{k}"]) == pytest.approx(hits / len(orders))
+        right = sum(sum(item < targets for item in order[:targets]) / targets for order in orders)
+        assert float(found["r_precision"]) == pytest.approx(right / len(orders))
+
+
+def test_the_images_of_a_query_can_rank_last():
+    parts, gallery = draw(2, 3, 16, seed=0), draw(4, 16, seed=1)
+    images = EmbeddedImages(gallery, kept=[0, 2, 5, 7], bad=[])
+    queries = [
+        Query((Part(0, image=5), Part(1, text="word")), (0, 1), "mixed"),
+        Query((Part(0, image=5), Part(1, image=2)), (0, 1), "images"),
+        Query((Part(0, image=3), Part(1, image=7)), (0, 1), "images"),  # 3 could not be read
+    ]
+    found = ComposedQueries(
+        queries, compose(parts), Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1))
+    )
+    plain = composed_scores(found.composed, gallery)(slice(0, 3))
+    for rows in (slice(0, 3), slice(1, 3)):
+        scores = ranked_by(images, found, without_own=True)(rows)
+        for row, own in zip(scores, [{2}, {1, 2}, {3}][rows]):
+            assert set(row.argsort()[: len(own)].tolist()) == own
+        others = torch.ones(3, 4, dtype=torch.bool)
+        others[0, 2] = others[1, 1] = others[1, 2] = others[2, 3] = False
+        assert torch.equal(scores[others[rows]], plain[rows][others[rows]])
+    assert torch.equal(ranked_by(images, found)(slice(0, 3)), plain)
+    some = found.only(torch.tensor([2, 0]))
+    assert some.queries == [queries[2], queries[0]]
+    assert torch.equal(some.parts.mean[0], found.parts.mean[2])
+    assert torch.equal(some.composed.log_normaliser, found.composed.log_normaliser[[2, 0]])

@@ -79,23 +79,30 @@ def looped(low, high):
 
 
 def test_auc_and_its_error():
+    """Of one stratum, and of two whose scores and sizes differ and which share their groups."""
     generator = torch.Generator().manual_seed(3)
 
     def sample(groups, shift):
         """Four scores a group, which share most of their noise; rounded, so that there are ties."""
         noise = torch.randn(groups, 1, generator=generator) + 0.3 * torch.randn(groups, 4, generator=generator)
-        return (4 * (noise + shift)).round().flatten() / 4, torch.arange(groups).repeat_interleave(4)
+        return (4 * (noise + shift)).round() / 4, torch.arange(groups)[:, None].expand(groups, 4)
 
     values, errors = [], []
     for trial in range(400):
-        (low, group_low), (high, group_high) = sample(30, 0.0), sample(20, 1.0)
-        found = auc_estimate(low, high, group_low, group_high)
+        both = sample(30, 0.0), sample(20, 1.0)
+        strata = [
+            [tuple(x.flatten() for x in one) for one in both],
+            [(3 - 0.5 * both[0][0][:, :1].flatten(), both[0][1][:, 0]), (3 + both[1][0][:, 3], both[1][1][:, 3])],
+        ]
+        found = [auc_estimate(strata[:1]), auc_estimate(strata)]
         if trial < 3:
-            assert found["value"] == pytest.approx(looped(low.tolist(), high.tolist()))
-        values.append(found["value"])
-        errors.append(found["se"])
-    spread = torch.tensor(values).std().item()
-    assert sum(errors) / len(errors) == pytest.approx(spread, rel=0.12)
+            areas = [looped(low.tolist(), high.tolist()) for (low, _), (high, _) in strata]
+            assert found[0]["value"] == pytest.approx(areas[0])
+            assert found[1]["value"] == pytest.approx((80 * areas[0] + 20 * areas[1]) / 100)
+        values.append([one["value"] for one in found])
+        errors.append([one["se"] for one in found])
+    spread = torch.tensor(values).std(0).tolist()
+    assert torch.tensor(errors).mean(0).tolist() == pytest.approx(spread, rel=0.12)
 
 
 def test_kinds_are_apart_and_a_kind_of_one_side_is_absent():
@@ -107,9 +114,24 @@ def test_kinds_are_apart_and_a_kind_of_one_side_is_absent():
     assert list(found) == ["variance", "log-variance", "distance"]
     low, high = (infeasibility(composer, one)["variance"] for one in (feasible, infeasible))
     assert set(found["variance"]) == {"all", "texts"}
-    assert found["variance"]["all"]["value"] == pytest.approx(looped(low.tolist(), high.tolist()))
     assert found["variance"]["texts"]["value"] == pytest.approx(looped(low[::2].tolist(), high[::2].tolist()))
+    assert found["variance"]["all"] == found["variance"]["texts"]
     assert combinations_of(asked).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_side_with_other_shares_of_kinds_is_not_told_by_them():
+    """Images are more uncertain than texts; the sides differ in how many texts they have, and in nothing else."""
+    composer = create_composer("addition", 2)
+
+    def side(n_texts, n_images, first):
+        kinds = ["texts"] * n_texts + ["images"] * n_images
+        asked = queries([(first, i) for i in range(len(kinds))], kinds)
+        log_var = torch.tensor([float(kind == "images") for kind in kinds])[:, None, None].expand(-1, 2, 2)
+        parts = Gaussian(torch.ones(len(kinds), 2, 2), log_var)
+        return ComposedQueries(asked, composer(parts), parts)
+
+    found = measure_feasibility(composer, side(9, 3, 100), side(3, 9, 200))
+    assert [found["variance"][kind]["value"] for kind in ("all", "images", "texts")] == [0.5, 0.5, 0.5]
 
 
 def test_the_area_below_the_curve_is_the_auc():

@@ -15,11 +15,11 @@ from probemb.evaluation.feasibility import SCORES, infeasibility, roc_curve
 from probemb.evaluation.uncertainty import evenly
 from probemb.metrics import closest_items
 from probemb.models.composers import Composer
-from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
+from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import percent
 from zeroshot.composed_config import GENERATOR
-from zeroshot.questions import NAMES, Asked
+from zeroshot.questions import NAMES, Asked, feasibility_sets
 
 EXAMPLES = 3  # of every set and kind of query
 DEPTH = 6  # images shown of what a query found
@@ -79,29 +79,24 @@ def _curves(composer: Composer, asked: Sequence[Asked], found: dict | None) -> d
     """ROC curves of the scores against infeasible combinations, of seen and of unseen ones; MPC Fig. 5."""
     if found is None:
         return {}
-    first = asked[0].questions.k
-    sets = {one.questions.combinations: one.found for one in asked if one.questions.k == first}
-    never = infeasibility(composer, sets.pop("infeasible"))
+    never_asked, sets = feasibility_sets(asked)
+    never = infeasibility(composer, never_asked.found)
     charts = {}
     for name, one in sets.items():
         chart = Chart(f"roc-{name}", x_label=f"{name} combinations refused, %", y_label="infeasible ones refused, %")
-        known = infeasibility(composer, one)
+        known = infeasibility(composer, one.found)
         chart.line([0, 100], [0, 100], "chance", GREY, dashed=True)
-        for score, (colour, dashed) in zip(known, _styles()):
+        for score, colour in zip(known, PALETTE):
             wrong, right = roc_curve(known[score], never[score])
             points = evenly(len(wrong), CURVE)
             auc = next(r for r in found["rows"] if (r["score"], r["feasible"]) == (score, name))["kinds"]["all"]
             title = f"{SCORES[score].title.partition(',')[0]}: {percent(auc['value'])}"
             chart.line(
-                [100 * wrong[i] for i in points], [100 * right[i] for i in points], title, colour, dashed=dashed,
+                [100 * wrong[i] for i in points], [100 * right[i] for i in points], title, colour,
                 notes=[""] * len(points),
             )  # fmt: skip
         charts[name] = chart
     return charts
-
-
-def _styles():
-    return [(colour, dashed) for dashed in (False, True) for colour in COLOURS]
 
 
 def examples(gallery: EmbeddedImages, asked: Asked, ranking: str) -> list[dict]:
