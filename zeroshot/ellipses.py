@@ -20,7 +20,7 @@ from zeroshot.config import EllipsesConfig
 from zeroshot.opening import OUTPUTS, Opened, open_analysis
 
 if TYPE_CHECKING:
-    from probemb.evaluation.plane import Ellipses
+    from probemb.evaluation.analyses.plane import Ellipses
 
 PROG = "python -m zeroshot.ellipses"
 DESCRIPTION = "Images and captions of some classes as ellipses in a plane; writes results.json and report.html."
@@ -61,9 +61,9 @@ def choose(config: EllipsesConfig, opened: Opened) -> dict[str, list[int]]:
 
 def measure(config: EllipsesConfig, opened: Opened) -> dict:
     """Everything that results.json holds."""
+    from probemb.evaluation.analyses.plane import ellipses, plane_of
+    from probemb.evaluation.analyses.set_algebra import geometric_sigma
     from probemb.evaluation.embed_pairs import embed_pairs
-    from probemb.evaluation.plane import ellipses, plane_of
-    from probemb.evaluation.set_algebra import geometric_sigma
     from probemb.gaussian import Gaussian
 
     groups = choose(config, opened)
@@ -99,8 +99,8 @@ def measure(config: EllipsesConfig, opened: Opened) -> dict:
 
 def generic(text: str, opened: Opened, plane, pairs) -> dict:
     """The generic caption's ellipse, how many captions and images have their mean in it, and how wide it is."""
-    from probemb.evaluation.plane import ellipses
-    from probemb.evaluation.set_algebra import geometric_sigma
+    from probemb.evaluation.analyses.plane import ellipses
+    from probemb.evaluation.analyses.set_algebra import geometric_sigma
 
     one = opened.embedder.tokens(opened.embedder.tokenizer([text]))
     shape = ellipses(one, plane, GENERIC_LEVEL)

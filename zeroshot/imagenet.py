@@ -21,8 +21,8 @@ from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConf
 if TYPE_CHECKING:
     from probemb.cli.device import Device
     from probemb.models import LoadedModel
-    from zeroshot.filters import Selection
-    from zeroshot.outcome import Outcome, Task
+    from zeroshot.filtering.filters import Selection
+    from zeroshot.filtering.outcome import Outcome, Task
 
 PROG = "python -m zeroshot.imagenet"
 DESCRIPTION = (
@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
     from probemb.data.labelled.images import assign_labels, find_images, resolve_classes
-    from zeroshot.filters import filter_names, parse_selection, stratified_folds
-    from zeroshot.outcome import Task
-    from zeroshot.prompts import read_templates
+    from zeroshot.filtering.filters import filter_names, parse_selection, stratified_folds
+    from zeroshot.filtering.outcome import Task
+    from zeroshot.filtering.prompts import read_templates
 
     filters = filter_names(config.filter)
     selection = parse_selection(config.select_on)
@@ -80,9 +80,9 @@ def evaluate_and_write(
     from probemb.data.labelled.images import remarks
     from probemb.evaluation.embedding import Embedder
     from probemb.models import check_single_embeddings
-    from zeroshot.filters import FilterOptions
-    from zeroshot.outcome import evaluate
-    from zeroshot.prompts import single_index
+    from zeroshot.filtering.filters import FilterOptions
+    from zeroshot.filtering.outcome import evaluate
+    from zeroshot.filtering.prompts import single_index
     from zeroshot.reports.imagenet import write_report
 
     device = choose_device(config.device, config.precision)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from probemb.cli.device import Device
     from probemb.data.boxes import PhraseDataset
     from probemb.data.boxes.proposals import Proposals
-    from probemb.evaluation.localisation import Localised
+    from probemb.evaluation.analyses.localisation import Localised
     from probemb.models.dual_encoder import DualEncoder
 
 PROG = "python -m zeroshot.localisation"
@@ -93,8 +93,8 @@ def evaluate(
     from probemb.cli.progress import progress
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
+    from probemb.evaluation.analyses.localisation import localise
     from probemb.evaluation.embedding import Embedder
-    from probemb.evaluation.localisation import localise
     from probemb.evaluation.rankings import RankingOptions, fitting
     from probemb.models import load_model
     from zeroshot.reports.localisation import write_report

@@ -21,7 +21,7 @@ from zeroshot.opening import OUTPUTS, Opened, open_analysis, read_pixels
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from probemb.evaluation.plane import Ellipses
+    from probemb.evaluation.analyses.plane import Ellipses
     from probemb.gaussian import Gaussian
 
 PROG = "python -m zeroshot.set_algebra"
@@ -53,7 +53,7 @@ def measure(config: AlgebraConfig, opened: Opened) -> dict:
     """Everything that results.json holds."""
     import torch
 
-    from probemb.evaluation.set_algebra import erasing, mixing
+    from probemb.evaluation.analyses.set_algebra import erasing, mixing
     from probemb.evaluation.uncertainty import erase_pixels, erase_regions, erase_words
 
     embedder, captions = opened.embedder, opened.captions
@@ -105,15 +105,15 @@ def mix(first: Tensor, second: Tensor, how: str) -> Tensor:
 
 def sigma(g: Gaussian) -> float:
     """Mean of the geometric mean of σ."""
-    from probemb.evaluation.set_algebra import geometric_sigma
+    from probemb.evaluation.analyses.set_algebra import geometric_sigma
 
     return float(geometric_sigma(g).mean())
 
 
 def nested_captions(opened: Opened, rows: Sequence[int]) -> dict | None:
     """`nested` of scenes' captions; None for other data."""
+    from probemb.evaluation.analyses.set_algebra import nested
     from probemb.evaluation.embed_pairs import exact_match
-    from probemb.evaluation.set_algebra import nested
 
     captions = opened.captions
     if captions.scenes is None:
@@ -129,7 +129,7 @@ def examples(
     n: int, rows: Sequence[int], places: Sequence, whole: Gaussian, partner: Tensor, mixed: Gaussian, erased: Gaussian
 ) -> list[dict]:  # fmt: skip
     """The first pairs and what became of them, as ellipses of 50 % in the plane of the whole images."""
-    from probemb.evaluation.plane import ellipses, plane_of
+    from probemb.evaluation.analyses.plane import ellipses, plane_of
 
     plane, found = plane_of(whole.mean), []
     for i in range(min(n, len(rows))):

@@ -22,7 +22,7 @@ from zeroshot.config import UNION_GENERATOR, UnionConfig
 
 if TYPE_CHECKING:
     from probemb.data.boxes import PhraseDataset
-    from probemb.evaluation.unions import EmbeddedTriplets
+    from probemb.evaluation.analyses.unions import EmbeddedTriplets
 
 PROG = "python -m zeroshot.union"
 DESCRIPTION = (
@@ -70,9 +70,9 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
     from probemb.cli.progress import progress
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
+    from probemb.evaluation.analyses.unions import embed_triplets
     from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.rankings import RankingOptions, fitting
-    from probemb.evaluation.unions import embed_triplets
     from probemb.models import check_images, load_model
     from zeroshot.reports.union import write_report
 
@@ -105,8 +105,8 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
 
 def describe(area: float, found: EmbeddedTriplets, rankings: Sequence[str], options, probabilistic: bool) -> dict:
     """What results.json holds of one area."""
+    from probemb.evaluation.analyses.unions import binary_selection, union_uncertainty
     from probemb.evaluation.rankings import TITLES
-    from probemb.evaluation.unions import binary_selection, union_uncertainty
 
     return {
         "area": area,
@@ -126,7 +126,7 @@ def print_tables(results: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from probemb.evaluation.unions import ITEMS, SIDES, TASKS
+    from probemb.evaluation.analyses.unions import ITEMS, SIDES, TASKS
 
     console = Console()
     if not console.is_terminal:

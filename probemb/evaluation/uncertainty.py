@@ -13,9 +13,9 @@ from torch import Tensor
 
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
+from probemb.evaluation.analyses.set_algebra import geometric_sigma
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.evaluation.embedding import Embedder
-from probemb.evaluation.set_algebra import geometric_sigma
 from probemb.gaussian import Gaussian
 from probemb.metrics import average_ranks, pearson, rejection_curve, uncertainty_bins
 

@@ -2,21 +2,21 @@
 
 from probemb.losses.clip import ClipLoss, InfoNCELoss, clip_loss, infonce_loss
 from probemb.losses.composed import SampledCosineLoss, ScaledCosineLoss, target_softmax
-from probemb.losses.daa import CaptionSimilarity, DAALoss, caption_tfidf, daa_loss
-from probemb.losses.decl import DECLLoss, decl_correspondence, decl_loss
 from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, vib_kl
 from probemb.losses.mpc import MPCLoss, expected_similarity, sampled_similarity
-from probemb.losses.ncr import NCRLoss, clean_probability, ncr_loss, refine_labels, split_clean
-from probemb.losses.order import OrderLoss, order_similarity
+from probemb.losses.noisy.daa import CaptionSimilarity, DAALoss, caption_tfidf, daa_loss
+from probemb.losses.noisy.decl import DECLLoss, decl_correspondence, decl_loss
+from probemb.losses.noisy.ncr import NCRLoss, clean_probability, ncr_loss, refine_labels, split_clean
+from probemb.losses.noisy.p2rm import P2RMLoss, point_to_rectangle
 from probemb.losses.output import LossOutput
-from probemb.losses.p2rm import P2RMLoss, point_to_rectangle
 from probemb.losses.pairs import cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
-from probemb.losses.prob_triplet import gaussian_similarity, prob_triplet_loss
 from probemb.losses.prolip import inclusion_loss, prolip_loss, siglip_loss
-from probemb.losses.pvse import PVSELoss, diversity, mmd, multi_instance_similarity
-from probemb.losses.scan import scan_loss
-from probemb.losses.triplet import TripletLoss, triplet_loss
+from probemb.losses.triplets.order import OrderLoss, order_similarity
+from probemb.losses.triplets.prob_triplet import gaussian_similarity, prob_triplet_loss
+from probemb.losses.triplets.pvse import PVSELoss, diversity, mmd, multi_instance_similarity
+from probemb.losses.triplets.scan import scan_loss
+from probemb.losses.triplets.triplet import TripletLoss, triplet_loss
 
 __all__ = [
     "CaptionSimilarity",

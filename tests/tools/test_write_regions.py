@@ -178,7 +178,7 @@ def test_crops_of_proposals_through_a_backbone(scenes, weights, stock, tmp_path)
     assert write(scenes / "entities", weights, tmp_path, *argv, split=("test",)) == 0
     found = read_region_proposals(tmp_path / "test_ims.npy", data, None)
     assert found.rows[1] == [0, 1, 2]
-    from probemb.evaluation.localisation import crop
+    from probemb.evaluation.analyses.localisation import crop
     from tools.write_regions.backbone import load_backbone
 
     transform = load_backbone("test_resnet", str(weights), 96).transform

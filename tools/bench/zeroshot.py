@@ -33,9 +33,9 @@ def measure(options: argparse.Namespace, scratch: Path) -> None:
     from probemb.data.labelled.images import find_images, resolve_classes
     from probemb.evaluation.embedding import Embedder
     from tools.bench.timing import report, time_in_turn
-    from zeroshot.filters import FILTERS
-    from zeroshot.outcome import Task, evaluate
-    from zeroshot.prompts import read_templates
+    from zeroshot.filtering.filters import FILTERS
+    from zeroshot.filtering.outcome import Task, evaluate
+    from zeroshot.filtering.prompts import read_templates
 
     device = choose_device("auto", "auto")
     model, tokenizer, transforms = load(options.model, device.name)

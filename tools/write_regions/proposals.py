@@ -13,7 +13,7 @@ from probemb.data.boxes import PhraseDataset, find_phrases
 from probemb.data.boxes.geometry import Box
 from probemb.data.boxes.proposals import Proposals, grid_proposals, read_proposals
 from probemb.data.failures import BadSample
-from probemb.evaluation.localisation import crop
+from probemb.evaluation.analyses.localisation import crop
 from probemb.files import replace_file
 from tools.write_regions import arrays
 from tools.write_regions.command import refuse_unreadable

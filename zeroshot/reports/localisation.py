@@ -9,7 +9,7 @@ from probemb.data.boxes import PhraseDataset
 from probemb.data.boxes.geometry import Box, enclosing
 from probemb.data.boxes.proposals import Proposals
 from probemb.data.failures import BadSample
-from probemb.evaluation.localisation import Localised
+from probemb.evaluation.analyses.localisation import Localised
 from probemb.metrics.localisation import THRESHOLD, recall_at
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page

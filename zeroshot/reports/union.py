@@ -6,9 +6,9 @@ from pathlib import Path
 
 from probemb.data.boxes import PhraseDataset
 from probemb.data.failures import BadSample
-from probemb.evaluation.localisation import crop
+from probemb.evaluation.analyses.localisation import crop
+from probemb.evaluation.analyses.unions import ITEMS, SIDES, TASKS, EmbeddedTriplets
 from probemb.evaluation.uncertainty import MEASURES, evenly
-from probemb.evaluation.unions import ITEMS, SIDES, TASKS, EmbeddedTriplets
 from probemb.reports.figures import BLUE, GREEN, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import number, percent

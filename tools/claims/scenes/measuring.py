@@ -109,8 +109,8 @@ def uncertainty(scores, images: Gaussian, texts: Gaussian, part: Part) -> dict:
 
 def prompts(model: DualEncoder, world: World, folds: int = 5) -> dict:
     """Zero-shot classification by every filter, K chosen on folds and, as an oracle, on the scored images."""
-    from zeroshot.evaluation import evaluate_embeddings
-    from zeroshot.filters import Selection
+    from zeroshot.filtering.evaluation import evaluate_embeddings
+    from zeroshot.filtering.filters import Selection
 
     classes = world.classes
     holder = replace(world.test, pixels=classes.pixels, tokens=classes.tokens.flatten(0, 1))

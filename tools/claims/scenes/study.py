@@ -42,7 +42,7 @@ class Scenes(Study):
         'labelled "oracle" involve a choice on the test scenes.'
     )
     metric, percent = "mAP@R", 100.0
-    modules = (*Study.modules, "zeroshot.evaluation")
+    modules = (*Study.modules, "zeroshot.filtering.evaluation")
 
     def __init__(self, settings: Settings | None = None):
         self.settings = settings or Settings()

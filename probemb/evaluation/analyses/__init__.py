@@ -1,0 +1,1 @@
+"""Analyses of embeddings: set algebra, unions of crops, phrase localisation, ellipses in a plane."""

@@ -1,0 +1,235 @@
+"""Localisation against plain loops over phrases and proposals, on drawn scenes."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from probemb.cross_attention import CrossAttention
+from probemb.data.boxes import find_phrases
+from probemb.data.boxes.proposals import Proposals, grid_proposals, read_region_proposals
+from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.evaluation.analyses.localisation import crop, localise, phrase_overlaps
+from probemb.evaluation.embedding import Embedder
+from probemb.evaluation.rankings import RankingOptions
+from probemb.models import create_model, create_tokenizer, load_model
+from tests.world import run_folder
+from tools.make_scenes import Plan, make
+
+__all__ = ["run_folder"]
+
+
+@pytest.fixture(scope="module")
+def entities(tmp_path_factory):
+    out = tmp_path_factory.mktemp("localised") / "scenes"
+    make(Plan(train=0, val=6, classes_images=0, size=48, boxes=True), out, workers=1)
+    return out / "entities"
+
+
+@pytest.fixture
+def embedder(run_folder):
+    model, tokenizer, transforms = load_model(run_folder)
+    return Embedder(model, tokenizer, transforms.evaluate, batch_size=7)
+
+
+def overlap(a, b):
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(0.0, width) * max(0.0, height)
+    sizes = [(box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)]
+    return shared / (sum(sizes) - shared)
+
+
+def meant(boxes, several, proposal):
+    if several == "any":
+        return max(overlap(proposal, box) for box in boxes)
+    corners = list(zip(*boxes))
+    return overlap(proposal, (min(corners[0]), min(corners[1]), max(corners[2]), max(corners[3])))
+
+
+@pytest.mark.parametrize("several", ["merged", "any"])
+def test_ranks_and_overlaps(embedder, entities, several):
+    data = find_phrases(entities, "test")
+    proposals = grid_proposals(data, [0.4, 0.8], [1.0], 0.5)
+    found = localise(embedder, data, proposals, ["csd", "mean"], RankingOptions(), several)
+    assert found.rows == list(range(len(data.phrases)))
+    assert any(len(phrase.boxes) > 1 for phrase in data.phrases)
+    for image, some in enumerate(data.by_image()):
+        picture = data.images.open(image)
+        boxes = proposals.boxes[image]
+        crops = [picture.crop([round(b[0] - 0.49), round(b[1] - 0.49), round(b[2] + 0.49), round(b[3] + 0.49)])
+                 for b in boxes]  # fmt: skip
+        with torch.no_grad():
+            items = embedder.model.encode_image(torch.stack([embedder.transform(one) for one in crops]))
+            texts = embedder.model.encode_text(embedder.tokenizer([data.phrases[row].text for row in some]))
+        scores = {"csd": -csd(items, texts), "mean": items.mean @ texts.mean.T}
+        for place, row in enumerate(some):
+            overlaps = [meant(data.phrases[row].boxes, several, box) for box in boxes]
+            assert found.best_overlap[row] == pytest.approx(max(overlaps), abs=1e-5)
+            good = sum(one >= 0.5 for one in overlaps)
+            assert found.chance[row, 0] == pytest.approx(good / len(boxes), abs=1e-6)
+            for name, of in scores.items():
+                first = found.first[name][row].tolist()
+                best = of[:, place].sort(descending=True).values[:10]
+                assert of[first, place].tolist() == pytest.approx(best.tolist(), abs=2e-4)
+                np.testing.assert_allclose(found.first_overlaps[name][row], [overlaps[i] for i in first], atol=1e-5)
+            assert found.u[row] == pytest.approx(float(texts.uncertainty()[place]), rel=1e-4)
+            apart = (items.mean - texts.mean[place]).square().sum(1)
+            assert found.scores["distance"][row] == pytest.approx(float(apart.min()), abs=1e-4)
+
+
+def test_fewer_proposals_than_ranks(embedder, entities):
+    data = find_phrases(entities, "test").only([0, 1])
+    boxes = [[(0.0, 0.0, 48.0, 48.0)], [(0.0, 0.0, 20.0, 20.0), (20.0, 20.0, 48.0, 48.0)]]
+    found = localise(embedder, data, Proposals(boxes), ["csd"], RankingOptions(), "merged")
+    rows = data.by_image()[1]
+    assert sorted(found.first["csd"][rows[0]].tolist()) == [-1] * 8 + [0, 1]
+    assert found.first["csd"][data.by_image()[0][0]].tolist() == [0] + [-1] * 9
+    assert (found.first_overlaps["csd"][rows, 2:] == -1).all()
+    expected = phrase_overlaps(torch.tensor(boxes[1]), data.phrases[rows[0]].boxes, "merged")
+    first = found.first["csd"][rows[0], :2]
+    assert torch.equal(found.first_overlaps["csd"][rows[0], :2], expected[first])
+
+
+def test_images_that_cannot_be_used_are_left_out(embedder, entities, tmp_path):
+    from dataclasses import replace
+
+    data = find_phrases(entities, "test")
+    torn, other = tmp_path / "torn.jpg", tmp_path / "other.jpg"
+    torn.write_bytes(b"\xff\xd8\xff nothing")
+    Image.new("RGB", (96, 32)).save(other)
+    places = list(data.images.places)
+    places[1], places[2] = places[1]._replace(file=str(torn)), places[2]._replace(file=str(other))
+    broken = replace(data, images=replace(data.images, places=places))
+    proposals = grid_proposals(data, [0.5], [1.0], 0.5)
+    with pytest.raises(UserError, match="--max-bad"):
+        localise(embedder, broken, proposals, ["csd"], RankingOptions(), "any")
+    found = localise(replace(embedder, max_bad=0.5), broken, proposals, ["csd"], RankingOptions(), "any")
+    assert sorted(set(found.image.tolist())) == [0, 3, 4, 5]
+    assert [name for name, _ in found.bad] == [data.image_ids[1], data.image_ids[2]]
+    assert "96 x 32, but annotated as 48 x 48" in found.bad[1][1]
+    whole = localise(embedder, data, proposals, ["csd"], RankingOptions(), "any")
+    kept = [row for row in range(len(data.phrases)) if data.phrases[row].image not in (1, 2)]
+    assert found.rows == kept
+    assert torch.equal(found.first["csd"], whole.first["csd"][kept])
+
+
+def test_a_crop_covers_its_box():
+    picture = Image.fromarray(np.arange(48 * 48 * 3, dtype=np.uint32).reshape(48, 48, 3).astype(np.uint8))
+    assert crop(picture, (4, 6, 20, 30)).size == (16, 24)
+    assert crop(picture, (4.2, 6.7, 19.1, 29.0)).size == (16, 23)  # every pixel that the box touches
+    assert crop(picture, (2, 3, 10, 15), (2.0, 2.0)).size == (16, 24)  # the picture is twice the annotated size
+    assert crop(picture, (46.0, 46.0, 60.0, 60.0)).size == (2, 2)
+    assert np.array_equal(np.asarray(crop(picture, (4, 6, 20, 30))), np.asarray(picture)[6:30, 4:20])
+
+
+# ----------------------------------------------------------------------------------------------------------- regions
+
+WORDS = ["a", "red", "blue", "green", "circle", "square", "large", "small", "the", "star"]
+
+
+def regions_of(data, folder, p=5, width=437):
+    """Files of p proposals an image, the last image with fewer."""
+    r = np.random.RandomState(0)
+    corner = r.rand(len(data), p, 2) * 20
+    boxes = np.concatenate([corner, corner + 5 + 20 * r.rand(len(data), p, 2)], 2)
+    features = r.randn(len(data), p, width).astype(np.float32)
+    boxes[-1, 3:], features[-1, 3:] = 0, 0
+    np.save(folder / "test_ims.npy", features)
+    np.save(folder / "test_boxes.npy", boxes)
+    (folder / "test_ids.txt").write_text("\n".join(data.image_ids))
+    return features
+
+
+def region_embedder(name, size=3, **options):
+    torch.manual_seed(0)
+    model = create_model(name, vocabulary=WORDS, **options).eval()
+    return Embedder(model, create_tokenizer(model), lambda regions: regions, batch_size=size)
+
+
+def plain_attention(regions_TD, words_LD, how):
+    """The score of an image with these regions, one number at a time."""
+    context, queries = (regions_TD, words_LD) if how.direction == "t2i" else (words_LD, regions_TD)
+    unit = [[x / x.norm() for x in side] for side in (context, queries)]
+    products = [[torch.nn.functional.leaky_relu(c @ q, 0.1) for q in unit[1]] for c in unit[0]]
+    length = [sum(x * x for x in row).sqrt() for row in products]
+    cosines = []
+    for q in range(len(queries)):
+        weight = [(how.lambda_softmax * row[q] / norm).exp() for row, norm in zip(products, length)]
+        attended = sum(w * c for w, c in zip(weight, unit[0])) / sum(weight)
+        cosines.append(attended @ unit[1][q] / attended.norm())
+    return (sum((how.lambda_lse * c).exp() for c in cosines)).log() / how.lambda_lse
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_a_scan_model_scores_phrases_with_each_region(entities, tmp_path, direction):
+    how = CrossAttention(direction)
+    embedder = region_embedder(
+        "scan-scenes-gru", head="average", probabilistic=False, ranking="attention", attention={"direction": direction}
+    )
+    data = find_phrases(entities, "test").only([0, 1, 2])
+    features = regions_of(data, tmp_path)
+    proposals = read_region_proposals(tmp_path / "test_ims.npy", data, None)
+    options = RankingOptions(attention=embedder.model.attention)
+    found = localise(embedder, data, proposals, ["attention", "mean"], options, "merged")
+    model = embedder.model
+    for image, some in enumerate(data.by_image()):
+        for row in some:
+            with torch.no_grad():
+                text = model.text_tower.encode(embedder.tokenizer([data.phrases[row].text]), want_tokens=True)
+                of_region = [
+                    model.image_tower.encode(torch.from_numpy(features[image, r])[None, None], want_tokens=True)
+                    for r in proposals.rows[image]
+                ]
+            words = text.tokens[0, text.mask[0]]
+            scores = {
+                "attention": [float(plain_attention(one.tokens[0], words, how)) for one in of_region],
+                "mean": [float(one.gaussian.mean[0] @ text.gaussian.mean[0]) for one in of_region],
+            }
+            for name, of in scores.items():
+                first = [i for i in found.first[name][row].tolist() if i >= 0]
+                assert len(first) == len(proposals.rows[image])
+                assert [of[i] for i in first] == pytest.approx(sorted(of, reverse=True), abs=2e-3)
+
+
+def test_a_vsrn_model_embeds_every_region_alone(entities, tmp_path):
+    embedder = region_embedder("vsrn-scenes-gru", size=2, n_unc_layers=(1, 1))
+    data = find_phrases(entities, "test").only([0, 1])
+    features = regions_of(data, tmp_path)
+    proposals = read_region_proposals(tmp_path / "test_ims.npy", data, None)
+    found = localise(embedder, data, proposals, ["csd"], RankingOptions(), "any")
+    for image, some in enumerate(data.by_image()):
+        padded = np.zeros((len(proposals.rows[image]), 6, 437), np.float32)  # an image of one region, as in training
+        padded[:, 0] = features[image, proposals.rows[image]]
+        with torch.no_grad():
+            items = embedder.model.encode_image(torch.from_numpy(padded))
+            texts = embedder.model.encode_text(embedder.tokenizer([data.phrases[row].text for row in some]))
+        distance = csd(items, texts)
+        for place, row in enumerate(some):
+            first = [i for i in found.first["csd"][row].tolist() if i >= 0]
+            assert distance[first, place].tolist() == pytest.approx(distance[:, place].sort().values.tolist(), abs=1e-4)
+
+
+def test_a_scan_model_on_pixels_attends_to_the_crops(entities):
+    torch.manual_seed(0)
+    model = create_model(
+        "resnet-gru-small", head="average", probabilistic=False, vocabulary=WORDS, ranking="attention", attention={}
+    ).eval()
+    from probemb.models import create_transforms
+
+    embedder = Embedder(model, create_tokenizer(model), create_transforms(model).evaluate, batch_size=3)
+    data = find_phrases(entities, "test").only([0])
+    proposals = Proposals(
+        [[(0.0, 0.0, 48.0, 48.0), (0.0, 0.0, 20.0, 20.0), (8.0, 9.0, 40.0, 48.0), (30.0, 1.0, 44.0, 20.0)]]
+    )
+    found = localise(embedder, data, proposals, ["attention"], RankingOptions(attention=model.attention), "any")
+    for row, phrase in enumerate(data.phrases):
+        with torch.no_grad():
+            text = model.text_tower.encode(embedder.tokenizer([phrase.text]), want_tokens=True)
+            crops = [embedder.transform(crop(data.images.open(0), box)) for box in proposals.boxes[0]]
+            items = model.image_tower.encode(torch.stack(crops), want_tokens=True)
+        words = text.tokens[0, text.mask[0]]
+        scores = [float(plain_attention(tokens, words, model.attention)) for tokens in items.tokens]
+        first = [i for i in found.first["attention"][row].tolist() if i >= 0]
+        assert [scores[i] for i in first] == pytest.approx(sorted(scores, reverse=True), abs=2e-3)

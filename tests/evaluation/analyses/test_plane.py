@@ -1,0 +1,55 @@
+"""Ellipses in a plane: principal components, and the share of samples that they hold."""
+
+import math
+
+import pytest
+import torch
+
+from probemb import Gaussian
+from probemb.evaluation.analyses.plane import ellipses, plane_of
+
+
+def normals(n=40, d=7, seed=0) -> Gaussian:
+    r = torch.Generator().manual_seed(seed)
+    spread = torch.linspace(3, 0.1, d)
+    return Gaussian(torch.randn(n, d, generator=r) * spread, torch.randn(n, d, generator=r) - 1)
+
+
+def test_the_plane_has_the_largest_variance():
+    points = normals().mean.double()
+    plane = plane_of(points)
+    values, vectors = torch.linalg.eigh(torch.cov(points.T))
+    assert plane.share == pytest.approx(float(values[-2:].sum() / values.sum()))
+    assert (plane.axes * vectors[:, [-1, -2]]).sum(0).abs().tolist() == pytest.approx([1, 1])
+    torch.testing.assert_close(plane.axes.T @ plane.axes, torch.eye(2).double())
+    assert (plane_of(-points).axes - plane.axes).abs().max() < 1e-9  # signs are fixed
+
+
+def test_two_dimensions_are_the_plane_itself():
+    g = normals(d=2)
+    plane = plane_of(g.mean)
+    found = ellipses(g, plane)
+    assert plane.share == 1
+    torch.testing.assert_close(found.centre, g.mean.double())
+    radii = math.sqrt(2 * math.log(2)) * g.std.double()
+    torch.testing.assert_close(found.radii, radii.sort(1, descending=True).values)
+    upright = g.var[:, 1] > g.var[:, 0]
+    torch.testing.assert_close(found.angle.sin().abs(), upright.double())
+    with pytest.raises(ValueError, match="1 dimensions have no plane"):
+        plane_of(g.mean[:, :1])
+
+
+@pytest.mark.parametrize("level", [0.5, 0.99])
+def test_they_hold_their_share_of_the_samples(level):
+    g = normals()
+    plane = plane_of(g.mean)
+    found = ellipses(g, plane, level)
+    for row in range(3):
+        samples = g[[row]].sample(100_000, torch.Generator().manual_seed(row))[0].double()
+        inside = found[[row]].holds((samples - plane.origin) @ plane.axes)
+        assert float(inside.double().mean()) == pytest.approx(level, abs=6e-3)
+
+
+def test_one_image_alone_has_a_plane():
+    g = normals(n=1)
+    assert ellipses(g, plane_of(g.mean)).centre.tolist() == [[0, 0]]

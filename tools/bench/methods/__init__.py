@@ -1,0 +1,1 @@
+"""Benchmarks of methods: losses, a training step of each, composition."""
