@@ -14,6 +14,7 @@ from tools.embed.command import main as embed
 from tools.make_scenes import Plan, make
 from tools.search.calibrating import calibrate
 from tools.search.command import main, open_searcher, parse
+from tools.search.web.about import describe
 from tools.search.wish import Wish
 
 
@@ -56,6 +57,13 @@ def test_its_composer_composes(world, capsys):
     every = searcher.answer(Wish([*pair, "dark picture"], top=len(searcher.index), weights=[1, 2, -0.5]))["results"]
     place = {one["row"]: one["rank"] for one in every}
     assert sorted(rows, key=place.get) == [rows[i] for i in cosine.argsort(descending=True).tolist()]
+
+
+def test_what_the_page_knows_of_it(world):
+    about = describe(open_searcher(parse(["x", "--index", str(world[2]), "--device", "cpu"])))
+    assert about["weighs"]
+    assert not about["matches"]  # it learned no probability of pairs
+    assert about["fits"] is None  # the means alone rank
 
 
 def test_its_calibration_composes_as_its_queries_do(world):
