@@ -83,11 +83,16 @@ def scores_for(composer: Composer) -> list[str]:
 
 
 def infeasibility(composer: Composer, found: ComposedQueries) -> dict[str, Tensor]:
-    """Each score of the queries, (Q,) float64."""
+    """Each score of the queries, (Q,) float64. Raises ValueError: the embeddings of the parts are missing."""
+    if found.parts is None:
+        raise ValueError("feasibility is scored with the embeddings of the parts: give ComposedQueries with `parts`")
     parts = Gaussian(found.parts.mean.double(), found.parts.log_var.double())
     gaussian, log_normaliser = found.composed
     composed = Product(Gaussian(gaussian.mean.double(), gaussian.log_var.double()), log_normaliser.double())
     return {name: SCORES[name].of(parts, composed) for name in scores_for(composer)}
+
+
+Stratum = Sequence[tuple[Tensor, Tensor]]  # (scores, groups) of the low and of the high class, (A,) and (B,)
 
 
 def measure_feasibility(
@@ -100,35 +105,43 @@ def measure_feasibility(
     queries of one kind are compared, as variances differ between images and texts, and both sides need not have the
     same share of texts. Standard errors take the queries of one combination for dependent.
     """
+    result = {}
+    for name, strata in feasibility_strata(composer, feasible, infeasible).items():
+        if strata:
+            result[name] = {"all": auc_estimate(list(strata.values()))}
+            result[name] |= {kind: auc_estimate([stratum]) for kind, stratum in strata.items()}
+    return result
+
+
+def feasibility_strata(
+    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries
+) -> dict[str, dict[str, Stratum]]:
+    """Score -> kind that both sides have -> scores and combinations of the feasible and of the infeasible queries."""
     sides = feasible, infeasible
     scores = [infeasibility(composer, one) for one in sides]
     groups = [combinations_of(one.queries) for one in sides]
     rows = {kind: [_of_kind(one.queries, kind) for one in sides] for kind in KINDS}
     common = {kind: both for kind, both in rows.items() if all(bool(some.any()) for some in both)}
-    result = {}
-    for name in scores[0] if common else ():
-        strata = {
+    return {
+        name: {
             kind: [(one[name][some], group[some]) for one, group, some in zip(scores, groups, both)]
             for kind, both in common.items()
         }
-        result[name] = {"all": auc_estimate(list(strata.values()))}
-        result[name] |= {kind: auc_estimate([stratum]) for kind, stratum in strata.items()}
-    return result
+        for name in scores[0]
+    }
 
 
-def auc_estimate(strata: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> dict[str, float]:
+def auc_estimate(strata: Sequence[Stratum]) -> dict[str, float]:
     """P(high > low), ties half, within strata, and its standard error: {"value", "se"}.
 
     Args:
-        strata: for each (scores, groups) of the low and of the high class, finite and int64, (A,) and (B,); scores of
-            one group are dependent, also in different strata; no group is in both classes. A stratum counts by the
-            size of its smaller class.
+        strata: finite scores and int64 groups of both classes; scores of one group are dependent, also in different
+            strata; no group is in both classes. A stratum counts by the size of its smaller class.
 
     Source of the error: Obuchowski, Biometrics 1997 (DeLong's components, by clusters).
     """
-    weights = torch.tensor([min(len(low), len(high)) for (low, _), (high, _) in strata], dtype=torch.float64)
     value, influences = 0.0, ([], [])
-    for ((low, _), (high, _)), weight in zip(strata, (weights / weights.sum()).tolist()):
+    for ((low, _), (high, _)), weight in zip(strata, _weights(strata)):
         label = torch.cat([torch.zeros(len(low)), torch.ones(len(high))]).bool()
         area = roc_auc(torch.cat([low, high]), label)
         value += weight * area
@@ -148,14 +161,31 @@ def auc_estimate(strata: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> dict[str,
     return {"value": value, "se": variance**0.5}
 
 
-def roc_curve(low_A: Tensor, high_B: Tensor) -> tuple[list[float], list[float]]:
-    """False positive and true positive rates from (0, 0) to (1, 1), scores from high to low; ties are one step."""
+def _weights(strata: Sequence[Stratum]) -> list[float]:
+    smaller = [min(len(low), len(high)) for (low, _), (high, _) in strata]
+    return [one / sum(smaller) for one in smaller]
+
+
+def mean_roc_curve(strata: Sequence[Stratum], points: int = 201) -> tuple[Tensor, Tensor]:
+    """False and true positive rates, (points,) each, the true ones as means over strata; see `auc_estimate`."""
+    rates = torch.linspace(0, 1, points, dtype=torch.float64)
+    mean = torch.zeros_like(rates)
+    for ((low, _), (high, _)), weight in zip(strata, _weights(strata)):
+        wrong, right = roc_curve(low, high)
+        after = torch.searchsorted(wrong, rates, right=True).clamp(max=len(wrong) - 1)
+        step = wrong[after] - wrong[after - 1]
+        share = torch.where(step > 0, (rates - wrong[after - 1]) / step, 1.0)
+        mean += weight * (right[after - 1] + share * (right[after] - right[after - 1]))
+    return rates, mean
+
+
+def roc_curve(low_A: Tensor, high_B: Tensor) -> tuple[Tensor, Tensor]:
+    """False and true positive rates from (0, 0) to (1, 1), scores from high to low, float64; ties are one step."""
     thresholds = torch.cat([low_A, high_B]).unique().flip(0)
     rates = []
     for scores in (low_A, high_B):
-        ordered = scores.sort().values
-        passed = len(ordered) - torch.searchsorted(ordered, thresholds)
-        rates.append([0.0, *(passed.double() / len(ordered)).tolist()])
+        passed = len(scores) - torch.searchsorted(scores.sort().values, thresholds)
+        rates.append(torch.cat([torch.zeros(1, dtype=torch.float64), passed.double() / len(scores)]))
     return rates[0], rates[1]
 
 

@@ -1,7 +1,5 @@
 """Scores of infeasibility against plain loops and torch.distributions, and their ROC AUC with its standard error."""
 
-import math
-
 import pytest
 import torch
 from torch.distributions import Normal
@@ -15,6 +13,7 @@ from probemb.evaluation.feasibility import (
     auc_estimate,
     combinations_of,
     infeasibility,
+    mean_roc_curve,
     measure_feasibility,
     parts_distance,
     roc_curve,
@@ -70,6 +69,8 @@ def test_composers_have_the_scores_that_mean_something():
         assert "distance" in has
         assert ("normaliser" in has) == (name == "product")
         assert ("variance" in has) == composer.probabilistic == (name in ("product", "addition", "mlp"))
+    with pytest.raises(ValueError, match="embeddings of the parts"):
+        infeasibility(create_composer("product", D), drawn(create_composer("product", D))._replace(parts=None))
     with pytest.raises(ValueError, match="single part"):
         parts_distance(Gaussian(torch.ones(2, 1, 3), torch.zeros(2, 1, 3)), None)
 
@@ -134,9 +135,24 @@ def test_a_side_with_other_shares_of_kinds_is_not_told_by_them():
     assert [found["variance"][kind]["value"] for kind in ("all", "images", "texts")] == [0.5, 0.5, 0.5]
 
 
+def area_below(wrong, right):
+    return float(((wrong[1:] - wrong[:-1]) * (right[1:] + right[:-1])).sum() / 2)
+
+
 def test_the_area_below_the_curve_is_the_auc():
     low, high = torch.tensor([0.0, 1, 1, 2, 5]), torch.tensor([1.0, 2, 3, 5])
     wrong, right = roc_curve(low, high)
     assert (wrong[0], right[0], wrong[-1], right[-1]) == (0, 0, 1, 1)
-    area = sum((b - a) * (p + q) / 2 for a, b, p, q in zip(wrong, wrong[1:], right, right[1:]))
-    assert math.isclose(area, looped(low.tolist(), high.tolist()))
+    assert area_below(wrong, right) == pytest.approx(looped(low.tolist(), high.tolist()))
+
+
+def test_the_mean_curve_has_the_mean_area():
+    generator = torch.Generator().manual_seed(0)
+    strata = []
+    for n_low, n_high, shift in ((50, 20, 2.0), (200, 80, -1.0)):
+        scores = (torch.randn(n, generator=generator) for n in (n_low, n_high))
+        strata.append([((x + shift * i).round(decimals=1), torch.arange(len(x))) for i, x in enumerate(scores)])
+    rates, mean = mean_roc_curve(strata, points=2001)
+    assert bool((mean[1:] >= mean[:-1]).all())
+    assert mean[-1] == 1
+    assert area_below(rates, mean) == pytest.approx(auc_estimate(strata)["value"], abs=2e-3)

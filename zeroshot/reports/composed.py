@@ -11,7 +11,7 @@ from probemb.data.compositions.queries import KINDS, Part, Query
 from probemb.data.failures import BadSample
 from probemb.evaluation.composed import positives_of, ranked_by
 from probemb.evaluation.embedding import EmbeddedImages
-from probemb.evaluation.feasibility import SCORES, infeasibility, roc_curve
+from probemb.evaluation.feasibility import SCORES, feasibility_strata, mean_roc_curve
 from probemb.evaluation.uncertainty import evenly
 from probemb.metrics import closest_items
 from probemb.models.composers import Composer
@@ -24,7 +24,6 @@ from zeroshot.questions import NAMES, Asked, feasibility_sets
 EXAMPLES = 3  # of every set and kind of query
 DEPTH = 6  # images shown of what a query found
 SIDE = 96  # pixels of a picture's longer side
-CURVE = 200  # points
 COLOURS = (BLUE, GREEN, ORANGE)
 
 
@@ -76,25 +75,20 @@ def _by_parts(rows: Sequence[dict], ranking: str) -> Chart | None:
 
 
 def _curves(composer: Composer, asked: Sequence[Asked], found: dict | None) -> dict[str, Chart]:
-    """ROC curves of the scores against infeasible combinations, of seen and of unseen ones; MPC Fig. 5."""
+    """ROC curves of the scores against infeasible combinations, of seen and unseen ones, means of kinds; MPC Fig. 5."""
     if found is None:
         return {}
-    never_asked, sets = feasibility_sets(asked)
-    never = infeasibility(composer, never_asked.found)
+    never, sets = feasibility_sets(asked)
     charts = {}
     for name, one in sets.items():
         chart = Chart(f"roc-{name}", x_label=f"{name} combinations refused, %", y_label="infeasible ones refused, %")
-        known = infeasibility(composer, one.found)
         chart.line([0, 100], [0, 100], "chance", GREY, dashed=True)
-        for score, colour in zip(known, PALETTE):
-            wrong, right = roc_curve(known[score], never[score])
-            points = evenly(len(wrong), CURVE)
+        scores = feasibility_strata(composer, one.found, never.found).items()
+        for (score, strata), colour in zip(((score, strata) for score, strata in scores if strata), PALETTE):
+            wrong, right = (100 * rates for rates in mean_roc_curve(list(strata.values())))
             auc = next(r for r in found["rows"] if (r["score"], r["feasible"]) == (score, name))["kinds"]["all"]
             title = f"{SCORES[score].title.partition(',')[0]}: {percent(auc['value'])}"
-            chart.line(
-                [100 * wrong[i] for i in points], [100 * right[i] for i in points], title, colour,
-                notes=[""] * len(points),
-            )  # fmt: skip
+            chart.line(wrong.tolist(), right.tolist(), title, colour, notes=[""] * len(wrong))
         charts[name] = chart
     return charts
 
