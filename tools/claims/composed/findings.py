@@ -12,7 +12,7 @@ METRICS = {"r@5": "R@5", "r@10": "R@10", "r_precision": "R-P"}
 RIVALS = (*BEST_RIVALS, "film", "relationship")
 POINTS = ("tirg", "mrn")  # of the paper's Fig. 5
 FORMS = ("mpc", "mpc expected", "mpc code")
-SCORES = {"distance": "distance of the parts", "uncertainty": "uncertainty", "agreement": "agreement Z"}
+SCORES = {"distance": "distance", "variance": "Σσ²", "log-variance": "mean log σ²", "normaliser": "log Z"}
 
 
 def of_kind(where: str, kind: str, metric: str) -> Get:
@@ -190,12 +190,12 @@ def auc(score: str, kind: str = "all") -> Get:
 
 def papers_score(name: str) -> str:
     """Fig. 5's: uncertainty where there is any, else the distance."""
-    return "distance" if name in (*POINTS, "film", "relationship") else "uncertainty"
+    return "distance" if name in (*POINTS, "film", "relationship") else "variance"
 
 
 def _feasible(found: Found, there: set[str]) -> dict | None:
     names = [name for name in (*POINTS, "pcme-addition", "mpc-cosine", "mpc-mlp", *FORMS[::-1]) if name in there]
-    if "mpc" not in names or found.of("mpc", auc("uncertainty")) is None:
+    if "mpc" not in names or found.of("mpc", auc("variance")) is None:
         return None
     rows = [
         [
@@ -220,8 +220,8 @@ def _feasible(found: Found, there: set[str]) -> dict | None:
         ["method", *SCORES.values(), *(f"the paper's score, {kind}" for kind in KINDS)], rows, comparisons,
         [
             "Area under the ROC curve, 0.5 is chance. Feasible: unseen pairs with targets; infeasible: pairs that no "
-            "image has. The paper's score is the uncertainty, of points the distance of their parts. Agreement is the "
-            "normaliser of the parts' product."
+            "image has. The paper's score is the uncertainty, taken here as Σσ² (the paper samples it), of points the "
+            "distance of their parts. Z is the normaliser of the parts' product."
         ],
     )  # fmt: skip
 

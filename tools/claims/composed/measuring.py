@@ -7,38 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from probemb.compose import Product
 from probemb.data.compositions.queries import KINDS, Query
 from probemb.evaluation.composed import (
     KS,
     ComposedQueries,
     composed_scores,
+    guessed,
     measure_composed,
     positives_of,
 )
 from probemb.evaluation.embedding import EmbeddedImages, encode_images, encode_texts
+from probemb.evaluation.feasibility import measure_feasibility
 from probemb.gaussian import Gaussian
 from probemb.metrics import composed_metrics, uncertainty_bins
-from probemb.metrics.composed import roc_auc
 from tools.claims.composed.world import INFEASIBLE, SEEN, UNSEEN, Asked, Kept, World
 
 BATCH = 256
 
 
-class Embedded(NamedTuple):
-    """Parts (Q, k, D) of queries and their compositions."""
-
-    parts: Gaussian
-    found: ComposedQueries
-
-
 @torch.no_grad()
-def embed(model, tokenizer, kept: Kept, queries: Sequence[Query]) -> Embedded:
+def embed(model, tokenizer, kept: Kept, queries: Sequence[Query]) -> ComposedQueries:
     """Embed every different part once, and compose."""
     training = model.training
     model.eval()
@@ -58,7 +49,7 @@ def embed(model, tokenizer, kept: Kept, queries: Sequence[Query]) -> Embedded:
     parts = Gaussian(every.mean[index], every.log_var[index])
     product = model.composer(parts)
     model.train(training)
-    return Embedded(parts, ComposedQueries(list(queries), product))
+    return ComposedQueries(list(queries), product, parts)
 
 
 @torch.no_grad()
@@ -73,7 +64,7 @@ def gallery(model, kept: Kept, images: int) -> EmbeddedImages:
 
 def retrieval(model, tokenizer, kept: Kept, asked: Asked, which: str) -> dict:
     """R@K and R-Precision by kind of one kind of combination."""
-    found = embed(model, tokenizer, kept, asked.queries[which]).found
+    found = embed(model, tokenizer, kept, asked.queries[which])
     return measure_composed(gallery(model, kept, len(asked.data)), asked.data, found)
 
 
@@ -81,27 +72,30 @@ def measure(model, tokenizer, world: World) -> dict:
     """Plain numbers of the test split.
 
     "retrieval": "seen 2", "unseen 2", "seen 3", "seen 4" -> kind -> metrics, by the cosine; "density": the same of seen
-    pairs ranked by the expected density, of probabilistic models; "feasibility", see `feasibility`; "bins", "spearman":
+    pairs ranked by the expected density, of probabilistic models; "feasibility": ROC AUC by score and kind, see `measure_feasibility`; "bins", "spearman":
     of the composition's uncertainty and R-Precision, of seen pairs.
     """
     probabilistic, kept = model.composer.probabilistic, world.test_kept
     items = gallery(model, kept, len(world.test[2].data))
     out: dict = {"retrieval": {}}
-    pairs: dict[str, Embedded] = {}
+    pairs: dict[str, ComposedQueries] = {}
     for k, asked in world.test.items():
         for which in (SEEN, UNSEEN):
             if which in asked.queries:
                 one = embed(model, tokenizer, kept, asked.queries[which])
-                out["retrieval"][f"{which} {k}"] = measure_composed(items, asked.data, one.found)
+                out["retrieval"][f"{which} {k}"] = measure_composed(items, asked.data, one)
                 if k == 2:
                     pairs[which] = one
     data = world.test[2].data
     if probabilistic:
-        out["density"] = measure_composed(items, data, pairs[SEEN].found, "density")
-        out |= quality(items, data, pairs[SEEN].found)
+        out["density"] = measure_composed(items, data, pairs[SEEN], "density")
+        out |= quality(items, data, pairs[SEEN])
     if UNSEEN in pairs and INFEASIBLE in world.test[2].queries:
         never = embed(model, tokenizer, kept, world.test[2].queries[INFEASIBLE])
-        out["feasibility"] = feasibility(pairs[UNSEEN], never, probabilistic)
+        measured = measure_feasibility(model.composer, pairs[UNSEEN], never)
+        out["feasibility"] = {
+            score: {kind: one["value"] for kind, one in kinds.items()} for score, kinds in measured.items()
+        }
     return out
 
 
@@ -120,57 +114,7 @@ def quality(items: EmbeddedImages, data, found: ComposedQueries) -> dict:
     return out
 
 
-def feasibility(feasible: Embedded, infeasible: Embedded, probabilistic: bool) -> dict:
-    """ROC AUC of telling pairs that occur from pairs that never do, by kind of query and score.
-
-    Scores: "distance" of the parts' means (the paper's for points); of probabilistic models also "uncertainty" of the
-    composition, its summed variances (the closed form of what the paper samples, Oh et al.'s self-mismatch), and
-    "agreement", the normaliser Z of the parts' product. Feasible pairs are the positives and should be closer, more
-    certain, and in better agreement.
-    """
-    both, out = (feasible, infeasible), {}
-    for name, of in _scores(probabilistic).items():
-        scores = [of(one) for one in both]
-        kinds = [[query.kind for query in one.found.queries] for one in both]
-        for kind in ("all", *KINDS):
-            chosen = [
-                score[torch.tensor([kind in ("all", one) for one in those])] for score, those in zip(scores, kinds)
-            ]
-            label = torch.cat([torch.full((len(one),), number == 0) for number, one in enumerate(chosen)])
-            if all(len(one) for one in chosen):
-                out.setdefault(name, {})[kind] = roc_auc(torch.cat(chosen), label)
-    return out
-
-
-def _scores(probabilistic: bool) -> dict:
-    named = {"distance": lambda one: -_distance(one.parts.mean)}
-    if probabilistic:
-        named["uncertainty"] = lambda one: -one.found.composed.gaussian.uncertainty()
-        named["agreement"] = lambda one: _agreement(one.parts)
-    return named
-
-
-def _distance(mean_QkD: Tensor) -> Tensor:
-    return (mean_QkD[:, 0] - mean_QkD[:, 1]).norm(dim=-1)
-
-
-def _agreement(parts: Gaussian) -> Tensor:
-    from probemb.compose import compose
-
-    product: Product = compose(Gaussian(parts.mean.transpose(0, 1), parts.log_var.transpose(0, 1)))
-    return product.log_normaliser
-
-
 def chance(asked: Asked) -> dict[str, float]:
-    """What a random ranking gets for the seen combinations: expected R@K and R-Precision."""
-    n, found = len(asked.data), {f"r@{k}": 0.0 for k in KS} | {"r_precision": 0.0}
-    queries = asked.queries[SEEN]
-    for query in queries:
-        r = len(asked.data.targets(query.concepts))
-        for k in KS:
-            missed = 1.0
-            for i in range(k):
-                missed *= max(0, n - r - i) / (n - i)
-            found[f"r@{k}"] += (1 - missed) / len(queries)
-        found["r_precision"] += r / n / len(queries)
-    return found
+    """What a random ranking is expected to get for the seen combinations: R@K and R-Precision."""
+    targets = torch.tensor([len(asked.data.targets(query.concepts)) for query in asked.queries[SEEN]])
+    return {name: float(values.mean()) for name, values in guessed(targets, len(asked.data)).items()}

@@ -58,7 +58,7 @@ def settings_of(world: str, epochs: int = 0) -> Settings:
     settings = Settings(epochs=epochs or Settings.epochs)
     if world == "scenes":
         return settings
-    return replace(settings, world=world, name="effnet-lite0-gru", images=0, pictures=0)
+    return replace(settings, world=world, name="effnet-lite0-gru", head="clip", images=0, pictures=0)
 
 
 def config_of(training: Training, settings: Settings) -> Config:
