@@ -72,8 +72,8 @@ def measure(model, tokenizer, world: World) -> dict:
     """Plain numbers of the test split.
 
     "retrieval": "seen 2", "unseen 2", "seen 3", "seen 4" -> kind -> metrics, by the cosine; "density": the same of seen
-    pairs ranked by the expected density, of probabilistic models; "feasibility": ROC AUC by score and kind, see `measure_feasibility`; "bins", "spearman":
-    of the composition's uncertainty and R-Precision, of seen pairs.
+    pairs ranked by the expected density, of probabilistic models; "feasibility": ROC AUC by score and kind; "bins",
+    "spearman": of the composition's uncertainty and R-Precision, of seen pairs.
     """
     probabilistic, kept = model.composer.probabilistic, world.test_kept
     items = gallery(model, kept, len(world.test[2].data))
