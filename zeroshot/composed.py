@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config, to_dict
 from probemb.errors import UserError, nearest
-from zeroshot.composed_config import GENERATOR, ComposedConfig
+from zeroshot.crops import COMPOSED_GENERATOR, ComposedConfig
 
 if TYPE_CHECKING:
     from probemb.evaluation.embedding import EmbeddedImages, Embedder
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = with_training(config, trained)
     questions = find_questions(config, trained)
     out = results_folder(config.out, config.model, "composed", "zeroshot-results/composed")
-    claim_files(out, OUTPUTS, GENERATOR)
+    claim_files(out, OUTPUTS, COMPOSED_GENERATOR)
     evaluate(config, trained, questions, rankings, out)
     return 0
 
@@ -111,7 +111,7 @@ def evaluate(
         **describe(embedder, trained, gallery, asked, rankings),
     }
     print_tables(results)
-    write_json(out / OUTPUTS[0], results, GENERATOR)
+    write_json(out / OUTPUTS[0], results, COMPOSED_GENERATOR)
     write_report(out / OUTPUTS[1], results, gallery, asked, model.composer)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
 

@@ -5,13 +5,11 @@ from typing import ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, restricted_number_type
 
-from probemb.cli.ranges import Count, Folder, Seed, Share, Workers
+from probemb.cli.ranges import Count, Folder, Seed, Workers
 
 # Marks in each command's files, so that it replaces no others.
 GENERATOR = "probemb zeroshot"
 RETRIEVAL_GENERATOR = "probemb retrieval"
-UNION_GENERATOR = "probemb union"
-LOCALISATION_GENERATOR = "probemb localisation"
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
 DEFAULT_DATA = "data/imagenet/val"
 Inputs = restricted_number_type("Inputs", int, [(">=", 2), ("<=", 10_000)])
@@ -208,128 +206,3 @@ class EllipsesConfig(AnalysisConfig):
     groups: Groups = 9
     per_group: Count = 6
     generic: str | None = None
-
-
-@dataclass(frozen=True)
-class GridOptions:
-    """Sliding windows that are the proposals where no file has any.
-
-    Args:
-        scales: of the windows: the square root of their area over that of the image.
-        ratios: width over height, of an image taken for square.
-        step: between neighbouring windows, as a share of their side.
-    """
-
-    scales: tuple[Share, ...] = (0.25, 0.35, 0.5, 0.7, 1.0)
-    ratios: tuple[PositiveFloat, ...] = (0.5, 1.0, 2.0)
-    step: Share = 0.5
-
-
-@dataclass(frozen=True)
-class LocalisationConfig:
-    """`python -m zeroshot.localisation`.
-
-    Args:
-        model: a run folder, a model folder, a .safetensors file, or a published hub name.
-        data: Flickr30k Entities (a folder with Annotations and Sentences) or Visual Genome (region_descriptions.json).
-        split: train, val or test; auto: test where the data has several splits, else all of it; --no-split: all of it.
-        images: the folder of the images; by default searched beside the annotations.
-        sample: so many of the images, chosen by their names; by default all.
-        proposals: a JSON file, {image id: [[left, top, right, bottom], ...]}, best ones first; by default a grid.
-        regions: for models that read regions: NAME_ims.npy with the proposals' features, with NAME_boxes.npy and
-            NAME_ids.txt beside it (`tools.write_regions --proposals`).
-        top: so many of the file's proposals for each image; by default all.
-        grid: sliding windows, used without a file.
-        several: what is right for a phrase with several boxes: merged (the smallest box around them) or any (each).
-        rankings: csd, mean, wasserstein2, match-probability, attention, ..., separated by commas; by default the one
-            that the model was trained for, and the means alone.
-        samples: samples of each item for match-probability.
-        out: folder for results.json and report.html; by default localisation/ in the run folder.
-        batch_size: crops in a batch.
-        text_batch_size: phrases in a batch.
-        workers: processes that decode images; by default as the machine allows.
-        device: auto, cpu, cuda, cuda:1.
-        precision: auto, fp32, bf16, fp16.
-        max_bad: largest share of images that may be unreadable.
-    """
-
-    COMMON: ClassVar = (
-        *(
-            "model",
-            "data",
-            "split",
-            "images",
-            "sample",
-            "proposals",
-            "regions",
-            "top",
-            "grid",
-            "several",
-            "rankings",
-            "out",
-        ),
-        *("batch_size", "workers", "device", "precision"),
-    )
-
-    model: str = ""
-    data: str = ""
-    split: str | None = "auto"
-    images: str | None = None
-    sample: Count | None = None
-    proposals: str | None = None
-    regions: str | None = None
-    top: Count | None = None
-    grid: GridOptions = field(default_factory=GridOptions)
-    several: Literal["merged", "any"] = "merged"
-    rankings: str | None = None
-    samples: Count = 8
-    out: Folder | None = None
-    batch_size: Count = 128
-    text_batch_size: Count = 256
-    workers: Workers | None = None
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    max_bad: ClosedUnitInterval = 0.05
-
-
-@dataclass(frozen=True)
-class UnionConfig:
-    """`python -m zeroshot.union`.
-
-    Args:
-        model: a run folder, a model folder, a .safetensors file, or a published hub name.
-        data: Visual Genome (a folder with region_descriptions.json), or the embedded world's visual_genome.
-        images: the folder of the images; by default searched beside the descriptions.
-        sample: so many of the images, chosen by their ids; --no-sample: all.
-        areas: largest area of crops A and B, as shares of the image; a figure has all of them.
-        rankings: csd, mean, wasserstein2, match-probability, kl, min-kl, ..., separated by commas; by default the one
-            that the model was trained for, and the means alone.
-        samples: samples of each item for match-probability.
-        out: folder for results.json and report.html; by default union/ in the run folder.
-        batch_size: crops in a batch.
-        text_batch_size: captions in a batch.
-        workers: processes that decode images; by default as the machine allows.
-        device: auto, cpu, cuda, cuda:1.
-        precision: auto, fp32, bf16, fp16.
-        max_bad: largest share of images that may be unreadable.
-    """
-
-    COMMON: ClassVar = (
-        *("model", "data", "images", "sample", "areas", "rankings", "out"),
-        *("batch_size", "workers", "device", "precision"),
-    )
-
-    model: str = ""
-    data: str = ""
-    images: str | None = None
-    sample: Count | None = 2000
-    areas: tuple[Share, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    rankings: str | None = None
-    samples: Count = 8
-    out: Folder | None = None
-    batch_size: Count = 128
-    text_batch_size: Count = 256
-    workers: Workers | None = None
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    max_bad: ClosedUnitInterval = 0.05

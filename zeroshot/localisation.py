@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config, to_dict
 from probemb.errors import UserError
-from zeroshot.config import LOCALISATION_GENERATOR, LocalisationConfig
+from zeroshot.crops import LOCALISATION_GENERATOR, LocalisationConfig
 
 if TYPE_CHECKING:
     from probemb.cli.device import Device

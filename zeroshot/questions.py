@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from probemb.errors import UserError
-from zeroshot.composed_config import ComposedConfig
+from zeroshot.crops import ComposedConfig
 
 if TYPE_CHECKING:
     import numpy as np

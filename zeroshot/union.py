@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config, to_dict
 from probemb.errors import UserError
-from zeroshot.config import UNION_GENERATOR, UnionConfig
+from zeroshot.crops import UNION_GENERATOR, UnionConfig
 
 if TYPE_CHECKING:
     from probemb.data.boxes import PhraseDataset

@@ -17,7 +17,7 @@ from probemb.evaluation.analyses.localisation import crop
 from probemb.files import replace_file
 from tools.write_regions import arrays
 from tools.write_regions.command import refuse_unreadable
-from zeroshot.config import GridOptions
+from zeroshot.crops import GridOptions
 
 
 def write_proposals(options: Namespace) -> int:

@@ -18,7 +18,7 @@ from probemb.models.composers import Composer
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import percent
-from zeroshot.composed_config import GENERATOR
+from zeroshot.crops import COMPOSED_GENERATOR
 from zeroshot.questions import NAMES, Asked, feasibility_sets
 
 EXAMPLES = 3  # of every set and kind of query
@@ -34,7 +34,7 @@ def write_report(
     ranking = results["rows"][0]["ranking"]
     measured = [one for one in asked if one.questions.combinations != "infeasible"]
     write_page(
-        file, Path(__file__).with_name("composed.html"), GENERATOR, results=results, config=results["config"],
+        file, Path(__file__).with_name("composed.html"), COMPOSED_GENERATOR, results=results, config=results["config"],
         names=NAMES, tiles=_tiles(results), by_parts=_by_parts(results["rows"], ranking),
         curves=_curves(composer, asked, results["feasibility"]), ranking=ranking,
         examples=[(one.questions, examples(gallery, one, ranking)) for one in measured],

@@ -14,7 +14,7 @@ from probemb.metrics.localisation import THRESHOLD, recall_at
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import percent
-from zeroshot.config import LOCALISATION_GENERATOR
+from zeroshot.crops import LOCALISATION_GENERATOR
 
 EXAMPLES = 12  # of phrases that are found, and of phrases that are not
 SIDE = 240  # pixels of an example's longer side

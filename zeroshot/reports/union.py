@@ -12,7 +12,7 @@ from probemb.evaluation.uncertainty import MEASURES, evenly
 from probemb.reports.figures import BLUE, GREEN, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import number, percent
-from zeroshot.config import UNION_GENERATOR
+from zeroshot.crops import UNION_GENERATOR
 
 EXAMPLES = 12
 SIDE = 150  # pixels of an example's longer side

@@ -49,7 +49,7 @@ def test_windows_cover_the_image_evenly():
 
 
 def test_the_default_grid_has_a_window_for_nearly_every_box_of_its_sizes():
-    from zeroshot.config import GridOptions
+    from zeroshot.crops import GridOptions
 
     grid = GridOptions()
     windows = torch.tensor(grid_windows(100, 100, grid.scales, grid.ratios, grid.step))
