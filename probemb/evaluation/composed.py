@@ -25,21 +25,16 @@ KS = (5, 10)
 
 
 class ComposedQueries(NamedTuple):
-    """Queries whose parts could all be read, and their compositions (Q, D).
-
-    Attributes:
-        parts: the embeddings of their parts (Q, k, D), which feasibility needs; retrieval does without.
-    """
+    """Queries whose parts could all be read, their compositions (Q, D), and the embeddings of their parts (Q, k, D)."""
 
     queries: list[Query]
     composed: Product
-    parts: Gaussian | None = None
+    parts: Gaussian
 
     def only(self, rows: Tensor) -> ComposedQueries:
         """Some of the queries; rows: int64."""
         composed = Product(self.composed.gaussian[rows], self.composed.log_normaliser[rows])
-        parts = None if self.parts is None else self.parts[rows]
-        return ComposedQueries([self.queries[row] for row in rows.tolist()], composed, parts)
+        return ComposedQueries([self.queries[row] for row in rows.tolist()], composed, self.parts[rows])
 
 
 class ComposedOutcomes(NamedTuple):

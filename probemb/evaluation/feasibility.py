@@ -83,9 +83,7 @@ def scores_for(composer: Composer) -> list[str]:
 
 
 def infeasibility(composer: Composer, found: ComposedQueries) -> dict[str, Tensor]:
-    """Each score of the queries, (Q,) float64. Raises ValueError: the embeddings of the parts are missing."""
-    if found.parts is None:
-        raise ValueError("feasibility is scored with the embeddings of the parts: give ComposedQueries with `parts`")
+    """Each score of the queries, (Q,) float64."""
     parts = Gaussian(found.parts.mean.double(), found.parts.log_var.double())
     gaussian, log_normaliser = found.composed
     composed = Product(Gaussian(gaussian.mean.double(), gaussian.log_var.double()), log_normaliser.double())

@@ -11,7 +11,7 @@ from probemb.losses.noisy.p2rm import P2RMLoss, point_to_rectangle
 from probemb.losses.output import LossOutput
 from probemb.losses.pairs import cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
-from probemb.losses.prolip import inclusion_loss, prolip_loss, siglip_loss
+from probemb.losses.prolip import ProLIPLoss, inclusion_loss, siglip_loss
 from probemb.losses.triplets.order import OrderLoss, order_similarity
 from probemb.losses.triplets.prob_triplet import gaussian_similarity, prob_triplet_loss
 from probemb.losses.triplets.pvse import PVSELoss, diversity, mmd, multi_instance_similarity
@@ -32,6 +32,7 @@ __all__ = [
     "PCMELoss",
     "PVSELoss",
     "PairwiseMatchLoss",
+    "ProLIPLoss",
     "SampledCosineLoss",
     "ScaledCosineLoss",
     "TripletLoss",
@@ -55,7 +56,6 @@ __all__ = [
     "pcme_loss",
     "point_to_rectangle",
     "prob_triplet_loss",
-    "prolip_loss",
     "refine_labels",
     "sampled_similarity",
     "scan_loss",

@@ -68,4 +68,3 @@ def test_the_images_of_a_query_can_rank_last():
     assert some.queries == [queries[2], queries[0]]
     assert torch.equal(some.parts.mean[0], found.parts.mean[2])
     assert torch.equal(some.composed.log_normaliser, found.composed.log_normaliser[[2, 0]])
-    assert found._replace(parts=None).only(torch.tensor([1])).parts is None

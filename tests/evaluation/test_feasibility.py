@@ -69,8 +69,6 @@ def test_composers_have_the_scores_that_mean_something():
         assert "distance" in has
         assert ("normaliser" in has) == (name == "product")
         assert ("variance" in has) == composer.probabilistic == (name in ("product", "addition", "mlp"))
-    with pytest.raises(ValueError, match="embeddings of the parts"):
-        infeasibility(create_composer("product", D), drawn(create_composer("product", D))._replace(parts=None))
     with pytest.raises(ValueError, match="single part"):
         parts_distance(Gaussian(torch.ones(2, 1, 3), torch.zeros(2, 1, 3)), None)
 

@@ -9,7 +9,7 @@ from torch.distributions import Normal
 from torch.nn import functional as F
 
 from probemb import Gaussian, distances
-from probemb.losses import prolip_loss, siglip_loss
+from probemb.losses import ProLIPLoss, siglip_loss
 from probemb.losses.prolip import inclusion_per_dimension
 from tests.losses.points import close, pairs
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ def looped(image, text, scale, bias):
 @pytest.mark.parametrize("block", [1, 4, 1024])
 def test_pairs_equal_the_loop(block):
     image, text = pairs()
-    out = prolip_loss(image, text, **SCALARS, vib=0, inclusion=0, block=block)
+    out = ProLIPLoss(vib=0, inclusion=0, block=block)(image, text, **SCALARS)
     close(out.loss, looped(image, text, **SCALARS))
     close(out.terms["ppcl"], out.loss)
     points = [Gaussian(g.mean, torch.full_like(g.log_var, -800.0)) for g in (image, text)]
@@ -42,9 +42,7 @@ def test_gradients_equal_autograd_of_the_loop():
     leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
     leaves += [torch.tensor(float(x), dtype=torch.float64, requires_grad=True) for x in SCALARS.values()]
     args = Gaussian(*leaves[:2]), Gaussian(*leaves[2:4])
-    ours = torch.autograd.grad(
-        3 * prolip_loss(*args, scale=leaves[4], bias=leaves[5], vib=0, inclusion=0, block=4).loss, leaves
-    )
+    ours = torch.autograd.grad(3 * ProLIPLoss(vib=0, inclusion=0, block=4)(*args, *leaves[4:]).loss, leaves)
     for one, other in zip(ours, torch.autograd.grad(3 * looped(*args, leaves[4], leaves[5]), leaves)):
         close(one, other)
 
@@ -63,9 +61,8 @@ def test_inclusion_equals_numeric_integrals():
 def test_masked_copies_belong_to_the_first_items():
     image, text = pairs()
     copy = Gaussian(image.mean[:2], image.log_var[:2] + 1)
-    out = prolip_loss(
-        image, text, **SCALARS, masked_image=copy, vib=0.5, inclusion=0, masked_inclusion=0.25, inclusion_scale=2.0
-    )
+    loss = ProLIPLoss(vib=0.5, inclusion=0, masked_inclusion=0.25, inclusion_scale=2.0)
+    out = loss(image, text, **SCALARS, masked_image=copy)
     own = F.softplus(-2 * inclusion_per_dimension(image[:2], copy)).mean()
     close(out.terms["image_inclusion"], own)
     close(out.loss, out.terms["ppcl"] + 0.5 * out.terms["vib"] + 0.25 * own)
@@ -92,10 +89,10 @@ def test_numbers_of_the_authors_code(case, parity):
                  "inclusion_loss_scale": "inclusion_scale", "inclusion_loss_eps": "eps"}  # fmt: skip
         settings = {"inclusion": 0.0, **{names[name]: value for name, value in given.items()}}
         if "masked_inclusion" in settings:
-            settings |= {"masked_image": Gaussian(masked["mu_v"], masked["logvar_v"])}
-            settings |= {"masked_text": Gaussian(masked["mu_t"], masked["logvar_t"])}
+            scalars |= {"masked_image": Gaussian(masked["mu_v"], masked["logvar_v"])}
+            scalars |= {"masked_text": Gaussian(masked["mu_t"], masked["logvar_t"])}
             leaves |= {f"masked_{name}": x for name, x in masked.items()}
-        out = prolip_loss(image, text, **scalars, form="code", **settings)
+        out = ProLIPLoss(form="code", **settings)(image, text, **scalars)
     close(out.loss, stored[f"{case}__loss"])
     weights = {"vib": "vib_beta", "inclusion": "inclusion_alpha"}
     for name, of_code in {"vib": "vib", "inclusion": "inclusion", "image_inclusion": "img_inclusion",
@@ -116,10 +113,11 @@ def run(rank, world, total):
     leaves = [x[each].clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
     scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (7.0, -3.0)]
     args = Gaussian(*leaves[:2]), Gaussian(*leaves[2:])
-    out = prolip_loss(*args, scale=scalars[0], bias=scalars[1], vib=0.1, inclusion=0.2, inclusion_scale=3, block=2)
+    settings = {"vib": 0.1, "inclusion": 0.2, "inclusion_scale": 3}
+    out = ProLIPLoss(**settings, block=2)(*args, *scalars)
     value = out.loss + siglip_loss(leaves[0], leaves[2], *scalars, block=2).loss
     with torch.no_grad():
-        again = prolip_loss(*args, scale=7.0, bias=-3.0, vib=0.1, inclusion=0.2, inclusion_scale=3).loss
+        again = ProLIPLoss(**settings)(*args, scale=7.0, bias=-3.0).loss
     assert torch.isclose(again, out.loss)
     grads = torch.autograd.grad(value, [*leaves, *scalars])
     return value.item(), [x.numpy() for x in grads]

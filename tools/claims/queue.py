@@ -90,7 +90,8 @@ def train_all(
     world, context = _prepare(study, seeds, archive, tell, test)
     done, first = _INHERITED["done"], study.starting_steps(world)
     unstarted = [seed for seed in seeds if first and not archive.start(seed).exists()]
-    total = first * len(unstarted) + sum(study.steps(world, one) for one in missing)
+    total = first * len(unstarted)
+    total += sum(study.steps(world, one) - study.steps_before(one, archive) for one in missing)
     progress = Progress(total, len(missing), lambda: done.value, study, tell)
     queue = [one for one in missing if one.seed not in unstarted]
     pool = ProcessPoolExecutor(workers, context, _end_with_parent, (os.getpid(),))

@@ -55,6 +55,10 @@ class Study(ABC):
     def steps(self, world: Any, training) -> float:
         """Cost of a training, in steps of InfoNCE."""
 
+    def steps_before(self, training, archive: Archive) -> float:
+        """The share of `steps` that an interrupted training resumes behind; 0 where trainings begin anew."""
+        return 0.0
+
     def starting_steps(self, world: Any) -> float:
         """Cost of the pretraining that a seed's trainings start from; 0 for none."""
         return 0.0

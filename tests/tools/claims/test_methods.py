@@ -74,6 +74,15 @@ def test_a_second_start_trains_nothing(study):
     assert Archive(out, study).read(training_of("pcmepp-clip", 0)) is not None
 
 
+def test_steps_behind_which_a_training_resumes_are_not_waited_for(study):
+    study, out, _ = study
+    archive, run = Archive(out, study), out / "runs" / "pcmepp-clip-seed-0"
+    last = max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    one = training_of("pcmepp-clip", 0)
+    assert study.steps_before(one, archive) == last * study.step_cost(one) > 0
+    assert study.steps_before(training_of("vse", 0), archive) == 0
+
+
 def test_a_training_that_fails_says_where_to_read(tmp_path):
     study = Methods(NOTHING, ["vse"], Settings("scenes", epochs=1, batch_size=5000, scenes=32, test_scenes=24))
     with pytest.raises(UserError, match=r"vse, seed 0, ended with code 2: error: .*5000.* Use ") as error:

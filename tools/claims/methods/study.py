@@ -21,7 +21,16 @@ import yaml
 from probemb.errors import UserError
 from tools.claims.flickr8k.world import Files
 from tools.claims.methods import findings
-from tools.claims.methods.training import HERE, Training, World, measure, seconds_per_step, train, validated
+from tools.claims.methods.training import (
+    HERE,
+    Training,
+    World,
+    measure,
+    seconds_per_step,
+    steps_done,
+    train,
+    validated,
+)
 from tools.claims.methods.variants import rankings_of, training_of
 from tools.claims.study import Study, Tell
 
@@ -117,6 +126,9 @@ class Methods(Study):
 
     def steps(self, world: World, training: Training) -> float:
         return world.pairs // self.settings.batch_size * self.epochs * self.step_cost(training)
+
+    def steps_before(self, training: Training, archive: Archive) -> float:
+        return steps_done(archive.out / "runs" / archive.name(training)) * self.step_cost(training)
 
     def train(self, world: World, training: Training, start, step_done: Callable, archive: Archive, test: bool) -> dict:
         name = archive.name(training)

@@ -56,12 +56,12 @@ def train(world: World, training: Training, name: str, out: Path, step_done: Cal
         *("-m", "finetune.run", "--config", str(world.config), "--method", training.method),
         *("--seed", str(training.seed), "--out", str(run), "--resume", *world.options, *given),
     ]
-    log, began, done = out / "logs" / f"{name}.log", time.perf_counter(), _steps(run)
+    log, began, done = out / "logs" / f"{name}.log", time.perf_counter(), steps_done(run)
     with _start(command, log) as process:
         try:
             while process.poll() is None:
                 time.sleep(POLL)
-                now = _steps(run)
+                now = steps_done(run)
                 for _ in range(now - done):
                     step_done()
                 done = now
@@ -123,5 +123,6 @@ def _lines(run: Path) -> list[dict]:
         return []  # not there yet, or its last line is being written
 
 
-def _steps(run: Path) -> int:
+def steps_done(run: Path) -> int:
+    """Step of a run's last line in its log; 0 for a run that has none."""
     return max((line.get("step", 0) for line in _lines(run)), default=0)
