@@ -15,6 +15,7 @@ from probemb.models.inputs import (
     create_tokenizer,
     create_transforms,
 )
+from probemb.models.parts import draw_parts
 from probemb.models.published import import_pcmepp
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "create_tokenizer",
     "create_transforms",
     "digest_model",
+    "draw_parts",
     "fill_word_vectors",
     "import_pcmepp",
     "lasting_name",

@@ -108,20 +108,26 @@ class DualEncoder(nn.Module):
             self.shift.clone(),
         )
 
-    def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None) -> Gaussian:
+    def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, 3, H, W), normalised as `create_transforms` does -> Gaussian (B, D), mean l2-normalised.
 
         The result is at least float32, also under autocast and with half-precision weights.
-        `token_mask` (B, T) bool: tokens that take part in pooling (SizeAugment; heads that read tokens).
-        """
-        return self.visual.encode(pixels, token_mask).gaussian
 
-    def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None) -> Gaussian:
-        """(B, L) int64 -> Gaussian (B, D), as `encode_image`.
+        Args:
+            token_mask: (B, T) bool, tokens that take part in pooling (SizeAugment; heads that read tokens).
+            kept: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
+
+        Raises:
+            UserError: `kept` for an image tower without patches.
+        """
+        return self.visual.encode(pixels, token_mask, kept=kept).gaussian
+
+    def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
+        """(B, L) int64 -> Gaussian (B, D), as `encode_image`; `kept` is of tokens.
 
         L may be shorter than the context length, see `cut_padding`.
         """
-        return self.text.encode(tokens, token_mask).gaussian
+        return self.text.encode(tokens, token_mask, kept=kept).gaussian
 
     def cut_padding(self, tokens: Tensor) -> Tensor:
         """(B, L) tokens without the columns behind the longest text: the same embeddings in less time."""

@@ -24,6 +24,7 @@ from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.features import FeatureLayout, Features
 from probemb.models.heads.covariance import Covariance
+from probemb.models.parts import Parts
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
 # precision, and which still has a finite inverse and logarithm.
@@ -106,6 +107,7 @@ class Encoder(nn.Module):
         context_length: largest L; text towers only.
         covariance: what becomes of the predicted log-variances.
         feature_layout: set where features that were computed before come in place of inputs; see `features.py`.
+        required_parts: at most so many of an input's parts may not be dropped; see `parts.py`.
     """
 
     mean_head: nn.Module | None
@@ -113,11 +115,28 @@ class Encoder(nn.Module):
     token_width: int
     pooled_width: int
     feature_layout: FeatureLayout | None = None
+    required_parts: int = 0
     covariance: Covariance = Covariance()
 
     @abstractmethod
     def features(self, inputs: Tensor) -> tuple[Features, Features | None]:
         """The mean's and the log-variance's features; None for the second in a point model."""
+
+    def parts(self, inputs: Tensor) -> Parts:
+        """The patches or tokens that inputs can be reduced to, see `parts.py`.
+
+        Raises:
+            UserError: the tower reads its inputs as a whole.
+        """
+        raise UserError(
+            f"{type(self).__name__} reads its inputs as a whole: they have no parts that could be left out.",
+            "Leave masked inclusion and patch dropout out, or choose an open_clip transformer such as ViT-B-16.",
+        )
+
+    def features_of_parts(self, inputs: Tensor, kept: Tensor) -> tuple[Features, Features | None]:
+        """`features` of inputs reduced to `kept`, (B, n) int64, with as many tokens. Raises UserError as `parts`."""
+        self.parts(inputs)
+        raise NotImplementedError
 
     @abstractmethod
     def place(self, name: str) -> Place:
@@ -163,6 +182,7 @@ class Encoder(nn.Module):
         token_mask: Tensor | None = None,
         want_tokens: WantTokens = False,
         want_features: bool = False,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The tensors of `Encoded`, flat, because engines hook tensors in tuples only; `encode` gives the object.
 
@@ -172,13 +192,14 @@ class Encoder(nn.Module):
             want_tokens: also give every token in the embedding space; "residuals" gives those of a PIE head instead,
                 "trunk" the trunk's tokens before any head.
             want_features: also give the trunk's features, those of the mean, and the mean as it is before its l2 norm.
+            kept: (B, n) int64, the patches or tokens that the tower reads, see `parts.py`; None for all.
 
         Raises:
             ValueError: a token mask, or tokens, from heads that read the pooled features alone; residuals from another
-                head than PIE.
+                head than PIE; parts of cached features.
+            UserError: parts of inputs that the tower reads as a whole.
         """
-        cached = self.feature_layout
-        mean_features, unc_features = cached.unpack(inputs) if cached else self.features(inputs)
+        mean_features, unc_features = self._features(inputs, kept)
         if token_mask is not None:
             if not getattr(self.mean_head, "reads_tokens", False):
                 raise ValueError("these heads read the pooled features alone, so they take no token_mask")
@@ -213,6 +234,14 @@ class Encoder(nn.Module):
             mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
         return *found, tokens if want_tokens == "trunk" else self.mean_head.embed_tokens(tokens), mask
 
+    def _features(self, inputs: Tensor, kept: Tensor | None) -> tuple[Features, Features | None]:
+        """Of whole inputs, of their parts, or as they were computed before."""
+        if self.feature_layout is not None:
+            if kept is not None:
+                raise ValueError("cached features are of whole inputs, so they have no parts")
+            return self.feature_layout.unpack(inputs)
+        return self.features(inputs) if kept is None else self.features_of_parts(inputs, kept)
+
     @torch.no_grad()
     def layout(self, inputs: Tensor) -> FeatureLayout:
         """How features of such inputs are kept.
@@ -233,9 +262,10 @@ class Encoder(nn.Module):
         token_mask: Tensor | None = None,
         want_tokens: WantTokens = False,
         want_features: bool = False,
+        kept: Tensor | None = None,
     ) -> Encoded:
         """`forward`, as an `Encoded`."""
-        return Encoded.of(self(inputs, token_mask, want_tokens, want_features))
+        return Encoded.of(self(inputs, token_mask, want_tokens, want_features, kept))
 
 
 def l2_normalize(x: Tensor) -> Tensor:

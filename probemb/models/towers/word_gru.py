@@ -24,7 +24,7 @@ from probemb.models.architectures import check_n_unc_layers
 from probemb.models.encoder import Encoder, Place
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.towers.words import fill_rows, needed_vocabulary, random_vectors, trim_words, word_mask
+from probemb.models.towers.words import WordParts, fill_rows, needed_vocabulary, random_vectors, trim_words, word_mask
 from probemb.models.word_tokenizer import FIRST_WORD, PADDING
 
 POOLING = ("last", "last-word", "max", "mean")
@@ -92,7 +92,7 @@ class GRUShape:
         return self.hidden * (1 + (self.bidirectional and not self.averaged))
 
 
-class WordGRU(Encoder):
+class WordGRU(WordParts, Encoder):
     """A word embedding and layers of GRUs.
 
     Args:

@@ -19,7 +19,7 @@ from probemb.models.architectures import check_n_unc_layers
 from probemb.models.encoder import Encoder, Place
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.towers.words import fill_rows, needed_vocabulary, random_vectors, trim_words, word_mask
+from probemb.models.towers.words import WordParts, fill_rows, needed_vocabulary, random_vectors, trim_words, word_mask
 from probemb.models.word_tokenizer import UNKNOWN
 
 
@@ -29,7 +29,7 @@ def make_text_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, sto
     return WordMean(needed_vocabulary(architecture), n_unc_layers, head, **config)
 
 
-class WordMean(Encoder):
+class WordMean(WordParts, Encoder):
     """Mean word vectors; tokens are the words' vectors.
 
     Args:

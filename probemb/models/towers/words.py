@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from probemb.errors import UserError
+from probemb.models.features import Features
+from probemb.models.parts import Parts, take_tokens
 from probemb.models.word_tokenizer import FIRST_WORD, PADDING, UNKNOWN
 
 VECTOR_STD = 0.3  # about that of GloVe's vectors
@@ -35,6 +37,19 @@ def random_vectors(n_words: int, width: int) -> Tensor:
 def word_mask(tokens: Tensor) -> Tensor:
     """(B, T) bool, True for words; an empty text is one word of padding."""
     return (tokens != PADDING) | (torch.arange(tokens.shape[1], device=tokens.device) == 0)
+
+
+class WordParts:
+    """What makes an `Encoder` of words read a part of them, as if the others had not been written."""
+
+    def parts(self, tokens: Tensor) -> Parts:
+        """Every word may be dropped."""
+        optional = tokens != PADDING
+        return Parts(optional, torch.zeros_like(optional))
+
+    def features_of_parts(self, tokens: Tensor, kept: Tensor) -> tuple[Features, Features | None]:
+        """`features` of n words."""
+        return self.features(take_tokens(tokens, kept, PADDING))
 
 
 def trim_words(tokens: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from open_clip.transformer import TextTransformer, Transformer, VisionTransforme
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from probemb.errors import UserError
 from probemb.gaussian import at_least_float32
 from probemb.models.architectures import check_n_unc_layers, stock_image_tower, stock_text_tower
 from probemb.models.encoder import Encoder, Place
@@ -27,6 +28,7 @@ from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
 from probemb.models.heads.gpo import length_mask
 from probemb.models.heads.linear import full_precision
+from probemb.models.parts import Parts, take_parts, take_tokens
 
 BLOCK = re.compile(r"(uncertainty_)?transformer\.resblocks\.(\d+)\.")
 
@@ -97,7 +99,29 @@ class ImageTransformer(_Transformer, VisionTransformer):
 
         The log-variance's are neither normalised nor pooled by attention: PCME++ has no norm there.
         """
-        tokens = self._embeds(pixels.to(self.conv1.weight.dtype))
+        return self._features_of(self._embed(pixels, None))
+
+    def parts(self, pixels: Tensor) -> Parts:
+        """Every patch, row by row, may be dropped."""
+        optional = torch.ones(len(pixels), self.n_tokens - 1, dtype=torch.bool, device=pixels.device)
+        return Parts(optional, torch.zeros_like(optional))
+
+    def features_of_parts(self, pixels: Tensor, kept: Tensor) -> tuple[Features, Features | None]:
+        """`features` with the class token and n patches, which keep their positions. All images keep n: no -1."""
+        return self._features_of(self._embed(pixels, kept))
+
+    def _embed(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
+        """What the first block reads, (B, T, W) or, of some patches, (B, 1 + n, W)."""
+        patches = self.conv1(pixels.to(self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
+        positions = self.positional_embedding.to(patches.dtype)
+        patches = patches + positions[1:]
+        class_token = (self.class_embedding.to(patches.dtype) + positions[0]).expand(len(patches), 1, -1)
+        if kept is not None:
+            return self.ln_pre(torch.cat([class_token, take_parts(patches, kept)], 1))
+        return self.ln_pre(self.patch_dropout(torch.cat([class_token, patches], 1)))
+
+    def _features_of(self, tokens: Tensor) -> tuple[Features, Features | None]:
+        """The blocks and the pooling."""
         mean_tokens, unc_tokens = self._branches(tokens)
         pooled = self._pool(mean_tokens)[0]
         mean = Features(mean_tokens, pooled if pooled.ndim == 2 else pooled.mean(1))
@@ -114,6 +138,8 @@ class ImageTransformer(_Transformer, VisionTransformer):
 class TextTransformerTower(_Transformer, TextTransformer):
     """An open_clip text transformer; arguments as for `ImageTransformer`."""
 
+    required_parts = 2  # the start and the end token
+
     def __init__(self, stock: TextTransformer, branch: Transformer | None, head: HeadConfig):
         _take_over(self, stock)
         self.uncertainty_transformer = branch
@@ -127,12 +153,47 @@ class TextTransformerTower(_Transformer, TextTransformer):
         The mean's pass through the tower's last norm (`ln_final`), the log-variance's do not. A class token behind the
         text (CoCa's) is what is pooled and takes no part as a token.
         """
-        x, attn_mask = self._embeds(tokens)
-        if attn_mask is not None:
-            attn_mask = attn_mask[..., : x.shape[1], : x.shape[1]]
-        mean_x, unc_x = self._branches(x, attn_mask)
+        return self._features_of(tokens, self.positional_embedding[: tokens.shape[1]])
+
+    def parts(self, tokens: Tensor) -> Parts:
+        """The tokens between a text's start and its end may be dropped.
+
+        Raises:
+            UserError: padding takes part in the text (SigLIP's, CLIPA's), so that its length is no number of words.
+        """
+        if self.cls_emb is None and self.pool_type not in ("argmax", "eos"):
+            raise UserError(
+                "The text tower pools its last position, be it a word or padding, so texts have no parts.",
+                "Leave masked inclusion out, or choose a text tower that pools the end token, such as ViT-B-16's.",
+            )
+        there = self.text_mask(tokens)
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = (position == 0) | (position == there.sum(1, keepdim=True) - 1)
+        return Parts(there & ~ends, there & ends)
+
+    def features_of_parts(self, tokens: Tensor, kept: Tensor) -> tuple[Features, Features | None]:
+        """`features` with n tokens, which keep their positions."""
+        return self._features_of(take_tokens(tokens, kept, self.pad_id), self.positional_embedding[kept.clamp(min=0)])
+
+    def _features_of(self, tokens: Tensor, positions: Tensor) -> tuple[Features, Features | None]:
+        """Of tokens (B, L) at positions (L, W) or (B, L, W)."""
+        kind = self.transformer.get_cast_dtype()
+        x = self.token_embedding(tokens).to(kind) + positions.to(kind)
+        if self.cls_emb is not None:
+            class_token = self.cls_emb.to(kind) + self.positional_embedding[self.context_length].to(kind)
+            x = torch.cat([x, class_token.expand(len(x), 1, -1)], 1)
+        mean_x, unc_x = self._branches(x, self._attention_mask(tokens, x))
         mean_x, mask = self.ln_final(mean_x), self.text_mask(tokens)
         return self._pooled(mean_x, tokens, mask), None if unc_x is None else self._pooled(unc_x, tokens, mask)
+
+    def _attention_mask(self, tokens: Tensor, x: Tensor) -> Tensor | None:
+        """open_clip's, for a sequence of this length."""
+        length = x.shape[1]
+        mask = None if self.attn_mask is None else self.attn_mask[:length, :length]
+        if self.use_pad_mask or self.cls_emb is not None:
+            padding = self._build_additive_mask(tokens, length, x.dtype)
+            mask = padding if mask is None else mask + padding
+        return mask
 
     def _pooled(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Features:
         if self.cls_emb is not None:

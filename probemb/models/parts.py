@@ -1,0 +1,78 @@
+"""Parts of images and texts: which patches or tokens a tower reads, for masked inclusion and patch dropout.
+
+    kept = draw_parts(model.image_tower, pixels, share=0.25, generator=generator)   # (B, n) patches of each image
+    masked = model.encode_image(pixels, kept=kept)                                  # Gaussian (B, D)
+    kept = draw_parts(model.text_tower, tokens, share=0.25, generator=generator)    # (B, n) tokens of each text
+    masked = model.encode_text(tokens, kept=kept)
+
+`kept` is (B, n) int64: rows of increasing positions, filled with -1 behind those of a row that keeps fewer. What is kept
+stays at its position (patches and the tokens of transformers) and the rest costs nothing: n is the length that the
+tower computes with. Class and uncertainty tokens are no parts, and are always there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from probemb.models.encoder import Encoder
+
+
+class Parts(NamedTuple):
+    """The parts of a batch of P patches or tokens each.
+
+    Attributes:
+        optional: (B, P) bool, True for those that may be dropped.
+        required: (B, P) bool, True for those that may not (start and end of a text); padding is in neither.
+    """
+
+    optional: Tensor
+    required: Tensor
+
+
+def draw_parts(tower: Encoder, inputs: Tensor, share: float, generator: torch.Generator | None = None) -> Tensor:
+    """Random parts of every input: all that are required, and a share of the others, rounded, at least one.
+
+    No value of the inputs is waited for: n follows from their shape.
+
+    Args:
+        inputs: (B, 3, H, W) pixels or (B, L) tokens, as the tower reads them.
+        share: of the optional parts to keep, above 0 to 1.
+        generator: on any device, of which the draw is a function; None for torch's own of the CPU.
+
+    Returns:
+        (B, n) int64 on the inputs' device.
+
+    Raises:
+        UserError: the tower reads its inputs as a whole, or the share is out of range.
+    """
+    if not 0 < share <= 1:
+        raise UserError(f"The share of parts to keep is {share}.", "Set it above 0 and at most to 1.")
+    optional, required = tower.parts(inputs)
+    n_parts, always = optional.shape[1], tower.required_parts
+    at = "cpu" if generator is None else generator.device
+    chance = torch.rand(optional.shape, generator=generator, device=at).to(inputs.device)
+    chance = chance.masked_fill(required, -1.0).masked_fill(~(optional | required), 2.0)
+    rank = chance.argsort(1).argsort(1)
+    shares = [min(n, max(1, round(share * n))) for n in range(n_parts + 1)]
+    n_kept = torch.tensor(shares, device=inputs.device)[optional.sum(1)] + required.sum(1)
+    position = torch.arange(n_parts, device=inputs.device).expand_as(rank)
+    kept = torch.where(rank < n_kept[:, None], position, n_parts).sort(1).values
+    kept = kept[:, : shares[max(n_parts - always, 0)] + always]
+    return torch.where(kept == n_parts, -1, kept)
+
+
+def take_parts(x: Tensor, kept: Tensor) -> Tensor:
+    """(B, P, W) or (B, P) -> (B, n, W) or (B, n); what stands for -1 is the first part."""
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return x[rows, kept.clamp(min=0)]
+
+
+def take_tokens(tokens: Tensor, kept: Tensor, pad_id: int = 0) -> Tensor:
+    """(B, L) int64 -> (B, n) int64, padding in place of -1."""
+    return take_parts(tokens, kept).masked_fill(kept < 0, pad_id)

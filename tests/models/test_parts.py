@@ -1,0 +1,147 @@
+"""Parts of images and texts: what is drawn, and what towers make of it, against open_clip's own parts and plain loops."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from probemb.errors import UserError
+from probemb.models import create_model, create_tokenizer, draw_parts
+from probemb.models.heads import HeadConfig
+from probemb.models.parts import take_tokens
+from probemb.models.towers.open_clip.transformer import make_text_tower
+
+TEXTS = ["a", "a photo of two dogs", "a small red car in front of a very old house with seven windows and no door"]
+WORDS = sorted({word for text in TEXTS for word in text.split()})
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return create_model("ViT-Tiny-64", n_unc_layers=1).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def images(model):
+    return torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return create_tokenizer(model)(TEXTS)
+
+
+def draw(seed, *arguments, **more):
+    return draw_parts(*arguments, generator=torch.Generator().manual_seed(seed), **more)
+
+
+def test_all_parts_are_the_whole(model, images, tokens):
+    patches = draw(0, model.image_tower, images, share=1.0)
+    assert_close(model.visual(images, kept=patches), model.visual(images))
+    kept = draw(0, model.text_tower, tokens, share=1.0)
+    assert_close(model.text(tokens, kept=kept), model.text(tokens))
+
+
+def test_patches_keep_their_positions(model, images):
+    tower = model.image_tower
+    kept = draw(0, tower, images, share=0.25)
+    assert kept.shape == (3, round(0.25 * (tower.n_tokens - 1)))
+    assert all(len(set(row.tolist())) == len(row) and row.tolist() == sorted(row.tolist()) for row in kept)
+    found = model.encode_image(images, kept=kept)
+    embedded = tower.ln_pre.register_forward_pre_hook(lambda _, x: embedded_rows.append(x[0]))
+    embedded_rows = []
+    model.encode_image(images)
+    embedded.remove()
+    for i, row in enumerate(kept):  # the embedded tokens, cut by hand
+        chosen = embedded_rows[0][i : i + 1, [0, *(1 + p for p in row.tolist())]]
+        mean, unc = tower._branches(tower.ln_pre(chosen))
+        assert_close(found.mean[i], torch.nn.functional.normalize(tower.project(tower.ln_post(mean[:, 0])))[0])
+        assert_close(found.log_var[i], torch.nn.functional.linear(unc[0, 0], *tower.log_var_head.parameters()))
+
+
+def test_only_kept_patches_matter(model, images):
+    kept = torch.tensor([[0, 3]] * 3)
+    patch = model.config["architecture"]["vision_cfg"]["patch_size"]
+    changed = images.clone()
+    changed[:, :, :patch, patch : 3 * patch] += 1  # patches 1 and 2
+    before = model.encode_image(images, kept=kept)
+    assert torch.equal(model.encode_image(changed, kept=kept).mean, before.mean)
+    changed[:, :, :patch, :patch] += 1
+    assert not torch.equal(model.encode_image(changed, kept=kept).mean, before.mean)
+
+
+def test_texts_keep_both_ends_and_their_share_of_words(model, tokens):
+    kept = draw(0, model.text_tower, tokens, share=0.25)
+    ends = tokens.argmax(1)
+    for row, end in zip(kept, ends):
+        there = [p for p in row.tolist() if p >= 0]
+        assert there[0] == 0 and there[-1] == end and there == sorted(set(there))
+        words = int(end) - 1
+        assert len(there) == 2 + (min(words, max(1, round(0.25 * words))))
+        assert row.tolist() == there + [-1] * (len(row) - len(there))
+
+
+def test_a_text_without_some_words_does_not_depend_on_them(model, tokens):
+    kept = torch.tensor([[0, 1, 2, -1], [0, 2, 5, 6], [0, 3, 17, -1]])
+    kept[2, 2] = tokens[2].argmax()
+    before = model.encode_text(tokens, kept=kept)
+    for i, row in enumerate(kept):  # one by one, without what fills the others
+        alone = model.encode_text(tokens[i : i + 1], kept=row[None, row >= 0])
+        assert_close(alone.mean[0], before.mean[i])
+        assert_close(alone.log_var[0], before.log_var[i])
+    changed = tokens.clone()
+    changed[1, [1, 3, 4]] = 300
+    changed[2, 1] = 300
+    assert torch.equal(model.encode_text(changed, kept=kept).mean, before.mean)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.75])
+def test_every_part_is_as_likely(model, share):
+    inputs = torch.zeros(400, 3, 64, 64)
+    n = model.image_tower.n_tokens - 1
+    kept = draw(0, model.image_tower, inputs, share=share)
+    assert kept.shape[1] == max(1, round(share * n)) and int(kept.min()) >= 0
+    frequency = torch.bincount(kept.flatten(), minlength=n) / len(inputs)
+    expected = kept.shape[1] / n
+    assert (frequency - expected).abs().max() < 4.5 * (expected * (1 - expected) / len(inputs)) ** 0.5
+
+
+def test_a_draw_is_a_function_of_its_generator(model, tokens):
+    first, again, other = (draw(seed, model.text_tower, tokens, share=0.5) for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_gradient_and_patch_dropout_while_training(model, images):
+    torch.manual_seed(0)
+    trained = create_model("ViT-Tiny-64", n_unc_layers=1, grad_checkpointing=True).train()
+    out = trained.encode_image(images, kept=draw(0, trained.image_tower, images, share=0.5))
+    (out.mean[:, 0].sum() + out.log_var.sum()).backward()
+    assert all(p.grad is not None for p in trained.visual.parameters())
+
+
+def test_words_are_dropped_as_if_not_written():
+    torch.manual_seed(0)
+    model = create_model("scenes-cnn-gru", n_unc_layers=0, vocabulary=WORDS).eval()
+    tokenizer = create_tokenizer(model)
+    tokens = tokenizer(TEXTS)
+    kept = draw(0, model.text_tower, tokens, share=0.5)
+    texts = [" ".join(text.split()[p] for p in row.tolist() if p >= 0) for text, row in zip(TEXTS, kept)]
+    assert [len(text.split()) for text in texts] == [1, 2, 8]
+    assert torch.equal(take_tokens(tokens, kept)[:, :1], tokenizer(texts)[:, :1])
+    with torch.no_grad():
+        assert_close(model.encode_text(tokens, kept=kept).mean, model.encode_text(tokenizer(texts)).mean)
+
+
+def test_towers_without_parts_say_so(model, images):
+    cnn = create_model("scenes-cnn-gru", n_unc_layers=0, vocabulary=WORDS)
+    with pytest.raises(UserError, match="no parts.*ViT-B-16"):
+        draw_parts(cnn.image_tower, images, share=0.5)
+    with pytest.raises(UserError, match="no parts"):
+        cnn.encode_image(images, kept=torch.zeros(3, 1, dtype=torch.long))
+    for share in (0.0, 1.5):
+        with pytest.raises(UserError, match="share of parts"):
+            draw_parts(model.image_tower, images, share=share)
+    text = {"context_length": 8, "vocab_size": 20, "width": 8, "heads": 2, "layers": 1}
+    text |= {"no_causal_mask": True, "pool_type": "last"}  # as SigLIP's
+    siglip = make_text_tower({"embed_dim": 4, "text_cfg": text}, 0, HeadConfig("clip", 4))
+    with pytest.raises(UserError, match="be it a word or padding"):
+        draw_parts(siglip, torch.ones(1, 8, dtype=torch.long), share=0.5)
