@@ -5,9 +5,9 @@
     kept = draw_parts(model.text_tower, tokens, share=0.25, generator=generator)    # (B, n) tokens of each text
     masked = model.encode_text(tokens, kept=kept)
 
-`kept` is (B, n) int64: rows of increasing positions, filled with -1 behind those of a row that keeps fewer. What is kept
-stays at its position (patches and the tokens of transformers) and the rest costs nothing: n is the length that the
-tower computes with. Class and uncertainty tokens are no parts, and are always there.
+`kept` is (B, n) int64: rows of increasing positions, filled with -1 behind those of a row that keeps fewer. What stays
+keeps its position (patches and the tokens of transformers) and the rest costs nothing: n is the length that the tower
+computes with. Class and uncertainty tokens are no parts, and are always there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of images and texts: what is drawn, and what towers make of it, against open_clip's own parts and plain loops."""
+"""Parts of images and texts: what is drawn, and what towers make of it, against tokens that are cut by hand."""
 
 import pytest
 import torch
@@ -74,7 +74,8 @@ def test_texts_keep_both_ends_and_their_share_of_words(model, tokens):
     ends = tokens.argmax(1)
     for row, end in zip(kept, ends):
         there = [p for p in row.tolist() if p >= 0]
-        assert there[0] == 0 and there[-1] == end and there == sorted(set(there))
+        assert (there[0], there[-1]) == (0, end)
+        assert there == sorted(set(there))
         words = int(end) - 1
         assert len(there) == 2 + (min(words, max(1, round(0.25 * words))))
         assert row.tolist() == there + [-1] * (len(row) - len(there))
@@ -99,7 +100,8 @@ def test_every_part_is_as_likely(model, share):
     inputs = torch.zeros(400, 3, 64, 64)
     n = model.image_tower.n_tokens - 1
     kept = draw(0, model.image_tower, inputs, share=share)
-    assert kept.shape[1] == max(1, round(share * n)) and int(kept.min()) >= 0
+    assert kept.shape[1] == max(1, round(share * n))
+    assert int(kept.min()) >= 0
     frequency = torch.bincount(kept.flatten(), minlength=n) / len(inputs)
     expected = kept.shape[1] / n
     assert (frequency - expected).abs().max() < 4.5 * (expected * (1 - expected) / len(inputs)) ** 0.5
@@ -107,7 +109,8 @@ def test_every_part_is_as_likely(model, share):
 
 def test_a_draw_is_a_function_of_its_generator(model, tokens):
     first, again, other = (draw(seed, model.text_tower, tokens, share=0.5) for seed in (0, 0, 1))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_gradient_and_patch_dropout_while_training(model, images):
@@ -133,7 +136,7 @@ def test_words_are_dropped_as_if_not_written():
 
 def test_towers_without_parts_say_so(model, images):
     cnn = create_model("scenes-cnn-gru", n_unc_layers=0, vocabulary=WORDS)
-    with pytest.raises(UserError, match="no parts.*ViT-B-16"):
+    with pytest.raises(UserError, match="no parts that could be left out"):
         draw_parts(cnn.image_tower, images, share=0.5)
     with pytest.raises(UserError, match="no parts"):
         cnn.encode_image(images, kept=torch.zeros(3, 1, dtype=torch.long))
