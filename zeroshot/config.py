@@ -3,9 +3,15 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, restricted_number_type
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    restricted_number_type,
+)
 
-from probemb.cli.ranges import Count, Folder, Seed, Workers
+from probemb.cli.ranges import Count, Folder, Seed, Share, Workers
 
 # Marks in each command's files, so that it replaces no others.
 GENERATOR = "probemb zeroshot"
@@ -23,14 +29,22 @@ class ImagenetConfig:
     Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
         data: class folders, a folder or pattern of webdataset shards, or one tar.
-        filter: single, all, topk, best-topk, weighted, inverse-variance, or every.
+        filter: single, all, topk, best-topk, weighted, inverse-variance, class-deviation, threshold, quantile,
+            reweighted, reweighted-unlabelled, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
         templates: a file with one prompt template a line, each with {}; by default CLIP's 80.
         labels: a file of "NAME LABEL" lines, for images without class folders.
         k: prompts that topk keeps; by default the best number on these images, an oracle.
         temperature: of weighted, in standard deviations of a class' uncertainties.
-        select_on: where K is chosen: oracle (on the scored images), or in addition train (with select_data) or folds:5.
-        select_data: labelled images to choose K on, for --select-on train.
+        deviations: class-deviation keeps prompts below a class' mean uncertainty + so many standard deviations.
+        threshold: uncertainty below which threshold keeps a prompt of any class.
+        quantile: share of the most certain of all prompts that quantile keeps.
+        shots: labelled images of each class for reweighted.
+        unlabelled: images, without their labels, for reweighted-unlabelled.
+        prior: pseudo-images of each class, evenly over its prompts, for both; 0 for maximum likelihood.
+        select_on: where K and other settings are chosen, and prompts re-weighted: oracle (on the scored images), or in
+            addition train (with select_data) or folds:5.
+        select_data: labelled images to choose on, for --select-on train.
         out: folder for results.json and report.html; by default zeroshot/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
         batch_size: images in a batch.
@@ -50,6 +64,12 @@ class ImagenetConfig:
     labels: str | None = None
     k: Count | None = None
     temperature: PositiveFloat = 1.0
+    deviations: float | None = None
+    threshold: PositiveFloat | None = None
+    quantile: Share | None = None
+    shots: Count = 16
+    unlabelled: Count = 2000
+    prior: NonNegativeFloat = 10.0
     select_on: str = "oracle"
     select_data: str | None = None
     out: Folder | None = None

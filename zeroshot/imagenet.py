@@ -21,7 +21,7 @@ from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConf
 if TYPE_CHECKING:
     from probemb.cli.device import Device
     from probemb.models import LoadedModel
-    from zeroshot.filtering.filters import Selection
+    from zeroshot.filtering.filters import FilterOptions, Selection
     from zeroshot.filtering.outcome import Outcome, Task
 
 PROG = "python -m zeroshot.imagenet"
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     filters = filter_names(config.filter)
     selection = parse_selection(config.select_on)
-    _check_selection(config, filters, selection)
+    options = filter_options(config)
+    _check_selection(config, filters, options, selection)
     templates = read_templates(config.templates)
     if config.k is not None and config.k > len(templates):
         raise UserError(f"--k {config.k} is more than the {len(templates)} templates.", "Give a smaller --k.")
@@ -72,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate_and_write(
     config: ImagenetConfig, filters: list[str], selection: Selection, task: Task, other, out: Path
 ) -> None:
-    """Load the model, evaluate it, and write the results into `out`; `other`: images and labels to choose K on."""
+    """Load the model, evaluate it, and write the results into `out`; `other`: images and labels to choose on."""
+    from dataclasses import replace
+
     from probemb.cli.device import choose_device
     from probemb.cli.progress import progress
     from probemb.cli.results import write_json
@@ -80,7 +83,6 @@ def evaluate_and_write(
     from probemb.data.labelled.images import remarks
     from probemb.evaluation.embedding import Embedder
     from probemb.models import check_single_embeddings
-    from zeroshot.filtering.filters import FilterOptions
     from zeroshot.filtering.outcome import evaluate
     from zeroshot.filtering.prompts import single_index
     from zeroshot.reports.imagenet import write_report
@@ -101,7 +103,7 @@ def evaluate_and_write(
         config.max_bad, progress,
     )  # fmt: skip
     outcome = evaluate(
-        embedder, task, filters, options=FilterOptions(single_index(templates), config.k, config.temperature),
+        embedder, task, filters, options=replace(filter_options(config), single=single_index(templates)),
         selection=selection, select_images=other, cache=config.cache,
     )  # fmt: skip
     for message in (outcome.cache[1], describe_bad(outcome.bad), *outcome.notices):
@@ -129,18 +131,35 @@ def load(name: str, device: str) -> LoadedModel:
         ) from error
 
 
-def _check_selection(config: ImagenetConfig, filters: Sequence[str], selection: Selection) -> None:
+def filter_options(config: ImagenetConfig) -> FilterOptions:
+    """The filters' options as given."""
+    from zeroshot.filtering.filters import FilterOptions
+
+    return FilterOptions(
+        k=config.k, temperature=config.temperature, deviations=config.deviations, threshold=config.threshold,
+        quantile=config.quantile, shots=config.shots, unlabelled=config.unlabelled, prior=config.prior,
+    )  # fmt: skip
+
+
+def _check_selection(
+    config: ImagenetConfig, filters: Sequence[str], options: FilterOptions, selection: Selection
+) -> None:
+    from zeroshot.filtering.filters import choosing
+    from zeroshot.filtering.thresholds import SETTINGS
+
     if (selection.on == "train") != (config.select_data is not None):
         if config.select_data is not None:
-            raise UserError("--select-data is given, but K is not chosen on it.", "Add --select-on train.")
-        raise UserError("--select-on train needs the images to choose K on.", "Name them with --select-data PATH.")
-    if config.k is not None and "topk" not in filters:
-        raise UserError(f"--k has no effect with --filter {config.filter}.", "Say --filter topk, or leave --k out.")
-    chooses = "best-topk" in filters or ("topk" in filters and config.k is None)
-    if selection.on != "oracle" and not chooses:
+            raise UserError("--select-data is given, but nothing is chosen on it.", "Add --select-on train.")
+        raise UserError("--select-on train needs the images to choose on.", "Name them with --select-data PATH.")
+    for name, option in {"topk": "k", **SETTINGS}.items():
+        if getattr(config, option) is not None and name not in filters:
+            raise UserError(
+                f"--{option} has no effect with --filter {config.filter}.", f"Say --filter {name}, or leave it out."
+            )
+    if selection.on != "oracle" and not choosing(filters, options):
         raise UserError(
-            f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses no K.",
-            "Say --filter topk, best-topk or every, or leave --select-on out.",
+            f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses nothing.",
+            "Say --filter topk, best-topk, reweighted or every, or leave --select-on out.",
         )
 
 
@@ -193,6 +212,10 @@ def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Devic
         "prompt_cache": outcome.cache[0],
         "seconds": outcome.seconds,
         "rows": [asdict(row) for row in e.rows],
+        "reweighted": {
+            name: {"steps": len(found.objective) - 1, "objective": [found.objective[0], found.objective[-1]]}
+            for name, found in e.reweighted.items()
+        },
         "curve": None if e.curve1 is None else {"top1": e.curve1, "top5": e.curve5},
         "uncertainty": {
             "classes": asdict(class_bins) if class_bins else None,

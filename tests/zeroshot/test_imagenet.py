@@ -27,7 +27,7 @@ def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
     results = json.loads((every / "results.json").read_text(), parse_constant=pytest.fail)
     assert [row["note"] for row in results["rows"]] == [
         "zero-shot", "zero-shot", "oracle", "honest (folds:2)", "oracle", "oracle, upper bound", "honest (folds:2)",
-        "zero-shot", "zero-shot",
+        "zero-shot", "zero-shot", *["oracle", "honest (folds:2)"] * 4, "transductive", "honest (folds:2)",
     ]  # fmt: skip
     assert all(0 < row["gain_se"] < 0.2 for row in results["rows"] if row["gain"])
     assert results["images"] == N_CLASSES * PER_CLASS
@@ -138,7 +138,7 @@ def test_a_second_run_reads_the_cache_and_replaces_its_own_files(every, run_fold
 
 
 def test_each_filter_alone_compares_with_single_and_all(run_folder, shards, tmp_path):
-    for name, expected in {"weighted": 1, "topk": 1, "best-topk": 2}.items():
+    for name, expected in {"weighted": 1, "topk": 1, "best-topk": 2, "quantile": 1, "reweighted": 1}.items():
         main(
             ["--filter", name, "--model", str(run_folder), "--data", str(shards), "--out", str(tmp_path), "--no-cache"]
         )
@@ -229,15 +229,17 @@ def bad_inputs(shards, run_folder, tmp):
         "does not exist": {**good, "--data": str(tmp / "nothing")},
         "There is no ImageNet in": {"--model": str(run_folder)},
         "not a way to choose K": {**good, "--select-on": "test"},
-        "needs the images to choose K on": {**good, "--select-on": "train"},
+        "needs the images to choose on": {**good, "--select-on": "train"},
         "of the images in .* are also evaluated": {
             **good,
             "--select-on": "train",
             "--select-data": str(shards / "00001.tar"),
         },
-        "but K is not chosen on it": {**good, "--select-data": str(shards)},
-        "chooses no K": {**good, "--filter": "all", "--select-on": "folds:5"},
+        "but nothing is chosen on it": {**good, "--select-data": str(shards)},
+        "chooses nothing": {**good, "--filter": "all", "--select-on": "folds:5"},
         "--k has no effect": {**good, "--filter": "best-topk", "--k": "3"},
+        "--quantile has no effect": {**good, "--filter": "threshold", "--quantile": "0.5"},
+        "--quantile is 1.5": {**good, "--quantile": "1.5"},
         "--k 81 is more than the 80": {**good, "--filter": "topk", "--k": "81"},
         "--k is 0": {**good, "--filter": "topk", "--k": "0"},
         "--batch-size is 0": {**good, "--batch-size": "0"},
@@ -251,7 +253,7 @@ def bad_inputs(shards, run_folder, tmp):
     }
 
 
-@pytest.mark.parametrize("case", range(21))
+@pytest.mark.parametrize("case", range(23))
 def test_bad_input_is_refused_before_anything_is_written(case, shards, run_folder, tmp_path):
     message, options = list(bad_inputs(shards, run_folder, tmp_path).items())[case]
     out = tmp_path / "out"

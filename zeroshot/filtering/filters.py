@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from probemb.errors import UserError, nearest
+from zeroshot.filtering.reweighting import PRIOR_IMAGES
+from zeroshot.filtering.thresholds import SETTINGS, class_deviation, quantile, threshold
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,20 @@ class FilterOptions:
         single: index of the prompt that `single` keeps.
         k: prompts to keep; an int for `topk`, one per class (C,) for `best-topk`; None keeps all.
         temperature: of `weighted`, in standard deviations of the class' own uncertainties.
+        deviations, threshold, quantile: settings of the threshold filters; None where they are to be chosen.
+        shots: labelled images of each class for `reweighted`; unlabelled: images for `reweighted-unlabelled`.
+        prior: pseudo-images of each class, evenly over its prompts: the strength of the Dirichlet prior of both.
     """
 
     single: int = 0
     k: int | Tensor | None = None
     temperature: float = 1.0
+    deviations: float | None = None
+    threshold: float | None = None
+    quantile: float | None = None
+    shots: int = 16
+    unlabelled: int = 2000
+    prior: float = PRIOR_IMAGES
 
 
 def single(u: Tensor, options: FilterOptions) -> Tensor:
@@ -85,7 +96,11 @@ FILTERS: dict[str, Callable[[Tensor, FilterOptions], Tensor]] = {
     "best-topk": topk,
     "weighted": weighted,
     "inverse-variance": inverse_variance,
+    "class-deviation": class_deviation,
+    "threshold": threshold,
+    "quantile": quantile,
 }
+REWEIGHTED = ("reweighted", "reweighted-unlabelled")  # by EM, from images; `reweighting` has them
 
 
 def filter_names(wanted: str) -> list[str]:
@@ -95,11 +110,17 @@ def filter_names(wanted: str) -> list[str]:
         UserError: an unknown name.
     """
     if wanted == "every":
-        return list(FILTERS)
-    if wanted not in FILTERS:
-        known = [*FILTERS, "every"]
+        return [*FILTERS, *REWEIGHTED]
+    known = [*FILTERS, *REWEIGHTED, "every"]
+    if wanted not in known:
         raise UserError(f"There is no filter '{wanted}'.{nearest(wanted, known)}", f"Known are: {', '.join(known)}.")
     return list(dict.fromkeys(["single", "all", wanted]))
+
+
+def choosing(filters: Sequence[str], options: FilterOptions) -> list[str]:
+    """Those of the filters that choose something on images, or are fitted to images."""
+    given = {"topk": options.k, **{name: getattr(options, option) for name, option in SETTINGS.items()}}
+    return [name for name in filters if name in ("best-topk", *REWEIGHTED) or (name in given and given[name] is None)]
 
 
 def best_common_k(ranks: Tensor) -> int:

@@ -19,9 +19,10 @@ from probemb.data.look_alikes import leave_out, same_picture
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
-from zeroshot.filtering.evaluation import Evaluation, SelectionData, evaluate_embeddings
+from zeroshot.filtering.evaluation import evaluate_embeddings
 from zeroshot.filtering.filters import FilterOptions, Selection
 from zeroshot.filtering.prompts import embed_prompts
+from zeroshot.filtering.rows import Evaluation, SelectionData
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def evaluate(
     """Embed every prompt and every image once, then score all filters.
 
     Args:
-        filters: names in FILTERS, in the order of the rows.
-        select_images: images with labels to choose K on, for selection "train".
+        filters: names in FILTERS or REWEIGHTED, in the order of the rows.
+        select_images: images with labels to choose on, for selection "train".
         cache: folder of cached prompt embeddings, or None.
 
     Raises:
@@ -104,7 +105,8 @@ def evaluate(
     if select_images is not None:
         with timed(seconds, "selection images"):
             other, rows, _ = embedder.images(select_images[0], "choosing")
-            select_data = SelectionData(other.mean.to(device), torch.tensor([int(select_images[1][i]) for i in rows]))
+            chosen, names = [int(select_images[1][i]) for i in rows], [select_images[0].places[i].name for i in rows]
+            select_data = SelectionData(other.mean.to(device), torch.tensor(chosen), names)
     with timed(seconds, "filters"):
         evaluation = evaluate_embeddings(
             gaussian.mean.to(device), labels, [images.places[i].name for i in kept],

@@ -12,15 +12,15 @@ from probemb.reports.figures import GREEN, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import percent
 from zeroshot.config import GENERATOR
-from zeroshot.filtering.evaluation import SIGNIFICANT
+from zeroshot.filtering.rows import SIGNIFICANT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from probemb.data.labelled.classes import Classes
     from probemb.data.labelled.images import LabelledImages
-    from zeroshot.filtering.evaluation import Evaluation
     from zeroshot.filtering.outcome import Outcome
+    from zeroshot.filtering.rows import Evaluation
 
 IMAGES_A_CLASS = 6
 CLASSES_A_GROUP = 3

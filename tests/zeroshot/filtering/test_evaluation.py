@@ -6,8 +6,9 @@ import torch
 from probemb.errors import UserError
 from probemb.evaluation.classification import normalise
 from probemb.gaussian import Gaussian
-from zeroshot.filtering.evaluation import UPPER_BOUND, Row, SelectionData, evaluate_embeddings, paired_standard_error
-from zeroshot.filtering.filters import FILTERS, FilterOptions, Selection
+from zeroshot.filtering.evaluation import evaluate_embeddings
+from zeroshot.filtering.filters import FILTERS, REWEIGHTED, FilterOptions, Selection
+from zeroshot.filtering.rows import UPPER_BOUND, Row, SelectionData, paired_standard_error
 
 
 def world(n_classes=6, n_prompts=9, dim=8, per_class=12, seed=0):
@@ -32,12 +33,13 @@ def rows_of(evaluation):
 
 @pytest.fixture(scope="module")
 def every():
-    return evaluate_embeddings(*world(), list(FILTERS), selection=Selection("folds", 5))
+    return evaluate_embeddings(*world(), [*FILTERS, *REWEIGHTED], selection=Selection("folds", 5))
 
 
 def test_every_filter_has_its_row_and_gains_are_over_all(every):
     assert [row.filter for row in every.rows] == [
-        "single", "all", "topk", "topk", "best-topk", "best-topk", "best-topk", "weighted", "inverse-variance"
+        "single", "all", "topk", "topk", "best-topk", "best-topk", "best-topk", "weighted", "inverse-variance",
+        *[n for n in ("class-deviation", "threshold", "quantile", "reweighted", "reweighted-unlabelled") for _ in "oh"],
     ]  # fmt: skip
     base = rows_of(every)["all", "zero-shot"].top1
     for row in every.rows:
@@ -150,10 +152,10 @@ def test_folds_choose_k_without_the_images_they_score():
 
 def test_k_chosen_on_other_images_is_scored_on_these():
     images, labels, names, prompts = world()
-    other_images, other_labels, _, _ = world(seed=0, per_class=30)
+    other_images, other_labels, other_names, _ = world(seed=0, per_class=30)
     evaluation = evaluate_embeddings(
         images, labels, names, prompts, ["topk", "best-topk"],
-        selection=Selection("train"), select_data=SelectionData(other_images, other_labels),
+        selection=Selection("train"), select_data=SelectionData(other_images, other_labels, other_names),
     )  # fmt: skip
     rows = rows_of(evaluation)
     k = int(rows["topk", "honest (train)"].k)

@@ -6,6 +6,7 @@ import torch
 from probemb.errors import UserError
 from zeroshot.filtering.filters import (
     FILTERS,
+    REWEIGHTED,
     FilterOptions,
     best_class_k,
     best_common_k,
@@ -65,7 +66,7 @@ def test_weighted_does_not_depend_on_the_scale_of_u_and_obeys_the_temperature():
 
 
 def test_an_unknown_filter_gets_the_nearest_name():
-    assert filter_names("every") == list(FILTERS)
+    assert filter_names("every") == [*FILTERS, *REWEIGHTED]
     assert filter_names("best-topk") == ["single", "all", "best-topk"]
     with pytest.raises(UserError, match="Did you mean 'best-topk'"):
         filter_names("best-top")

@@ -1,0 +1,133 @@
+"""Results of an evaluation of prompt filters: the rows of its table, and everything else that a report shows.
+
+N images, C classes, P prompts of a class, K prompts kept, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from probemb.metrics import standard_error
+from zeroshot.filtering.reweighting import Reweighting
+
+ZERO_SHOT, ORACLE, TRANSDUCTIVE = "zero-shot", "oracle", "transductive"
+SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
+UPPER_BOUND = "best-topk, rivals at the same K"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        filter: its name in FILTERS or REWEIGHTED.
+        title: its name in tables.
+        k: prompts kept, the mean over classes (and folds) where it varies; None for soft weights.
+        top1, top5: accuracies in [0, 1].
+        top1_se: standard error of top1; None for a single image.
+        mean_per_class_recall: mean over classes with images of each class' top-1 accuracy, in [0, 1].
+        gain: top1 minus that of `all`.
+        gain_se: its standard error, paired over images; None for a single image.
+        note: "zero-shot" (nothing chosen on images), "oracle" (chosen on the scored images and their labels),
+            "transductive" (fitted to the scored images without their labels), or "honest (...)" (chosen on, or fitted
+            to, other images, which are named).
+        setting: of a threshold filter; the mean over folds where it was chosen.
+    """
+
+    filter: str
+    title: str
+    k: float | None
+    top1: float
+    top5: float
+    top1_se: float | None
+    mean_per_class_recall: float
+    gain: float
+    gain_se: float | None
+    note: str
+    setting: float | None = None
+
+    @property
+    def k_text(self) -> str:
+        """ "80" for one K, "mean 34.2" where K varies, "soft" for soft weights."""
+        if self.k is None:
+            return "soft"
+        return str(int(self.k)) if float(self.k).is_integer() else f"mean {self.k:.1f}"
+
+    @property
+    def top1_text(self) -> str:
+        """top1 and its standard error in percent: "71.20 ± 0.45"."""
+        return f"{100 * self.top1:.2f}" + ("" if self.top1_se is None else f" ± {100 * self.top1_se:.2f}")
+
+    @property
+    def gain_text(self) -> str:
+        """The gain and its standard error in points: "+1.20 ± 0.35"; empty for `all`."""
+        if self.filter == "all":
+            return ""
+        return f"{100 * self.gain:+.2f}" + ("" if self.gain_se is None else f" ± {100 * self.gain_se:.2f}")
+
+    @property
+    def verdict(self) -> str:
+        """ "up" or "down" for a gain beyond SIGNIFICANT standard errors, "" for one that may be chance."""
+        if self.gain_se is None or abs(self.gain) <= SIGNIFICANT * self.gain_se:
+            return ""
+        return "up" if self.gain > 0 else "down"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All results.
+
+    Attributes:
+        rows: the table.
+        curve1, curve5: (P,) accuracy with a common K = 1..P, or None if no filter needs it.
+        oracle_k: (C,) K of each class, chosen on the evaluation images, or None.
+        kept: (C,) prompts that each class keeps in the report; kept_by: "oracle" if their number was chosen on the
+            evaluation images, else "".
+        order: (C, P) prompts of each class from the most to the least certain.
+        uncertainty: (C, P) uncertainty of every prompt.
+        counts: (C,) images of each class.
+        class_all: (C,) accuracy of each class under `all`; NaN without images.
+        oracle_best_topk: (C,) the same for `best-topk` as one classifier with `oracle_k`, or None.
+        oracle_max_over_k: (C,) max over K of the accuracy under a common K, or None.
+        correct: (N,) whether `all` is right.
+        reweighted: what EM found, by filter and note.
+    """
+
+    rows: list[Row]
+    curve1: Tensor | None
+    curve5: Tensor | None
+    oracle_k: Tensor | None
+    kept: Tensor
+    kept_by: str
+    order: Tensor
+    uncertainty: Tensor
+    counts: Tensor
+    class_all: Tensor
+    oracle_best_topk: Tensor | None
+    oracle_max_over_k: Tensor | None
+    correct: Tensor
+    reweighted: dict[str, Reweighting]
+
+
+def paired_standard_error(correct: Tensor, reference: Tensor) -> float | None:
+    """Standard error of the difference of two accuracies on the same images.
+
+    Args:
+        correct, reference: (N,) bool, whether each image is classified correctly.
+
+    Returns:
+        Standard deviation of the per-image differences (-1, 0 or 1) over sqrt(N); None for fewer than two images.
+    """
+    return standard_error(correct.double() - reference.double())
+
+
+@dataclass(frozen=True)
+class SelectionData:
+    """Other images to choose on: means (M, D), labels (M,) and names, which decide the few that are taken."""
+
+    mean: Tensor
+    labels: Tensor
+    names: Sequence[str]
