@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo's two processes need a GPU each, or none.
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 
-.PHONY: help install demo claims test test-core test-slow lint format clean
+.PHONY: help install demo claims gpu-check test test-core test-slow lint format clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ demo: install    ## the whole path on embedded data in six minutes; run again to
 
 claims: install  ## the paper's main claims in miniature, half an hour; run again to resume it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims
+
+gpu-check: install  ## everything that a GPU must prove, in nine minutes on one GPU
+	$(BIN)/python -m tools.bench.gpu
 
 test: install    ## the tests, two files at a time, but for those that take longest (test-slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder

@@ -85,6 +85,7 @@ class Engine:
         accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
         compile: torch.compile the towers.
+        deterministic: kernels that give the same bits again, also on a GPU, where some of them are slower.
         threads: CPU threads of each rank; 0 shares the cores among the ranks of a machine.
         timeout: minutes that a phase of a step, such as the wait for data or for other ranks, may take.
     """
@@ -94,6 +95,7 @@ class Engine:
     accumulation: PositiveInt = 1
     grad_checkpointing: bool = False
     compile: bool = False
+    deterministic: bool = False
     threads: Threads = 0
     timeout: Minutes = 30.0
 

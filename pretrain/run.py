@@ -46,6 +46,7 @@ def train(config: Config, preemption: Preemption) -> int:
     import_deepspeed()  # first: another import of it would print its log lines
 
     from pretrain.engine.checkpoint import load_checkpoint
+    from pretrain.engine.randomness import make_deterministic
     from pretrain.folder import RunFolder
     from pretrain.plan.peak import images_at_peak
     from pretrain.trainer import Start, Trainer
@@ -64,6 +65,8 @@ def train(config: Config, preemption: Preemption) -> int:
 
     # Everything that can be wrong with the command is found before the ranks meet and before anything is written.
     earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
+    if config.engine.deterministic:
+        make_deterministic()
     device, precision = pick_device(config), training_precision(config.engine.precision)
     seed_everything(config.seed)
     model = config.model.create(config.train_paths, config.loss, grad_checkpointing=config.engine.grad_checkpointing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Mapping
 
@@ -11,6 +12,12 @@ import torch
 from torch import Tensor
 
 from probemb import distributed
+
+
+def make_deterministic() -> None:
+    """Let every operator give the same bits again, or fail; call before the GPU is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(True)
 
 
 def random_state() -> dict[str, Tensor]:

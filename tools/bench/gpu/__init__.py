@@ -1,0 +1,1 @@
+"""What a GPU must prove, in one command: `python -m tools.bench.gpu`."""

@@ -1,0 +1,40 @@
+"""The stream's images per second, against what a GPU takes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from pretrain.plan.peak import images_at, peak_flops
+from probemb.cli.machine import cores
+from tools.bench.gpu.notes import Notes, Place
+from tools.bench.gpu.steps import configured
+from tools.bench.gpu.throughput import MFU
+
+SIDE = 256  # pixels of the JPEGs
+
+
+def loader(place: Place, notes: Notes) -> None:
+    """With 8 and 16 workers; enough is what ViT-B/16 takes at the MFU that is asked for."""
+    from tools.bench.loader import draw_shards, stream_batches, time_batches
+
+    images, batch, batches = (32, 4, 2) if place.small else (2048, 128, 20)
+    speeds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        draw_shards(Path(folder), SIDE, images, shards=4 if place.small else 32)
+        for workers in (1, 2) if place.small else (8, 16):
+            stream = stream_batches(folder, batch, workers, draft=True)
+            seconds = time_batches(stream, batches, warmup=2 if place.small else 2 * workers + 4)
+            speeds[workers] = batch * batches / seconds
+            notes.value(f"{workers} workers, images/s", speeds[workers])
+    notes.value("cores", cores())
+    peak = peak_flops(torch.cuda.get_device_name(), "bf16") if place.gpu else None
+    if peak:
+        needed = MFU * images_at(peak, configured("ViT-B-16", 256), "bf16", 1)(77)
+        notes.value(f"ViT-B/16 at an MFU of {MFU:.0%} takes, images/s", needed)
+        notes.claim(f"the faster one feeds ViT-B/16 at an MFU of {MFU:.0%}", max(speeds.values()) > needed)
+    else:
+        notes.skip("whether it feeds a GPU", "the peak of this device is not known")
+        notes.claim("every setting gave its batches", min(speeds.values()) > 0)
