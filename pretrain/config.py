@@ -36,6 +36,8 @@ class Data:
         captions: which caption of an image is used: random (drawn in every epoch) or first.
         failure_share: share of unreadable samples at which the run stops.
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
+        resize: who crops and resizes, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
+            there was a choice).
         verify_hash: compare each shard with its index' SHA-256, in the background; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
         cache_gib: its largest size; it holds one or two shards for each lane of the machine.
@@ -49,6 +51,7 @@ class Data:
     captions: Literal["random", "first"] = "random"
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
+    resize: Literal["tensor", "pil"] = "tensor"
     verify_hash: bool = False
     cache: str | None = None
     cache_gib: Gibibytes = 100.0

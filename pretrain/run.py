@@ -72,13 +72,13 @@ def train(config: Config, preemption: Preemption) -> int:
     model = config.model.create(config.train_paths, config.loss, grad_checkpointing=config.engine.grad_checkpointing)
     if config.model.word_vectors and not earlier:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
-    transforms, tokenizer = create_transforms(model), create_tokenizer(model)
+    transforms, tokenizer = create_transforms(model, resize=config.data.resize), create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
     steps = step + max(0, whole_steps(config, stream) - samples // config.batch_size)
-    identity = {**stream.identity, **words_identity(model)}
+    identity = {**stream.identity, **words_identity(model), **resize_identity(config)}
     if earlier and (changed := changes_since(config, state, identity, earlier)):
         then = f"the data resumes after {samples:,} samples seen, in its present order"
         say(f"resume  changed {'; '.join(changed)}; {then}")
@@ -180,6 +180,11 @@ def words_identity(model) -> dict[str, str]:
     """A digest of the model's vocabulary, if it reads words: embeddings belong to a vocabulary."""
     words = model.config["architecture"]["text_cfg"].get("vocabulary")
     return {"vocabulary": hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]} if words else {}
+
+
+def resize_identity(config: Config) -> dict[str, str]:
+    """Who resizes; runs before there was a choice have no such key, and PIL resized their images."""
+    return {} if config.data.resize == "pil" else {"resize": config.data.resize}
 
 
 def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):

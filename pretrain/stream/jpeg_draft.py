@@ -8,7 +8,8 @@ import torch
 
 
 class CropDraft:
-    """Reduced size of a JPEG for a transform that starts with torchvision's RandomResizedCrop; no other reduces.
+    """Reduced size of a JPEG for a transform that starts with torchvision's RandomResizedCrop or `RandomCrop`; no other
+    reduces.
 
     A JPEG can be decoded at 1/8, 1/4 or 1/2 of its size, at a fraction of the cost. The crop is drawn as the transform
     will draw it, from the same seed; the smallest size is taken at which it has at least as many pixels in both

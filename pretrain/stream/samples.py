@@ -29,12 +29,13 @@ from probemb.errors import UserError
 _CAPTION, _TRANSFORM = 11, 12  # uses of random numbers
 _SEARCH_LIMIT = 20_000  # samples tried in place of a bad one
 _LONGEST_REASON = 300
+_PIXELS = (torch.uint8, torch.float32)
 
 
 class Rows(NamedTuple):
     """Rows of a batch, tensors that are filled in place."""
 
-    images: torch.Tensor  # (b, 3, H, W) float32
+    images: torch.Tensor  # (b, 3, H, W) uint8 or float32
     tokens: torch.Tensor  # (b, L) int64
     slots: torch.Tensor  # (b, 2) int64: shard and index of the slot
     replaced: torch.Tensor  # (b,) bool: the slot's own sample is unusable
@@ -64,7 +65,8 @@ class SampleMaker:
     Args:
         order, shards: the samples and their places.
         labels: readable names of the shards.
-        transform: PIL image -> (3, H, W) float32; may use the global random numbers of torch, numpy and Python.
+        transform: PIL image -> (3, H, W) uint8 or float32; may use the global random numbers of torch, numpy and
+            Python.
         tokenizer: list of n strings -> (n, L) int64.
         settings: how a sample is read.
         cache: of remote shards; None if there are none.
@@ -95,8 +97,8 @@ class SampleMaker:
         self._now[0] = -1
         self._good = np.full((stop - start, 2), -1, np.int64)  # step and row of each row's stand-in, once known
 
-    def shapes(self) -> tuple[tuple[int, ...], int]:
-        """(3, H, W) of a transformed image, and L of the tokens, found by trying.
+    def forms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A transformed image (3, H, W) and tokens (1, L), found by trying, for their shapes and types.
 
         Raises:
             UserError: the transform or tokenizer returns another type or number of dimensions.
@@ -105,9 +107,9 @@ class SampleMaker:
             seed_all(0)
             image = self.transform(Image.new("RGB", (256, 256)))
         tokens = torch.as_tensor(self.tokenizer(["a"]))
-        if not isinstance(image, torch.Tensor) or image.dtype != torch.float32 or image.ndim != 3:
+        if not isinstance(image, torch.Tensor) or image.dtype not in _PIXELS or image.ndim != 3:
             raise UserError(
-                "The transform does not turn an image into a float32 tensor of three dimensions.",
+                "The transform does not turn an image into a uint8 or float32 tensor of three dimensions.",
                 "Use the transforms that belong to the model.",
             )
         if tokens.dtype != torch.int64 or tokens.ndim != 2 or len(tokens) != 1:
@@ -115,7 +117,7 @@ class SampleMaker:
                 "The tokenizer does not turn n captions into an (n, L) int64 tensor.",
                 "Use the tokenizer that belongs to the model.",
             )
-        return tuple(image.shape), tokens.shape[1]
+        return image, tokens
 
     def fill(self, samples_seen: int, rows: Rows, while_waiting: Callable[[], None] | None = None) -> Report:
         """Fill these rows of the global batch that follows after `samples_seen` samples.

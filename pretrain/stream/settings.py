@@ -19,7 +19,8 @@ class Settings:
         window: number of samples of a shard that are shuffled together.
         caption: which of a sample's captions: "random" draws one per epoch, "first" takes the first.
         workers: processes that prepare batches ahead; 0 prepares them in this one.
-        prefetch: batches that workers prepare ahead, each of rows · (3·H·W·4 + L·8) bytes of shared memory.
+        prefetch: batches that workers prepare ahead, each of rows · (3·H·W + L·8) bytes of shared memory
+            (uint8 pixels; 3·H·W·4 of float32).
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
         draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
             enough pixels even then (see `CropDraft`): faster, but not bit-identical where it applies.

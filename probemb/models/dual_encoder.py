@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
 import torch
+from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
 from probemb.cross_attention import CrossAttention
@@ -88,6 +90,7 @@ class DualEncoder(nn.Module):
         )
         image_layers, text_layers = per_tower(config["n_unc_layers"])
         self.visual = make_image_tower(shape, image_layers, head, stock.visual)
+        self.visual.normalization = channel_statistics(config["preprocess"])
         self.text = make_text_tower(shape, text_layers, head, stock.text)
         self.logit_scale = stock.logit_scale
         if stock.logit_bias is not None:
@@ -98,7 +101,7 @@ class DualEncoder(nn.Module):
         self.shift = nn.Parameter(torch.ones(1))
 
     def forward(self, images: Tensor, tokens: Tensor) -> ModelOutput:
-        """(B, 3, H, W) float and (B, L) int64 -> ModelOutput."""
+        """(B, 3, H, W) uint8, or float that is normalised, and (B, L) int64 -> ModelOutput."""
         # Copies of scale and shift: ZeRO-3 with recomputed blocks loses track of a parameter that is an output.
         return ModelOutput(
             self.encode_image(images),
@@ -109,7 +112,7 @@ class DualEncoder(nn.Module):
         )
 
     def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
-        """(B, 3, H, W), normalised as `create_transforms` does -> Gaussian (B, D), mean l2-normalised.
+        """(B, 3, H, W) uint8, or float that is normalised -> Gaussian (B, D), mean l2-normalised.
 
         The result is at least float32, also under autocast and with half-precision weights.
 
@@ -208,6 +211,13 @@ class DualEncoder(nn.Module):
         """Recompute every block in the backward pass instead of keeping its activations."""
         self.visual.set_grad_checkpointing(enable)
         self.text.set_grad_checkpointing(enable)
+
+
+def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel in open_clip's PreprocessCfg."""
+    wanted = PreprocessCfg(**preprocess)
+    mean, std = (value if isinstance(value, Sequence) else (value,) * 3 for value in (wanted.mean, wanted.std))
+    return tuple(mean), tuple(std)
 
 
 def per_tower(n_unc_layers: int | list[int] | tuple[int, int]) -> tuple[int, int]:

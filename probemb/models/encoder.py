@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from probemb.data.pixels import normalize
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.features import FeatureLayout, Features
@@ -103,6 +104,7 @@ class Encoder(nn.Module):
         log_var_head: the same for the log-variance; None in a point model, whose log_var is POINT_LOG_VAR.
         token_width, pooled_width: W and P; `add_heads` sets them.
         image_size: (height, width) in pixels; image towers only.
+        normalization: (mean, std) of each channel, for uint8 pixels; image towers only, set by their model.
         n_tokens: T of an image of that size; image towers only.
         context_length: largest L; text towers only.
         covariance: what becomes of the predicted log-variances.
@@ -117,6 +119,7 @@ class Encoder(nn.Module):
     feature_layout: FeatureLayout | None = None
     required_parts: int = 0
     covariance: Covariance = Covariance()
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None
 
     @abstractmethod
     def features(self, inputs: Tensor) -> tuple[Features, Features | None]:
@@ -169,6 +172,12 @@ class Encoder(nn.Module):
                 module.eval()
         return self
 
+    def normalized(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, 3, H, W) as the trunk reads them, in its `dtype`: uint8 is normalised here, floats already are."""
+        if pixels.dtype == torch.uint8:
+            pixels = normalize(pixels, *self.normalization)
+        return pixels.to(dtype)
+
     def trim(self, inputs: Tensor) -> Tensor:
         """A batch without what no output depends on, such as common padding at the end of texts."""
         return inputs
@@ -187,7 +196,8 @@ class Encoder(nn.Module):
         """The tensors of `Encoded`, flat, because engines hook tensors in tuples only; `encode` gives the object.
 
         Args:
-            inputs: (B, 3, H, W) normalised pixels or (B, L) int64 tokens; (B, width) features with a `feature_layout`.
+            inputs: (B, 3, H, W) pixels (uint8, or normalised floats) or (B, L) int64 tokens; (B, width) features with
+                a `feature_layout`.
             token_mask: (B, T) bool, tokens that the heads look at (SizeAugment), in place of the tower's own choice.
             want_tokens: also give every token in the embedding space; "residuals" gives those of a PIE head instead,
                 "trunk" the trunk's tokens before any head.

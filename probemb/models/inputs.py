@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+from open_clip.transform import AugmentationCfg, MaybeConvertMode, PreprocessCfg, image_transform_v2
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
 
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import Images
+from probemb.data.pixels import RandomCrop, Resized, as_pixels
 from probemb.data.regions import RegionImages
 from probemb.data.words import split_words
 from probemb.errors import UserError
@@ -28,7 +30,7 @@ SAMPLED_TEXTS = 10_000  # at most, of which the words are looked up in a vocabul
 
 
 class Transforms(NamedTuple):
-    """PIL image -> (3, H, W) float32, normalised. `train` draws from torch's global random state."""
+    """PIL image -> (3, H, W). `train` draws from torch's global random state."""
 
     train: Callable[[Image.Image], Tensor]
     evaluate: Callable[[Image.Image], Tensor]
@@ -50,10 +52,16 @@ class Augmentation:
     gray_scale_prob: float | None = None
 
 
-def create_transforms(model_or_config, augmentation: Augmentation = Augmentation()) -> Transforms:
+def create_transforms(
+    model_or_config, augmentation: Augmentation = Augmentation(), resize: str | None = None
+) -> Transforms:
     """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else.
 
     Regions come prepared: a model that reads them changes nothing.
+
+    Args:
+        resize: "tensor" or "pil": who crops and resizes, torch or PIL. Both give uint8, which the model normalises, and
+            the same crops from the same random state. None for PIL's, normalised, float32.
     """
     if reads_regions(_config(model_or_config).get("architecture")):
         return Transforms(as_they_are, as_they_are)
@@ -61,7 +69,22 @@ def create_transforms(model_or_config, augmentation: Augmentation = Augmentation
     with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
         warnings.filterwarnings("ignore", message="Unused augmentation")
         train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**asdict(augmentation)))
-    return Transforms(train, image_transform_v2(preprocess, is_train=False))
+    evaluate = image_transform_v2(preprocess, is_train=False)
+    if resize is None:
+        return Transforms(train, evaluate)
+    return Transforms(_without_floats(train, resize), _without_floats(evaluate, resize))
+
+
+def _without_floats(transform: Compose, resize: str) -> Compose:
+    """open_clip's transform without its last steps, conversion to float and normalisation."""
+    first, *steps = (step for step in transform.transforms if not isinstance(step, ToTensor | Normalize))
+    if resize == "pil":
+        return Compose([first, *steps, as_pixels])
+    if isinstance(first, RandomResizedCrop):
+        first = RandomCrop(first.size, first.scale, first.ratio, first.interpolation)
+    else:
+        first = Resized(first)
+    return Compose([first, *(step for step in steps if not isinstance(step, MaybeConvertMode))])
 
 
 def as_they_are(regions: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class SmallCNN(Encoder):
 
     def features(self, pixels: Tensor) -> tuple[Features, Features | None]:
         """(B, 3, H, W) -> features with T tokens, row by row."""
-        x = self.stem(pixels.to(self.stem[0].weight.dtype))
+        x = self.stem(self.normalized(pixels, self.stem[0].weight.dtype))
         shared = len(self.stages) - len(self.branch or ())
         for stage in self.stages[:shared]:
             x = stage(x)

@@ -88,7 +88,7 @@ class TimmTower(Encoder):
         branch = self.uncertainty_blocks
         if branch is not None:
             branch.listen()
-        x, pooled = self.trunk(pixels.to(next(self.trunk.parameters()).dtype))
+        x, pooled = self.trunk(self.normalized(pixels, next(self.trunk.parameters()).dtype))
         tokens = self._tokens(x)
         mean = Features(tokens, self._pool(tokens) if pooled is None else self.head(pooled))
         if branch is None:

@@ -43,7 +43,7 @@ class ImageResNet(Encoder, ModifiedResNet):
 
     def features(self, pixels: Tensor) -> tuple[Features, Features | None]:
         """(B, 3, H, W) -> features; pooled by attention for the mean, by the average for the log-variance."""
-        x = self.stem(pixels.to(self.conv1.weight.dtype))
+        x = self.stem(self.normalized(pixels, self.conv1.weight.dtype))
         own = self.uncertainty_stages
         first = len(STAGES) - len(own or ())
         for i, name in enumerate(STAGES):

@@ -112,7 +112,7 @@ class ImageTransformer(_Transformer, VisionTransformer):
 
     def _embed(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
         """What the first block reads, (B, T, W) or, of some patches, (B, 1 + n, W)."""
-        patches = self.conv1(pixels.to(self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
+        patches = self.conv1(self.normalized(pixels, self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
         positions = self.positional_embedding.to(patches.dtype)
         patches = patches + positions[1:]
         class_token = (self.class_embedding.to(patches.dtype) + positions[0]).expand(len(patches), 1, -1)

@@ -1,0 +1,96 @@
+"""Tensor resizing beside PIL's: the same boxes and sizes, and pixels that differ by rounding."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import Normalize, RandomResizedCrop
+from torchvision.transforms.functional import to_tensor
+
+from probemb.data.pixels import RandomCrop, as_pixels, normalize
+from probemb.data.randomness import seed_all
+from probemb.models.inputs import Augmentation, create_transforms
+
+SIZES = ((256, 256), (640, 480), (120, 90), (300, 1000), (1024, 700), (225, 225), (33, 500), (500, 33))
+
+
+def photograph(width: int, height: int, seed: int) -> Image.Image:
+    """Structure at several scales, the finest of single pixels."""
+    numbers = np.random.default_rng(seed)
+    pixels = np.zeros((height, width, 3))
+    for scale in (4, 16, 64):
+        noise = Image.fromarray(numbers.integers(0, 256, (scale, scale, 3), dtype=np.uint8))
+        pixels += np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC)) / scale**0.5
+    pixels += numbers.normal(0, 8, pixels.shape)
+    return Image.fromarray((pixels * (255 / pixels.max())).clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)])
+def test_boxes_are_torchvisions(scale):
+    crops = [kind(32, scale) for kind in (RandomResizedCrop, RandomCrop)]
+    for size in (*SIZES, (3000, 20), (20, 3000), (5, 3), (1, 1)):
+        for image in (Image.new("RGB", size), torch.empty(3, *size[::-1])):
+            for seed in range(20):
+                found = []
+                for crop in crops:
+                    torch.manual_seed(seed)
+                    found.append((crop.get_params(image, crop.scale, crop.ratio), torch.rand(()).item()))
+                assert found[0] == found[1], size
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("size", [96, (64, 96)])
+def test_pixels_differ_from_pils_by_rounding(mode, interpolation, size):
+    config = {"preprocess": {"size": size, "resize_mode": mode, "interpolation": interpolation, "fill_color": 7}}
+    tensor, pil = (create_transforms(config, resize=resize) for resize in ("tensor", "pil"))
+    for seed, image_size in enumerate(SIZES):
+        image = photograph(*image_size, seed)
+        for kind in ("train", "evaluate"):
+            torch.manual_seed(seed)
+            ours = getattr(tensor, kind)(image)
+            torch.manual_seed(seed)
+            theirs = getattr(pil, kind)(image)
+            assert ours.dtype == theirs.dtype == torch.uint8
+            assert ours.shape == theirs.shape == (3, *(size if isinstance(size, tuple) else (size, size)))
+            away = (ours.int() - theirs.int()).abs()
+            assert away.max() <= 2, (image_size, kind)
+            # PIL resizes the columns of tall images first, torch always the rows, and both round in between.
+            tall = image_size[1] > image_size[0]
+            assert away.float().mean() < (0.4 if tall else 0.1), (image_size, kind)
+
+
+def test_even_extreme_contrast_stays_near():
+    """Black and white pixels at random overshoot, and PIL clips tall images between other passes."""
+    bits = np.random.default_rng(0).integers(0, 2, (500, 300, 3), dtype=np.uint8) * 255
+    tensor, pil = (create_transforms({"preprocess": {"size": 96}}, resize=r).evaluate for r in ("tensor", "pil"))
+    away = (tensor(Image.fromarray(bits)).int() - pil(Image.fromarray(bits)).int()).abs().float()
+    assert away.mean() < 3
+    wide = Image.fromarray(bits.transpose(1, 0, 2).copy())
+    assert (tensor(wide).int() - pil(wide).int()).abs().max() <= 2
+
+
+def test_colours_and_modes():
+    """Augmentation draws the same numbers on tensors; other modes become RGB."""
+    augmentation = Augmentation((0.5, 1.0), (0.3, 0.3, 0.3, 0.05), 1.0, 0.5)
+    tensor, pil = (create_transforms({"preprocess": {"size": 64}}, augmentation, r).train for r in ("tensor", "pil"))
+    for seed in range(8):
+        found = []
+        for transform in (tensor, pil):
+            seed_all(seed)
+            found.append(transform(photograph(90, 80, seed)).float())
+        assert (found[0] - found[1]).abs().mean() < 1.5
+    for mode in ("L", "LA", "P", "CMYK", "RGBA", "1"):
+        image = photograph(64, 64, 1).convert(mode)
+        torch.testing.assert_close(as_pixels(image).permute(1, 2, 0).numpy(), np.array(image.convert("RGB")))
+
+
+def test_normalisation_is_that_of_the_pil_transforms():
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    image = Image.fromarray(np.arange(256 * 3, dtype=np.uint8).reshape(16, 16, 3))
+    expected = Normalize(mean, std)(to_tensor(image))
+    found = normalize(as_pixels(image)[None], mean, std)
+    assert torch.equal(found[0], expected)
+    assert found.is_contiguous()
+    config = {"preprocess": {"size": 16, "mean": mean, "std": std}}
+    assert torch.equal(create_transforms(config).evaluate(image), expected)
