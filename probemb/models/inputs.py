@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import AugmentationCfg, MaybeConvertMode, PreprocessCfg, image_transform_v2
@@ -202,15 +203,16 @@ class Tokenizer:
             )
         self.context_length = context_length
         self._special = dict(self._bpe.cache)
+        self._words: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, texts: list[str] | str) -> Tensor:
         """(B, context_length) int64; a text that is too long is cut and still ends with the end token."""
         texts = [texts] if isinstance(texts, str) else texts
-        result = torch.zeros(len(texts), self.context_length, dtype=torch.long)
+        result = np.zeros((len(texts), self.context_length), np.int64)
         for row, text in zip(result, texts):
             tokens = [self._bpe.sot_token_id, *self._encode(text), self._bpe.eot_token_id]
-            row[: len(tokens)] = torch.tensor(tokens)
-        return result
+            row[: len(tokens)] = tokens
+        return torch.from_numpy(result)
 
     def word_ends(self) -> Tensor:
         """Which tokens end a word, (V,) bool; the start and the end token count as words."""
@@ -220,14 +222,28 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         room = self.context_length - 2
         bpe, tokens = self._bpe, []
-        if len(bpe.cache) > MAX_CACHED_WORDS:
-            bpe.cache = dict(self._special)
-        for match in bpe.pat.finditer(bpe.clean_fn(text[:MAX_CHARACTERS])):
+        for match in bpe.pat.finditer(self._clean(text[:MAX_CHARACTERS])):
             if len(tokens) >= room:
                 break
-            word = "".join(bpe.byte_encoder[byte] for byte in match.group()[:MAX_WORD].encode("utf-8", "replace"))
-            tokens.extend(bpe.encoder[piece] for piece in bpe.bpe(word).split(" "))
+            word = match.group()[:MAX_WORD]
+            found = self._words.get(word)
+            tokens.extend(self._encode_word(word) if found is None else found)
         return tokens[:room]
+
+    def _clean(self, text: str) -> str:
+        """open_clip's cleaning, which leaves plain ASCII without entities alone but for its spaces and capitals."""
+        if text.isascii() and text.isprintable() and "&" not in text:
+            return " ".join(text.split()).lower()
+        return self._bpe.clean_fn(text)
+
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        bpe = self._bpe
+        if len(self._words) >= MAX_CACHED_WORDS:
+            self._words.clear()
+            bpe.cache = dict(self._special)
+        letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8", "replace"))
+        tokens = self._words[word] = tuple(bpe.encoder[piece] for piece in bpe.bpe(letters).split(" "))
+        return tokens
 
 
 def _config(model_or_config) -> dict:

@@ -1,6 +1,7 @@
 """Preprocessing and tokens that belong to a model."""
 
 import pickle
+import random
 import time
 
 import open_clip
@@ -76,6 +77,18 @@ def test_tokens_are_open_clips(model):
         assert torch.equal(ours([texts[7]]), theirs([texts[7]]))
         assert ours([texts[6]]).shape == (1, context_length)
     assert torch.equal(create_tokenizer(model)("one text"), create_tokenizer(model)(["one text"]))
+
+
+def test_tokens_of_plain_ascii_are_open_clips(model):
+    """Plain ASCII takes a shorter way, which every punctuation and every run of spaces must survive."""
+    config = model.config
+    config["architecture"]["text_cfg"]["context_length"] = 77
+    ours, theirs, letters = create_tokenizer(config), open_clip.SimpleTokenizer(), [chr(c) for c in range(32, 127)]
+    numbers = random.Random(0)
+    texts = ["".join(numbers.choices(letters, k=numbers.randrange(60))) for _ in range(1500)]
+    texts += ["".join(numbers.choices("ab '`\"<>&#;:-_/\\()[]~^", k=20)) for _ in range(1500)]
+    assert torch.equal(ours(texts), theirs(texts))
+    assert torch.equal(ours(texts), theirs(texts))  # from the cache
 
 
 def test_tokenizer_is_not_held_up_by_hostile_text(model):
