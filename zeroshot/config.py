@@ -47,6 +47,8 @@ class ImagenetConfig:
         select_data: labelled images to choose on, for --select-on train.
         out: folder for results.json and report.html; by default zeroshot/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
+        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+            rounding of PIL's pixels).
         batch_size: images in a batch.
         text_batch_size: prompts in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -74,6 +76,7 @@ class ImagenetConfig:
     select_data: str | None = None
     out: Folder | None = None
     exif: bool = False
+    resize: Literal["pil", "tensor"] = "pil"
     batch_size: Count = 64
     text_batch_size: Count = 256
     workers: Workers | None = None

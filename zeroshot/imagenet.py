@@ -82,14 +82,15 @@ def evaluate_and_write(
     from probemb.data.image_loader import describe_bad
     from probemb.data.labelled.images import remarks
     from probemb.evaluation.embedding import Embedder
-    from probemb.models import check_single_embeddings
+    from probemb.models import check_single_embeddings, create_transforms
     from zeroshot.filtering.outcome import evaluate
     from zeroshot.filtering.prompts import single_index
     from zeroshot.reports.imagenet import write_report
 
     device = choose_device(config.device, config.precision)
-    model, tokenizer, transforms = load(config.model, device.name)
+    model, tokenizer, _ = load(config.model, device.name)
     check_single_embeddings(model, config.model)
+    transform = create_transforms(model, resize=config.resize).evaluate
     classes, templates = task.classes, task.templates
     print(
         f"{len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), {len(templates)} prompts a "
@@ -99,7 +100,7 @@ def evaluate_and_write(
     for line in (notes := remarks(task.labels, classes)):
         print(line, flush=True)
     embedder = Embedder(
-        model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
+        model, tokenizer, transform, device, config.batch_size, config.text_batch_size, config.workers,
         config.max_bad, progress,
     )  # fmt: skip
     outcome = evaluate(

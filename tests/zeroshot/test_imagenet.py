@@ -6,6 +6,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -56,6 +57,18 @@ def test_turned_images_are_classified_as_upright_ones_if_asked(run_folder, pictu
         assert results["config"]["exif"] == bool(more)
         found[(kind, *more)] = results["uncertainty"]["images"]["uncertainty"]
     assert found["turned", "--exif"] == found[("upright",)] != found[("turned",)]
+
+
+def test_torch_may_resize_instead_of_pil(run_folder, shards, tmp_path):
+    found = {}
+    for resize in ("pil", "tensor"):
+        words = ["--filter", "all", "--model", str(run_folder), "--data", str(shards), "--no-cache", "--resize", resize]
+        assert main([*words, "--out", str(tmp_path / resize)]) == 0
+        found[resize] = json.loads((tmp_path / resize / "results.json").read_text())
+        assert found[resize]["config"]["resize"] == resize
+    uncertainty = [np.array(one["uncertainty"]["images"]["uncertainty"]) for one in found.values()]
+    np.testing.assert_allclose(*uncertainty, rtol=0.01)
+    assert abs(found["pil"]["rows"][1]["top1"] - found["tensor"]["rows"][1]["top1"]) <= 0.05
 
 
 class Page(HTMLParser):
