@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt
 
@@ -25,6 +25,8 @@ class Towers:
         embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 1, and 0 where a method has none.
+        uncertainty: what the variance is read from: branch (PCME++), token (an uncertainty token beside the class
+            token, ProLIP) or prolip-code (for ProLIP's published weights).
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
             training data or above.
         word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
@@ -36,9 +38,18 @@ class Towers:
     head: str = "clip"
     embed_dim: Dimensions | None = None
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
+    uncertainty: Literal["branch", "token", "prolip-code"] = "branch"
     vocabulary: str | None = None
     word_vectors: str | None = None
     image_weights: str | None = None
+
+    DEFAULT_LAYERS: ClassVar[int | None] = None  # of a branch, if not create_model's own default
+
+    @property
+    def branch_layers(self) -> int | tuple[int, int] | None:
+        """n_unc_layers, or the command's default for a branch."""
+        by_default = self.n_unc_layers is None and self.uncertainty == "branch"
+        return self.DEFAULT_LAYERS if by_default else self.n_unc_layers
 
     def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank.
@@ -54,7 +65,8 @@ class Towers:
         return create_model(
             self.name,
             embed_dim=self.embed_dim,
-            n_unc_layers=self.n_unc_layers,
+            n_unc_layers=self.branch_layers,
+            uncertainty=self.uncertainty,
             head=self.head,
             pretrained=self.pretrained,
             image_weights=self.image_weights,

@@ -16,7 +16,7 @@ from probemb.models.inputs import (
     create_transforms,
 )
 from probemb.models.parts import draw_parts
-from probemb.models.published import import_pcmepp
+from probemb.models.published import import_pcmepp, import_prolip
 
 __all__ = [
     "POINT_LOG_VAR",
@@ -39,6 +39,7 @@ __all__ = [
     "draw_parts",
     "fill_word_vectors",
     "import_pcmepp",
+    "import_prolip",
     "lasting_name",
     "load_model",
     "no_weight_decay",

@@ -23,7 +23,7 @@ from probemb.errors import UserError, nearest
 OWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
 # Modules of `towers/` by the kind of tower, see `tower_kind`.
 IMAGE_TOWERS = {
-    "open_clip.transformer": "open_clip.transformer",
+    "open_clip.transformer": "open_clip.vision_transformer",
     "open_clip.timm": "open_clip.timm",
     "open_clip.resnet": "open_clip.resnet",
     "timm": "timm_image",
@@ -31,13 +31,14 @@ IMAGE_TOWERS = {
     "regions": "regions",
 }
 TEXT_TOWERS = {
-    "open_clip.transformer": "open_clip.transformer",
+    "open_clip.transformer": "open_clip.text_transformer",
     "open_clip.hf": "open_clip.hf",
     "word_gru": "word_gru",
     "word_mean": "word_mean",
 }
 REGION_TOWERS = {"regions"}  # read precomputed regions instead of pixels
 WORD_TOWERS = {"word_gru", "word_mean"}  # read words of a vocabulary: text_cfg["vocabulary"]
+TOKEN_TOWERS = {"open_clip.transformer"}  # have a place for an uncertainty token
 VECTOR_TOWERS = {"word_mean"}  # pool word vectors that are inputs: their pooled features depend on no weight
 
 
@@ -108,6 +109,22 @@ def reads_vectors(config: dict | None) -> bool:
 def reads_regions(config: dict | None) -> bool:
     """Whether an architecture's image tower reads precomputed regions instead of pixels."""
     return config is not None and tower_kind(config, "vision_cfg") in REGION_TOWERS
+
+
+def check_uncertainty_token(config: dict) -> None:
+    """Raise UserError for an architecture that has no place for an uncertainty token."""
+    kinds = {part: tower_kind(config, f"{cfg}_cfg") for part, cfg in (("image", "vision"), ("text", "text"))}
+    for part, kind in kinds.items():
+        if kind not in TOKEN_TOWERS:
+            raise UserError(
+                f"An uncertainty token needs open_clip's own transformers, and the {part} tower is of the kind {kind}.",
+                "Set uncertainty to branch, or choose an architecture such as ViT-B-16 or ViT-Tiny-64.",
+            )
+
+
+def bidirectional_text(config: dict) -> dict:
+    """An architecture with ProLIP's text tower: every word sees every other, and a class token is what is pooled."""
+    return {**config, "text_cfg": {**config["text_cfg"], "embed_cls": True, "no_causal_mask": True}}
 
 
 def is_open_clip(config: dict) -> bool:

@@ -20,14 +20,16 @@ from probemb.data.words import count_words, find_vocabulary, frequent_words, rea
 from probemb.errors import UserError
 from probemb.models.architectures import (
     architecture,
+    bidirectional_text,
     build_stock,
+    check_uncertainty_token,
     is_open_clip,
     read_architecture,
     reads_words,
     tower_kind,
 )
 from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
-from probemb.models.heads import check_head
+from probemb.models.heads import check_head, check_uncertainty
 from probemb.models.heads.covariance import make_covariance
 from probemb.models.hub import load_model
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
@@ -67,6 +69,9 @@ class ModelOptions:
         composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
+        uncertainty: what the log-variance is read from, see `heads.HeadConfig`: "branch", "token" or "prolip-code".
+            With a token, a new model's text tower is ProLIP's: not causal, with a class token. Weights keep the text
+            tower that they were trained with.
         image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
             file (.safetensors, .pth) with a state dict of timm's; the preprocessing is then the weights' own.
     """
@@ -89,12 +94,19 @@ class ModelOptions:
     composer: str | None = None
     vocabulary: str | Path | Sequence[str] | None = None
     image_weights: str | None = None
+    uncertainty: str = "branch"
 
     @property
     def branch_layers(self) -> int | tuple[int, int]:
-        """n_unc_layers, or its default. Raises UserError: a point model with a branch."""
+        """n_unc_layers, or its default. Raises UserError: a branch of a point model, or beside an uncertainty token."""
+        has_branch = self.probabilistic and self.uncertainty == "branch"
         if self.n_unc_layers is None:
-            return 1 if self.probabilistic else 0
+            return 1 if has_branch else 0
+        if self.uncertainty != "branch" and any(per_tower(self.n_unc_layers)):
+            raise UserError(
+                f"An uncertainty token needs no blocks of its own, but n_unc_layers is {self.n_unc_layers}.",
+                "Set n_unc_layers to 0, or leave it out, or set uncertainty to branch.",
+            )
         if not self.probabilistic and any(per_tower(self.n_unc_layers)):
             raise UserError(
                 f"A point model has no uncertainty branch, but n_unc_layers is {self.n_unc_layers}.",
@@ -105,6 +117,7 @@ class ModelOptions:
     def check(self) -> None:
         """Raise UserError for a head, or for covariances, that there are not."""
         check_head(self.head, self.n_embeddings)
+        check_uncertainty(self.uncertainty, self.head, self.probabilistic)
         make_covariance(self.covariance, self.log_var_range)
         if not self.probabilistic and (self.covariance != "ellipsoidal" or self.log_var_range is not None):
             raise UserError(
@@ -130,6 +143,7 @@ def create_model(name: str, **options) -> DualEncoder:
     if o.pretrained and is_saved_model(o.pretrained):
         with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
             source = load_model(o.pretrained).model
+    config = _set_text_tower(config, o, source)
     _set_embed_dim(config, name, o, source)
     _set_vocabulary(config, name, o.vocabulary, source)
     stock, preprocess = _starting_point(config, name, o, source)
@@ -146,6 +160,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "composer": o.composer,
             "covariance": o.covariance,
             "log_var_range": plain(o.log_var_range),
+            "uncertainty": o.uncertainty,
             "uncertainty_bias": o.uncertainty_bias,
             "pooling": {} if o.head in ("pie", "mlp") else dict(POOLING),
             "architecture": plain(config),
@@ -161,6 +176,19 @@ def create_model(name: str, **options) -> DualEncoder:
             getattr(model, scalar).fill_(own if start is None else start)
     model.set_grad_checkpointing(o.grad_checkpointing)
     return model
+
+
+def _set_text_tower(config: dict, o: ModelOptions, source: DualEncoder | None) -> dict:
+    """The architecture with ProLIP's text tower, where an uncertainty token is to have it: not beside weights that
+    were trained with another.
+    """
+    if o.uncertainty == "branch":
+        return config
+    check_uncertainty_token(config)
+    if source is not None:
+        theirs = source.config["architecture"]["text_cfg"]
+        return bidirectional_text(config) if theirs.get("embed_cls") and theirs.get("no_causal_mask") else config
+    return config if o.pretrained else bidirectional_text(config)
 
 
 def _set_embed_dim(config: dict, name: str, o: ModelOptions, source: DualEncoder | None) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from probemb.cross_attention import CrossAttention
 from probemb.gaussian import Gaussian
-from probemb.models.architectures import build_stock
+from probemb.models.architectures import build_stock, check_uncertainty_token
 from probemb.models.composers import create_composer
 from probemb.models.encoder import Encoder
-from probemb.models.heads import HeadConfig, check_head
+from probemb.models.heads import HeadConfig, check_head, check_uncertainty
 from probemb.models.heads.covariance import make_covariance
 from probemb.models.towers import make_image_tower, make_text_tower
 
@@ -31,6 +31,7 @@ DEFAULTS = {  # of keys that configurations once did not have
     "log_var_range": None,
     "attention": None,
     "composer": None,
+    "uncertainty": "branch",
 }
 
 
@@ -61,7 +62,7 @@ class DualEncoder(nn.Module):
             number, or one each for image and text), "uncertainty_bias", "pooling" (options of the head), and, where
             they are absent, the values of DEFAULTS: "probabilistic", "n_embeddings", "ranking", "covariance" and
             "log_var_range" (see `heads.covariance`), "composer"
-            (a name of `composers`).
+            (a name of `composers`), "uncertainty" (see `heads.HeadConfig`).
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
@@ -77,7 +78,10 @@ class DualEncoder(nn.Module):
         super().__init__()
         self._config = {**DEFAULTS, **deepcopy(config)}
         check_head(config["head"], self._config["n_embeddings"])
+        check_uncertainty(self._config["uncertainty"], config["head"], self.probabilistic)
         shape = config["architecture"]
+        if self._config["uncertainty"] != "branch":
+            check_uncertainty_token(shape)
         stock = stock or build_stock(shape)
         head = HeadConfig(
             config["head"],
@@ -87,6 +91,7 @@ class DualEncoder(nn.Module):
             self._config["n_embeddings"],
             config["pooling"],
             make_covariance(self._config["covariance"], self._config["log_var_range"]),
+            self._config["uncertainty"],
         )
         image_layers, text_layers = per_tower(config["n_unc_layers"])
         self.visual = make_image_tower(shape, image_layers, head, stock.visual)

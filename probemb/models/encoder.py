@@ -83,7 +83,8 @@ class Place(NamedTuple):
     """Where a parameter stands in its tower.
 
     Attributes:
-        part: "trunk" (pretrained, where anything is), "branch" (the uncertainty branch's own blocks), or "head".
+        part: "trunk" (pretrained, where anything is), "branch" (the uncertainty branch's own blocks, or the
+            uncertainty token), or "head".
         depth: blocks from the end of its part, the parameter's own one included, so 1 for the last block; 0 for what is
             in no block. Learning rates by layer are lr · decay^depth.
     """
@@ -261,8 +262,9 @@ class Encoder(nn.Module):
         """
         if any(self.place(name).part == "branch" for name, _ in self.named_parameters()):
             raise UserError(
-                "The image tower's uncertainty branch has blocks of its own, so its features change while it trains.",
-                "Set model.n_unc_layers to 0, or to two numbers such as [0, 1], or leave data.cache_features out.",
+                "The image tower's uncertainty branch or token trains, so its features change while it does.",
+                "Set model.uncertainty to branch and model.n_unc_layers to 0, or to two numbers such as [0, 1], or "
+                "leave data.cache_features out.",
             )
         return FeatureLayout.of(*self.features(inputs), with_tokens=getattr(self.mean_head, "reads_tokens", False))
 

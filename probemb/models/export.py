@@ -29,11 +29,17 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         UserError: an architecture or head that open_clip does not have, or a folder that cannot be written.
     """
     folder, config = Path(folder), model.config
-    if config["head"] != "clip" or not is_open_clip(config["architecture"]):
-        what = f"its head is '{config['head']}'" if config["head"] != "clip" else "open_clip has no such architecture"
+    what = None
+    if config["head"] != "clip":
+        what = f"its head is '{config['head']}'"
+    elif not is_open_clip(config["architecture"]):
+        what = "open_clip has no such architecture"
+    elif config["uncertainty"] != "branch":
+        what = "its means depend on an uncertainty token, which open_clip's towers do not have"
+    if what:
         raise UserError(
             f"The model ({config['name']}) cannot be exported to open_clip: {what}.",
-            "Export a model of one of open_clip's architectures with head 'clip'.",
+            "Export a model of one of open_clip's architectures with head 'clip' and an uncertainty branch.",
         )
     about = {
         "model_cfg": {**config["architecture"], "custom_text": True},

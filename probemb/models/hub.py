@@ -24,7 +24,7 @@ from probemb.models.digest import tensors_sha256
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
 from probemb.models.pretrained import HUB_NAME, HUB_PREFIX, is_hub_name, load_strictly, read_state_dict
-from probemb.models.published import import_pcmepp, is_pcmepp
+from probemb.models.published import import_pcmepp, import_prolip, is_pcmepp, is_prolip
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything
@@ -95,7 +95,8 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> 
     Args:
         path_or_name: a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
             name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is
-            looked at). The published PCME++ layout is recognised.
+            looked at). Published weights of PCME++ and ProLIP are recognised. A tokenizer's files beside the weights
+            are read instead of the hub's.
         device: where to put the weights.
 
     Raises:
@@ -104,7 +105,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> 
     """
     weights, config = _locate(path_or_name)
     model = _build(weights, config).to(device).eval().requires_grad_(False)
-    return LoadedModel(model, create_tokenizer(model), create_transforms(model))
+    return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model))
 
 
 def lasting_name(path_or_name: str | Path) -> str:
@@ -212,10 +213,12 @@ def _build(weights: Path, config_path: Path | None) -> DualEncoder:
     state = read_state_dict(weights)
     if is_pcmepp(state):
         return import_pcmepp(state, config, weights)
+    if is_prolip(state):
+        return import_prolip(state, config, weights)
     if config.get("format") != FORMAT["format"] or config.get("version") != FORMAT["version"]:
         raise UserError(
             f"{config_path or weights} does not describe a model of this project (version {FORMAT['version']}).",
-            "Give a model that save_model wrote, or one in the published PCME++ layout.",
+            "Give a model that save_model wrote, or published weights of PCME++ or ProLIP.",
         )
     try:
         model = DualEncoder({key: value for key, value in config.items() if key not in FORMAT})

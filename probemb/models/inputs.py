@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from probemb.models.word_tokenizer import WordTokenizer
 MAX_CHARACTERS = 4096  # of a text; what lies behind cannot fill a context that the characters before have not filled
 MAX_WORD = 128  # characters of one word: byte-pair encoding takes time quadratic in a word's length
 MAX_CACHED_WORDS = 200_000
+TOKENIZER = "tokenizer.json"
 SAMPLED_TEXTS = 10_000  # at most, of which the words are looked up in a vocabulary
 
 
@@ -158,8 +160,11 @@ def check_single_embeddings(model, name: str) -> None:
     )
 
 
-def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:
-    """The tokenizer that belongs to a model: list of texts -> (B, context_length) int64, padded with zeros.
+def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[list[str]], Tensor]:
+    """The tokenizer that belongs to a model: list of texts -> (B, context_length) int64, padded.
+
+    Args:
+        folder: that of the model; a Hugging Face tokenizer whose files are in there is not asked of the hub.
 
     Raises:
         UserError: if the model needs a tokenizer that is not installed, or has too small a vocabulary.
@@ -169,17 +174,22 @@ def create_tokenizer(model_or_config) -> Callable[[list[str]], Tensor]:
     if reads_words(_config(model_or_config)["architecture"]):
         return WordTokenizer(text["vocabulary"], context_length)
     if text.get("hf_tokenizer_name"):
+        name = text["hf_tokenizer_name"]
+        local = folder is not None and (folder / TOKENIZER).is_file()
         try:
             return HFTokenizer(
-                text["hf_tokenizer_name"],
+                str(folder) if local else name,
                 context_length=context_length,
                 tokenizer_mode=text.get("tokenizer_mode"),
+                trust_remote_code=False,
                 **text.get("tokenizer_kwargs", {}),
             )
         except (ImportError, OSError, ValueError) as error:
             raise UserError(
-                f"The tokenizer '{text['hf_tokenizer_name']}' of this model is not available.",
-                "Install the package transformers and check the network.",
+                f"The tokenizer '{name}' of this model is not available.",
+                "Install the package transformers (pip install 'probemb[hf]') and check the network; or download the "
+                f"files of {name} elsewhere ({TOKENIZER}, tokenizer_config.json, special_tokens_map.json), and put "
+                "them into the model's folder.",
             ) from error
     return Tokenizer(context_length, text.get("vocab_size", 49408))
 

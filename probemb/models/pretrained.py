@@ -119,7 +119,8 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
     """Copies what two models of one architecture have in common, and resizes nothing.
 
     The trunk, the mean branch's blocks and logit_scale always; the heads if both models have the same kind; the
-    uncertainty branch if both have as many blocks in it, and its head if that is of the same kind and size too. What
+    uncertainty branch if both have as many blocks in it (or the token, if both have one), and its head if that is of
+    the same kind and size too. What
     is not copied stays as it is (random in a new model), as the heads do on the way from "clip" to "gpo".
 
     Args:
@@ -133,6 +134,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
     same_branch = (
         model.probabilistic
         and source.probabilistic
+        and ours["uncertainty"] == theirs["uncertainty"]
         and per_tower(ours["n_unc_layers"]) == per_tower(theirs["n_unc_layers"])
     )
     same_size = (ours["covariance"] == "spherical") == (theirs["covariance"] == "spherical")  # as many outputs
@@ -154,8 +156,8 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
                 )
     if model.probabilistic and source.probabilistic and not same_branch:
         logger.warning(
-            f"{where} has {theirs['n_unc_layers']} blocks in its uncertainty branch, this model has "
-            f"{ours['n_unc_layers']}: the branch starts from random weights."
+            f"{where} has {_uncertainty(theirs)}, this model has {_uncertainty(ours)}: that part starts from random "
+            "weights."
         )
     own, given = model.state_dict(), source.state_dict()
 
@@ -170,6 +172,12 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
         return same_branch or getattr(model, tower).place(name).part != "branch"
 
     load_strictly(model, {key: given[key] if taken(key) else own[key] for key in own}, where)
+
+
+def _uncertainty(config: dict) -> str:
+    if config["uncertainty"] != "branch":
+        return f"an uncertainty token ({config['uncertainty']})"
+    return f"an uncertainty branch of {config['n_unc_layers']} blocks"
 
 
 def _check_architecture(ours: dict, theirs: dict, where: str) -> None:

@@ -7,6 +7,7 @@ the tokens, takes part in SizeAugment, and has `embed_tokens`: (B, T, W) -> (B, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from probemb.models.heads.gpo import GPOHead
 from probemb.models.heads.mlp import MLPHead
 from probemb.models.heads.pie import PIEHead
 
+Uncertainty = Literal["branch", "token", "prolip-code"]
 HEADS = {"clip": ClipHead, "gpo": GPOHead, "pie": PIEHead, "mlp": MLPHead, "average": AverageHead}
 
 
@@ -33,6 +35,10 @@ class HeadConfig:
         n_embeddings: K; more than 1 for kinds that give several embeddings an item.
         options: of the kind, such as GPO's sizes.
         covariance: what becomes of the predicted log-variances.
+        uncertainty: what the log-variance is read from: "branch", a branch of blocks (PCME++); "token", an uncertainty
+            token (ProLIP); or "prolip-code", the same with the public code's deviations from the paper, which its
+            published weights need: a text's log-variance is a map of its mean before that is normalised, the image's
+            class token passes its last norm twice, and padding takes part in texts.
     """
 
     kind: str
@@ -42,6 +48,7 @@ class HeadConfig:
     n_embeddings: int = 1
     options: dict = field(default_factory=dict)
     covariance: Covariance = field(default_factory=Covariance)
+    uncertainty: Uncertainty = "branch"
 
     @property
     def log_var_width(self) -> int:
@@ -79,7 +86,8 @@ def add_heads(
     tower.token_width, tower.pooled_width = width, pooled_width
     tower.mean_head = None if keep else head.for_mean(config, width, pooled_width)
     unc_widths = (width, pooled_width) if unc_width is None else (unc_width, unc_width)
-    tower.log_var_head = head.for_log_var(config, *unc_widths) if config.probabilistic else None
+    unc_head = head if config.uncertainty == "branch" else ClipHead  # of one token: a linear map
+    tower.log_var_head = unc_head.for_log_var(config, *unc_widths) if config.probabilistic else None
     tower.covariance = config.covariance
 
 
@@ -95,4 +103,20 @@ def check_head(kind: str, n_embeddings: int = 1) -> None:
         raise UserError(
             f"n_embeddings is {n_embeddings}, which head '{kind}' does not give.",
             "Set it to 1, or choose head 'pie' for several embeddings of every item.",
+        )
+
+
+def check_uncertainty(uncertainty: str, head: str, probabilistic: bool) -> None:
+    """Raise UserError for an unknown form of the uncertainty, or one that the head or a point model cannot have."""
+    if uncertainty not in get_args(Uncertainty):
+        raise UserError(
+            f"There is no uncertainty '{uncertainty}'.{nearest(uncertainty, get_args(Uncertainty))}",
+            f"Choose {', '.join(get_args(Uncertainty))}.",
+        )
+    if uncertainty != "branch" and not probabilistic:
+        raise UserError("A point model has no uncertainty token.", "Leave uncertainty out.")
+    if uncertainty == "prolip-code" and head != "clip":
+        raise UserError(
+            f"ProLIP's public code has the head 'clip', and the model has '{head}'.",
+            "Choose head clip, or uncertainty token.",
         )

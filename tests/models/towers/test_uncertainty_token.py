@@ -1,0 +1,187 @@
+"""An uncertainty token in open_clip's transformers (ProLIP): what it reads, what reads it, and what goes on with it."""
+
+import open_clip
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from probemb.errors import UserError
+from probemb.models import create_model, create_tokenizer, draw_parts, load_model, save_model
+from probemb.models.digest import weights_sha256
+from probemb.models.export import export_open_clip
+
+NAME = "ViT-Micro-32"
+TEXTS = ["a dog", "two dogs on green grass in a park"]
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return create_model(NAME, **{"uncertainty": "token", **options}).eval()
+
+
+def batch(model, n=2):
+    images = torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return images, create_tokenizer(model)(TEXTS)
+
+
+def test_image_by_hand():
+    """Class token, patches and [UNC] through every block and the last norm; a linear map of each of both tokens."""
+    model = make()
+    images, _ = batch(model)
+    tower = model.visual
+    patches = tower.conv1(images).flatten(2).transpose(1, 2)
+    ours = []
+    for one in patches:
+        tokens = [tower.class_embedding + tower.positional_embedding[0], tower.uncertainty_token]
+        tokens += [patch + position for patch, position in zip(one, tower.positional_embedding[1:])]
+        x = tower.ln_post(tower.transformer(tower.ln_pre(torch.stack(tokens))[None]))[0]
+        ours.append((F.normalize(x[0] @ tower.proj, dim=0), tower.log_var_head.weight @ x[1] + tower.log_var_head.bias))
+    out = model.encode_image(images)
+    assert_close(out.mean, torch.stack([mean for mean, _ in ours]))
+    assert_close(out.log_var, torch.stack([log_var for _, log_var in ours]))
+
+
+def test_text_by_hand():
+    """Each text alone, without padding and without any mask, [UNC] and [CLS] behind it."""
+    model = make()
+    tower, (_, tokens) = model.text, batch(model)
+    out = model.encode_text(tokens)
+    for i, row in enumerate(tokens):
+        words = row[: int(row.argmax()) + 1]
+        x = tower.token_embedding(words) + tower.positional_embedding[: len(words)]
+        class_token = tower.cls_emb + tower.positional_embedding[tower.context_length]
+        x = torch.cat([x, tower.uncertainty_token[None], class_token[None]])[None]
+        x = tower.ln_final(tower.transformer(x))[0]
+        assert_close(out.mean[i], F.normalize(x[-1] @ tower.text_projection, dim=0))
+        assert_close(out.log_var[i], tower.log_var_head.weight @ x[-2] + tower.log_var_head.bias)
+
+
+def test_every_word_matters_and_padding_does_not():
+    model = make()
+    _, tokens = batch(model)
+    whole, cut = model.encode_text(tokens), model.encode_text(model.cut_padding(tokens))
+    assert model.cut_padding(tokens).shape[1] == int(tokens.argmax(1).max()) + 1
+    assert_close(whole.mean, cut.mean)
+    assert_close(whole.log_var, cut.log_var)
+    for at in (1, 2):  # also of the first words, which a causal tower would not let see the others
+        other = tokens.clone()
+        other[:, at] = 1000
+        assert not torch.allclose(model.encode_text(other).log_var, whole.log_var)
+
+
+@pytest.mark.parametrize("head", ["clip", "gpo", "pie"])
+def test_gradient_reaches_every_parameter(head):
+    model = make(head=head, grad_checkpointing=True).train()
+    out = model(*batch(model))
+    weight = torch.linspace(-1, 1, out.image.mean.shape[-1])
+    (sum(((g.mean + g.log_var) * weight).sum() for g in (out.image, out.text)) + out.logit_scale.sum()).backward()
+    idle = {name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()}
+    assert idle == {"scale", "shift"}
+    assert model.visual.log_var_head.weight.shape == (model.embed_dim, 32)
+    for gaussian in (out.image, out.text):
+        assert_close(gaussian.uncertainty(), torch.ones(2), rtol=0.5, atol=0)
+
+
+def test_head_on_tokens_may_drop_them():
+    model = make(head="gpo")
+    images, _ = batch(model)
+    mask = torch.ones(2, model.visual.n_tokens, dtype=torch.bool)
+    whole, same = model.encode_image(images), model.encode_image(images, token_mask=mask)
+    assert_close(same.mean, whole.mean)
+    mask[:, 1] = False
+    dropped = model.encode_image(images, token_mask=mask)
+    assert not torch.allclose(dropped.mean, whole.mean)
+    assert_close(dropped.log_var, whole.log_var)
+
+
+def test_parts():
+    model = make()
+    images, tokens = batch(model)
+    generator = torch.Generator().manual_seed(0)
+    for tower, inputs in ((model.image_tower, images), (model.text_tower, tokens)):
+        kept = draw_parts(tower, inputs, 1.0, generator)
+        assert_close(tower(inputs, kept=kept), tower(inputs))
+        kept = draw_parts(tower, inputs, 0.4, generator)
+        found = tower(inputs, kept=kept)
+        for i, row in enumerate(kept):
+            alone = tower(inputs[i : i + 1], kept=row[None, row >= 0])
+            assert_close([x[0] for x in alone], [x[i] for x in found])
+
+
+def test_pretrained_text_keeps_its_form_and_its_means(tmp_path):
+    """In a causal text tower nothing looks at what comes later, so [UNC] behind a text changes no mean."""
+    stock = open_clip.create_model(NAME, force_custom_text=True).eval()
+    torch.save(stock.state_dict(), tmp_path / "x.pt")
+    model = make(pretrained=str(tmp_path / "x.pt"))
+    _, tokens = batch(model)
+    with torch.no_grad():
+        assert_close(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))
+        assert_close(model.encode_text(model.cut_padding(tokens)).log_var, model.encode_text(tokens).log_var)
+    assert torch.equal(model.visual.positional_embedding, stock.visual.positional_embedding)
+    other = tokens.clone()
+    other[:, 1] = 1000
+    assert not torch.allclose(model.encode_text(other).log_var, model.encode_text(tokens).log_var)
+
+
+def test_saved_loaded_and_started_from(tmp_path, caplog):
+    model = make()
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path)
+    assert weights_sha256(loaded.model) == weights_sha256(model)
+    again = make(pretrained=str(tmp_path))
+    images, tokens = batch(model)
+    with torch.no_grad():
+        for other in (loaded.model, again):
+            assert_close(other.encode_text(tokens).log_var, model.encode_text(tokens).log_var)
+            assert_close(other.encode_image(images).log_var, model.encode_image(images).log_var)
+    branch = create_model(NAME)
+    save_model(branch, tmp_path / "branch")
+    caplog.clear()
+    token = make(pretrained=str(tmp_path / "branch"))
+    assert "starts from random weights" in caplog.text
+    assert torch.equal(token.text.token_embedding.weight, branch.text.token_embedding.weight)
+    assert token.text.cls_emb is None
+    with pytest.raises(UserError, match="uncertainty token, which open_clip's towers do not have"):
+        export_open_clip(model, tmp_path / "exported")
+
+
+def test_where_its_parameters_stand():
+    model = make()
+    assert model.place("visual.uncertainty_token") == ("image", "branch", 0)
+    assert model.place("text.log_var_head.weight")[1] == "head"
+    assert model.pretrained_tower("text.uncertainty_token") is None
+    trunk = [name for name, _ in model.named_parameters() if model.pretrained_tower(name)]
+    for name in trunk:
+        model.get_parameter(name).requires_grad_(False)
+    left = {name.split(".", 1)[-1] for name, p in model.named_parameters() if p.requires_grad}
+    heads = {"uncertainty_token", "log_var_head.weight", "log_var_head.bias"}
+    assert left == heads | {"logit_scale", "scale", "shift"}
+    with pytest.raises(UserError, match="branch or token trains"):
+        model.image_tower.layout(batch(model)[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"uncertainty": "tokens"}, "Did you mean 'token'"),
+        ({"n_unc_layers": 1}, "n_unc_layers is 1"),
+        ({"probabilistic": False}, "no uncertainty token"),
+        ({"uncertainty": "prolip-code", "head": "gpo"}, "head 'clip'"),
+        ({"name": "RN50"}, "open_clip.resnet"),
+        ({"name": "scenes-cnn-gru", "vocabulary": ["a"]}, "small_cnn"),
+        ({"name": "coca_ViT-B-32"}, "pools by attention"),
+    ],
+)
+def test_wrong_arguments(arguments, what):
+    with pytest.raises(UserError) as error, torch.device("meta"):
+        create_model(**{"name": NAME, "uncertainty": "token", **arguments})
+    assert what in error.value.what
+    assert error.value.remedy
+
+
+def test_compiles():
+    model = make()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    out, expected = compiled(*batch(model)), model(*batch(model))
+    assert_close(out.text.log_var, expected.text.log_var)
