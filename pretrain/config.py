@@ -18,9 +18,9 @@ BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpee
 
 @dataclass(frozen=True)
 class Model(Towers):
-    """The towers; n_unc_layers is 2 if empty."""
+    """The towers."""
 
-    DEFAULT_LAYERS: ClassVar = 2
+    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] = 2
 
 
 @dataclass(frozen=True)

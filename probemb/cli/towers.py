@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from jsonargparse.typing import NonNegativeInt
 
@@ -24,7 +24,7 @@ class Towers:
         head: clip (the tower's own pooling), gpo (pooling over tokens), pie (and attention), mlp or average.
         embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
-            tower and 1 of the text tower; empty for 1, and 0 where a method has none.
+            tower and 1 of the text tower; empty for 1, and 0 where a method has none. Of a branch alone.
         uncertainty: what the variance is read from: branch (PCME++), token (an uncertainty token beside the class
             token, ProLIP) or prolip-code (for ProLIP's published weights).
         vocabulary: of a model that reads words; empty for the pretrained run's, or vocabulary.txt in the folder of the
@@ -43,14 +43,6 @@ class Towers:
     word_vectors: str | None = None
     image_weights: str | None = None
 
-    DEFAULT_LAYERS: ClassVar[int | None] = None  # of a branch, if not create_model's own default
-
-    @property
-    def branch_layers(self) -> int | tuple[int, int] | None:
-        """n_unc_layers, or the command's default for a branch."""
-        by_default = self.n_unc_layers is None and self.uncertainty == "branch"
-        return self.DEFAULT_LAYERS if by_default else self.n_unc_layers
-
     def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
         """The model, on the CPU; the same on every rank.
 
@@ -65,7 +57,7 @@ class Towers:
         return create_model(
             self.name,
             embed_dim=self.embed_dim,
-            n_unc_layers=self.branch_layers,
+            n_unc_layers=self.n_unc_layers if self.uncertainty == "branch" else None,
             uncertainty=self.uncertainty,
             head=self.head,
             pretrained=self.pretrained,

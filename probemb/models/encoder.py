@@ -262,7 +262,7 @@ class Encoder(nn.Module):
         """
         if any(self.place(name).part == "branch" for name, _ in self.named_parameters()):
             raise UserError(
-                "The image tower's uncertainty branch or token trains, so its features change while it does.",
+                "The image tower's uncertainty has blocks of its own, or a token: its features change while it trains.",
                 "Set model.uncertainty to branch and model.n_unc_layers to 0, or to two numbers such as [0, 1], or "
                 "leave data.cache_features out.",
             )

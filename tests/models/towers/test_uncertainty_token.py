@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from probemb.cli.towers import Towers
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, draw_parts, load_model, save_model
 from probemb.models.digest import weights_sha256
@@ -157,7 +158,7 @@ def test_where_its_parameters_stand():
     left = {name.split(".", 1)[-1] for name, p in model.named_parameters() if p.requires_grad}
     heads = {"uncertainty_token", "log_var_head.weight", "log_var_head.bias"}
     assert left == heads | {"logit_scale", "scale", "shift"}
-    with pytest.raises(UserError, match="branch or token trains"):
+    with pytest.raises(UserError, match="or a token: its features change"):
         model.image_tower.layout(batch(model)[0])
 
 
@@ -178,6 +179,12 @@ def test_wrong_arguments(arguments, what):
         create_model(**{"name": NAME, "uncertainty": "token", **arguments})
     assert what in error.value.what
     assert error.value.remedy
+
+
+def test_trainers_take_it_with_their_default_branch():
+    model = Towers(NAME, uncertainty="token", n_unc_layers=2).create([])
+    assert (model.config["uncertainty"], model.config["n_unc_layers"]) == ("token", 0)
+    assert create_model(NAME, n_unc_layers=2).visual.uncertainty_token is None
 
 
 def test_compiles():
