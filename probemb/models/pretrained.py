@@ -156,8 +156,8 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
                 )
     if model.probabilistic and source.probabilistic and not same_branch:
         logger.warning(
-            f"{where} has {_uncertainty(theirs)}, this model has {_uncertainty(ours)}: that part starts from random "
-            "weights."
+            f"{where} has {_uncertainty(theirs)}, this model has {_uncertainty(ours)}: the uncertainty starts from "
+            "random weights."
         )
     own, given = model.state_dict(), source.state_dict()
 
@@ -177,7 +177,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
 def _uncertainty(config: dict) -> str:
     if config["uncertainty"] != "branch":
         return f"an uncertainty token ({config['uncertainty']})"
-    return f"an uncertainty branch of {config['n_unc_layers']} blocks"
+    return f"{config['n_unc_layers']} blocks in its uncertainty branch"
 
 
 def _check_architecture(ours: dict, theirs: dict, where: str) -> None:

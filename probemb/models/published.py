@@ -50,7 +50,9 @@ def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Pat
     Raises:
         UserError: if configuration and weights do not fit each other.
     """
-    architecture, n_unc_layers = _read(_pcmepp_architecture, state_dict, config, f"{source} is not a PCME++ model")
+    architecture, n_unc_layers = _read(
+        _pcmepp_architecture, state_dict, config, f"{source} is not a complete PCME++ model"
+    )
     model = _model("PCMEPP", architecture, n_unc_layers=n_unc_layers, uncertainty_bias=False)
     own = {"visual.uncertainty_proj": "visual.log_var_head.weight"}
     own |= {"uncertainty_text_projection": "text.log_var_head.weight"}
@@ -79,7 +81,7 @@ def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Pat
     Raises:
         UserError: if configuration and weights do not fit each other.
     """
-    architecture = _read(_prolip_architecture, state_dict, config, f"{source} is not a ProLIP model")
+    architecture = _read(_prolip_architecture, state_dict, config, f"{source} is not a complete ProLIP model")
     model = _model("ProLIP", architecture, n_unc_layers=0, uncertainty_bias=True, uncertainty="prolip-code")
     heads = {
         "visual.uncertainty_proj.": "visual.log_var_head.",
@@ -116,7 +118,7 @@ def _read(reader: Callable, state: dict[str, Tensor], config: dict, complaint: s
         return reader(state, config)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
         raise UserError(
-            f"{complaint}, or not a complete one ({type(error).__name__}: {error}).",
+            f"{complaint} ({type(error).__name__}: {error}).",
             "Download both config.json and the weights again.",
         ) from error
 

@@ -3,6 +3,7 @@
     python -m tools.search "two dogs on grass" --index index/cc3m                      # a table
     python -m tools.search "the same, at night" --image x.jpg --index index/cc3m --json
     python -m tools.search "a beach" "a dog" --without "people" --weights 1,2,0.5 --index index/cc3m
+    python -m tools.search "a dog" --more general --index index/captions               # what includes the query
     python -m tools.search --serve --index index/cc3m --index index/cc12m              # a search page
     python -m tools.search --calibrate data/val --index index/cc3m                     # calibrate refusals
     python -m tools.search "a dog" --min-precision 0.8 --index index/cc3m
@@ -115,6 +116,7 @@ def search_once(options: argparse.Namespace) -> int:
     wish = Wish(
         [*options.texts, *options.without], images, options.top, options.max_uncertainty,
         options.max_item_uncertainty, options.min_precision, options.fits, options.max_score, signed_weights(options),
+        options.more,
     )  # fmt: skip
     check_wish(wish)
     answer = open_searcher(options).answer(wish)

@@ -15,7 +15,7 @@ PROG = "python -m tools.search"
 BELONGS = {  # options of some modes only
     **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "min_precision", "max_score"), ("a query",)),
     **dict.fromkeys(("without", "without_image", "weights"), ("a query",)),
-    "fits": ("a query",),
+    **dict.fromkeys(("fits", "more"), ("a query",)),
     "tolerance": ("a query", "--serve"),
     **dict.fromkeys(("rivals", "within"), ("--calibrate",)),
     **dict.fromkeys(("host", "port", "allow_host", "max_upload"), ("--serve",)),
@@ -64,6 +64,8 @@ def add_options() -> Parser:
         "all that fits, a large variance as a tolerance; --no-fits: the closest, by CSD (default: as the index ranks)"
     )
     parser.add_argument("--fits", action=argparse.BooleanOptionalAction, help=fits)
+    more = "items that include the query (general), or lie in it (specific), among the closest"
+    parser.add_argument("--more", choices=("general", "specific"), help=more)
     tolerance = "weight of the variances for --fits (default: the index' own, or the calibrated one)"
     parser.add_argument("--tolerance", type=float, metavar="LAMBDA", help=tolerance)
     score = "refuse a query whose calibrated score is above this"

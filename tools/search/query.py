@@ -25,15 +25,20 @@ if TYPE_CHECKING:
     from tools.search.composing import QueryComposer
     from tools.search.encoding import QueryEncoder
 
+NEAR = 100  # closest items that are ranked by inclusion, or 5 times the results
 MAX_NEIGHBOURS = 2_048  # among which certain enough items are searched; FAISS' limit on a GPU
 
 
 class Found(NamedTuple):
-    """A result: row in the gallery, CSD with the weighted variance, uncertainty."""
+    """A result: row in the gallery, CSD with the weighted variance, uncertainty, and the inclusion of the query in it.
+
+    The inclusion is None unless results are ranked by it.
+    """
 
     row: int
     distance: float
     uncertainty: float
+    inclusion: float | None = None
 
 
 class Searcher:
@@ -72,6 +77,8 @@ class Searcher:
         check_wish(wish)
         weights = part_weights(wish)
         weight = self.weight(wish.fits)
+        if wish.more is not None:
+            weight = self.check_more(wish)
         if wish.min_precision is not None and weight != self.own_weight:
             raise UserError(
                 "The calibration of this index is of its own ranking, not of this one.",
@@ -93,9 +100,11 @@ class Searcher:
         if name != "u" and not refused:  # needs a search
             values[name] = float(self.scores(query[None])[name])
             refused = is_above(values, limits)
-        found, looked_at = (
-            ([], 0) if refused else self.closest(query[None], wish.top, wish.max_item_uncertainty, weight)
-        )
+        found, looked_at = [], 0
+        if wish.more is not None and not refused:
+            found, looked_at = self.more(query[None], wish)
+        elif not refused:
+            found, looked_at = self.closest(query[None], wish.top, wish.max_item_uncertainty, weight)
         return {
             "query": {
                 "texts": [text.strip() for text in wish.texts if text.strip()],
@@ -110,6 +119,7 @@ class Searcher:
             },
             "feasibility": self.feasibility(parts, kinds, weights),
             "weight": weight,
+            "more": wish.more,
             "limit": limits.get("u"),
             "score": {"name": name, "title": SCORES[name][0], "value": values.get(name), "limit": limits.get(name)},
             "refused": refused,
@@ -195,6 +205,52 @@ class Searcher:
             if max_uncertainty is None or len(found) >= top or k >= min(len(self.index), MAX_NEIGHBOURS):
                 return found[:top], k
             k = min(4 * k, len(self.index), MAX_NEIGHBOURS)
+
+    def check_more(self, wish: Wish) -> float:
+        """The weight of the variances in the distances of results that are more general or more specific: CSD's.
+
+        Raises:
+            UserError: the model has no variances, or the wish is for another ranking at once.
+        """
+        if not self.encoder.match_model.probabilistic:
+            raise UserError(
+                "The model of this index predicts no variances, so nothing is more general than something else.",
+                "Search with an index of a probabilistic model.",
+            )
+        if wish.fits is not None:
+            raise UserError(
+                f"What is more {wish.more} is ranked by inclusion, not by the weight of --fits or --no-fits.",
+                "Ask for one of them.",
+            )
+        if wish.min_precision is not None:
+            raise UserError(
+                f"The calibration of this index is of its own ranking, not of what is more {wish.more}.",
+                "Use --max-uncertainty instead.",
+            )
+        return 1.0
+
+    def more(self, query: Gaussian, wish: Wish) -> tuple[list[Found], int]:
+        """The items that include the query (1, D), or lie in it, and how many of the closest were looked at.
+
+        Inclusion compares widths more than places, so it ranks the NEAR closest items only, by their means where the
+        index can.
+        """
+        from probemb.search.generality import inclusion_of_spheres
+
+        k = min(max(NEAR, 5 * wish.top), MAX_NEIGHBOURS, len(self.index))
+        weight = 0.0 if self.can_rank_by(0.0) else self.own_weight
+        with self._one_search:
+            distances, rows = self._look(query, k, weight)
+        distances, rows = (x[0][rows[0] >= 0] for x in (distances, rows))
+        u, u_query = self.index.uncertainty[rows].double(), query.uncertainty().double().cpu()
+        apart = (distances.double() - weight * u - u_query).clamp_min(0)
+        inclusion = inclusion_of_spheres(apart, u_query, u, self.index.dim)
+        sign = 1 if wish.more == "general" else -1
+        order = (sign * inclusion).argsort(descending=True, stable=True)
+        most = float("inf") if wish.max_item_uncertainty is None else wish.max_item_uncertainty
+        kept = [i for i in order.tolist() if sign * inclusion[i] > 0 and u[i] <= most][: wish.top]
+        csd = apart + u_query + u
+        return [Found(int(rows[i]), float(csd[i]), float(u[i]), float(inclusion[i])) for i in kept], len(rows)
 
     def describe(self, found: Sequence[Found], weight: float, kinds: Sequence[str]) -> list[dict]:
         """Results with the metadata of their items, and with their match probabilities.

@@ -32,8 +32,11 @@ def print_answer(answer: dict) -> None:
         limit = f"refused: that is above {exceeded:.4g}; make the query more specific, or raise the limit"
         console.print(limit, highlight=False, soft_wrap=True)
         return
+    if answer["more"]:
+        line = f"more {answer['more']} than the query, by inclusion, among the {answer['looked_at']:,} closest"
+        console.print(line, highlight=False)
     table = Table()
-    for heading in ("rank", "match", "distance", "uncertainty"):
+    for heading in ("rank", "match", "distance", "uncertainty", *(("inclusion",) if answer["more"] else ())):
         table.add_column(heading, justify="right")
     table.add_column("key", overflow="fold")
     table.add_column("caption", overflow="fold")
@@ -41,12 +44,14 @@ def print_answer(answer: dict) -> None:
         match = "" if result["match"] is None else f"{100 * result['match']:.3g} %"
         table.add_row(
             str(result["rank"]), match, f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
+            *((f"{result['inclusion']:.4g}",) if answer["more"] else ()),
             escape(printable(result["key"])), escape(printable((result["captions"] or [""])[0])),
         )  # fmt: skip
     if answer["results"]:
         console.print(table)
     else:
-        console.print(f"no certain enough result among the {answer['looked_at']:,} closest", highlight=False)
+        wanted = f"result that is more {answer['more']}" if answer["more"] else "certain enough result"
+        console.print(f"no {wanted} among the {answer['looked_at']:,} closest", highlight=False)
 
 
 def print_calibration(calibration) -> None:

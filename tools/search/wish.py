@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from probemb.errors import UserError
 
@@ -49,6 +49,7 @@ class Wish:
         min_precision: a query above the threshold calibrated for this precision is refused.
         fits: True for all that fits, a large variance of an item as a tolerance; False for the closest, by CSD; None as
             the index ranks.
+        more: "general" for items that include the query, "specific" for those that lie in it; None for the closest.
         max_score: a query whose calibrated score is above it is refused.
     """
 
@@ -61,6 +62,7 @@ class Wish:
     fits: bool | None = None
     max_score: float | None = None
     weights: Sequence[float] | None = None
+    more: Literal["general", "specific"] | None = None
 
 
 def clean_texts(texts: Sequence[str], images: int) -> list[str]:

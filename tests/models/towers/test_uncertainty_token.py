@@ -140,7 +140,7 @@ def test_saved_loaded_and_started_from(tmp_path, caplog):
     save_model(branch, tmp_path / "branch")
     caplog.clear()
     token = make(pretrained=str(tmp_path / "branch"))
-    assert "starts from random weights" in caplog.text
+    assert "this model has an uncertainty token (token): the uncertainty starts from random weights" in caplog.text
     assert torch.equal(token.text.token_embedding.weight, branch.text.token_embedding.weight)
     assert token.text.cls_emb is None
     with pytest.raises(UserError, match="uncertainty token, which open_clip's towers do not have"):

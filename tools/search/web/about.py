@@ -44,6 +44,7 @@ def describe(searcher: Searcher) -> dict:
         "curves": curves,
         "calibrated": calibrated,
         "fits": fits(searcher),
+        "general": searcher.encoder.match_model.probabilistic,
         "weighs": searcher.composer.weighs,
         "matches": not searcher.composer.trained,
     }

@@ -4,7 +4,8 @@ GET /                the page
 GET /about           facts about the indexes, and limits of a query
 POST /search         a form with index (a name; by default the first), text, image, like (INDEX/ROW: an item's picture),
                      weight (one for every part in this order, below 0 to leave it out), top, max_uncertainty,
-                     max_item_uncertainty, min_precision, fits (yes, no or empty), max_score
+                     max_item_uncertainty, min_precision, fits (yes, no or empty), max_score, more (general, specific
+                     or empty)
                      -> the answer
 GET /picture/INDEX/ROW  a thumbnail of an item; …/large: up to 1600 pixels; 503 with Retry-After under load. INDEX is
                         the identity of the index, as browsers keep pictures and another index here has others
@@ -95,7 +96,8 @@ def make_app(
             max_uncertainty=read_number(form, "max_uncertainty", float),
             max_item_uncertainty=read_number(form, "max_item_uncertainty", float),
             min_precision=read_number(form, "min_precision", float),
-            fits=read_choice(form, "fits"),
+            fits=None if (fits := read_choice(form, "fits", ("yes", "no"))) is None else fits == "yes",
+            more=read_choice(form, "more", ("general", "specific")),
             max_score=read_number(form, "max_score", float),
             weights=[parse_number("weight", text, float) for text in form.getlist("weight")] or None,
         )
@@ -130,12 +132,12 @@ def parse_number(name: str, text: str, kind: Callable):
         raise UserError(f"{name} is '{text[:40]}', which is no number.", "Correct it.") from None
 
 
-def read_choice(form, name: str) -> bool | None:
-    """yes or no of a form; None if it is absent or empty. Raises UserError."""
+def read_choice(form, name: str, choices: tuple[str, str]) -> str | None:
+    """One of two words of a form; None if it is absent or empty. Raises UserError."""
     text = form.get(name, "")
-    if text not in ("", "yes", "no"):
-        raise UserError(f"{name} is '{text[:40]}', neither yes nor no.", "Correct it.")
-    return None if not text else text == "yes"
+    if text not in ("", *choices):
+        raise UserError(f"{name} is '{text[:40]}', neither {choices[0]} nor {choices[1]}.", "Correct it.")
+    return text or None
 
 
 def shown(answer: dict, identity: str) -> dict:

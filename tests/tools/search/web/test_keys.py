@@ -30,16 +30,16 @@ def test_every_control_is_reached_and_seen(page):  # noqa: F811
     page.press("Enter")
     page.wait(f"{SETTLED} && {CARDS}.length === 24")
     order = []
-    for _ in range(13):
+    for _ in range(16):
         assert page.run(OUTLINE) >= 3
         tab(page)
         order.append(page.run(FOCUS))
     assert order == [
-        "add-text", "add-image", "go", "query-limit", "item-limit", "save-csv", "save-json", "card", "frame", "SUMMARY",
-        "quiet", "source", "quiet",
+        "add-text", "add-image", "go", "more", "query-limit", "item-limit", "save-csv", "save-json", "card", "frame",
+        "SUMMARY", "quiet", "quiet", "quiet", "source", "quiet",
     ]  # fmt: skip
     assert page.run("document.activeElement.textContent") == "More results"  # one card is a stop, not all 24
-    tab(page, 5, modifiers=8)
+    tab(page, 7, modifiers=8)
     assert page.run(FOCUS) == "card"
 
 

@@ -2,7 +2,7 @@
 // length, and no log of a server has it. An address holds no uploaded pictures, only their number; while the page is open,
 // its history keeps them.
 
-import { fitsNow, limits } from "./limits.js";
+import { fitsNow, limits, moreNow } from "./limits.js";
 import { texts } from "./query.js";
 import { state } from "./state.js";
 import { weights } from "./weights.js";
@@ -20,6 +20,7 @@ function describe(wanted, page) {
   if (state.files.length) found.append("pictures", String(state.files.length));
   for (const weight of weights()) found.append("weight", String(weight));
   if (state.index.fits && fitsNow() !== state.index.fits.own) found.append("fits", fitsNow() ? "yes" : "no");
+  if (moreNow()) found.append("more", moreNow());
   if (wanted !== page) found.append("top", String(wanted));
   for (const [name, limit] of Object.entries(limits())) found.append(name, String(limit));
   return `#${found}`;

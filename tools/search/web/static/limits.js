@@ -12,6 +12,7 @@ const NAMES = { "query-limit": ["max_uncertainty", "max_score"], "item-limit": [
 let outer = null; // lowest and highest uncertainty of the queries so far, times their parts
 let exact = {}; // limits of an address, until their slider moves
 
+export const moreNow = () => $("more-than").querySelector("input:checked")?.value ?? "";
 export const fitsNow = () => $("fits").querySelector("input:checked")?.value === "yes";
 
 function curveOf(kinds) {
@@ -61,6 +62,8 @@ export function setLimits(get) {
   outer = null;
   $("fits").hidden = !fits;
   for (const one of $("fits").querySelectorAll("input")) one.checked = one.value === (get("fits") ?? (fits?.own ? "yes" : "no"));
+  $("more-than").hidden = !state.index.general;
+  setMore(get("more"));
   $("weight").textContent = fits ? String(Number(fits.weight.toPrecision(6))) : "";
   for (const [id, names] of Object.entries(NAMES)) {
     const limit = Number(names.map(get).find((one) => one) ?? NaN);
@@ -71,6 +74,15 @@ export function setLimits(get) {
     $(id).value = String(Math.min(STEPS - 1, (STEPS * (limit - low)) / (high - low || 1)));
   }
   showLimits();
+}
+
+// "general", "specific", or anything else for what is alike; that has no choice of the weight.
+export function setMore(wanted) {
+  const inputs = [...$("more-than").querySelectorAll("input")];
+  const chosen = (state.index.general && inputs.find((one) => one.value === wanted)) || inputs[0];
+  chosen.checked = true;
+  $("more-note").hidden = !chosen.value;
+  for (const one of $("fits").querySelectorAll("input")) one.disabled = chosen.value !== "";
 }
 
 function first() {
@@ -133,6 +145,10 @@ export function watchLimits(ask) {
     });
     $(id).addEventListener("change", ask);
   }
+  $("more-than").addEventListener("change", () => {
+    setMore(moreNow());
+    ask();
+  });
   $("fits").addEventListener("change", () => {
     showLimits();
     ask();

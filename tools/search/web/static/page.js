@@ -1,7 +1,7 @@
 // The search page: ask the server, and show what it answers.
 
 import { keep, keptFiles, settings } from "./address.js";
-import { fitsNow, limits, setLimits, watchLimits } from "./limits.js";
+import { fitsNow, limits, moreNow, setLimits, setMore, watchLimits } from "./limits.js";
 import { patiently } from "./pictures.js";
 import { addText, focusQuery, isTooLarge, setParts, takePictures, texts, tooLarge } from "./query.js";
 import { clear, focusCard, show, showProgress, watchKeys } from "./results.js";
@@ -25,7 +25,8 @@ function formOf() {
   if (!["text", "image", "like"].some((name) => form.has(name))) return null;
   for (const weight of weights()) form.append("weight", String(weight));
   form.append("top", String(wanted));
-  if (state.index.fits) form.append("fits", fitsNow() ? "yes" : "no");
+  if (moreNow()) form.append("more", moreNow());
+  else if (state.index.fits) form.append("fits", fitsNow() ? "yes" : "no");
   for (const [name, limit] of Object.entries(limits())) form.append(name, String(limit));
   return form;
 }
@@ -112,8 +113,9 @@ function restore() {
   return say("");
 }
 
-async function like(parts) {
+async function like({ more = "", ...parts }) {
   setParts(parts);
+  setMore(more);
   window.scrollTo({ top: 0 });
   await ask();
   focusCard(0);

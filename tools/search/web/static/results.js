@@ -27,7 +27,7 @@ export function show(answer, wanted) {
   clear();
   state.answer = answer;
   pictures = new Pictures(showProgress);
-  $("results").replaceChildren(...answer.results.map((result) => card(result, pictures)));
+  $("results").replaceChildren(...answer.results.map((result) => card(result, pictures, answer)));
   if (pictures.all) showProgress(0, pictures.all);
   if (cards().length) choose(cards()[0]);
   $("more").hidden = answer.results.length < wanted || wanted === Math.min(state.about.max_results, state.index.count);
@@ -37,7 +37,9 @@ export function show(answer, wanted) {
     : state.index.matches ? "This query has no match probability: the model knows one between pictures and texts."
     : "The model has not learned a match probability.";
   const times = answer.weight === 1 ? "" : `, that of the result times ${shorten(answer.weight)}`;
-  $("legend").textContent = `${match} A smaller distance is closer; both uncertainties are in it${times}.`;
+  const inclusion = !answer.more ? ""
+    : ` Inclusion is ${answer.more === "general" ? "above 0 where the result includes the query" : "below 0 where the result lies in the query"}.`;
+  $("legend").textContent = `${match}${inclusion} A smaller distance is closer; both uncertainties are in it${times}.`;
   $("feasible").textContent = answer.feasibility?.says ?? "";
   $("feasible").hidden = !answer.feasibility;
   tell(answer, showScore(answer));
@@ -53,7 +55,7 @@ function tell(answer, { named, score }) {
   }
   const count = answer.results.length;
   const among = answer.looked_at < answer.gallery ? ` among the ${answer.looked_at.toLocaleString("en")} closest` : "";
-  const short = count ? "" : ` No result is as certain as that${among}.`;
+  const short = count ? "" : answer.more ? ` Nothing is more ${answer.more} than the query${among}.` : ` No result is as certain as that${among}.`;
   say(`Uncertainty of the query: ${shorten(u)}${several}.${told} ${count} result${count === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${short}`);
 }
 
@@ -74,7 +76,7 @@ export function sourceLink(address) {
   return link;
 }
 
-function card(result, loading) {
+function card(result, loading, answer) {
   const item = make("li", "card");
   const caption = result.captions[0] ?? "";
   item.setAttribute("aria-label", `${result.rank}. ${caption || result.key}`);
@@ -92,6 +94,7 @@ function card(result, loading) {
   const place = make("div", "place", `${result.rank}.`);
   if (result.match !== null) place.append(make("span", "match", `match ${chance(result.match)}`));
   const numbers = make("div", "numbers");
+  if (answer.more) numbers.append(make("span", "inclusion", `inclusion ${shorten(result.inclusion)}`));
   numbers.append(make("span", "distance", `distance ${shorten(result.distance)}`), make("span", "uncertainty", `uncertainty ${shorten(result.uncertainty)}`));
   const bar = make("div", "bar");
   const filled = make("div");
@@ -108,8 +111,11 @@ function card(result, loading) {
   }
   const last = make("div", "last");
   const like = state.index.kind === "text" && caption ? { texts: [caption] } : { likes: [`${state.index.identity}/${result.row}`] };
-  const ask = () => document.dispatchEvent(new CustomEvent("like", { detail: like }));
-  if (result.picture || like.texts) last.append(button("quiet", "More like this", "", ask));
+  const ask = (more) => () => document.dispatchEvent(new CustomEvent("like", { detail: { ...like, more } }));
+  if (result.picture || like.texts) {
+    last.append(button("quiet", "More like this", "", ask("")));
+    if (state.index.general) last.append(button("quiet", "More general", "", ask("general")), button("quiet", "More specific", "", ask("specific")));
+  }
   const source = sourceLink(result.url);
   if (source) last.append(source);
   told.append(make("p", "key", result.key), last);

@@ -2,7 +2,7 @@
 
 import { $, state } from "./state.js";
 
-const COLUMNS = ["rank", "match", "distance", "uncertainty", "key", "captions", "url", "row"];
+const COLUMNS = ["rank", "match", "distance", "uncertainty", "inclusion", "key", "captions", "url", "row"];
 
 // A text for a table. Programs run cells that begin with = + - @ as formulas, also those that begin behind a semicolon
 // where that separates cells; an apostrophe in front makes them text.
