@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from open_clip import CLIP
 from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
@@ -19,7 +21,9 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
     """Write the means' part of a model as a folder that open_clip loads strictly, with equal outputs.
 
         open_clip.create_model_and_transforms("local-dir:FOLDER")
+        open_clip.create_model_and_transforms("ViT-B-16", pretrained="FOLDER/open_clip_model.safetensors")
 
+    The second form, which CLIP_benchmark uses, knows only open_clip's own architectures and their own preprocessing.
     The uncertainty branch, a and b are left out; what remains is a CLIP.
 
     Returns:
@@ -41,11 +45,13 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
             f"The model ({config['name']}) cannot be exported to open_clip: {what}.",
             "Export a model of one of open_clip's architectures with head 'clip' and an uncertainty branch.",
         )
+    state, shape = deterministic_state(model), config["architecture"]
+    plain = _plain_state(state, shape)
     about = {
-        "model_cfg": {**config["architecture"], "custom_text": True},
+        "model_cfg": {**shape, "custom_text": True} if plain is None else shape,
         "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in vars(PreprocessCfg())},
     }
-    write_model(folder / WEIGHTS, deterministic_state(model), folder / CONFIG, about)
+    write_model(folder / WEIGHTS, state if plain is None else plain, folder / CONFIG, about)
     return folder
 
 
@@ -55,3 +61,21 @@ def deterministic_state(model: DualEncoder) -> dict[str, Tensor]:
     names = stock_parameter_names(model.config["architecture"])
     out = {name: state[name].detach().cpu().contiguous() for name in names}
     return {name: x.reshape(()) if name in ("logit_scale", "logit_bias") else x for name, x in out.items()}
+
+
+def _plain_state(state: dict[str, Tensor], architecture: dict) -> dict[str, Tensor] | None:
+    """The state under the names of open_clip's plain `CLIP`, which has its text tower's parameters at the top.
+
+    None for architectures that are no plain CLIP in open_clip. `CustomTextCLIP` reads these names too.
+    """
+    if (
+        architecture.get("custom_text")
+        or "multimodal_cfg" in architecture
+        or "hf_model_name" in architecture["text_cfg"]
+    ):
+        return None
+    with torch.device("meta"):
+        options = {key: value for key, value in architecture.items() if key != "custom_text"}
+        expected = set(CLIP(**options).state_dict())
+    plain = {name.removeprefix("text."): x for name, x in state.items()}
+    return plain if set(plain) == expected else None

@@ -41,6 +41,26 @@ def test_open_clip_loads_it_strictly_with_equal_outputs(tmp_path, monkeypatch, n
     assert open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["two dogs"]).tolist() == tokens[1:].tolist()
 
 
+@pytest.mark.parametrize("name", ["ViT-B-32", "RN50"])
+def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_path, name):
+    torch.manual_seed(0)
+    ours = create_model(name, n_unc_layers=1).eval().requires_grad_(False)
+    export_open_clip(ours, tmp_path / "out")
+    theirs, _, transform = open_clip.create_model_and_transforms(
+        name, pretrained=str(tmp_path / "out" / "open_clip_model.safetensors"), cache_dir=None
+    )
+    assert type(theirs) is open_clip.CLIP
+    theirs.eval().requires_grad_(False)
+    tokens = open_clip.get_tokenizer(name)(["a photo of a cat"])
+    pixels = transform(Image.effect_mandelbrot((90, 70), (-2, -1.5, 1, 1.5), 50).convert("RGB"))[None]
+    with torch.no_grad():
+        assert torch.equal(theirs.encode_text(tokens, normalize=True), ours.encode_text(tokens).mean)
+        assert torch.equal(theirs.encode_image(pixels, normalize=True), ours.encode_image(pixels).mean)
+    also, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}", pretrained="", cache_dir=None)
+    assert torch.equal(also.logit_scale, theirs.logit_scale)
+    assert also.state_dict().keys() == theirs.state_dict().keys()
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="its head is 'gpo'"):
         export_open_clip(create_model("ViT-Micro-32", head="gpo", embed_dim=8), tmp_path / "out")
