@@ -1,11 +1,16 @@
 """Classes of a labelled set of images: their names, in the order of the labels."""
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from probemb.errors import UserError
 
+WNID = re.compile(r"n\d{8}")
+BUILT_IN = "the built-in ImageNet names"
 MAX_FILE = 64 << 20  # bytes of a class or template file
 
 
@@ -26,12 +31,34 @@ class Classes:
     def __len__(self) -> int:
         return len(self.names)
 
+    def only(self, keys: Sequence[str]) -> "Classes":
+        """Those with one of these keys, in the same order."""
+        wanted = set(keys)
+        kept = [(name, key) for name, key in zip(self.names, self.keys, strict=True) if key in wanted]
+        if len(kept) == len(self):
+            return self
+        names, keys = zip(*kept)
+        return Classes(names, keys, f"{self.source}, {len(names)} of them")
 
-def imagenet_classes() -> Classes:
-    """The 1000 ILSVRC classes under CLIP's names, in the order of the sorted WordNet ids."""
+
+def imagenet_classes(keys: Sequence[str] | None = None) -> Classes:
+    """The 1000 ILSVRC classes under CLIP's names, in the order of the sorted WordNet ids; keys: `imagenet_folders`."""
     from open_clip import IMAGENET_CLASSNAMES
 
-    return Classes(tuple(IMAGENET_CLASSNAMES), None, "the built-in ImageNet names")
+    return Classes(tuple(IMAGENET_CLASSNAMES), None if keys is None else tuple(keys), BUILT_IN)
+
+
+def imagenet_folders(folders: Sequence[str]) -> tuple[str, ...] | None:
+    """Folder names of all 1000 classes, if these are folders of ImageNet: all or some WordNet ids (ImageNet, -A, -R,
+    -Sketch), or the numbers 0 to 999 (ImageNetV2). None for other folders.
+    """
+    numbers = tuple(str(i) for i in range(1000))
+    if set(folders) == set(numbers):
+        return numbers
+    if folders and all(WNID.fullmatch(folder) for folder in folders):
+        wnids = tuple((files("timm") / "data" / "_info" / "imagenet_synsets.txt").read_text().split())
+        return wnids if set(folders) <= set(wnids) else None
+    return None
 
 
 def read_classes(path: str | Path) -> Classes:
@@ -63,7 +90,11 @@ def read_classes(path: str | Path) -> Classes:
 def refuse_same_names(classes: Classes) -> None:
     """Raise UserError if two classes have the same prompts; CLIP's own names of ImageNet have two such pairs."""
     names = [" ".join(name.casefold().split()) for name in classes.names]
-    if len(set(names)) == len(names) or classes.names == imagenet_classes().names:
+    if (
+        len(set(names)) == len(names)
+        or classes.source.startswith(BUILT_IN)
+        or classes.names == imagenet_classes().names
+    ):
         return
     same = next(name for name in names if names.count(name) > 1)
     first, second = [i for i, name in enumerate(names) if name == same][:2]

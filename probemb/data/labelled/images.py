@@ -3,33 +3,27 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import Images, Place, find_tars, list_members
-from probemb.data.labelled.classes import Classes, imagenet_classes, read_classes, read_text, refuse_same_names
+from probemb.data.image_loader import Place, find_tars, list_members
+from probemb.data.labelled.cifar import find_cifar
+from probemb.data.labelled.classes import (
+    WNID,
+    Classes,
+    imagenet_classes,
+    imagenet_folders,
+    read_classes,
+    read_text,
+    refuse_same_names,
+)
+from probemb.data.labelled.clip_benchmark import find_split
+from probemb.data.labelled.labelled_images import LabelledImages
 from probemb.data.shards.samples import IMAGE_EXTENSIONS, group_members, parse_sample
 from probemb.errors import UserError, nearest
 
-WNID = re.compile(r"n\d{8}")
 CLASS_FILES = ("classes.json", "classes.txt")
 MAKE_SCENES = "or make the embedded data with `python -m tools.make_scenes data/scenes` and name a folder in it"
-
-
-@dataclass(kw_only=True)
-class LabelledImages(Images):
-    """Images and their labels.
-
-    Attributes:
-        marks: the label in the data: a class index, or the name of the class folder.
-        folders: all class folders in sorted order, including empty ones; None where labels are indices.
-        class_file: classes.json or classes.txt beside the data.
-    """
-
-    marks: list[int | str]
-    folders: list[str] | None = None
-    class_file: Path | None = None
 
 
 def find_images(data: str | Path, labels: str | Path | None = None, exif: bool = False) -> LabelledImages:
@@ -37,7 +31,8 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
 
     Args:
         data: a folder of class folders, a folder (or pattern) of webdataset shards with KEY.cls, or one tar whose
-            members are CLASS/NAME.jpg, or KEY.jpg with KEY.cls, or NAME.jpg together with `labels`.
+            members are CLASS/NAME.jpg, or KEY.jpg with KEY.cls, or NAME.jpg together with `labels`; CIFAR's binary
+            files (`find_cifar`), or a data set of CLIP_benchmark (`find_split`).
         labels: a file of "NAME LABEL" lines for images without a class folder; LABEL is a class index or WordNet id.
         exif: turn images as their EXIF orientation says.
 
@@ -45,7 +40,10 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     """
     path = Path(data)
     given = _read_labels(Path(labels)) if labels is not None else None
-    tars = find_tars(data)
+    if given is None and (cifar := find_cifar(data)) is not None:
+        return cifar
+    benchmark = find_split(path) if given is None else None
+    tars = benchmark.tars if benchmark else find_tars(data)
     if not tars and not path.is_dir():
         raise UserError(
             f"The data path {data} does not exist.",
@@ -54,6 +52,8 @@ def find_images(data: str | Path, labels: str | Path | None = None, exif: bool =
     found = _from_tars(tars, given) if tars else _from_folders(path, given)
     found.source, found.exif = str(data), exif
     folder = path if path.is_dir() else tars[0].parent
+    if benchmark:
+        found.classes, found.templates = benchmark.classes, benchmark.templates
     found.class_file = next((folder / name for name in CLASS_FILES if (folder / name).is_file()), None)
     if not found.places:
         why = f"; the first of {len(found.bad)} unusable samples: {': '.join(found.bad[0])}" if found.bad else ""
@@ -170,18 +170,23 @@ def _listed(places: list[Place], given: dict[str, int | str], source: str) -> La
 def resolve_classes(images: LabelledImages, wanted: str | None) -> tuple[Classes, list[int]]:
     """The classes to choose from, and the index of each image's class.
 
-    `wanted` (--classes) is a file, "imagenet", or None: classes.json or classes.txt beside the data, else the ImageNet
-    names if there are 1000 classes, else the names of the class folders. Raises UserError: the classes do not fit the
-    labels.
+    `wanted` (--classes) is a file, "imagenet", or None: classes.json or classes.txt beside the data, else what its
+    layout says, else ImageNet's names if the folders are those of ImageNet or of a variant with a part of its classes,
+    or there are 1000 labels, else the names of the class folders. Raises UserError: the classes do not fit the labels.
     """
     n_marks = len(images.folders) if images.folders is not None else len(set(images.marks))
+    variant = imagenet_folders(images.folders) if images.folders is not None else None
     if wanted == "imagenet":
-        classes = imagenet_classes()
+        classes = imagenet_classes() if variant is None else imagenet_classes(variant)
     elif wanted is not None:
         classes = read_classes(wanted)
     elif images.class_file is not None:
         classes = read_classes(images.class_file)
-    elif n_marks == 1000 and (images.folders is None or all(WNID.fullmatch(f) for f in images.folders)):
+    elif images.classes is not None:
+        classes = images.classes
+    elif variant is not None:
+        classes = imagenet_classes(variant).only(images.folders)
+    elif n_marks == 1000 and images.folders is None:
         classes = imagenet_classes()
     elif images.folders is not None and not any(WNID.fullmatch(f) for f in images.folders):
         names = tuple(folder.replace("_", " ").strip() or folder for folder in images.folders)

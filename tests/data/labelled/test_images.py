@@ -150,13 +150,51 @@ def test_classes_without_images_and_a_single_class_are_told(shards, tmp_path, na
     ]
 
 
+def wordnet_ids():
+    from timm.data import ImageNetInfo
+
+    return ImageNetInfo("imagenet-1k").label_names()
+
+
 def test_a_thousand_wordnet_folders_are_imagenet(tmp_path, pictures):
-    for i in range(1000):
-        (tmp_path / f"n{i:08d}").mkdir()
-    (tmp_path / "n00000389" / "x.jpg").write_bytes(pictures[0][1])
+    ids = wordnet_ids()
+    for one in ids:
+        (tmp_path / one).mkdir()
+    (tmp_path / ids[389] / "x.jpg").write_bytes(pictures[0][1])
     classes, labels = resolve_classes(find_images(tmp_path), None)
     assert labels == [389]
     assert classes.names == imagenet_classes().names
+    assert classes.keys == tuple(ids)
+    assert classes.names[ids.index("n02123045")] == "tabby cat"
+    (tmp_path / ids[0]).rename(tmp_path / "n00000001")  # no class of ImageNet
+    with pytest.raises(UserError, match="does not say what they are called"):
+        resolve_classes(find_images(tmp_path), None)
+
+
+def test_a_variant_with_some_of_imagenet_s_folders_has_their_names_alone(tmp_path, pictures):
+    tabby, fish, crane = "n02123045", "n01443537", "n03126707"
+    for place, one in enumerate((tabby, fish, crane)):
+        (tmp_path / one).mkdir()
+        (tmp_path / one / "x.jpg").write_bytes(pictures[place][1])
+    (tmp_path / "README.txt").write_text("ImageNet-A has one")
+    images = find_images(tmp_path)
+    classes, labels = resolve_classes(images, None)
+    assert classes.names == ("goldfish", "tabby cat", "construction crane")
+    assert classes.keys == (fish, tabby, crane)
+    assert labels == [0, 1, 2]
+    every, among = resolve_classes(images, "imagenet")
+    assert len(every) == 1000
+    assert [every.names[label] for label in among] == list(classes.names)
+
+
+def test_imagenet_v2_has_numbers_for_folders(tmp_path, pictures):
+    for number in range(1000):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / "281" / "x.jpg").write_bytes(pictures[0][1])
+    (tmp_path / "10" / "x.jpg").write_bytes(pictures[1][1])
+    classes, labels = resolve_classes(find_images(tmp_path), None)
+    assert sorted(classes.names[label] for label in labels) == sorted(imagenet_classes().names[i] for i in (10, 281))
+    assert sorted(labels) == [10, 281]
 
 
 def test_what_holds_no_labelled_image_is_refused(tmp_path, folders):
