@@ -28,11 +28,13 @@ class ImagenetConfig:
 
     Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
-        data: class folders, a folder or pattern of webdataset shards, or one tar.
+        data: class folders, a folder or pattern of webdataset shards, one tar, CIFAR's binary files, or a data set of
+            CLIP_benchmark; several of them for one table: --data a b c.
         filter: single, all, topk, best-topk, weighted, inverse-variance, class-deviation, threshold, quantile,
             reweighted, reweighted-unlabelled, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
-        templates: a file with one prompt template a line, each with {}; by default CLIP's 80.
+        templates: a file with one prompt template a line, each with {}; by default the data's own, else
+            CLIP's 80.
         labels: a file of "NAME LABEL" lines, for images without class folders.
         k: prompts that topk keeps; by default the best number on these images, an oracle.
         temperature: of weighted, in standard deviations of a class' uncertainties.
@@ -44,8 +46,9 @@ class ImagenetConfig:
         prior: pseudo-images of each class, evenly over its prompts, for both; 0 for maximum likelihood.
         select_on: where K and other settings are chosen, and prompts re-weighted: oracle (on the scored images), or in
             addition train (with select_data) or folds:5.
-        select_data: labelled images to choose on, for --select-on train.
-        out: folder for results.json and report.html; by default zeroshot/ in the run folder.
+        select_data: labelled images to choose on, for --select-on train; of several data sets, one for each.
+        out: folder for results.json and report.html, and for a folder of each of several data sets; by default
+            zeroshot/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
         resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
             rounding of PIL's pixels).
@@ -59,7 +62,7 @@ class ImagenetConfig:
     """
 
     model: str = DEFAULT_MODEL
-    data: str = DEFAULT_DATA
+    data: list[str] | str = DEFAULT_DATA
     filter: str = "best-topk"
     classes: str | None = None
     templates: str | None = None
@@ -73,7 +76,7 @@ class ImagenetConfig:
     unlabelled: Count = 2000
     prior: NonNegativeFloat = 10.0
     select_on: str = "oracle"
-    select_data: str | None = None
+    select_data: list[str] | str | None = None
     out: Folder | None = None
     exif: bool = False
     resize: Literal["pil", "tensor"] = "pil"

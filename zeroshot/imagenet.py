@@ -2,6 +2,7 @@
 
     python -m zeroshot.imagenet --filter best-topk --model runs/x --data data/imagenet/val
     python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # embedded data
+    python -m zeroshot.imagenet --model runs/x --data imagenet/val imagenet-r cifar-10-batches-bin    # one table
 
 Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
 A number with anything chosen on the scored images is labelled "oracle".
@@ -10,16 +11,18 @@ A number with anything chosen on the scored images is labelled "oracle".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.cli.command import run_command
-from probemb.cli.configuration import parse_config, to_dict
+from probemb.cli.configuration import parse_config
 from probemb.errors import UserError
 from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConfig
 
 if TYPE_CHECKING:
-    from probemb.cli.device import Device
+    from probemb.data.labelled.labelled_images import LabelledImages
+    from probemb.evaluation.embedding import Embedder
     from probemb.models import LoadedModel
     from zeroshot.filtering.filters import FilterOptions, Selection
     from zeroshot.filtering.outcome import Outcome, Task
@@ -30,6 +33,14 @@ DESCRIPTION = (
     "KEY.cls, or a tar of either; prints a table and writes results.json and report.html."
 )
 OUTPUTS = ("results.json", "report.html")
+
+
+class Prepared(NamedTuple):
+    """One data set: its configuration, its images and classes, and images with labels to choose on, or None."""
+
+    config: ImagenetConfig
+    task: Task
+    other: tuple[LabelledImages, list[int]] | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,19 +54,58 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
+    from zeroshot.filtering.filters import filter_names, parse_selection
+
+    filters, selection = filter_names(config.filter), parse_selection(config.select_on)
+    _check_selection(config, filters, filter_options(config), selection)
+    out = results_folder(config.out, config.model, "zeroshot", "zeroshot-results")
+    prepared = [prepare(one, selection) for one in one_by_one(config, out)]
+    for folder in dict.fromkeys([out, *(Path(one.config.out) for one in prepared)]):
+        claim_files(folder, OUTPUTS, GENERATOR)
+
+    embedder = open_model(config)
+    found = [evaluate_and_write(one, filters, selection, embedder) for one in prepared]
+    if len(found) > 1:
+        from zeroshot.several import write_summary
+
+        write_summary(config, [(Path(one.config.out).name, results) for one, results in zip(prepared, found)], out)
+    return 0
+
+
+def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
+    """The configuration of each data set of --data, with a folder in `out` where they are several."""
+    data = [config.data] if isinstance(config.data, str) else list(config.data)
+    select = config.select_data if isinstance(config.select_data, list) else [config.select_data]
+    if len(data) == 1 and len(select) == 1:
+        return [replace(config, data=data[0], select_data=select[0], out=str(out))]
+    from zeroshot.several import folder_names
+
+    if len(set(data)) < len(data):
+        raise UserError("--data names the same path twice.", "Name each data set once.")
+    if config.labels is not None:
+        raise UserError("--labels belongs to one data set, and --data names several.", "Evaluate that one alone.")
+    if config.select_data is not None and len(select) != len(data):
+        raise UserError(
+            f"--select-data has {len(select)} paths, and --data {len(data)}.", "Give one for each, in the same order."
+        )
+    select = select if config.select_data is not None else [None] * len(data)
+    places = [str(out / name) for name in folder_names(data)]
+    return [replace(config, data=d, select_data=s, out=place) for d, s, place in zip(data, select, places)]
+
+
+def prepare(config: ImagenetConfig, selection: Selection) -> Prepared:
+    """Find the images and classes of one data set. Raises UserError."""
     from probemb.data.labelled.images import assign_labels, find_images, resolve_classes
-    from zeroshot.filtering.filters import filter_names, parse_selection, stratified_folds
+    from zeroshot.filtering.filters import stratified_folds
     from zeroshot.filtering.outcome import Task
     from zeroshot.filtering.prompts import read_templates
 
-    filters = filter_names(config.filter)
-    selection = parse_selection(config.select_on)
-    options = filter_options(config)
-    _check_selection(config, filters, options, selection)
+    images = find_images(config.data, config.labels, config.exif)
     templates = read_templates(config.templates)
+    if config.templates is None and images.templates:
+        templates = list(images.templates)
     if config.k is not None and config.k > len(templates):
         raise UserError(f"--k {config.k} is more than the {len(templates)} templates.", "Give a smaller --k.")
-    images = find_images(config.data, config.labels, config.exif)
     classes, labels = resolve_classes(images, config.classes)
     if selection.folds:
         stratified_folds(labels, [place.name for place in images.places], selection.folds)
@@ -63,58 +113,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     if selection.on == "train":
         found = find_images(config.select_data, exif=config.exif)
         other = (found, assign_labels(found, classes))
-    out = results_folder(config.out, config.model, "zeroshot", "zeroshot-results")
-    claim_files(out, OUTPUTS, GENERATOR)
-
-    evaluate_and_write(config, filters, selection, Task(images, labels, classes, templates), other, out)
-    return 0
+    return Prepared(config, Task(images, labels, classes, templates), other)
 
 
-def evaluate_and_write(
-    config: ImagenetConfig, filters: list[str], selection: Selection, task: Task, other, out: Path
-) -> None:
-    """Load the model, evaluate it, and write the results into `out`; `other`: images and labels to choose on."""
-    from dataclasses import replace
-
+def open_model(config: ImagenetConfig) -> Embedder:
+    """The model, ready to embed. Raises UserError."""
     from probemb.cli.device import choose_device
     from probemb.cli.progress import progress
-    from probemb.cli.results import write_json
-    from probemb.data.image_loader import describe_bad
-    from probemb.data.labelled.images import remarks
     from probemb.evaluation.embedding import Embedder
     from probemb.models import check_single_embeddings, create_transforms
-    from zeroshot.filtering.outcome import evaluate
-    from zeroshot.filtering.prompts import single_index
-    from zeroshot.reports.imagenet import write_report
 
     device = choose_device(config.device, config.precision)
     model, tokenizer, _ = load(config.model, device.name)
     check_single_embeddings(model, config.model)
     transform = create_transforms(model, resize=config.resize).evaluate
-    classes, templates = task.classes, task.templates
+    return Embedder(
+        model, tokenizer, transform, device, config.batch_size, config.text_batch_size, config.workers,
+        config.max_bad, progress,
+    )  # fmt: skip
+
+
+def evaluate_and_write(prepared: Prepared, filters: list[str], selection: Selection, embedder: Embedder) -> dict:
+    """Evaluate one data set, and write its results; returns what results.json holds."""
+    from probemb.cli.results import write_json
+    from probemb.data.image_loader import describe_bad
+    from probemb.data.labelled.images import remarks
+    from zeroshot.filtering.outcome import evaluate
+    from zeroshot.filtering.prompts import single_index
+    from zeroshot.filtering.results import describe
+    from zeroshot.reports.imagenet import write_report
+
+    config, task, device = prepared.config, prepared.task, embedder.device
+    classes, templates, out = task.classes, task.templates, Path(config.out)
     print(
-        f"{len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), {len(templates)} prompts a "
-        f"class, on {device.name} in {device.precision}",
+        f"{config.data}: {len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), "
+        f"{len(templates)} prompts a class, on {device.name} in {device.precision}",
         flush=True,
     )
     for line in (notes := remarks(task.labels, classes)):
         print(line, flush=True)
-    embedder = Embedder(
-        model, tokenizer, transform, device, config.batch_size, config.text_batch_size, config.workers,
-        config.max_bad, progress,
-    )  # fmt: skip
     outcome = evaluate(
         embedder, task, filters, options=replace(filter_options(config), single=single_index(templates)),
-        selection=selection, select_images=other, cache=config.cache,
+        selection=selection, select_images=prepared.other, cache=config.cache,
     )  # fmt: skip
     for message in (outcome.cache[1], describe_bad(outcome.bad), *outcome.notices):
         if message:
             print(message, flush=True)
-    print_table(outcome, len(classes))
     results = describe(config, outcome, task, device) | {"notes": notes}
+    print_table(outcome, len(classes), results["calibration"])
     write_json(out / OUTPUTS[0], results, GENERATOR)
     write_report(out / OUTPUTS[1], results, outcome, task.images, classes, templates)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
+    return results
 
 
 def load(name: str, device: str) -> LoadedModel:
@@ -167,75 +217,30 @@ def _check_selection(
 # ------------------------------------------------------------------------------------------------------- output
 
 
-def print_table(outcome: Outcome, n_classes: int) -> None:
-    """Print the table; 120 columns wide without a terminal."""
+def print_table(outcome: Outcome, n_classes: int, calibration: dict | None) -> None:
+    """Print the table; 132 columns wide without a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=132)
     table = Table(title=f"zero-shot accuracy, {len(outcome.labels):,} images, {n_classes:,} classes")
     table.add_column("filter")
-    for heading in ("K", "top-1 %", "per class", "top-5 %", "gain ± SE"):
+    for heading in ("K", "top-1 %", "95 %", "per class", "top-5 %", "gain ± SE"):
         table.add_column(heading, justify="right")
     table.add_column("chosen on")
     colours = {"up": "green", "down": "red", "": ""}
     for row in outcome.evaluation.rows:
         style = "dim" if row.note.startswith("oracle") else None
         gain = Text(row.gain_text, colours[row.verdict])
-        shares = (f"{100 * share:.2f}" for share in (row.top1, row.mean_per_class_recall, row.top5))
-        table.add_row(row.title, row.k_text, *shares, gain, row.note, style=style)
+        top1, recall, top5 = (f"{100 * share:.2f}" for share in (row.top1, row.mean_per_class_recall, row.top5))
+        table.add_row(row.title, row.k_text, top1, row.interval_text, recall, top5, gain, row.note, style=style)
     console.print(table)
-
-
-def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Device) -> dict:
-    """The content of results.json. Accuracies are shares in [0, 1]; K counts prompts."""
-    from dataclasses import asdict
-
-    from probemb.metrics import uncertainty_bins
-
-    e, classes = outcome.evaluation, task.classes
-    class_u = e.uncertainty.mean(dim=1)
-    class_bins = uncertainty_bins(class_u, e.class_all)
-    image_bins = uncertainty_bins(outcome.images.uncertainty(), e.correct.double())
-    return {
-        "config": to_dict(config),
-        "device": device.name,
-        "precision": device.precision,
-        "images": len(outcome.labels),
-        "images_left_out": [{"name": name, "reason": reason} for name, reason in outcome.bad],
-        "classes": len(classes),
-        "class_names_from": classes.source,
-        "templates": list(task.templates),
-        "notices": outcome.notices,
-        "prompt_cache": outcome.cache[0],
-        "seconds": outcome.seconds,
-        "rows": [asdict(row) for row in e.rows],
-        "reweighted": {
-            name: {"steps": len(found.objective) - 1, "objective": [found.objective[0], found.objective[-1]]}
-            for name, found in e.reweighted.items()
-        },
-        "curve": None if e.curve1 is None else {"top1": e.curve1, "top5": e.curve5},
-        "uncertainty": {
-            "classes": asdict(class_bins) if class_bins else None,
-            "images": asdict(image_bins) if image_bins else None,
-        },
-        "per_class": [
-            {
-                "name": name,
-                "key": classes.keys[c] if classes.keys else None,
-                "images": e.counts[c],
-                "uncertainty": class_u[c],
-                "top1_all": e.class_all[c],
-                "oracle_k": None if e.oracle_k is None else e.oracle_k[c],
-                "oracle_top1_best_topk": None if e.oracle_best_topk is None else e.oracle_best_topk[c],
-                "oracle_top1_max_over_k": None if e.oracle_max_over_k is None else e.oracle_max_over_k[c],
-            }
-            for c, name in enumerate(classes.names)
-        ],
-    }
+    if calibration is not None:
+        ece, brier = calibration["ece"], calibration["brier"]
+        console.print(f"all: expected calibration error {100 * ece:.2f} %, Brier score {brier:.4f}")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 import argparse
 import copy
 import dataclasses
+import json
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -25,14 +26,16 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
 
     Overrides win over the file, the file over the defaults. Keys may have hyphens; a switch without a value is switched
-    on, and `--no-KEY` switches off or empties. Types give the ranges (`PositiveInt`, `Literal`, …, see
-    probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the options of the class that another
-    field names. `--help` prints the keys in the dataclass' COMMON, if it has any, and `--help-all` every key.
+    on, `--no-KEY` switches off or empties, and a list takes several values: `--data a b`. Types give the ranges
+    (`PositiveInt`, `Literal`, …, see probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the
+    options of the class that another field names. `--help` prints the keys in the dataclass' COMMON, if it has any, and
+    `--help-all` every key.
     Raises UserError: an unknown key, a value of the wrong type or out of range, a missing or broken file.
     """
     from jsonargparse import ArgumentParser
 
-    typed = _joined(sys.argv[1:] if argv is None else argv)
+    lists = [f"--{key}" for key in known_keys(config_class, only=list)]
+    typed = _joined(sys.argv[1:] if argv is None else argv, lists)
     whole, elsewhere = _with_chosen(config_class, typed)
     known, switches = known_keys(whole), known_keys(whole, only=bool)
     groups = [key for key in known if any(other.startswith(f"{key}.") for other in known)]
@@ -146,13 +149,21 @@ def _said(key: str, words: Sequence[str]) -> tuple[str, Any]:
     return key, None
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
-    """Every `--key value` as `--key=value`."""
+def _joined(argv: Sequence[str], lists: Sequence[str] = ()) -> list[str]:
+    """Every `--key value` as `--key=value`, and `--key a b` of the `lists` as `--key=["a", "b"]`."""
     words: list[str] = []
+    several: list[str] = []  # values of the list that stands last
     for word in argv:
         takes_value = words and re.fullmatch("--[^=]+", words[-1], re.DOTALL)
-        if takes_value and not word.startswith("--"):
+        if word.startswith("--") or not words:
+            words.append(word)
+            several = []
+        elif takes_value:
+            several = [word] if words[-1].replace("-", "_").replace("__", "--", 1) in lists else []
             words[-1] += f"={word}"
+        elif several:
+            several.append(word)
+            words[-1] = f"{words[-1].partition('=')[0]}={json.dumps(several)}"
         else:
             words.append(word)
     return words
@@ -176,12 +187,12 @@ def _as_declared(word: str, known: list[str], switches: list[str]) -> str:
 
 
 def known_keys(config_class: type, prefix: str = "", only: type | None = None) -> list[str]:
-    """Every dotted key of a nested dataclass, groups included, or only those of one type."""
+    """Every dotted key of a nested dataclass, groups included, or only those of one type; `list`: that may be one."""
     keys = []
     hints = get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]
-        if only is None or hint is only:
+        if only is None or hint is only or (only is list and any(get_origin(one) is list for one in get_args(hint))):
             keys.append(prefix + field.name)
         if dataclasses.is_dataclass(hint):
             keys += known_keys(hint, f"{prefix}{field.name}.", only)

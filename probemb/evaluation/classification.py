@@ -97,3 +97,19 @@ def class_accuracy(ranks: Tensor, labels: Tensor, n_classes: int, k: int = 1) ->
     total.index_add_(0, labels.to(hits.device), hits)
     count = torch.bincount(labels.to(hits.device), minlength=n_classes).double()
     return total / count.view(-1, *[1] * (hits.dim() - 1))
+
+
+def confidences(images: Tensor, vectors: Tensor, scale: float, max_scores: int = 20_000_000) -> Tensor:
+    """Probability of the first class of each image under the softmax of scale * cosine.
+
+    Args:
+        images: (N, D), vectors: (C, D), both of unit length; scale: the inverse temperature.
+
+    Returns:
+        (N,) float64, CPU.
+    """
+    images, parts = images.to(vectors.device), []
+    with torch.autocast(vectors.device.type, enabled=False):
+        for part in images.split(max(1, max_scores // len(vectors))):
+            parts.append((scale * (part @ vectors.T)).double().softmax(dim=1).amax(dim=1).cpu())
+    return torch.cat(parts)

@@ -1,5 +1,6 @@
 """Metrics of retrieval and of uncertainty: recall, R-Precision, mAP@R, RSUM, the COCO benchmarks, PMRP, calibration."""
 
+from probemb.metrics.bootstrap import Resampled, interval, resample_accuracy
 from probemb.metrics.calibration import Reliability, fit_logistic, reliability
 from probemb.metrics.coco import coco_benchmarks, coco_depth, coco_query_metrics, coco_rows
 from probemb.metrics.composed import closest_items, composed_metrics, roc_auc
@@ -38,6 +39,7 @@ __all__ = [
     "PrecisionCurve",
     "RejectionCurve",
     "Reliability",
+    "Resampled",
     "average_ranks",
     "closest_items",
     "cluster_weights",
@@ -50,6 +52,7 @@ __all__ = [
     "first_match_ranks",
     "fit_logistic",
     "highest_threshold",
+    "interval",
     "map_at_r",
     "mean_metrics",
     "pair_metrics",
@@ -65,6 +68,7 @@ __all__ = [
     "recall_at_k",
     "rejection_curve",
     "reliability",
+    "resample_accuracy",
     "retrieval_metrics",
     "roc_auc",
     "rsum",

@@ -86,6 +86,38 @@ def test_hyphens_and_bare_switches():
     assert parse("--no-note").note is None
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A command.
+
+    Args:
+        paths: one or several.
+        name: one.
+    """
+
+    paths: list[str] | str = "here"
+    name: str = "x"
+
+
+@pytest.mark.parametrize(
+    ("words", "paths"),
+    [
+        ("", "here"),
+        ("--paths a", "a"),
+        ("--paths a b c --name y", ["a", "b", "c"]),
+        ("--name y --paths a 1", ["a", "1"]),
+        ('--paths=["a","b"]', ["a", "b"]),
+    ],
+)
+def test_a_list_takes_several_values(words, paths):
+    assert parse_config(Listed, "it", "about", words.split()).paths == paths
+
+
+def test_what_is_no_list_takes_one_value():
+    with pytest.raises(UserError):
+        parse_config(Listed, "it", "about", ["--name", "y", "z"])
+
+
 def test_the_resolved_configuration_reads_back(tmp_path):
     config = Whole("ü", True, "m", Part(1e-5, (5, 6)))
     file = tmp_path / "c.yaml"

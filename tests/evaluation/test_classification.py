@@ -7,6 +7,7 @@ from probemb.evaluation.classification import (
     accuracy,
     class_accuracy,
     class_vectors,
+    confidences,
     normalise,
     prefix_vectors,
     true_ranks,
@@ -96,3 +97,10 @@ def test_an_embedding_that_is_not_finite_is_never_right():
     vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     assert true_ranks(images, vectors, torch.tensor([0, 0])).tolist()[0] == 0
     assert true_ranks(images, vectors, torch.tensor([0, 0])).tolist()[1] >= 2
+
+
+def test_confidence_is_the_largest_probability_of_the_softmax_in_blocks_too():
+    generator = torch.Generator().manual_seed(0)
+    images, vectors = (normalise(torch.randn(n, 6, generator=generator)) for n in (11, 4))
+    expected = [max(torch.softmax(7.0 * (vectors @ image), 0).tolist()) for image in images]
+    assert confidences(images, vectors, 7.0, max_scores=9).tolist() == pytest.approx(expected)

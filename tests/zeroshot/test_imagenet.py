@@ -100,9 +100,9 @@ def test_the_page_is_whole_and_loads_nothing(every):
     page.feed((every / "report.html").read_text())
     page.close()
     assert page.open == []
-    assert len(page.elsewhere) == 2 * 5  # links to the figures as files
+    assert len(page.elsewhere) == 2 * 7  # links to the figures as files
     assert {str(file.relative_to(every)) for file in (every / "figures").iterdir()} == set(page.elsewhere)
-    assert page.charts == 5  # two curves, the histogram, classes and images by uncertainty
+    assert page.charts == 7  # two curves, the histogram, classes and images by uncertainty, reliability, refusing
     assert page.images == N_CLASSES * PER_CLASS  # eight classes, shown with all their four images
 
 

@@ -11,9 +11,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from probemb.evaluation.classification import accuracy, class_accuracy, class_vectors, prefix_vectors, true_ranks
+from probemb.evaluation.classification import (
+    accuracy,
+    class_accuracy,
+    class_vectors,
+    confidences,
+    prefix_vectors,
+    true_ranks,
+)
 from probemb.gaussian import Gaussian
-from probemb.metrics import standard_error
+from probemb.metrics import interval, resample_accuracy, standard_error
 from zeroshot.filtering.filters import (
     FILTERS,
     REWEIGHTED,
@@ -48,6 +55,7 @@ def evaluate_embeddings(
     selection: Selection = Selection("oracle"),  # noqa: B008 - frozen
     select_data: SelectionData | None = None,
     groups: Sequence[int] | None = None,
+    temperature: float | None = None,
 ) -> Evaluation:
     """Accuracy under each filter.
 
@@ -59,6 +67,7 @@ def evaluate_embeddings(
         selection: images on which K is chosen, and prompts are re-weighted, besides the oracle; "train" needs
             `select_data`.
         groups: for each image a number that images of the same picture share, which are kept in one fold.
+        temperature: the factor of the cosines in a softmax over the classes; None for a model without one.
 
     Raises:
         UserError: folds are not possible, or K is out of range.
@@ -70,7 +79,7 @@ def evaluate_embeddings(
     if "best-topk" in filters or ("topk" in filters and options.k is None):
         scorer.rank_every_k()
     rows = [row for name in filters for row in scorer.rows(name)]
-    return scorer.evaluation(rows)
+    return scorer.evaluation(rows, temperature)
 
 
 class _Scorer:
@@ -91,6 +100,7 @@ class _Scorer:
         self.ranks = self.per_class = self.prefixes = self.split_ranks = None
         self.common_k, self.oracle_k, self.oracle_best_topk, self.kept_by = None, None, None, ""
         self.reweighted: dict[str, Reweighting] = {}
+        self.row_ranks: list[Tensor] = []
 
     def rank_every_k(self) -> None:
         """Compute `ranks`, from which K is chosen."""
@@ -115,13 +125,14 @@ class _Scorer:
         k = {"single": 1, "all": self.n_prompts}.get(name)  # the others have soft weights
         return [self._row(name, k, self.base if name == "all" else self._filtered(name), ZERO_SHOT)]
 
-    def evaluation(self, rows: list[Row]) -> Evaluation:
+    def evaluation(self, rows: list[Row], temperature: float | None) -> Evaluation:
         """Everything together."""
+        vectors = class_vectors(self.mean, FILTERS["all"](self.u, self.options))
         kept = self.oracle_k
         if kept is None:
             kept = torch.full((self.n_classes,), self.common_k or self.n_prompts)
         return Evaluation(
-            rows=rows,
+            rows=self._with_intervals(rows),
             curve1=None if self.ranks is None else accuracy(self.ranks),
             curve5=None if self.ranks is None else accuracy(self.ranks, 5),
             oracle_k=self.oracle_k,
@@ -134,6 +145,7 @@ class _Scorer:
             oracle_best_topk=self.oracle_best_topk,
             oracle_max_over_k=None if self.oracle_k is None else self.per_class.max(dim=1).values,
             correct=self.base < 1,
+            confidence=None if temperature is None else confidences(self.images.mean, vectors, temperature),
             reweighted=self.reweighted,
         )
 
@@ -141,6 +153,7 @@ class _Scorer:
         self, name: str, k: float | None, ranks: Tensor, note: str, title: str | None = None,
         setting: float | None = None,
     ) -> Row:  # fmt: skip
+        self.row_ranks.append(ranks)
         right = ranks < 1
         top1, recall = float(accuracy(ranks)), class_accuracy(ranks, self.labels, self.n_classes).nanmean()
         return Row(
@@ -148,6 +161,21 @@ class _Scorer:
             gain=top1 - float(accuracy(self.base)), gain_se=paired_standard_error(right, self.base < 1), note=note,
             setting=setting,
         )  # fmt: skip
+
+    def _with_intervals(self, rows: list[Row]) -> list[Row]:
+        """The rows in the order in which `_row` made them, with bootstrap intervals over the same resamples."""
+        if len(self.labels) < 2:
+            return rows
+        ranks = torch.stack([self.base, *self.row_ranks], dim=1)
+        first = resample_accuracy(ranks < 1, self.labels, self.n_classes)
+        five = resample_accuracy(ranks < 5, self.labels, self.n_classes)
+        found = []
+        for q, row in enumerate(rows, 1):
+            top1 = first.accuracy[:, q]
+            values = {"top1": top1, "top5": five.accuracy[:, q], "mean_per_class_recall": first.per_class[:, q]}
+            values["gain"] = top1 - first.accuracy[:, 0]
+            found.append(replace(row, intervals={name: interval(value) for name, value in values.items()}))
+        return found
 
     def _true_ranks(self, vectors: Tensor, images: Tensor | None = None) -> Tensor:
         """Ranks of the evaluated images, or of some of them (N,) bool, under (C, D) or (G, C, D) class vectors."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,26 @@ from zeroshot.filtering.prompts import embed_prompts
 from zeroshot.filtering.rows import Evaluation, SelectionData
 
 
+class Scale(NamedTuple):
+    """The factor of the cosines in a model's softmax over classes, and what it is in words."""
+
+    value: float | None
+    source: str
+
+
+def softmax_scale(model: torch.nn.Module) -> Scale:
+    """CLIP's, or 2 a of the match probability where that one was never trained: -a CSD is 2 a cosine + what the classes
+    share, if their variances are left out, as they are in the class vectors.
+    """
+    logit_scale = getattr(model, "logit_scale", None)
+    if logit_scale is None:
+        return Scale(None, "none: the model has no temperature")
+    value = float(logit_scale.detach().exp())
+    if getattr(model, "probabilistic", False) and abs(value * 0.07 - 1) < 1e-5:
+        return Scale(2 * float(model.scale.detach()), "2 a of the match probability (logit_scale was not trained)")
+    return Scale(value, "logit_scale")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """An evaluation with its embeddings and labels.
@@ -37,6 +58,7 @@ class Outcome:
         cache: state of the prompt cache (see `PromptEmbeddings`), and a message about it.
         seconds: spent on "text", "images", "selection images" and "filters".
         notices: sentences about pictures that occur twice.
+        scale: of the softmax over the classes, for the confidence of `all`.
     """
 
     evaluation: Evaluation
@@ -47,6 +69,7 @@ class Outcome:
     cache: tuple[str, str]
     seconds: dict[str, float]
     notices: list[str]
+    scale: Scale
 
 
 @dataclass(frozen=True)
@@ -107,14 +130,15 @@ def evaluate(
             other, rows, _ = embedder.images(select_images[0], "choosing")
             chosen, names = [int(select_images[1][i]) for i in rows], [select_images[0].places[i].name for i in rows]
             select_data = SelectionData(other.mean.to(device), torch.tensor(chosen), names)
+    scale = softmax_scale(embedder.model)
     with timed(seconds, "filters"):
         evaluation = evaluate_embeddings(
             gaussian.mean.to(device), labels, [images.places[i].name for i in kept],
             _by_class(prompts.gaussian, len(task.classes)).to(device), filters, options=options, selection=selection,
-            select_data=select_data, groups=groups,
+            select_data=select_data, groups=groups, temperature=scale.value,
         )  # fmt: skip
     cache_state = (prompts.cache, prompts.message)
-    return Outcome(evaluation, gaussian, labels, kept, bad, cache_state, seconds, notices)
+    return Outcome(evaluation, gaussian, labels, kept, bad, cache_state, seconds, notices, scale)
 
 
 def _without_evaluated(

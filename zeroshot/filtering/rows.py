@@ -6,7 +6,7 @@ N images, C classes, P prompts of a class, K prompts kept, D dimensions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -35,6 +35,8 @@ class Row:
             "transductive" (fitted to the scored images without their labels), or "honest (...)" (chosen on, or fitted
             to, other images, which are named).
         setting: of a threshold filter; the mean over folds where it was chosen.
+        intervals: (low, high) of "top1", "top5", "mean_per_class_recall" and "gain" (paired), 95 %, by bootstrap over
+            the images; empty for a single image.
     """
 
     filter: str
@@ -48,6 +50,7 @@ class Row:
     gain_se: float | None
     note: str
     setting: float | None = None
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def k_text(self) -> str:
@@ -60,6 +63,18 @@ class Row:
     def top1_text(self) -> str:
         """top1 and its standard error in percent: "71.20 ± 0.45"."""
         return f"{100 * self.top1:.2f}" + ("" if self.top1_se is None else f" ± {100 * self.top1_se:.2f}")
+
+    @property
+    def interval_text(self) -> str:
+        """The interval of top1 in percent: "70.3–72.1"; empty for a single image."""
+        return self.text_of("top1")
+
+    def text_of(self, metric: str) -> str:
+        """The interval of a metric in percent."""
+        if metric not in self.intervals:
+            return ""
+        low, high = self.intervals[metric]
+        return f"{100 * low:.1f}–{100 * high:.1f}"
 
     @property
     def gain_text(self) -> str:
@@ -92,7 +107,8 @@ class Evaluation:
         class_all: (C,) accuracy of each class under `all`; NaN without images.
         oracle_best_topk: (C,) the same for `best-topk` as one classifier with `oracle_k`, or None.
         oracle_max_over_k: (C,) max over K of the accuracy under a common K, or None.
-        correct: (N,) whether `all` is right.
+        correct: (N,) whether `all` is right; confidence: (N,) its probability of the class that it says, or None where
+            the model has no temperature.
         reweighted: what EM found, by filter and note.
     """
 
@@ -109,6 +125,7 @@ class Evaluation:
     oracle_best_topk: Tensor | None
     oracle_max_over_k: Tensor | None
     correct: Tensor
+    confidence: Tensor | None
     reweighted: dict[str, Reweighting]
 
 

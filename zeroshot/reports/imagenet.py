@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
-from probemb.reports.figures import GREEN, Chart
+from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import percent
 from zeroshot.config import GENERATOR
@@ -52,6 +53,7 @@ def write_report(
         n_classes=len(classes), n_prompts=len(templates), n_bad=len(outcome.bad), rows=e.rows, kind=_kind,
         significant=SIGNIFICANT, tiles=_tiles(e, len(classes)), curves=_curves(e), chosen=_chosen(e),
         bins=_bins(results["uncertainty"]), groups=groups, kept_by=e.kept_by,
+        reliability=_reliability(results["calibration"]), selective=_selective(results["selective"]),
     )  # fmt: skip
 
 
@@ -110,6 +112,29 @@ def _bins(uncertainty: dict) -> list[tuple[str, Chart, dict]]:
             chart = Chart(f"accuracy-of-{things}", x_label=x_label, y_label="top-1 accuracy, %")
             found.append((title, chart.bins(bins, things), bins))
     return found
+
+
+def _reliability(calibration: dict | None) -> Chart | None:
+    """Accuracy against confidence; calibrated where it lies on the diagonal."""
+    if calibration is None:
+        return None
+    xs, ys = ([100 * x for x in calibration[key]] for key in ("predicted", "observed"))
+    chart = Chart("reliability", x_label="confidence, %", y_label="top-1 accuracy, %")
+    errors = [100 * math.sqrt(y * (1 - y) / n) for y, n in zip(calibration["observed"], calibration["counts"])]
+    notes = [
+        f"{n:,} images, confidence {x:.1f} %: accuracy {y:.1f} ± {se:.1f} %"
+        for x, y, se, n in zip(xs, ys, errors, calibration["counts"])
+    ]
+    chart.line([0, 100], [0, 100], "calibrated", GREY, dashed=True)
+    return chart.line(xs, ys, points=True, spread=errors, notes=notes)
+
+
+def _selective(selective: dict) -> Chart:
+    """Accuracy of the images that are answered when the most doubtful ones are refused."""
+    chart = Chart("selective", x_label="most doubtful images refused, %", y_label="top-1 of the others, %")
+    for (name, curve), colour in zip(selective.items(), (BLUE, ORANGE)):
+        chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], name, colour)
+    return chart.level(100 * curve["random"], "at random")
 
 
 def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, list[int]]]:

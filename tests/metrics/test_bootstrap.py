@@ -1,0 +1,68 @@
+"""Bootstrap over images: against plain loops over the same draws, and against the distribution that it should have."""
+
+import pytest
+import torch
+
+from probemb.metrics import bootstrap
+from probemb.metrics.bootstrap import interval, resample_accuracy
+
+
+def answers(n=60, n_classes=4, q=3):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(n_classes - 1, (n,), generator=generator)  # the last class has no images
+    chance = torch.tensor([0.3, 0.6, 0.9])[:q] + 0.05 * labels[:, None]
+    return torch.rand(n, q, generator=generator) < chance, labels
+
+
+def test_every_resample_is_that_of_plain_loops(monkeypatch):
+    right, labels = answers()
+    monkeypatch.setattr(bootstrap, "BLOCK_ELEMENTS", 60 * 7)  # several blocks
+    found = resample_accuracy(right, labels, 4, resamples=20, seed=5)
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.cat([torch.randint(60, (rows, 60), generator=generator) for rows in (7, 7, 6)])
+    for r in range(20):
+        for q in range(3):
+            mine = [(bool(right[i, q]), int(labels[i])) for i in drawn[r].tolist()]
+            assert found.accuracy[r, q] == pytest.approx(sum(hit for hit, _ in mine) / 60)
+            shares = []
+            for c in {c for _, c in mine}:
+                own = [hit for hit, label in mine if label == c]
+                shares.append(sum(own) / len(own))
+            assert found.per_class[r, q] == pytest.approx(sum(shares) / len(shares))
+
+
+def test_the_same_seed_gives_the_same_and_another_one_does_not():
+    right, labels = answers()
+    first, again, other = (resample_accuracy(right, labels, 4, 50, seed).accuracy for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_intervals_are_as_wide_as_the_binomial_ones_and_differences_are_paired():
+    n = 2000
+    right, labels = answers(n, q=2)
+    right = torch.cat([right, right[:, :1]], 1)
+    found = resample_accuracy(right, labels, 4, resamples=4000).accuracy
+    for q in range(2):
+        share = right[:, q].double().mean()
+        low, high = interval(found[:, q])
+        half = 1.96 * float(share * (1 - share) / n) ** 0.5
+        assert low == pytest.approx(float(share) - half, abs=0.1 * half)
+        assert high == pytest.approx(float(share) + half, abs=0.1 * half)
+    assert interval(found[:, 0] - found[:, 2]) == (0, 0)  # equal answers do not differ on any resample
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says():
+    held = 0
+    for trial in range(200):
+        generator = torch.Generator().manual_seed(trial)
+        right = torch.rand(100, 1, generator=generator) < 0.7
+        low, high = interval(resample_accuracy(right, torch.zeros(100).long(), 1, 300, seed=trial).accuracy[:, 0])
+        held += low <= 0.7 <= high
+    assert 178 <= held <= 200  # 190 expected; 178 is 4 standard errors less
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (5, 1), (4,)])
+def test_shapes_that_do_not_fit_are_refused(shape):
+    with pytest.raises(ValueError, match="give \\(N, Q\\) and \\(N,\\)"):
+        resample_accuracy(torch.zeros(shape, dtype=torch.bool), torch.zeros(0 if shape[0] == 0 else 4).long(), 2)
