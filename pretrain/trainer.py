@@ -6,6 +6,10 @@ The towers run inside the engine; everything after them, from the Gaussians on, 
 accumulation the negatives stay the whole batch: embeddings are computed part by part without a graph, the loss gives
 their gradients, and every part is recomputed from the same random state to propagate them (Gao et al., "Scaling deep
 contrastive learning batch size under memory limited setup", 2021).
+
+The host only queues a step: whether its loss and gradient are finite, its norm and its clipping stay on the device, and
+what the hosts must agree on they tell each other beside it. The host reads a step's outcome when the next one is
+queued, before that one may step.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from torch import Tensor
 
 from pretrain.config import Config
 from pretrain.config import Optimizer as OptimizerConfig
-from pretrain.engine.nonfinite import Evidence, as_error
+from pretrain.engine.nonfinite import Evidence, Flag, Queued, as_error
 from pretrain.engine.randomness import random_state, set_random_state
-from pretrain.engine.state import discard_step, gradient_norm
+from pretrain.engine.state import gradient_norm, step_unless
 from pretrain.objectives import OBJECTIVES, Pairs
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
@@ -128,6 +132,8 @@ class Trainer:
         self.progress = progress or Progress(self.step)
         self.stopping = False  # agreed by all ranks
         self._skipped_in_a_row = 0
+        self._queued: Queued | None = None
+        self._window: Window | None = None  # gets the terms of steps that were read
 
     def fit(self, evaluators: Sequence[Callable[[], dict[str, float]]] = ()) -> bool:
         """Train to the last step, to `stop_at_step`, or until `stop`; saves at the end.
@@ -143,7 +149,7 @@ class Trainer:
         """
         config, recorder = self.config, self.recorder
         last = min(self.steps, config.stop_at_step or self.steps)
-        window = Window("images", lambda: self.stream.wait_seconds, self.device)
+        self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
         saved, first, began = self.step, self.step + 1, time.perf_counter()
         while self.step < last:
             batch = self._load()  # --------------------------------------------------------------- load, agree
@@ -155,12 +161,14 @@ class Trainer:
             lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.total)
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = lr
-            terms = self.train_step(images, tokens, batch.keys)  # ----------- forward, loss, backward, agree, step
-            window.add(terms and {**terms, "text_tokens": float(tokens.shape[1])})
+            self.queue_step(images, tokens, batch.keys)  # ------------------- forward, loss, backward, agree, step
             self.step += 1
             self.samples += config.batch_size
             self.progress.made(self.step)
             recorder.seen(self.step, batch.keys)
+            due = config.save_every and self.step % config.save_every == 0
+            if due or self.step % config.log_every == 0 or self.step in (first, last):
+                self.read_outcome()
             if self.step % config.log_every == 0 or self.step in (first, last):  # ------------------------------- log
                 values = window.read(config.batch_size, last - self.step)
                 if self.step == first:
@@ -170,7 +178,6 @@ class Trainer:
                 recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
             if self.step % config.log_every == 0 or self.step == last:  # the first line is one more
                 window.restart()
-            due = config.save_every and self.step % config.save_every == 0
             if self.step == last or due:  # ------------------------------------------------------------------ save
                 self.progress.doing("saving")
                 recorder.save(self.engine, self.step, self.samples, self.skipped)
@@ -184,6 +191,7 @@ class Trainer:
                     recorder.report(self.step, {"samples": self.samples, **evaluate()})
                 window.restart()
         self.progress.doing("saving")
+        self.read_outcome()
         if self.stopping and self.step > saved:  # ----------------------------------------------- save, when stopped
             recorder.save(self.engine, self.step, self.samples, self.skipped)
         return self.stopping and self.step < last
@@ -208,8 +216,7 @@ class Trainer:
 
     def _meet(self, waiting: bool) -> bool:
         """One round of `_load`: whether any rank waits. Raises _Stopped, on all ranks; collective."""
-        device = self.device if distributed.world_size() > 1 else None  # one process need not synchronise its GPU
-        waiting, self.stopping = distributed.any_rank([waiting, self.stop()], device)
+        waiting, self.stopping = distributed.any_host([waiting, self.stop()])
         if self.stopping:
             raise _Stopped
         return waiting
@@ -226,10 +233,15 @@ class Trainer:
     def train_step(
         self, images: Tensor, tokens: Tensor, keys: list[str] | None = None
     ) -> dict[str, Tensor | float] | None:
-        """One optimizer step on this rank's (B, 3, H, W) images and (B, L) tokens, named by `keys`.
+        """`queue_step`, and its outcome: scalars without gradient, or None if all ranks skipped it."""
+        self.queue_step(images, tokens, keys)
+        return self.read_outcome()
 
-        Returns:
-            scalars without gradient, or None if all ranks skipped the step.
+    def queue_step(self, images: Tensor, tokens: Tensor, keys: list[str] | None = None) -> None:
+        """One optimizer step on this rank's (B, 3, H, W) images and (B, L) tokens, named by `keys`; collective.
+
+        Raises:
+            UserError: see `read_outcome`, of the step before.
         """
         parts = self.config.engine.accumulation
         if parts == 1:
@@ -239,7 +251,8 @@ class Trainer:
             loss, terms = self.loss(Forward.of(flat))
             self.engine.backward(loss)
             embeddings, grads = flat[:4], [e.grad for e in flat[:4]]
-            return self._finish_step(Evidence(loss, terms, embeddings, grads, gradient_norm(self.engine)), keys)
+            self._finish_step(Evidence(loss, terms, embeddings, grads, gradient_norm(self.engine)), tokens, keys)
+            return
 
         cached, states = [], []
         chunks = list(zip(images.chunk(parts), tokens.chunk(parts)))
@@ -260,37 +273,50 @@ class Trainer:
             self.engine.backward(parts * carried + (scalars * grads[-1]).sum())
             if part < parts:
                 self.engine.step()  # only counts the part
-        return self._finish_step(Evidence(loss, terms, leaves[:4], list(grads[:4]), gradient_norm(self.engine)), keys)
+        self._finish_step(Evidence(loss, terms, leaves[:4], list(grads[:4]), gradient_norm(self.engine)), tokens, keys)
 
-    def _finish_step(self, evidence: Evidence, keys: list[str] | None) -> dict[str, Tensor] | None:
-        """Step, if all ranks can. Everything that they must agree on is in one collective."""
+    def _finish_step(self, evidence: Evidence, tokens: Tensor, keys: list[str] | None) -> None:
+        """Step, if all ranks can; what the hosts must agree on and what the devices must are one collective each."""
         failed = self.recorder.failed if self.recorder else False
-        (nonfinite, self.stopping, failed), squares = distributed.any_rank_and_sum(
-            [evidence.nonfinite(), self.stop(), failed], evidence.gradient_norm.square(), self.device
-        )
+        self.stopping, failed = distributed.any_host([self.stop(), failed])
         if failed:
             self.recorder.check()
-        if not nonfinite:
-            self.engine.step()
-            self._skipped_in_a_row = 0
-            return evidence.terms | self._gradient_terms(squares)
-        reports = all_of(evidence.report(distributed.rank(), keys or []))
-        where = self.recorder.nonfinite(self.step + 1, reports) if self.recorder else "the log"
+        nonfinite, squares = distributed.any_rank_and_sum(evidence.nonfinite(), evidence.gradient_norm.square())
+        self.read_outcome()
+        # Without ZeRO every rank has the whole gradient.
+        norm = (squares / (1 if self.config.engine.zero_stage else distributed.world_size())).sqrt()
+        longest = self.config.optimizer.clip_grad_norm
+        step_unless(self.engine, nonfinite, norm, longest)
+        terms = {**evidence.terms, "gradient_norm": norm, "text_tokens": float(tokens.shape[1])}
+        if longest:
+            terms["clipped"] = (norm > longest).double()
+        self._queued = Queued(self.step + 1, keys or [], evidence.detached(), terms, Flag(nonfinite))
+
+    def read_outcome(self) -> dict[str, Tensor | float] | None:
+        """The scalars of the step that was queued last, once; None if all ranks have skipped it; collective.
+
+        Raises:
+            UserError: it is NaN or Inf, and `on_nonfinite` is stop, or too many were before; on all ranks.
+        """
+        queued, self._queued = self._queued, None
+        if queued is None:
+            return None
+        if queued.skipped.read():
+            self._report_skipped(queued)
+            terms = None
+        else:
+            self._skipped_in_a_row, terms = 0, queued.terms
+        if self._window:
+            self._window.add(terms)
+        return terms
+
+    def _report_skipped(self, queued: Queued) -> None:
+        reports = all_of(queued.evidence.report(distributed.rank(), queued.keys))
+        where = self.recorder.nonfinite(queued.step, reports) if self.recorder else "the log"
         self._skipped_in_a_row += 1
         if self.config.on_nonfinite == "stop" or self._skipped_in_a_row > MAX_SKIPPED:
-            raise as_error(self.step + 1, reports, where)
+            raise as_error(queued.step, reports, where)
         self.skipped += 1
-        discard_step(self.engine)
-        return None
-
-    def _gradient_terms(self, squares: float) -> dict[str, float]:
-        """The norm of the whole gradient before clipping, and whether it was clipped.
-
-        `squares`: the sum of the ranks' squared norms; without ZeRO every rank has the whole gradient.
-        """
-        whole = distributed.world_size() if self.config.engine.zero_stage == 0 else 1
-        norm, longest = math.sqrt(squares / whole), self.config.optimizer.clip_grad_norm
-        return {"gradient_norm": norm} | ({"clipped": float(norm > longest)} if longest else {})
 
     def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective's loss of this rank's rows against all ranks' columns, and what is logged."""

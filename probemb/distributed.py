@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from probemb.models.encoder import Encoded
 
 T = TypeVar("T")
+_control: tuple[Any, Any] | None = None  # the default group, and the one of `control_group` beside it
 
 
 def rank() -> int:
@@ -71,11 +72,25 @@ def init_process_group(timeout_minutes: float = 30) -> None:
         store = dist.TCPStore(address, port, world, this_rank == 0 and not launcher_has_store(), timeout)
         store = dist.PrefixStore(f"attempt{_attempt()}", store)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=timeout)
+        control_group(timeout)
     except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
         raise UserError(
             f"Not all {world} ranks met at {address}:{port} within {timeout_minutes:g} minutes (engine.timeout).",
             "Look at the output of the others: one has failed, hangs, or cannot reach that address.",
         ) from error
+
+
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """All ranks by gloo, for messages between hosts that no GPU waits for and that wait for no GPU.
+
+    None stands for the default group, if that is gloo's; else collective at the first call, which sets the timeout.
+    """
+    global _control
+    if dist.get_backend() == "gloo":
+        return None
+    if _control is None or _control[0] is not dist.group.WORLD:
+        _control = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
+    return _control[1]
 
 
 def _attempt() -> str:
@@ -192,11 +207,23 @@ def any_rank(flags: list[bool | Tensor], device=None) -> list[bool]:
     return [value > 0 for value in packed.tolist()]
 
 
-def any_rank_and_sum(flags: list[bool | Tensor], addend: Tensor, device=None) -> tuple[list[bool], float]:
-    """`any_rank`, and the sum of a number () over the ranks; all in one collective."""
-    mine = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (*flags, addend.detach())])
-    rows = gather(mine[None])
-    return (rows[:, :-1] > 0).any(0).tolist(), float(rows[:, -1].sum())
+def any_host(flags: list[bool]) -> list[bool]:
+    """For each flag, whether any rank has set it; collective between the hosts, which wait for no GPU."""
+    if world_size() == 1:
+        return [bool(flag) for flag in flags]
+    packed = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=control_group())
+    return [value > 0 for value in packed.tolist()]
+
+
+def any_rank_and_sum(flag: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether any rank has set the flag (), and the sum of a number () over the ranks, in one collective.
+
+    Returns:
+        bool () and float64 (), on the device: the host does not wait for it.
+    """
+    rows = gather(torch.stack([flag.detach().double(), addend.detach().double()])[None])
+    return (rows[:, 0] > 0).any(), rows[:, 1].sum()
 
 
 def max_over_ranks(value: float, device=None) -> float:
@@ -212,7 +239,7 @@ def all_of(mine: Any) -> list[Any]:
     if world_size() == 1:
         return [mine]
     everyone = [None] * world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=control_group())
     return everyone
 
 

@@ -109,14 +109,19 @@ def helpers_on_one_rank(rank, world):
     assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (rank, world, rank == 0)
     distributed.barrier()
     mean = distributed.mean_over_ranks({"a": float(rank), "b": 2.0})
+    assert distributed.any_host([rank == world - 1, False]) == [True, False]
+    bad, total = distributed.any_rank_and_sum(torch.tensor(rank == 0), torch.tensor(2.0**rank))
+    good, _ = distributed.any_rank_and_sum(torch.tensor(False), torch.tensor(float("nan")))
+    assert (bad.item(), good.item(), total.item()) == (True, False, 2.0**world - 1)
     return mean, *distributed.any_rank([rank == world - 1, False])
 
 
 def test_helpers():
-    for mean, some, none in run_ranks(3, helpers_on_one_rank):
-        assert mean == {"a": 1.0, "b": 2.0}
-        assert some
-        assert not none
+    for world in (1, 3, 4):
+        for mean, some, none in run_ranks(world, helpers_on_one_rank):
+            assert mean == {"a": (world - 1) / 2, "b": 2.0}
+            assert some
+            assert not none
     assert distributed.mean_over_ranks({"a": 3.0}) == {"a": 3.0}
     assert distributed.world_size() == 1
     x = torch.ones(2, 3)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config import BUCKET, Config
+from pretrain.engine.state import leave_norms
 from probemb import distributed
 from probemb.models import DualEncoder, no_weight_decay
 
@@ -64,10 +65,10 @@ def make_engine(
         "train_batch_size": config.batch_size,
         "train_micro_batch_size_per_gpu": config.batch_size // world // e.accumulation,
         "gradient_accumulation_steps": e.accumulation,
-        "gradient_clipping": o.clip_grad_norm,
+        "gradient_clipping": 0.0,  # `step_unless` clips
         "zero_optimization": {
             "stage": e.zero_stage,
-            "overlap_comm": device.type == "cuda",
+            "overlap_comm": device.type == "cuda" and world > 1,  # the host waits for every bucket
             "contiguous_gradients": True,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
@@ -78,6 +79,7 @@ def make_engine(
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=Towers(model, precision), optimizer=optimizer, config=settings)
+    leave_norms(engine)
     if e.compile:
         engine.compile()
     return engine

@@ -1,12 +1,13 @@
 """NaN and Inf: detected before the optimizer steps, traced to the samples, reported to all ranks.
 
-Detection is one flag on the device. Only if a rank sets it do the ranks search for the origin: as one sample's value
-spreads to every rank's loss through the gathered embeddings, the report names the first affected stage of the step.
+Detection is one flag on the device, which the optimizer obeys there; the host reads it when the next step is under way.
+Only if a rank sets it do the ranks search for the origin: as one sample's value spreads to every rank's loss through
+the gathered embeddings, the report names the first affected stage of the step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,38 @@ from probemb.errors import UserError
 
 SHOWN = 8  # sample keys in a message
 STAGES = ("embedding", "loss", "gradient of the embedding", "gradient")
+
+
+class Flag:
+    """A bool () of the device, on its way to the host."""
+
+    def __init__(self, value: Tensor):
+        self.value, self.copied = value, None
+        if value.is_cuda:
+            self.value = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self.value.copy_(value, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def read(self) -> bool:
+        """The value; waits for what the device had to do before it, and for nothing after."""
+        if self.copied:
+            self.copied.synchronize()
+        return bool(self.value)
+
+
+@dataclass
+class Queued:
+    """A step that the device has been given: its number, the samples, what is known of it, and whether it is skipped.
+
+    terms: scalars without gradient.
+    """
+
+    step: int
+    keys: list[str]
+    evidence: Evidence
+    terms: dict[str, Tensor | float]
+    skipped: Flag
 
 
 @dataclass
@@ -37,6 +70,11 @@ class Evidence:
     def nonfinite(self) -> Tensor:
         """() bool on the device: whether the loss or the gradient is NaN or Inf here."""
         return ~(self.loss.detach().isfinite() & self.gradient_norm.isfinite())
+
+    def detached(self) -> Evidence:
+        """The same without the graph."""
+        embeddings = [embedding.detach() for embedding in self.embeddings]
+        return replace(self, loss=self.loss.detach(), embeddings=embeddings)
 
     def report(self, rank: int, keys: list[str]) -> dict:
         """Report this rank's NaN and Inf: the first stage that has them, the keys of the samples, the terms.

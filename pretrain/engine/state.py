@@ -54,7 +54,7 @@ class EngineState:
     def __init__(self, engine):
         self.engine = engine
         self.stage = engine.zero_optimization_stage()
-        self.optimizer = engine.optimizer if self.stage == 0 else engine.optimizer.optimizer
+        self.optimizer = _adam(engine)
         self.parameters = named_parameters(engine)
         self._check()
         names = {id(p): name for name, p in self.parameters.items()}
@@ -173,34 +173,45 @@ class EngineState:
 
 def gradient_norm(engine) -> Tensor:
     """(), of the averaged gradients that this rank holds, between the last backward pass of a step and the step."""
-    norms = [torch.linalg.vector_norm(g) for g in _gradients(engine)]
-    return torch.linalg.vector_norm(torch.stack(norms).double()) if norms else torch.zeros((), device=engine.device)
+    gradients = _gradients(engine)
+    if not gradients:
+        return torch.zeros((), device=engine.device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double())  # few kernels
 
 
 @torch.no_grad()
-def discard_step(engine) -> None:
-    """Drop the gradients instead of `engine.step()`; weights, moments and counts stay. Collective.
+def step_unless(engine, skip: Tensor, norm: Tensor, longest: float) -> None:
+    """`engine.step()`, or nothing but dropping the gradients; decided on the device, so that the host need not wait.
 
-    ZeRO skips a step with an infinite gradient norm and cleans up after it; at stage 0 torch's optimizer is disabled.
+    torch's fused AdamW does both by itself, as for `torch.amp.GradScaler`: where `found_inf` is set, weights, moments
+    and counts stay as they are, and gradients are divided by `grad_scale`. Call `leave_norms` once before.
+
+    Args:
+        skip: () bool, the same on all ranks.
+        norm: () of the whole gradient; one of more than `longest` is shortened to that, unless `longest` is 0.
 
     Raises:
-        RuntimeError: this version of DeepSpeed took the step nevertheless.
+        RuntimeError: another optimizer, which would step nevertheless.
     """
-    if engine.zero_optimization_stage() == 0:
-        engine.optimizer.step = lambda *_, **__: None
-        try:
-            engine.step()
-        finally:
-            del engine.optimizer.step
-        return
-    gradients = _gradients(engine)
-    for gradient in gradients:
-        gradient.fill_(float("inf"))
+    adam = _adam(engine)
+    if not (adam.defaults.get("fused") and getattr(adam, "_step_supports_amp_scaling", False)):
+        raise RuntimeError(f"steps cannot be skipped with {type(adam).__name__}: it is not torch's fused AdamW")
+    adam.found_inf = skip.float()
+    adam.grad_scale = ((norm + 1e-6) / longest).clamp(min=1).float() if longest else None
     engine.step()
-    for gradient in gradients:
-        gradient.zero_()  # stage 3 keeps its buffers and never writes their padding
-    if not engine.optimizer.overflow:
-        raise RuntimeError("this version of DeepSpeed steps with infinite gradients: steps cannot be skipped with it")
+
+
+def leave_norms(engine) -> None:
+    """Let DeepSpeed step without computing the gradient's norm, for which the host would wait; see `step_unless`."""
+    stage, zero = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 3:
+        zero._get_norm_groups = lambda: [torch.zeros(())]
+    elif stage:
+        zero.scaled_global_norm = lambda *_, **__: torch.zeros(())
+
+
+def _adam(engine) -> torch.optim.Optimizer:
+    return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
 
 
 def _gradients(engine) -> list[Tensor]:

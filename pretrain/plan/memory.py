@@ -74,7 +74,9 @@ def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
     elif stage == 3:
         buckets, accumulated = bucket, share
     else:
-        buckets = bucket * (2 if s.gpu else 1)  # allocated as large as allowed, whatever the model's size
+        buckets = bucket * (
+            2 if s.gpu and s.world > 1 else 1
+        )  # allocated as large as allowed, whatever the model's size
         straight = stage == 2 or not several  # gradients move into the bucket as they appear
         accumulated = (share if several else 0) if straight else p
     gathered = p if stage == 3 and s.world > 1 else 0  # DeepSpeed keeps what it needs again within 1e9 elements

@@ -18,6 +18,7 @@ from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import no_weight_decay
 from tests.pretrain.stream.test_stream import make, write_corpus
 from tests.ranks import run_ranks
+from tools.bench.gpu.waits import Reads
 
 BATCH, STEPS = 8, 3
 CONFIG = Config(
@@ -88,7 +89,7 @@ def on_engine(rank, world, stage, parts, checkpointing):
         loss = terms["loss"].double()
         torch.distributed.all_reduce(loss)
         losses.append(loss.item() / world)
-        norms.append(terms["gradient_norm"])
+        norms.append(float(terms["gradient_norm"]))
         assert terms["clipped"] == (norms[-1] > config.optimizer.clip_grad_norm)
     whole = safe_get_full_fp32_param if stage else torch.Tensor.detach
     return losses, norms, {n: whole(p).numpy() for n, p in engine.module.model.named_parameters()}
@@ -115,6 +116,26 @@ def test_steps_equal_plain_torch(world, stage, parts, checkpointing):
         np.testing.assert_allclose(rank_norms, norms, rtol=1e-3)
         for name, value in weights.items():
             np.testing.assert_allclose(rank_weights[name], value, atol=2e-4, err_msg=name)
+
+
+def reads_of_steps(rank, world, stage, parts):
+    config = replace(CONFIG, engine=Engine(zero_stage=stage, accumulation=parts))
+    start_deepspeed()
+    model = tiny()
+    data = list(batches(model))
+    fit = trainer.Trainer(make_engine(model, config, "fp32", CPU, persistent_elements=0), None, config, CPU, STEPS)
+    fit.queue_step(*data[0])  # the first makes Adam's moments
+    with Reads() as reads:
+        for images, tokens in data[1:]:
+            fit.queue_step(images, tokens)
+    return reads.seen
+
+
+@pytest.mark.parametrize(("stage", "parts"), [(0, 1), (0, 2), (1, 1), (2, 2), (3, 1)])
+def test_the_host_waits_for_one_flag_a_step(stage, parts):
+    """The step before's: its copy is under way while this step is being queued."""
+    (seen,) = run_ranks(1, reads_of_steps, stage, parts)
+    assert seen == ["_local_scalar_dense"] * (STEPS - 1)
 
 
 def load_all(rank, world, shards):

@@ -16,7 +16,7 @@ from probemb import create_model
 from probemb.errors import UserError
 from tests.ranks import run_ranks
 
-BATCH, CPU = 8, torch.device("cpu")
+BATCH, CPU = 12, torch.device("cpu")
 CONFIG = Config(batch_size=BATCH, optimizer=Optimizer(lr=1e-2, warmup_samples=8))
 
 
@@ -100,6 +100,50 @@ def test_a_skipped_step_leaves_nothing_behind_on_any_rank(world, stage, parts, k
             np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
+def queue_with_poison(rank, world, stage, kind, on_nonfinite):
+    """The same steps, queued one after the other without a look at their outcome."""
+    fit, error, undo = make_trainer(stage, 1, on_nonfinite), None, None
+    states = []
+    for step in (1, 2, 3):
+        fit.step = step - 1
+        images, tokens, keys = batch(step, rank, world)
+        if step == 2 and rank == world - 1:
+            undo = poison(fit, kind, images, step)
+        for group in fit.engine.optimizer.param_groups:
+            group["lr"] = 1e-2 / step
+        try:
+            fit.queue_step(images, tokens, keys)
+        except UserError as stopped:
+            error = stopped.what
+        if undo:
+            undo()
+        states.append(snapshot(fit.engine))
+    return error, fit.skipped, None if error else fit.read_outcome() is not None, states
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "kind"), [(1, 0, "gradient"), (2, 3, "sample"), (3, 1, "sample"), (4, 2, "gradient")]
+)
+def test_steps_that_are_queued_ahead_are_skipped_alike(world, stage, kind):
+    expected = [without[2] for _, without in run_ranks(world, steps_with_poison, stage, 1, kind)]
+    for rank, (error, skipped, last, states) in enumerate(run_ranks(world, queue_with_poison, stage, kind, "skip")):
+        assert (error, skipped, last) == (None, 1, True)
+        for name, value in expected[rank].items():
+            np.testing.assert_array_equal(states[2][name], value, err_msg=name)
+            np.testing.assert_array_equal(states[1][name], states[0][name], err_msg=name)  # nothing was stepped
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (3, 3), (4, 1)])
+def test_a_run_stops_before_the_step_that_follows_a_bad_one(world, stage):
+    results = run_ranks(world, queue_with_poison, stage, "sample", "stop")
+    assert len({error for error, *_ in results}) == 1
+    assert "At step 2 the embedding is NaN or Inf" in results[0][0]
+    assert "nothing was stepped" in results[0][0]
+    for _, _, _, states in results:
+        for name in states[0]:
+            np.testing.assert_array_equal(states[2][name], states[0][name], err_msg=name)
+
+
 def stop_at_poison(rank, world, kind):
     fit = make_trainer(1, 1, "stop")
     fit.train_step(*batch(1, rank, world))
@@ -120,7 +164,7 @@ def test_the_report_names_step_rank_terms_and_the_very_sample():
     assert same
     assert also
     assert "At step 2 the embedding is NaN or Inf on rank 1 (" in first
-    assert "for the samples a.tar/2-5;" in first  # row 1 of rank 1's four
+    assert "for the samples a.tar/2-7;" in first  # row 1 of rank 1's six
     assert "clip nan" in first
     (first, same), _ = run_ranks(2, stop_at_poison, "gradient")
     assert same
