@@ -167,9 +167,11 @@ class Trainer:
             self.progress.made(self.step)
             recorder.seen(self.step, batch.keys)
             due = config.save_every and self.step % config.save_every == 0
-            if due or self.step % config.log_every == 0 or self.step in (first, last):
+            logging = self.step % config.log_every == 0 or self.step in (first, last)
+            evaluating = evaluators and self._crossed(config.evaluate.every_samples, last)
+            if logging or due or evaluating:
                 self.read_outcome()
-            if self.step % config.log_every == 0 or self.step in (first, last):  # ------------------------------- log
+            if logging:  # ---------------------------------------------------------------------------------------- log
                 values = window.read(config.batch_size, last - self.step)
                 if self.step == first:
                     values["first_step"] = time.perf_counter() - began
@@ -185,7 +187,7 @@ class Trainer:
                 window.restart()
             if self.stopping and self.step < last:
                 break  # there may be no time for an evaluation
-            if evaluators and self._crossed(config.evaluate.every_samples, last):  # ----------------------- evaluate
+            if evaluating:  # ---------------------------------------------------------------------------- evaluate
                 for evaluate in evaluators:
                     self.progress.doing("evaluating")
                     recorder.report(self.step, {"samples": self.samples, **evaluate()})
