@@ -11,8 +11,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pretrain.objectives import OBJECTIVES
 from pretrain.plan.memory import memory
@@ -114,24 +116,33 @@ def measure(name: str, who: str, compiled: bool, rows: int, place: Place) -> Spe
     torch._dynamo.reset()
     give_back()  # what the variant before has left
     make = open_clip_step if who == PEER else our_step
-    step, release = make(name, who, compiled, rows, place)
+    variant = make(name, who, compiled, rows, place)
     if place.gpu:
         torch.cuda.reset_peak_memory_stats()
-    losses = [step() for _ in range(1 if place.small else 3)]
-    blocks = []
+    for _ in range(1 if place.small else 3):
+        variant.step()
+    losses, blocks, steps = [variant.loss()], [], 1 if place.small else STEPS
     for _ in range(2 if place.small else BLOCKS):
         wait(place)
         began = time.perf_counter()
-        for _ in range(1 if place.small else STEPS):
-            loss = step()
+        for _ in range(steps):
+            variant.step()
         wait(place)
-        blocks.append((time.perf_counter() - began) / (1 if place.small else STEPS))
-        losses.append(loss)
+        blocks.append((time.perf_counter() - began) / steps)
+        losses.append(variant.loss())
     finite = bool(torch.stack(losses).isfinite().all())
     seconds = statistics.median(blocks)
     gib = torch.cuda.max_memory_allocated() / 2**30 if place.gpu else 0.0
-    release()
+    variant.release()
     return Speed(seconds, rows / seconds, share_of_peak(name, who, rows, seconds, place), gib, finite)
+
+
+class Variant(NamedTuple):
+    """step() queues a training step, loss() is that of the last one, release() gives the memory back."""
+
+    step: Callable[[], object]
+    loss: Callable[[], Tensor]
+    release: Callable[[], None]
 
 
 def wait(place: Place) -> None:
@@ -155,17 +166,22 @@ def configured_for(name: str, objective: str, rows: int, compiled: bool = False)
     return configured(name, rows, objective, 1, 1e-4, zero_stage=0, compile=compiled)
 
 
-def our_step(name: str, objective: str, compiled: bool, rows: int, place: Place) -> tuple[Callable, Callable]:
-    """The trainer's step, and what frees it."""
+def our_step(name: str, objective: str, compiled: bool, rows: int, place: Place) -> Variant:
+    """The trainer's step, queued as in a run."""
     config = configured_for(name, objective, rows, compiled)
     trainer = make_trainer(config, "bf16" if place.gpu else "fp32", place.device)
     images, tokens = next(Pool.of(model_of(trainer), rows, place.device).batches(1))
     images, tokens = images.clone(), tokens.clone()
-    return lambda: trainer.train_step(images, tokens)["loss"].detach(), lambda: free(trainer)
+
+    def loss() -> Tensor:
+        terms = trainer.read_outcome()
+        return torch.tensor(float("nan")) if terms is None else terms["loss"].cpu()
+
+    return Variant(lambda: trainer.queue_step(images, tokens), loss, lambda: free(trainer))
 
 
-def open_clip_step(name: str, who: str, compiled: bool, rows: int, place: Place) -> tuple[Callable, Callable]:
-    """open_clip's model and ClipLoss, called as in its trainer, and what frees them."""
+def open_clip_step(name: str, who: str, compiled: bool, rows: int, place: Place) -> Variant:
+    """open_clip's model and ClipLoss, called as in its trainer."""
     import open_clip
     from open_clip.loss import ClipLoss
 
@@ -186,9 +202,9 @@ def open_clip_step(name: str, who: str, compiled: bool, rows: int, place: Place)
         for skip, decay in ((False, o.weight_decay), (True, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=o.betas, eps=o.eps, fused=True)
-    forward = torch.compile(model) if compiled else model
+    forward, losses = torch.compile(model) if compiled else model, []
 
-    def step():
+    def step() -> None:
         optimizer.zero_grad()
         with torch.autocast(place.device.type, torch.bfloat16, enabled=place.gpu):
             out = forward(images, tokens)
@@ -198,6 +214,6 @@ def open_clip_step(name: str, who: str, compiled: bool, rows: int, place: Place)
         optimizer.step()
         with torch.no_grad():
             model.logit_scale.clamp_(0, 4.6052)
-        return loss.detach()
+        losses[:] = [loss.detach()]
 
-    return step, lambda: None
+    return Variant(step, lambda: losses[0].cpu(), lambda: None)
