@@ -60,7 +60,7 @@ def choose_random_state(stored: Mapping[str, Tensor], stored_ranks: int) -> dict
 
 def _numpy_state(state: dict[str, Tensor]) -> tuple:
     *keys, position, has_gauss = state["numpy"].tolist()
-    return "MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()
+    return "MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].tolist()[0]
 
 
 def _python_state(state: dict[str, Tensor]) -> tuple:

@@ -207,7 +207,7 @@ def leave_norms(engine) -> None:
     if stage == 3:
         zero._get_norm_groups = lambda: [torch.zeros(())]
     elif stage:
-        zero.scaled_global_norm = lambda *_, **__: torch.zeros(())
+        zero.scaled_global_norm = lambda *_, **__: 0.0
 
 
 def _adam(engine) -> torch.optim.Optimizer:

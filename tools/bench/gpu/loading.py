@@ -20,10 +20,10 @@ def loader(place: Place, notes: Notes) -> None:
     """With 8 and 16 workers; enough is what ViT-B/16 takes at the MFU that is asked for."""
     from tools.bench.loader import draw_shards, stream_batches, time_batches
 
-    images, batch, batches = (32, 4, 2) if place.small else (2048, 128, 20)
+    images, batch, batches = (32, 4, 2) if place.small else (512, 128, 20)
     speeds = {}
     with tempfile.TemporaryDirectory() as folder:
-        draw_shards(Path(folder), SIDE, images, shards=4 if place.small else 32)
+        draw_shards(Path(folder), SIDE, images, shards=4 if place.small else 16)
         for workers in (1, 2) if place.small else (8, 16):
             stream = stream_batches(folder, batch, workers, draft=True)
             seconds = time_batches(stream, batches, warmup=2 if place.small else 2 * workers + 4)
