@@ -42,10 +42,10 @@ class Settings:
     embed_dim: int = 128
     batch_size: int = 128
     repeats: int = 16
-    epochs: int = 6
+    epochs: int = 4
     images: int = 12_000
     pixels: int = 64
-    pictures: int = 8_000
+    pictures: int = 80_000
     trunk_batch: int = 32
     trunk_lr: float = 2e-3
     trained_parts: tuple[int, ...] = (2, 3)
