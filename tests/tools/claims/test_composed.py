@@ -224,6 +224,13 @@ def test_a_second_start_trains_nothing(study, out):
     assert Archive(out, study).read(training_of("tirg", 1)) is not None
 
 
+def test_values_are_chosen_on_validation_images(out, capsys):
+    Composed(SETTINGS, variants=["tirg"]).choose(out, workers=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("choose")]
+    assert [line.split(":")[0] for line in lines] == [f"choose tirg lr {lr:g}" for lr in (3e-4, 1e-3, 3e-3)]
+    assert all(float(line.split(": ")[1].split()[0]) >= 0 for line in lines)
+
+
 def test_another_order_of_crops_computes_features_anew(world, out):
     """Features are found by a digest of what they are of."""
     told = []

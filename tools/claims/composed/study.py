@@ -103,16 +103,16 @@ class Composed(Study):
         )
 
     def choose(self, out: Path, workers: int) -> None:
-        """Print validation R-Precision of every entry of CHOSEN at the values of GRID."""
+        """Print validation R-Precision of the variants in CHOSEN at the values of GRID."""
         from tools.claims.queue import Archive
 
         archive, trainings = Archive(out, self), []
-        for name, values in CHOSEN.items():
-            grid = [("lr", lr) for lr in GRID["lr"]]
-            if "temperature" in values:
-                grid += [("temperature", factor * values["temperature"]) for factor in GRID["temperature"]]
+        for name in [one for one in self.variants if one in CHOSEN]:
+            one, grid = training_of(name, SELECTION_SEED), [("lr", lr) for lr in GRID["lr"]]
+            if "temperature" in one.values:
+                grid += [("temperature", factor * one.values["temperature"]) for factor in GRID["temperature"]]
             trainings += [
-                replace(training_of(name, SELECTION_SEED), name=f"choose {name} {what} {at:g}", chosen=((what, at),))
+                replace(one, name=f"choose {name} {what} {at:g}", chosen=tuple({**one.values, what: at}.items()))
                 for what, at in grid
             ]
         found = train_all(self, trainings, archive, workers, test=False)

@@ -16,8 +16,8 @@ from probemb.errors import UserError, nearest
 class Training:
     """One training: a variant with a name, and a seed, which decides examples, their order and random weights.
 
-    method: of finetune; parts: concepts in a query that it is trained on; options: of its loss. `chosen` replaces
-    values of CHOSEN.
+    method: of finetune; parts: concepts in a query that it is trained on; options: of its loss; chosen: learning rate,
+    and temperature where there is one.
     """
 
     name: str
@@ -29,8 +29,8 @@ class Training:
 
     @property
     def values(self) -> dict[str, float]:
-        """Learning rate, and temperature or scale."""
-        return {**CHOSEN[self.name.removesuffix(THREE)], **dict(self.chosen)}
+        """`chosen` by name."""
+        return dict(self.chosen)
 
     @property
     def probabilistic(self) -> bool:
@@ -84,7 +84,8 @@ GRID: dict[str, tuple[float, ...]] = {"lr": (3e-4, 1e-3, 3e-3), "temperature": (
 def training_of(name: str, seed: int) -> Training:
     """The training of a variant."""
     variant = VARIANTS[name]
-    return Training(name, seed, variant.method, variant.parts, tuple(variant.options.items()))
+    chosen = tuple(CHOSEN[name.removesuffix(THREE)].items())
+    return Training(name, seed, variant.method, variant.parts, tuple(variant.options.items()), chosen)
 
 
 def composed_variants(text: str) -> list[str]:
