@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -13,14 +13,25 @@ from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Minutes, Prec
 from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
-BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
+if TYPE_CHECKING:
+    from probemb.models import DualEncoder
 
 
 @dataclass(frozen=True)
 class Model(Towers):
-    """The towers."""
+    """The towers (see probemb.models.create_model).
 
-    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] = 2
+    Args:
+        n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
+            tower and 1 of the text tower; empty for 2, and 0 where an objective has none.
+    """
+
+    n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
+
+    DEFAULT_LAYERS: ClassVar = 2  # as the published weights
+
+
+BUCKET = 50_000_000  # elements that ZeRO reduces or gathers at a time; DeepSpeed's own 5e8 would cost each GPU 4 GB
 
 
 @dataclass(frozen=True)
@@ -148,12 +159,12 @@ class Config:
         on_nonfinite: when the loss or gradient is NaN or Inf on any rank: stop, or skip the step on all ranks.
         log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
         wandb: a Weights & Biases project to log to; empty for none.
-        objective: a name in pretrain.objectives; pcmepp is the CLIP loss plus the PCME++ loss.
+        objective: pcmepp (the CLIP loss plus the PCME++ loss), clip, siglip or prolip; clip and siglip train points.
         loss: options of the objective.
     """
 
     COMMON: ClassVar = (
-        *("out", "resume", "data.train", "batch_size", "epochs", "samples", "seed"),
+        *("out", "resume", "objective", "data.train", "batch_size", "epochs", "samples", "seed"),
         *("model.name", "model.pretrained", "optimizer.lr", "optimizer.warmup_samples"),
         *("engine.zero_stage", "engine.precision", "engine.accumulation", "engine.grad_checkpointing"),
         *("data.workers", "evaluate.pairs", "evaluate.classes", "evaluate.every_samples", "save_every", "wandb"),
@@ -196,6 +207,11 @@ class Config:
         """data.train as a list."""
         return [self.data.train] if isinstance(self.data.train, str) else list(self.data.train)
 
+    def create_model(self, **more) -> DualEncoder:
+        """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
+        about = {"objective": self.objective, **OBJECTIVES[self.objective].model_options(self.loss)}
+        return self.model.create(self.train_paths, self.loss, **about, **more)
+
 
 def check(config: Config, world_size: int) -> None:
     """Refuse what cannot run, before anything is read or written.
@@ -220,7 +236,13 @@ def check(config: Config, world_size: int) -> None:
             f"There are {len(config.train_paths)} training paths and {len(config.data.weights)} weights.",
             "Give data.weights one number for each path.",
         )
-    OBJECTIVES[config.objective].check(config.loss)
+    objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers
+    objective.check(config.loss)
+    if not objective.probabilistic and layers not in (None, 0, (0, 0)):
+        raise UserError(
+            f"The objective {config.objective} predicts no uncertainty, and model.n_unc_layers is {layers}.",
+            "Leave model.n_unc_layers out, or set it to 0.",
+        )
     parts = world_size * config.engine.accumulation
     if config.batch_size % parts:
         lower = config.batch_size // parts * parts

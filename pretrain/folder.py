@@ -36,7 +36,7 @@ FREE_TO_CHANGE = (
 
 
 DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
-TERMS = ("clip", "match", "vib", "pseudo_positive")  # printed
+TERMS = ("clip", "siglip", "ppcl", "match", "vib", "pseudo_positive", "inclusion", "image_inclusion", "text_inclusion")
 
 
 class RunFolder(RunOutput):

@@ -1,15 +1,17 @@
 """Pretraining objectives by name; each has its own frozen `Options`, which are `loss` in the configuration.
 
+An objective gets this rank's pairs and exchanges what it needs itself: all embeddings in one collective (CLIP, PCME++),
+or texts in a ring, with memory that does not grow with the ranks (SigLIP, ProLIP).
 torch and the losses are imported inside functions: `--help` reads the options of an objective and nothing else.
-Letters: B items of this rank's share of the batch, N of all ranks, D dimensions.
+Letters: B items of this rank's share of the batch, W ranks, D dimensions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jsonargparse.typing import NonNegativeFloat
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from probemb.cli.ranges import Distance
 from probemb.errors import UserError
@@ -25,37 +27,51 @@ if TYPE_CHECKING:
 class Pairs:
     """Embedded images and their texts, item i of one with item i of the other.
 
-    image, text       Gaussians (B, D) of this rank
-    all_image, all_text  (N, D) of all ranks, with gradient
-    offset            row of this rank's first item among all
-    logit_scale, scale, shift  the model's scalars
+    image, text   Gaussians (B, D) of this rank; every rank has as many
+    logit_scale   () the model's inverse temperature
+    scale, shift  () a and b of its match probability sigmoid(-a CSD + b)
     """
 
     image: Gaussian
     text: Gaussian
-    all_image: Gaussian
-    all_text: Gaussian
-    offset: int
     logit_scale: Tensor
     scale: Tensor
     shift: Tensor
 
 
 class Objective:
-    """A pretraining loss: called with `Pairs`, it gives this rank's part.
+    """A pretraining loss: called with `Pairs`, it gives this rank's part; collective.
 
     The mean of the parts over the ranks is the loss of one process on the whole batch, in value and gradient.
+
+    Attributes:
+        probabilistic: whether log-variances are trained; otherwise the model is a point model.
+        scalars: those of `Pairs` that the loss reads, for the log.
+        ring: whether texts go round the ranks; otherwise all ranks' items are gathered.
     """
 
     @dataclass(frozen=True)
     class Options:
         """No options."""
 
+    probabilistic: ClassVar[bool] = True
+    scalars: ClassVar[tuple[str, ...]] = ()
+    ring: ClassVar[bool] = False
+
     def __init__(self, options: Any):
         self.options = options
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         raise NotImplementedError
+
+    def travels(self, dim: int) -> int:
+        """Numbers of a pair that every other rank gets."""
+        raise NotImplementedError
+
+    @classmethod
+    def model_options(cls, options: Any) -> dict[str, Any]:
+        """Further options of `create_model`: the kind of model, its scalars."""
+        return {"probabilistic": cls.probabilistic}
 
     @classmethod
     def check(cls, options: Any) -> None:
@@ -87,16 +103,24 @@ class PCMEPlusPlus(Objective):
         pseudo_positive: NonNegativeFloat = 0.0
         vib: NonNegativeFloat = 1e-4
 
+    scalars = ("logit_scale", "scale", "shift")
+
     @classmethod
     def check(cls, options: Any) -> None:
         if not (options.clip or options.match):
             raise UserError("Both losses have weight 0.", "Set loss.clip or loss.match to more than zero.")
 
+    def travels(self, dim: int) -> int:
+        return 4 * dim
+
     def __call__(self, pairs: Pairs) -> LossOutput:
+        from probemb import distributed
         from probemb.losses import LossOutput, clip_loss, pairwise_match_loss
 
         weights, means = self.options, (pairs.image.mean, pairs.text.mean)
-        clip = clip_loss(*means, pairs.logit_scale, pairs.all_image.mean, pairs.all_text.mean, pairs.offset)
+        all_image, all_text = distributed.gather_pairs(pairs.image, pairs.text)
+        offset = distributed.rank() * len(pairs.image)
+        clip = clip_loss(*means, pairs.logit_scale, all_image.mean, all_text.mean, offset)
         match = pairwise_match_loss(
             pairs.image,
             pairs.text,
@@ -105,11 +129,135 @@ class PCMEPlusPlus(Objective):
             distance=weights.distance,
             pseudo_positive=weights.pseudo_positive,
             vib=weights.vib,
-            all_image=pairs.all_image,
-            all_text=pairs.all_text,
-            offset=pairs.offset,
+            all_image=all_image,
+            all_text=all_text,
+            offset=offset,
         )
         return LossOutput(weights.clip * clip.loss + weights.match * match.loss, {**clip.terms, **match.terms})
 
 
-OBJECTIVES: dict[str, type[Objective]] = {"pcmepp": PCMEPlusPlus}
+class CLIP(Objective):
+    """The CLIP loss of points: open_clip's InfoNCE over the whole batch, with its gradient through all embeddings."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """L_clip. Source: Radford et al., Learning Transferable Visual Models (ICML 2021).
+
+        Args:
+            logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained, or of the
+                architecture (1 / 0.07).
+        """
+
+        logit_scale: PositiveFloat | None = None
+
+    probabilistic = False
+    scalars = ("logit_scale",)
+
+    @classmethod
+    def model_options(cls, options: Any) -> dict[str, Any]:
+        return {"probabilistic": False, "init_logit_scale": options.logit_scale}
+
+    def travels(self, dim: int) -> int:
+        return 2 * dim
+
+    def __call__(self, pairs: Pairs) -> LossOutput:
+        from probemb import distributed
+        from probemb.losses import clip_loss
+
+        means = pairs.image.mean, pairs.text.mean
+        offset = distributed.rank() * len(pairs.image)
+        return clip_loss(*means, pairs.logit_scale, *distributed.gather_together(means), offset)
+
+
+class _Sigmoid(Objective):
+    """A sigmoid loss of every pair's logit s (cosine - u / 2) + bias; s is the inverse temperature.
+
+    The model has logit_scale = log s and logit_bias as parameters, of which a = s / 2 and b = s + bias follow.
+    """
+
+    scalars = ("logit_scale", "scale", "shift")
+    ring = True
+    max_logit_scale: ClassVar[float | None] = None
+
+    @classmethod
+    def model_options(cls, options: Any) -> dict[str, Any]:
+        return {
+            "probabilistic": cls.probabilistic,
+            "match": "cosine",
+            "init_logit_scale": options.logit_scale,
+            "init_logit_bias": options.logit_bias,
+            "max_logit_scale": cls.max_logit_scale,
+        }
+
+    def travels(self, dim: int) -> int:
+        return dim + 1
+
+    @staticmethod
+    def scale_and_bias(pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """s and bias."""
+        return 2 * pairs.scale, pairs.shift - 2 * pairs.scale
+
+
+class SigLIP(_Sigmoid):
+    """SigLIP's sigmoid loss of points."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """L_siglip. Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (ICCV 2023).
+
+        Args:
+            logit_scale: initial inverse temperature, without a ceiling; null for that of model.pretrained.
+            logit_bias: initial bias of the logits; null for that of model.pretrained.
+        """
+
+        logit_scale: PositiveFloat | None = 10.0
+        logit_bias: float | None = -10.0
+
+    probabilistic = False
+
+    def __call__(self, pairs: Pairs) -> LossOutput:
+        from probemb.losses import siglip_loss
+
+        return siglip_loss(pairs.image.mean, pairs.text.mean, *self.scale_and_bias(pairs))
+
+
+class ProLIP(_Sigmoid):
+    """ProLIP: the sigmoid loss with CSD, information bottleneck, and inclusion of images in their texts."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """L_ppcl + vib * L_vib + inclusion * L_inclusion. Source: ProLIP §3.2, §3.3.
+
+        Args:
+            vib: weight of the information bottleneck.
+            inclusion: weight of an image's inclusion in its text.
+            inclusion_scale: c of -log sigmoid(c H).
+            form: exact, or code, the formulas of the authors' public code.
+            logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained.
+            logit_bias: initial bias of the logits; null for that of model.pretrained.
+            log_var: initial log-variance; null for -log D.
+        """
+
+        vib: NonNegativeFloat = 1e-4
+        inclusion: NonNegativeFloat = 1e-7
+        inclusion_scale: PositiveFloat = 1000.0
+        form: Literal["exact", "code"] = "exact"
+        logit_scale: PositiveFloat | None = 10.0
+        logit_bias: float | None = -10.0
+        log_var: float | None = -10.0
+
+    max_logit_scale = 100.0  # as in open_clip's trainer, which the authors' is
+
+    @classmethod
+    def model_options(cls, options: Any) -> dict[str, Any]:
+        return {**super().model_options(options), "log_var_start": options.log_var}
+
+    def __call__(self, pairs: Pairs) -> LossOutput:
+        from probemb.losses import ProLIPLoss
+
+        o = self.options
+        loss = ProLIPLoss(o.vib, o.inclusion, inclusion_scale=o.inclusion_scale, form=o.form)
+        return loss(pairs.image, pairs.text, *self.scale_and_bias(pairs))
+
+
+OBJECTIVES: dict[str, type[Objective]] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": SigLIP, "prolip": ProLIP}

@@ -20,7 +20,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pretrain.config import Config, check
+from pretrain.config import Config, Model, check
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.streams import make_output_unfailing
@@ -69,7 +69,7 @@ def train(config: Config, preemption: Preemption) -> int:
         make_deterministic()
     device, precision = pick_device(config), training_precision(config.engine.precision)
     seed_everything(config.seed)
-    model = config.model.create(config.train_paths, config.loss, grad_checkpointing=config.engine.grad_checkpointing)
+    model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
     if config.model.word_vectors and not earlier:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
     transforms, tokenizer = create_transforms(model, resize=config.data.resize), create_tokenizer(model)
@@ -148,6 +148,8 @@ def changes_since(config: Config, state: dict, identity: dict, earlier: Path) ->
     from probemb.runs.folder import refuse_another_run
 
     state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
+    if config.model.n_unc_layers is None and state["config"]["model"]["n_unc_layers"] == Model.DEFAULT_LAYERS:
+        state["config"]["model"]["n_unc_layers"] = None  # once the default was written out
     return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
 
 

@@ -35,12 +35,11 @@ from probemb.distributed import all_of
 from probemb.runs.watchdog import Progress
 from probemb.runs.window import Window
 
-MAX_LOGIT_SCALE = 100.0  # as in CLIP
 MAX_SKIPPED = 100  # steps in a row; more come from the weights, not the samples
 
 
 class Forward(NamedTuple):
-    """Both modalities' embeddings (B, D), and logit_scale, a, b as (3,)."""
+    """Both modalities' embeddings (B, D), and the inverse temperature, a and b as (3,)."""
 
     image: Gaussian
     text: Gaussian
@@ -51,20 +50,6 @@ class Forward(NamedTuple):
         """Unpack the flat output of `Towers`."""
         mean_i, log_var_i, mean_t, log_var_t, scalars = tensors
         return cls(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), scalars)
-
-
-class _Ceiling(torch.autograd.Function):
-    """min(x, limit), whose gradient at the limit may lower x but not raise it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, limit: float) -> Tensor:
-        ctx.save_for_backward(x >= limit)
-        return x.clamp(max=limit)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (at_limit,) = ctx.saved_tensors
-        return torch.where(at_limit & (grad < 0), torch.zeros_like(grad), grad), None
 
 
 def learning_rate(config: OptimizerConfig, samples: int, total: int) -> float:
@@ -249,7 +234,8 @@ class Trainer:
         if parts == 1:
             flat = self.engine(images, tokens)
             for embedding in flat[:4]:
-                embedding.retain_grad()  # to trace a NaN to its sample
+                if embedding.requires_grad:  # not the log-variances of a point model
+                    embedding.retain_grad()  # to trace a NaN to its sample
             loss, terms = self.loss(Forward.of(flat))
             self.engine.backward(loss)
             embeddings, grads = flat[:4], [e.grad for e in flat[:4]]
@@ -265,7 +251,7 @@ class Trainer:
         *embeddings, scalars = zip(*cached)
         leaves = [torch.cat(e).requires_grad_() for e in embeddings] + [scalars[0].clone().requires_grad_()]
         loss, terms = self.loss(Forward.of(tuple(leaves)))
-        grads = torch.autograd.grad(loss, leaves)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         slices = zip(*(g.chunk(parts) for g in grads[:-1]))
         for part, (chunk, state, slice_grads) in enumerate(zip(chunks, states, slices), 1):
             set_random_state(state)
@@ -321,12 +307,11 @@ class Trainer:
         self.skipped += 1
 
     def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss of this rank's rows against all ranks' columns, and what is logged."""
-        logit_scale, scale, shift = out.scalars.unbind()
-        scalars = {"logit_scale": _Ceiling.apply(logit_scale, MAX_LOGIT_SCALE), "scale": scale, "shift": shift}
-        everyone = distributed.gather_pairs(out.image, out.text)
-        offset = distributed.rank() * len(out.image)
-        found = self.objective(Pairs(out.image, out.text, *everyone, offset, **scalars))
-        terms = {"loss": found.loss, **found.terms, **scalars}
-        terms |= {"u_image": out.image.uncertainty().mean(), "u_text": out.text.uncertainty().mean()}
+        """The objective's part of this rank's rows, and what is logged."""
+        pairs = Pairs(out.image, out.text, *out.scalars.unbind())
+        found = self.objective(pairs)
+        terms = {"loss": found.loss, **found.terms}
+        terms |= {name: getattr(pairs, name) for name in self.objective.scalars}
+        if self.objective.probabilistic:
+            terms |= {"u_image": out.image.uncertainty().mean(), "u_text": out.text.uncertainty().mean()}
         return found.loss, {name: value.detach() for name, value in terms.items()}

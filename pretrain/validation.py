@@ -81,7 +81,7 @@ class Validator:
         Args:
             shares: numbers of images, their means and log-variances, of every rank.
             texts: of all captions, image after image.
-            scalars: logit_scale, a and b.
+            scalars: the inverse temperature, a and b.
         """
         numbers = torch.tensor([number for share in shares for number in share[0]])
         order = numbers.argsort()
@@ -103,9 +103,9 @@ class Validator:
 
     def _loss(self, images: Gaussian, texts: Gaussian, scalars: Tensor) -> float:
         """The mean over whole batches; item i of one belongs to item i of the other."""
-        named = dict(zip(("logit_scale", "scale", "shift"), scalars.unbind()))
         n, losses = min(self.loss_batch, len(images)), []
         for start in range(0, len(images) - n + 1, n):
             image, text = images[start : start + n], texts[start : start + n]
-            losses.append(self.objective(Pairs(image, text, image, text, 0, **named)).loss)
+            with distributed.pretend(1):
+                losses.append(self.objective(Pairs(image, text, *scalars.unbind())).loss)
         return float(torch.stack(losses).mean())

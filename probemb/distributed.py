@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,15 +22,38 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _control: tuple[Any, Any] | None = None  # the default group, and the one of `control_group` beside it
+_pretended: int | None = None  # see `pretend`
+
+
+@contextmanager
+def pretend(world: int) -> Iterator[None]:
+    """Meanwhile this process is rank 0 of `world` ranks that all have its own tensors, and nothing is sent.
+
+    With 1, a rank computes something without the others. With more, shapes, memory and FLOPs are those of a rank, but
+    not the values.
+    """
+    global _pretended
+    before, _pretended = _pretended, world
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+def pretending() -> bool:
+    """Whether `pretend` is in force."""
+    return _pretended is not None
 
 
 def rank() -> int:
     """This process' rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() and not pretending() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
+    if _pretended is not None:
+        return _pretended
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -148,6 +172,8 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor) -> Tensor:
     """(n, ...) on each of W ranks to (W n, ...) in rank order, with gradient; n must be the same on every rank."""
+    if world_size() > 1 and pretending():
+        return x.repeat(world_size(), *[1] * (x.ndim - 1))
     return x if world_size() == 1 else _Gather.apply(x)
 
 

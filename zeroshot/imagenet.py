@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
-    from zeroshot.filtering.filters import filter_names, parse_selection
+    from zeroshot.filtering.filters import filter_names, fitting_filters, parse_selection
 
     filters, selection = filter_names(config.filter), parse_selection(config.select_on)
     _check_selection(config, filters, filter_options(config), selection)
@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         claim_files(folder, OUTPUTS, GENERATOR)
 
     embedder = open_model(config)
+    filters = fitting_filters(filters, embedder.model, config.model, config.filter)
+    if not embedder.model.probabilistic:
+        print("The model predicts no uncertainty: no filter by it, and nothing about it in the results.", flush=True)
     found = [evaluate_and_write(one, filters, selection, embedder) for one in prepared]
     if len(found) > 1:
         from zeroshot.several import write_summary
@@ -159,7 +162,7 @@ def evaluate_and_write(prepared: Prepared, filters: list[str], selection: Select
     for message in (outcome.cache[1], describe_bad(outcome.bad), *outcome.notices):
         if message:
             print(message, flush=True)
-    results = describe(config, outcome, task, device) | {"notes": notes}
+    results = describe(config, outcome, task, device, embedder.model.probabilistic) | {"notes": notes}
     print_table(outcome, len(classes), results["calibration"])
     write_json(out / OUTPUTS[0], results, GENERATOR)
     write_report(out / OUTPUTS[1], results, outcome, task.images, classes, templates)

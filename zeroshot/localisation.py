@@ -112,9 +112,7 @@ def evaluate(
         model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
         config.max_bad, progress,
     )  # fmt: skip
-    options = RankingOptions(
-        model.scale.item(), model.shift.item(), config.samples, device=device.name, attention=model.attention
-    )
+    options = RankingOptions(*model.match_numbers(), config.samples, device=device.name, attention=model.attention)
     found = localise(embedder, data, proposals, rankings, options, config.several)
     if found.bad:
         print(describe_bad(found.bad), flush=True)

@@ -127,7 +127,7 @@ def evaluate(
         benchmarks = without_lost_images(config, benchmarks)
     tolerance = choose(config, embedder, captions, pairs, selection) if NAME in rankings else None
     options = RankingOptions(
-        model.scale.item(), model.shift.item(), config.samples, config.factory, config.candidates, device.name,
+        *model.match_numbers(), config.samples, config.factory, config.candidates, device.name,
         tolerance or CSD, model.attention, pairs.tokens,
     )  # fmt: skip
     rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)

@@ -88,7 +88,7 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
     found, bad = embed_triplets(embedder, data, sorted(set(config.areas)))
     if bad:
         print(describe_bad(bad), flush=True)
-    options = RankingOptions(model.scale.item(), model.shift.item(), config.samples, device=device.name)
+    options = RankingOptions(*model.match_numbers(), config.samples, device=device.name)
     results = {
         "config": to_dict(config),
         "device": device.name,

@@ -26,7 +26,7 @@ class Towers(nn.Module):
         self.half = precision == "bf16"
 
     def forward(self, images: Tensor | None = None, tokens: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Means and log-variances of the given inputs, (B, D) each; with both also logit_scale, a and b as (3,)."""
+        """Means and log-variances of the given inputs, (B, D) each; with both also `ModelOutput`'s scalars, (3,)."""
         given = images if images is not None else tokens
         with torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.half):
             if images is None or tokens is None:

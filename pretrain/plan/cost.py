@@ -27,12 +27,12 @@ def flops(model: DualEncoder, s: Setting) -> dict[str, float]:
 def network(model: DualEncoder, s: Setting) -> dict[str, int]:
     """Bytes that each rank sends, and receives, in a step, if collectives run as rings.
 
-    Gaussians are float32, packed as (n, 4, D). Gradients and weights are float32 too (communication_data_type).
+    Embeddings are float32. Gradients and weights are float32 too (communication_data_type).
     ZeRO 1 and 2 of DeepSpeed all-reduce their buckets, from which each rank keeps its partition.
     """
     elements = sum(p.numel() for p in model.parameters())
     others, share = s.world - 1, FP32 * elements * (s.world - 1) // s.world
-    gaussians = others * s.rows * 4 * model.embed_dim * FP32
+    items = s.rows * s.objective.travels(model.embed_dim) * FP32
     stage = s.zero_stage
     times = s.parts if stage >= 2 else 1  # stages 2 and 3 reduce after every part
     if stage == 3:
@@ -44,7 +44,9 @@ def network(model: DualEncoder, s: Setting) -> dict[str, int]:
     else:
         gradients = times * 2 * share
         weights = share if stage else 0  # every rank sends its updated part
-    # Backward is a reduce-scatter with NCCL, and an all-reduce with gloo.
-    parts = {"gaussians_forward": gaussians, "gaussians_backward": gaussians * (1 if s.gpu else 2)}
+    # Gradients of gathered items are a reduce-scatter with NCCL, and an all-reduce with gloo; in a ring they go round
+    # with the items, and come home.
+    back = s.world * items * (others > 0) if s.objective.ring else others * items * (1 if s.gpu else 2)
+    parts = {"gaussians_forward": others * items, "gaussians_backward": back}
     parts |= {"gradients": gradients, "weights": weights}
     return {**parts, "total": sum(parts.values())}

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from pretrain.config import Config
 from pretrain.engine.engine import Towers
 from pretrain.objectives import Objective, Pairs
-from probemb import Gaussian
+from probemb import Gaussian, distributed
 from probemb.errors import UserError
 from probemb.models import DualEncoder
 
@@ -53,8 +53,8 @@ def build(config: Config) -> DualEncoder:
     Raises:
         UserError: the configuration names no model that can be built.
     """
-    towers = replace(config.model, pretrained=None, image_weights=None)
-    return fake(lambda: towers.create(config.train_paths))
+    config = replace(config, model=replace(config.model, pretrained=None, image_weights=None))
+    return fake(config.create_model)
 
 
 @cache
@@ -235,20 +235,19 @@ def _trace_towers(model: DualEncoder, rows: int, text_tokens: int, half: bool, g
 
 
 def trace_loss(model: DualEncoder, s: Setting) -> Trace:
-    """The loss of one rank's rows against all ranks' columns, from the Gaussians on."""
+    """The loss of one rank's rows among all ranks', from the Gaussians on."""
     start_autograd()
-    with FakeTensorMode():
+    hops = min(s.world, 3) if s.objective.ring else s.world  # a ring's memory is that of its second hop
+    with FakeTensorMode(), distributed.pretend(hops):
         leaves = [torch.empty(s.rows, model.embed_dim, requires_grad=True) for _ in range(4)]
         leaves.append(torch.empty(3, requires_grad=True))
 
         def forward() -> list[Tensor]:
-            all_ranks = leaves[:4]
-            if s.world > 1:  # packed as in `gather_pairs`
-                all_ranks = torch.cat(all_ranks, 1).repeat(s.world, 1).chunk(4, 1)
-            pairs = [Gaussian(*leaves[:2]), Gaussian(*leaves[2:4]), Gaussian(*all_ranks[:2]), Gaussian(*all_ranks[2:])]
-            return [s.objective(Pairs(*pairs, 0, *leaves[4].unbind())).loss]
+            return [s.objective(Pairs(Gaussian(*leaves[:2]), Gaussian(*leaves[2:4]), *leaves[4].unbind())).loss]
 
-        return trace(forward, leaves)
+        found = trace(forward, leaves)
+    again = s.world / hops
+    return replace(found, forward_flops=again * found.forward_flops, backward_flops=again * found.backward_flops)
 
 
 def trace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt
 
@@ -43,22 +43,35 @@ class Towers:
     word_vectors: str | None = None
     image_weights: str | None = None
 
-    def create(self, data: Iterable[str], loss=None, texts: Iterable[str] | None = None, **more) -> DualEncoder:
+    DEFAULT_LAYERS: ClassVar[int | None] = None  # of a branch, if not create_model's own default
+
+    def create(
+        self,
+        data: Iterable[str],
+        loss=None,
+        texts: Iterable[str] | None = None,
+        probabilistic: bool = True,
+        **more,
+    ) -> DualEncoder:
         """The model, on the CPU; the same on every rank.
 
         Args:
             data: paths of the training data, beside which a vocabulary may lie.
             texts: whose words are the vocabulary, if none is named, instead of a file's beside the data.
             loss: options of the objective, whose `scale` and `shift`, if any, are the model's initial ones.
-            more: further options of `create_model`.
+            probabilistic: False for a point model; more: further options of `create_model`.
         """
         from probemb.models import create_model, vocabulary_for
 
+        layers = self.n_unc_layers
+        if layers is None and probabilistic:
+            layers = self.DEFAULT_LAYERS
         return create_model(
             self.name,
             embed_dim=self.embed_dim,
-            n_unc_layers=self.n_unc_layers if self.uncertainty == "branch" else None,
+            n_unc_layers=layers if self.uncertainty == "branch" else None,
             uncertainty=self.uncertainty,
+            probabilistic=probabilistic,
             head=self.head,
             pretrained=self.pretrained,
             image_weights=self.image_weights,

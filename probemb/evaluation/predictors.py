@@ -3,8 +3,9 @@
 Every score is high for a query that it calls uncertain; the signs are fixed before any data are seen. The scores need
 the query, the gallery and nothing else. Q queries, N gallery items, K candidates of each query, D dimensions.
 
-The match probability is PCME++'s, sigmoid(-a CSD + b) with the model's own a and b (PCME++ Eq. 2). A point model has
-none, and no u; its entropy is that of the softmax of its cosines at its own temperature.
+The match probability is PCME++'s, sigmoid(-a CSD + b) with the model's own a and b (PCME++ Eq. 2); a model of ProLIP or
+SigLIP has them too (`DualEncoder.match_scalars`). A point model has no u, and but for SigLIP's no match probability;
+its entropy is that of the softmax of its cosines at its own temperature.
 """
 
 from __future__ import annotations
@@ -49,30 +50,31 @@ class MatchModel:
 
     Attributes:
         scale, shift: a and b of sigmoid(-a CSD + b).
-        probabilistic: False for a point model, which has no match probability and no u.
-        temperature: for a point model, the factor of its cosines in the softmax; None for none.
+        probabilistic: False for a point model, which has no u.
+        temperature: for a model without match probability, the factor of its cosines in the softmax; None for none.
+        matches: whether there is a match probability: not in a point model, unless a sigmoid loss trained it (SigLIP).
     """
 
     scale: float = 1.0
     shift: float = 0.0
     probabilistic: bool = True
     temperature: float | None = None
+    matches: bool = True
 
     @classmethod
     def of(cls, model) -> MatchModel:
         """That of a `DualEncoder` or an `Ensemble`, which has no one temperature."""
-        logit_scale = getattr(model, "logit_scale", None)
-        temperature = None if logit_scale is None else float(logit_scale.detach().exp())
-        probabilistic = getattr(model, "probabilistic", True)
-        return cls(model.scale.item(), model.shift.item(), probabilistic, temperature)
+        inverse = getattr(model, "inverse_temperature", None)
+        temperature = inverse and float(inverse().detach())
+        return cls(*model.match_numbers(), model.probabilistic, temperature, model.predicts_matches)
 
     def probability(self, csd: Tensor) -> Tensor | None:
-        """sigmoid(-a CSD + b), the probability that an image and a caption match; None for a point model."""
-        return (self.shift - self.scale * csd).sigmoid() if self.probabilistic else None
+        """sigmoid(-a CSD + b), the probability that an image and a caption match; None without one."""
+        return (self.shift - self.scale * csd).sigmoid() if self.matches else None
 
     def describe(self) -> str:
         """The formula with its numbers."""
-        if self.probabilistic:
+        if self.matches:
             return f"sigmoid(-{self.scale:.4g} CSD {'+' if self.shift >= 0 else '-'} {abs(self.shift):.4g})"
         if self.temperature is None:
             return "none: a point model"
@@ -90,7 +92,7 @@ def candidate_scores(distance_QK: Tensor, csd_QK: Tensor, model: MatchModel) -> 
         "expected-matches" and "entropy" as far as the model has them; "distance"; "margin", 0 for a single candidate.
     """
     found = {}
-    if model.probabilistic:
+    if model.matches:
         log_p = logsigmoid(model.shift - model.scale * csd_QK)
         found["expected-matches"] = log_p.exp().sum(1)
         found["entropy"] = torch.special.entr(log_softmax(log_p, 1).exp()).sum(1)

@@ -23,6 +23,7 @@ from probemb.evaluation.scores import SCORES, Scores
 from probemb.evaluation.tolerance import CSD, GIVEN, Tolerance, choose_tolerance
 from probemb.gaussian import Gaussian
 from probemb.metrics import Positives, mean_metrics, query_metrics, rank_both, rsum
+from probemb.models.inputs import check_variances
 from probemb.search import build_index, rerank, search
 from probemb.search.index import new_index, width_of
 
@@ -52,6 +53,10 @@ ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 SLOW = ("log-likelihood", "bhattacharyya", "inclusion", "order")
 MORE = ("kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance", "attention")
 BY_NAME_ALONE = (*SLOW, *MORE)  # unless the model was trained so
+BY_VARIANCES = (  # not of points; CSD is, as the squared distance of the means
+    *("wasserstein2", "match-probability", "tolerance", "log-likelihood", "inclusion", "kl", "min-kl"),
+    *("symmetric-kl", "bhattacharyya", "average-l2"),
+)
 SAMPLED = ("match-probability", "average-l2")
 OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
 
@@ -75,7 +80,7 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
 
     Raises:
         UserError: a given ranking compares single embeddings, and the model has several of an item, or the reverse; or
-            it is "attention", and the model was not trained for it.
+            it is "attention", and the model was not trained for it; or it reads variances of a point model.
     """
     if "attention" in names and model.attention is None:
         raise UserError(
@@ -90,6 +95,10 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
             f"The ranking {unfit[0]} does not fit a model with {what}.",
             f"Leave --rankings out, or choose {model.ranking}.",
         )
+    if not model.probabilistic and given and (reading := [name for name in names if name in BY_VARIANCES]):
+        remedy = f"Leave --rankings out, or choose {model.ranking}."
+        check_variances(model, "--model", f"the ranking {reading[0]} reads it", remedy)
+    unfit += [name for name in names if name in BY_VARIANCES and not model.probabilistic]
     left = [name for name in names if name not in unfit]
     return left if given or model.ranking in left else [model.ranking, *left]
 
@@ -293,9 +302,7 @@ def evaluate_retrieval(
     images, texts, owner = pairs.images, pairs.texts, pairs.owner
     found: dict = {"ranking": ranking, "images": len(images), "captions": len(texts)}
     model, device = embedder.model, embedder.device.name
-    options = RankingOptions(
-        model.scale.item(), model.shift.item(), device=device, attention=model.attention, tokens=pairs.tokens
-    )
+    options = RankingOptions(*model.match_numbers(), device=device, attention=model.attention, tokens=pairs.tokens)
     own = own_captions(owner, len(images))
     if ranking == "tolerance":
         chosen = choose_tolerance(pairs, own, "recall")

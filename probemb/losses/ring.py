@@ -90,6 +90,9 @@ class _Exchange:
         self.shapes = [x.shape for x in tensors]
         self.sent = torch.cat([x.flatten() for x in tensors])
         self.received = torch.empty_like(self.sent)
+        if distributed.pretending():
+            self.received, self.requests = self.sent.clone(), []
+            return
         rank, world = distributed.rank(), distributed.world_size()
         there = dist.P2POp(dist.isend, self.sent, (rank + 1) % world)
         back = dist.P2POp(dist.irecv, self.received, (rank - 1) % world)

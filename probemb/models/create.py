@@ -8,9 +8,11 @@ image = model.encode_image(pixels)                      # Gaussian, (B, D)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from open_clip.transform import PreprocessCfg
@@ -35,6 +37,7 @@ from probemb.models.hub import load_model
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
+LOGIT_BIAS = -10.0  # SigLIP's
 OWN_DIM = ("clip", "mlp", "average")  # heads of which the architecture says D
 
 
@@ -57,13 +60,20 @@ class ModelOptions:
         grad_checkpointing: trade time for memory in all blocks.
         uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
         init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO; None for those of
-            the run in `pretrained`, if it is of a probabilistic model, else 5.
+            the run in `pretrained`, if it has match probabilities, else 5.
+        match: "distance": a and b are parameters; "cosine": the inverse temperature and logit_bias are, as in SigLIP
+            and ProLIP, see `DualEncoder.match_scalars`. Then init_scale and init_shift have no use.
+        init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias, such as 10, -10;
+            None for those of `pretrained`, or of the architecture (then a bias of -10 if it has none).
+        max_logit_scale: ceiling of exp(logit_scale), None for none.
+        objective: the name of the loss that trains the model, saved with it for people.
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
         n_embeddings: K embeddings of every item, for heads that give several.
         covariance: "ellipsoidal", "spherical-mean" (the mean of the predicted variances, in every dimension) or
             "spherical" (one predicted value).
         log_var_range: bounds of the predicted log-variances, such as (log 0.1, log 10); None for none.
+        log_var_start: where the log-variances start; None for −log D. ProLIP's is -10.
         ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
         attention: fields of `CrossAttention`, of a model that is ranked by it.
         composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
@@ -85,10 +95,16 @@ class ModelOptions:
     uncertainty_bias: bool = True
     init_scale: float | None = 1.0
     init_shift: float | None = 1.0
+    match: Literal["distance", "cosine"] = "distance"
+    init_logit_scale: float | None = None
+    init_logit_bias: float | None = None
+    max_logit_scale: float | None = 100.0
+    objective: str | None = None
     probabilistic: bool = True
     n_embeddings: int = 1
     covariance: str = "ellipsoidal"
     log_var_range: tuple[float, float] | None = None
+    log_var_start: float | None = None
     ranking: str = "csd"
     attention: dict | None = None
     composer: str | None = None
@@ -146,6 +162,8 @@ def create_model(name: str, **options) -> DualEncoder:
     config = _set_text_tower(config, o, source)
     _set_embed_dim(config, name, o, source)
     _set_vocabulary(config, name, o.vocabulary, source)
+    if o.match == "cosine":
+        config.setdefault("init_logit_bias", LOGIT_BIAS)  # so that open_clip builds it with a bias too
     stock, preprocess = _starting_point(config, name, o, source)
     model = DualEncoder(
         {
@@ -158,9 +176,13 @@ def create_model(name: str, **options) -> DualEncoder:
             "ranking": o.ranking,
             "attention": o.attention,
             "composer": o.composer,
+            "objective": o.objective,
+            "match": o.match,
+            "max_logit_scale": o.max_logit_scale,
             "covariance": o.covariance,
             "log_var_range": plain(o.log_var_range),
             "uncertainty": o.uncertainty,
+            "log_var_start": o.log_var_start,
             "uncertainty_bias": o.uncertainty_bias,
             "pooling": {} if o.head in ("pie", "mlp") else dict(POOLING),
             "architecture": plain(config),
@@ -170,10 +192,7 @@ def create_model(name: str, **options) -> DualEncoder:
     )
     if source is not None:
         fill_from_model(model, source, o.pretrained)
-    with torch.no_grad():
-        for scalar, start in (("scale", o.init_scale), ("shift", o.init_shift)):
-            own = getattr(source, scalar).item() if source is not None and source.probabilistic else 5.0
-            getattr(model, scalar).fill_(own if start is None else start)
+    _start_scalars(model, o, source)
     model.set_grad_checkpointing(o.grad_checkpointing)
     return model
 
@@ -189,6 +208,20 @@ def _set_text_tower(config: dict, o: ModelOptions, source: DualEncoder | None) -
         theirs = source.config["architecture"]["text_cfg"]
         return bidirectional_text(config) if theirs.get("embed_cls") and theirs.get("no_causal_mask") else config
     return config if o.pretrained else bidirectional_text(config)
+
+
+@torch.no_grad()
+def _start_scalars(model: DualEncoder, o: ModelOptions, source: DualEncoder | None) -> None:
+    """The scalars' initial values, as far as `o` gives them, or a and b of another form."""
+    if o.init_logit_scale is not None:
+        model.logit_scale.fill_(math.log(o.init_logit_scale))
+    if o.match == "cosine":
+        if o.init_logit_bias is not None:
+            model.logit_bias.fill_(o.init_logit_bias)
+        return
+    own = source.match_numbers() if source is not None and source.predicts_matches else (5.0, 5.0)
+    for scalar, start, given in zip((model.scale, model.shift), (o.init_scale, o.init_shift), own):
+        scalar.fill_(given if start is None else start)
 
 
 def _set_embed_dim(config: dict, name: str, o: ModelOptions, source: DualEncoder | None) -> None:

@@ -29,9 +29,13 @@ DEFAULTS = {  # of keys that configurations once did not have
     "ranking": "csd",
     "covariance": "ellipsoidal",
     "log_var_range": None,
+    "log_var_start": None,
     "attention": None,
     "composer": None,
     "uncertainty": "branch",
+    "objective": None,
+    "match": "distance",
+    "max_logit_scale": 100.0,  # CLIP's
 }
 
 
@@ -41,7 +45,7 @@ class ModelOutput(NamedTuple):
     Attributes:
         image: Gaussian (B, D).
         text: Gaussian (B, D).
-        logit_scale: CLIP's inverse temperature, already exponentiated.
+        logit_scale: the inverse temperature, exponentiated and at most `max_logit_scale`.
         scale: a of the match probability sigmoid(−a·d + b).
         shift: b of the same.
     """
@@ -60,18 +64,20 @@ class DualEncoder(nn.Module):
         config: as `model.config` returns it. Its keys: "name" (for people), "architecture" (open_clip's form, see
             `architectures.py`), "preprocess" (open_clip's PreprocessCfg), "head", "embed_dim", "n_unc_layers" (a
             number, or one each for image and text), "uncertainty_bias", "pooling" (options of the head), and, where
-            they are absent, the values of DEFAULTS: "probabilistic", "n_embeddings", "ranking", "covariance" and
-            "log_var_range" (see `heads.covariance`), "composer"
-            (a name of `composers`), "uncertainty" (see `heads.HeadConfig`).
+            they are absent, the values of DEFAULTS: "probabilistic", "n_embeddings", "ranking", "covariance",
+            "log_var_range" and "log_var_start" (see `heads.covariance`), "composer" (a name of `composers`),
+            "objective" (the name of the loss that trains the model, for people), "match" (see `match_scalars`),
+            "max_logit_scale" (the ceiling of exp(logit_scale), None for none), "uncertainty" (see `heads.HeadConfig`).
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
         visual, text: the towers, each an `Encoder`; everything that open_clip has too has open_clip's names.
-        logit_scale, scale, shift: parameters of shape (1,), log(1/0.07), 1 and 1 at first. Which of them a training
-            step uses depends on its loss; turn `requires_grad` off for the others before DDP sees the model, or DDP
-            waits for their gradients.
+        logit_scale, and scale and shift or logit_bias: parameters of shape (1,), see `match_scalars`; log(1/0.07), 1
+            and 1 at first. Which of them a training step uses depends on its loss; turn `requires_grad` off for the
+            others before DDP sees the model, or DDP waits for their gradients.
         composer: makes one embedding of several, of models that were trained to (MPC and its rivals); else None.
-        logit_bias: (1,) buffer, only in architectures that were made for a sigmoid loss, such as SigLIP's.
+        logit_bias: of architectures that were made for a sigmoid loss, such as SigLIP's; where "match" is not "cosine"
+            it is a buffer, which only an export reads.
     """
 
     def __init__(self, config: dict, stock: nn.Module | None = None):
@@ -90,7 +96,7 @@ class DualEncoder(nn.Module):
             config["uncertainty_bias"],
             self._config["n_embeddings"],
             config["pooling"],
-            make_covariance(self._config["covariance"], self._config["log_var_range"]),
+            make_covariance(*(self._config[key] for key in ("covariance", "log_var_range", "log_var_start"))),
             self._config["uncertainty"],
         )
         image_layers, text_layers = per_tower(config["n_unc_layers"])
@@ -98,23 +104,43 @@ class DualEncoder(nn.Module):
         self.visual.normalization = channel_statistics(config["preprocess"])
         self.text = make_text_tower(shape, text_layers, head, stock.text)
         self.logit_scale = stock.logit_scale
-        if stock.logit_bias is not None:
-            self.register_buffer("logit_bias", stock.logit_bias.detach())
         composer = self._config["composer"]
         self.composer = None if composer is None else create_composer(composer, config["embed_dim"])
-        self.scale = nn.Parameter(torch.ones(1))
-        self.shift = nn.Parameter(torch.ones(1))
+        if self._config["match"] == "cosine":
+            self.logit_bias = stock.logit_bias
+        else:
+            if stock.logit_bias is not None:
+                self.register_buffer("logit_bias", stock.logit_bias.detach())
+            self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
     def forward(self, images: Tensor, tokens: Tensor) -> ModelOutput:
         """(B, 3, H, W) uint8, or float that is normalised, and (B, L) int64 -> ModelOutput."""
-        # Copies of scale and shift: ZeRO-3 with recomputed blocks loses track of a parameter that is an output.
         return ModelOutput(
-            self.encode_image(images),
-            self.encode_text(tokens),
-            self.logit_scale.exp(),
-            self.scale.clone(),
-            self.shift.clone(),
+            self.encode_image(images), self.encode_text(tokens), self.inverse_temperature(), *self.match_scalars()
         )
+
+    def inverse_temperature(self) -> Tensor:
+        """exp(logit_scale), (1,), at most `max_logit_scale`."""
+        scale, limit = self.logit_scale.exp(), self._config["max_logit_scale"]
+        return scale if limit is None else ceiling(scale, limit)
+
+    def match_scalars(self) -> tuple[Tensor, Tensor]:
+        """a and b of the match probability sigmoid(-a CSD + b), (1,) each, with gradient.
+
+        Where "match" is "distance" they are the parameters scale and shift (PCME++ Eq. 2). Where it is "cosine", the
+        model was trained on sigmoid(s (cosine - u / 2) + logit_bias), u = u_image + u_text and s the inverse
+        temperature (SigLIP; ProLIP §3.2). Of unit means that is the same function: a = s / 2, b = s + logit_bias.
+        """
+        if self._config["match"] == "cosine":
+            s = self.inverse_temperature()
+            return s / 2, s + self.logit_bias
+        # Copies: ZeRO-3 with recomputed blocks loses track of a parameter that is an output.
+        return self.scale.clone(), self.shift.clone()
+
+    def match_numbers(self) -> tuple[float, float]:
+        """a and b as numbers."""
+        a, b = self.match_scalars()
+        return a.item(), b.item()
 
     def encode_image(self, pixels: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, 3, H, W) uint8, or float that is normalised -> Gaussian (B, D), mean l2-normalised.
@@ -181,6 +207,16 @@ class DualEncoder(nn.Module):
         return self._config["probabilistic"]
 
     @property
+    def objective(self) -> str | None:
+        """The name of the loss that trained the model, as far as it is known."""
+        return self._config["objective"]
+
+    @property
+    def predicts_matches(self) -> bool:
+        """Whether a and b make a match probability: not in a point model, unless a sigmoid loss trained it."""
+        return self.probabilistic or self._config["match"] == "cosine"
+
+    @property
     def ranking(self) -> str:
         """Ranking that the model was trained for, a name of `probemb.evaluation.rankings`; CSD of points is "mean"."""
         ranking = self._config["ranking"]
@@ -223,6 +259,23 @@ def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float
     wanted = PreprocessCfg(**preprocess)
     mean, std = (value if isinstance(value, Sequence) else (value,) * 3 for value in (wanted.mean, wanted.std))
     return tuple(mean), tuple(std)
+
+
+class _Ceiling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(x >= limit)
+        return x.clamp(max=limit)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (at_limit,) = ctx.saved_tensors
+        return torch.where(at_limit & (grad < 0), torch.zeros_like(grad), grad), None
+
+
+def ceiling(x: Tensor, limit: float) -> Tensor:
+    """min(x, limit), whose gradient at the limit may lower x but not raise it."""
+    return _Ceiling.apply(x, limit)
 
 
 def per_tower(n_unc_layers: int | list[int] | tuple[int, int]) -> tuple[int, int]:

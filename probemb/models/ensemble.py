@@ -73,14 +73,19 @@ class Ensemble(nn.Module):
         return self.models[0].n_embeddings
 
     @property
-    def scale(self) -> Tensor:
-        """The mean of their a, (1,)."""
-        return torch.stack([model.scale for model in self.models]).mean(0)
+    def objective(self) -> str | None:
+        """That of the first model."""
+        return self.models[0].objective
 
     @property
-    def shift(self) -> Tensor:
-        """The mean of their b, (1,)."""
-        return torch.stack([model.shift for model in self.models]).mean(0)
+    def predicts_matches(self) -> bool:
+        """Whether all of them make match probabilities."""
+        return all(model.predicts_matches for model in self.models)
+
+    def match_numbers(self) -> tuple[float, float]:
+        """The means of their a and of their b."""
+        a, b = zip(*(model.match_numbers() for model in self.models))
+        return sum(a) / len(a), sum(b) / len(b)
 
 
 def as_one(models: Sequence[DualEncoder]) -> DualEncoder | Ensemble:

@@ -138,6 +138,22 @@ def check_words(model, captions: CaptionDataset) -> None:
         )
 
 
+def check_variances(model, name: str, wanted: str, remedy: str) -> None:
+    """Refuse a point model for something that reads variances.
+
+    Args:
+        name: of the model; wanted: what reads them, with its verb; remedy: what to do instead.
+
+    Raises:
+        UserError: the model has no variances.
+    """
+    if model.probabilistic:
+        return
+    objective = getattr(model, "objective", None)
+    trained = f" (objective {objective})" if objective else ""
+    raise UserError(f"{name} is a point model{trained}, which has no uncertainty, and {wanted}.", remedy)
+
+
 def check_single_embeddings(model, name: str) -> None:
     """Refuse a model that does not compare pictures and texts by one embedding each.
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from probemb.errors import UserError, nearest
 from probemb.models.dual_encoder import DualEncoder, per_tower
 
+SCALARS = ("logit_scale", "logit_bias", "scale", "shift")
 PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")
 CAPTIONING = "text_decoder."  # CoCa's third part, which embeds nothing
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -118,7 +119,7 @@ def is_hub_name(source: str) -> bool:
 def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None:
     """Copies what two models of one architecture have in common, and resizes nothing.
 
-    The trunk, the mean branch's blocks and logit_scale always; the heads if both models have the same kind; the
+    The trunk, the mean branch's blocks and the scalars always; the heads if both models have the same kind; the
     uncertainty branch if both have as many blocks in it (or the token, if both have one), and its head if that is of
     the same kind and size too. What
     is not copied stays as it is (random in a new model), as the heads do on the way from "clip" to "gpo".
@@ -164,7 +165,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
     def taken(key: str) -> bool:
         tower, _, name = key.partition(".")
         if tower not in ("visual", "text"):
-            return True
+            return tower not in SCALARS or tower in given  # models differ in which they have
         if name.startswith("mean_head."):
             return same_head
         if name.startswith("log_var_head."):

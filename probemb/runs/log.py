@@ -162,6 +162,7 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
         if "loss" in v
         else "every step since the last line was skipped",
         f"a {v['scale']:.2f} b {v['shift']:.2f}" if "scale" in v else "",
+        f"scale {v['logit_scale']:.2f}" if "logit_scale" in v and "scale" not in v else "",
         f"temperature {v['temperature']:.2f}" if "temperature" in v else "",
         f"u image {v['u_image']:.3f} text {v['u_text']:.3f}" if "u_text" in v else "",
         f"u image {v['u_image']:.3f} part {v['u_part']:.3f}" if "u_part" in v else "",

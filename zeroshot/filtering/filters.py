@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from probemb.errors import UserError, nearest
+from probemb.models.inputs import check_variances
 from zeroshot.filtering.reweighting import PRIOR_IMAGES
 from zeroshot.filtering.thresholds import SETTINGS, class_deviation, quantile, threshold
 
@@ -101,6 +102,23 @@ FILTERS: dict[str, Callable[[Tensor, FilterOptions], Tensor]] = {
     "quantile": quantile,
 }
 REWEIGHTED = ("reweighted", "reweighted-unlabelled")  # by EM, from images; `reweighting` has them
+BY_UNCERTAINTY = (*(name for name in FILTERS if name not in ("single", "all")), *REWEIGHTED)
+
+
+def fitting_filters(names: Sequence[str], model, name: str, wanted: str) -> list[str]:
+    """The filters that a model allows: of a point model only those that read no uncertainty.
+
+    Args:
+        name: of the model; wanted: --filter, of which `names` are the rows.
+
+    Raises:
+        UserError: a point model, and a filter by uncertainty was asked for by its name.
+    """
+    if model.probabilistic:
+        return list(names)
+    if wanted in BY_UNCERTAINTY:
+        check_variances(model, name, f"--filter {wanted} reads it", "Say --filter all, single, or every.")
+    return [name for name in names if name not in BY_UNCERTAINTY]
 
 
 def filter_names(wanted: str) -> list[str]:

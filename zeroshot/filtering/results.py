@@ -17,21 +17,23 @@ def calibration(outcome: Outcome) -> Reliability | None:
     return None if e.confidence is None else reliability(e.confidence.clamp(0, 1), e.correct.double())
 
 
-def selective(outcome: Outcome) -> dict:
+def selective(outcome: Outcome, probabilistic: bool = True) -> dict:
     """Accuracy of `all` on the images that are left when the most doubtful ones are refused, by two scores."""
     e = outcome.evaluation
-    scores = {"uncertainty": outcome.images.uncertainty()}
+    scores = {"uncertainty": outcome.images.uncertainty()} if probabilistic else {}
     if e.confidence is not None:
         scores["confidence"] = 1 - e.confidence
     return {name: asdict(rejection_curve(score, e.correct.double())) for name, score in scores.items()}
 
 
-def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Device) -> dict:
-    """The content of results.json. Accuracies are shares in [0, 1]; K counts prompts."""
+def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Device, probabilistic: bool = True) -> dict:
+    """The content of results.json. Accuracies are shares in [0, 1]; K counts prompts. Of a model that is not
+    `probabilistic` nothing is told of uncertainties.
+    """
     e, classes = outcome.evaluation, task.classes
     class_u = e.uncertainty.mean(dim=1)
-    class_bins = uncertainty_bins(class_u, e.class_all)
-    image_bins = uncertainty_bins(outcome.images.uncertainty(), e.correct.double())
+    class_bins = uncertainty_bins(class_u, e.class_all) if probabilistic else None
+    image_bins = uncertainty_bins(outcome.images.uncertainty(), e.correct.double()) if probabilistic else None
     return {
         "config": to_dict(config),
         "device": device.name,
@@ -55,13 +57,13 @@ def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Devic
             "images": asdict(image_bins) if image_bins else None,
         },
         "calibration": None if (ece := calibration(outcome)) is None else asdict(ece) | outcome.scale._asdict(),
-        "selective": selective(outcome),
+        "selective": selective(outcome, probabilistic),
         "per_class": [
             {
                 "name": name,
                 "key": classes.keys[c] if classes.keys else None,
                 "images": e.counts[c],
-                "uncertainty": class_u[c],
+                "uncertainty": class_u[c] if probabilistic else None,
                 "top1_all": e.class_all[c],
                 "oracle_k": None if e.oracle_k is None else e.oracle_k[c],
                 "oracle_top1_best_topk": None if e.oracle_best_topk is None else e.oracle_best_topk[c],

@@ -26,21 +26,23 @@ class Covariance:
         kind: "ellipsoidal" (a variance for each dimension), "spherical-mean" (the mean of D predicted variances, for
             every dimension) or "spherical" (one predicted value).
         log_var_range: bounds of the predicted log-variances, None for none. A value beyond them has no gradient.
+        log_var_start: where they start in a new model; None for the default of `start`.
     """
 
     kind: str = "ellipsoidal"
     log_var_range: tuple[float, float] | None = None
+    log_var_start: float | None = None
 
     def width(self, embed_dim: int) -> int:
         """How many log-variances the head predicts of an embedding."""
         return 1 if self.kind == "spherical" else embed_dim
 
     def start(self, embed_dim: int) -> float:
-        """Where the log-variances start: −log D (see `add_heads`), or the middle of a range that leaves that out.
+        """`log_var_start`, or −log D (see `add_heads`), or the middle of a range that leaves that out.
 
         The middle of [log 0.1, log 10] is 0, where a duplicate of the mean's own layers starts too.
         """
-        start = -math.log(embed_dim)
+        start = -math.log(embed_dim) if self.log_var_start is None else self.log_var_start
         if self.log_var_range is None or self.log_var_range[0] < start < self.log_var_range[1]:
             return start
         return sum(self.log_var_range) / 2
@@ -56,7 +58,7 @@ class Covariance:
         return predicted.expand(shape).contiguous()
 
 
-def make_covariance(kind: str, log_var_range: Sequence[float] | None) -> Covariance:
+def make_covariance(kind: str, log_var_range: Sequence[float] | None, log_var_start: float | None = None) -> Covariance:
     """A `Covariance` of a configuration's values.
 
     Raises:
@@ -67,11 +69,11 @@ def make_covariance(kind: str, log_var_range: Sequence[float] | None) -> Covaria
             f"There is no covariance '{kind}'.{nearest(kind, COVARIANCES)}", f"Choose one of {', '.join(COVARIANCES)}."
         )
     if log_var_range is None:
-        return Covariance(kind)
+        return Covariance(kind, None, log_var_start)
     ends = tuple(float(end) for end in log_var_range)
     if len(ends) != 2 or not all(map(math.isfinite, ends)) or ends[0] >= ends[1]:
         raise UserError(
             f"log_var_range is {list(log_var_range)}.",
             "Give two numbers in ascending order, such as [-2.303, 2.303] for variances from 0.1 to 10.",
         )
-    return Covariance(kind, ends)
+    return Covariance(kind, ends, log_var_start)

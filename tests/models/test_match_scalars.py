@@ -1,0 +1,104 @@
+"""a and b of the match probability, and the ceiling of the inverse temperature, whatever loss trains the model."""
+
+import math
+
+import open_clip
+import pytest
+import torch
+from torch.nn import functional as F
+
+from probemb import Gaussian, create_model, load_model
+from probemb.distances import csd
+from probemb.evaluation.predictors import MatchModel, query_scores
+from probemb.models import as_one, save_model
+from probemb.models.dual_encoder import ceiling
+from probemb.models.export import export_open_clip
+
+NAME = "ViT-Micro-32"
+COSINE = {"match": "cosine", "init_logit_scale": 10.0, "init_logit_bias": -10.0}
+
+
+def items(n: int, seed: int) -> Gaussian:
+    g = torch.Generator().manual_seed(seed)
+    return Gaussian(F.normalize(torch.randn(n, 8, generator=g), dim=1), torch.randn(n, 8, generator=g) - 3)
+
+
+@pytest.mark.parametrize("match", ["cosine", "distance"])
+def test_the_match_probability_is_the_trained_one(match):
+    model = create_model(NAME, init_scale=3, init_shift=2, **({} if match == "distance" else COSINE))
+    image, text = items(5, 0), items(4, 1)
+    a, b = model.match_scalars()
+    logits = b - a * csd(image, text)
+    u = image.uncertainty()[:, None] + text.uncertainty()
+    cosine = image.mean @ text.mean.T
+    truth = 10 * (cosine - u / 2) - 10 if match == "cosine" else 2 - 3 * (2 - 2 * cosine + u)
+    torch.testing.assert_close(logits, truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(MatchModel.of(model).probability(csd(image, text)), truth.sigmoid().detach())
+    logits.sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == ({"logit_scale", "logit_bias"} if match == "cosine" else {"scale", "shift"})
+    assert model.predicts_matches
+    assert as_one([model, model]).match_numbers() == pytest.approx(model.match_numbers())
+
+
+def test_a_sigmoid_loss_of_points_has_match_probabilities_and_no_u():
+    model = create_model(NAME, probabilistic=False, **COSINE)
+    points = [Gaussian(g.mean, torch.full_like(g.mean, -30.0)) for g in (items(5, 0), items(7, 1))]
+    found = query_scores(*points, MatchModel.of(model))
+    assert "u" not in found
+    p = (10 * points[0].mean @ points[1].mean.T - 10).sigmoid()
+    torch.testing.assert_close(found["expected-matches"], p.sum(1), rtol=1e-4, atol=1e-7)
+    assert not create_model(NAME, probabilistic=False).predicts_matches
+
+
+def test_the_inverse_temperature_has_a_ceiling():
+    model = create_model(NAME, **COSINE)
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(250))
+    assert model.match_numbers() == pytest.approx((50, 90))
+    free = create_model(NAME, **{**COSINE, "init_logit_scale": 250.0}, max_logit_scale=None)
+    assert free.inverse_temperature().item() == pytest.approx(250)
+
+
+def test_at_the_ceiling_a_gradient_can_only_lower():
+    x = torch.tensor([5.0, 20.0, 20.0], requires_grad=True)
+    y = ceiling(x, 10.0)
+    assert y.tolist() == [5, 10, 10]
+    (y * torch.tensor([-1.0, -1.0, 1.0])).sum().backward()
+    assert x.grad.tolist() == [-1, 0, 1]
+
+
+def test_a_saved_model_and_one_that_starts_from_it(tmp_path):
+    model = create_model(NAME, objective="prolip", **COSINE)
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(20))
+        model.logit_bias.fill_(-8)
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path).model
+    assert (loaded.objective, loaded.match_numbers()) == ("prolip", pytest.approx((10, 12)))
+    kept = create_model(NAME, pretrained=str(tmp_path), match="cosine")
+    assert kept.match_numbers() == pytest.approx((10, 12))
+    fresh = create_model(NAME, pretrained=str(tmp_path), **COSINE)
+    assert fresh.match_numbers() == pytest.approx((5, 0), abs=1e-5)
+    other = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
+    assert (other.scale.item(), other.shift.item()) == pytest.approx((10, 12))
+    save_model(other, tmp_path / "other")
+    back = create_model(NAME, pretrained=str(tmp_path / "other"), match="cosine")
+    assert back.logit_bias.item() == -10
+    assert back.logit_scale.item() == pytest.approx(math.log(20))
+
+
+def test_where_log_variances_start():
+    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for start in (None, -10.0):
+        log_var = create_model(NAME, log_var_start=start).encode_image(pixels).log_var
+        expected = -math.log(log_var.shape[1]) if start is None else start
+        assert log_var.mean().item() == pytest.approx(expected, abs=0.5)
+
+
+def test_open_clip_reads_the_bias(tmp_path):
+    model = create_model(NAME, probabilistic=False, **{**COSINE, "init_logit_bias": -7.0})
+    export_open_clip(model, tmp_path)
+    theirs, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
+    assert theirs.logit_bias.item() == -7
+    assert theirs.logit_scale.exp().item() == pytest.approx(10)

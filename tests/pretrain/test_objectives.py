@@ -1,0 +1,207 @@
+"""Each objective through the trainer: against plain loops, on several ranks against one, on the data, in the log."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence
+from torch.nn import functional as F
+
+from pretrain.config import Config, Engine, Model, Optimizer
+from pretrain.engine.engine import make_engine, start_deepspeed
+from pretrain.objectives import CLIP, OBJECTIVES, Pairs, PCMEPlusPlus, ProLIP, SigLIP
+from pretrain.trainer import Forward, Trainer, learning_rate
+from probemb import Gaussian, distributed, load_model
+from probemb.cli.configuration import to_dict
+from probemb.data.captions.find import find_captions
+from probemb.distances import csd
+from probemb.losses.prolip import inclusion_per_dimension
+from probemb.models import create_tokenizer, create_transforms
+from tests.losses.points import pairs
+from tests.pretrain.test_run import metrics, scenes, start  # noqa: F401 - a fixture
+from tests.ranks import run_ranks
+from tools.make_scenes import Plan, make
+
+STEPS = 100  # of a short training
+SCALE, BIAS = 7.0, -3.0
+SCALARS = {"distance": (SCALE, 2.0, 1.5), "cosine": (SCALE, SCALE / 2, SCALE + BIAS)}
+LOSSES = {
+    "pcmepp": PCMEPlusPlus.Options(pseudo_positive=0.1, vib=1e-2),
+    "clip": CLIP.Options(),
+    "siglip": SigLIP.Options(),
+    "prolip": ProLIP.Options(vib=0.1, inclusion=0.2, inclusion_scale=3.0),
+}
+
+
+def scalars_of(name: str) -> torch.Tensor:
+    options = OBJECTIVES[name].model_options(LOSSES[name])
+    return torch.tensor(SCALARS[options.get("match", "distance")], dtype=torch.float64)
+
+
+def looped(name: str, image: Gaussian, text: Gaussian) -> torch.Tensor:
+    """The loss of one process, pair by pair."""
+    n, total = len(image), torch.zeros((), dtype=torch.float64)
+    logit = {}
+    for i, j in product(range(n), range(n)):
+        u = image.var[i].sum() + text.var[j].sum()
+        cosine = image.mean[i] @ text.mean[j]
+        logit[i, j] = SCALE * (cosine - (0.5 * u if name == "prolip" else 0)) + (0 if name == "clip" else BIAS)
+    if name == "clip":
+        for i in range(n):
+            row, column = torch.stack([logit[i, j] for j in range(n)]), torch.stack([logit[j, i] for j in range(n)])
+            total -= 0.5 * (row[i] - row.logsumexp(0) + column[i] - column.logsumexp(0)) / n
+        return total
+    total = -sum(F.logsigmoid(value if i == j else -value) for (i, j), value in logit.items()) / n
+    if name == "prolip":
+        standard = Normal(torch.zeros(()), torch.ones(()))
+        kl = sum(kl_divergence(Normal(g.mean, g.std), standard).mean() for g in (image, text))
+        included = -F.logsigmoid(3.0 * inclusion_per_dimension(image, text)).mean()
+        total = total + 0.1 * kl + 0.2 * included
+    return total
+
+
+def through_the_trainer(name: str, image: Gaussian, text: Gaussian):
+    """This rank's loss, terms and gradients."""
+    leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
+    leaves.append(scalars_of(name).requires_grad_())
+    fit = Trainer(None, None, Config(objective=name, loss=LOSSES[name]), torch.device("cpu"), 1)
+    loss, terms = fit.loss(Forward.of(tuple(leaves)))
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return loss.item(), terms, [g.numpy() for g in grads]
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "prolip"])
+def test_values_and_gradients_equal_the_loops(name):
+    image, text = pairs()
+    value, terms, grads = through_the_trainer(name, image, text)
+    leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
+    truth = looped(name, Gaussian(*leaves[:2]), Gaussian(*leaves[2:]))
+    assert value == pytest.approx(truth.item(), rel=1e-12)
+    expected = torch.autograd.grad(truth, leaves, allow_unused=True, materialize_grads=True)
+    for grad, one in zip(grads, expected):
+        np.testing.assert_allclose(grad, one, atol=1e-12)
+    assert ("u_image" in terms) == OBJECTIVES[name].probabilistic
+    assert ("scale" in terms) == (name != "clip")
+
+
+def share(rank: int, world: int, total: int) -> dict:
+    """Every objective on this rank's items, and one of them by rank 0 alone."""
+    image, text = pairs(total, 4, seed=3)
+    rows = slice(rank * total // world, (rank + 1) * total // world)
+    found = {name: through_the_trainer(name, image[rows], text[rows])[::2] for name in OBJECTIVES}
+    with distributed.pretend(1):  # as the validation loss
+        alone = through_the_trainer("prolip", image, text)[0] if rank == 0 else None
+    return {**found, "alone": alone}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_ranks_equal_one_process(world):
+    total = 3 * world
+    whole, found = share(0, 1, total), run_ranks(world, share, total)
+    assert found[0]["alone"] == pytest.approx(whole["prolip"][0], rel=1e-12)
+    for name in OBJECTIVES:
+        value, grads = whole[name]
+        assert np.mean([one[name][0] for one in found]) == pytest.approx(value, rel=1e-12), name
+        for i, expected in enumerate(grads[:4]):
+            rows = np.concatenate([one[name][1][i] for one in found])
+            np.testing.assert_allclose(rows / world, expected, rtol=0, atol=1e-12, err_msg=name)
+        means = np.mean([one[name][1][4] for one in found], axis=0)
+        np.testing.assert_allclose(means, grads[4], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_a_ring_gathers_nothing(monkeypatch):
+    def gathered(*args):
+        raise AssertionError("gathered")
+
+    image, text = pairs()
+    for name in ("gather_pairs", "gather_together"):
+        monkeypatch.setattr(distributed, name, gathered)
+    for name, objective in OBJECTIVES.items():
+        given = Pairs(image, text, *scalars_of(name).unbind())
+        if objective.ring:
+            assert objective(LOSSES[name])(given).loss.isfinite()
+        else:
+            with pytest.raises(AssertionError, match="gathered"):
+                objective(LOSSES[name])(given)
+
+
+def test_each_makes_its_kind_of_model():
+    for name, objective in OBJECTIVES.items():
+        loss = objective.Options()
+        config = Config(objective=name, loss=loss)
+        model = replace(config, model=Model(name="ViT-Micro-32")).create_model()
+        assert model.objective == name
+        assert model.probabilistic == objective.probabilistic
+        assert model.config["n_unc_layers"] == (2 if objective.probabilistic else 0)
+        scalars = {n for n, _ in model.named_parameters() if "." not in n}
+        assert scalars == {"logit_scale", *(["logit_bias"] if objective.ring else ["scale", "shift"])}
+        if objective.ring:
+            assert model.inverse_temperature().item() == pytest.approx(10)
+            assert model.match_numbers() == pytest.approx((5, 0), abs=1e-5)
+        assert to_dict(config)["loss"] == vars(loss)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """32 scenes with their first captions: pixels and texts."""
+    out = tmp_path_factory.mktemp("scenes") / "world"
+    make(Plan(train=0, val=32, classes_images=0, size=32, shard_size=32), out, workers=1)
+    captions = find_captions(out, "val")
+    return [captions.images.open(i) for i in range(32)], [texts[0] for texts in captions.captions]
+
+
+def learnt(rank: int, world: int, name: str, drawn: tuple) -> dict[str, float]:
+    """A short training on the same batch, on a real engine in two accumulation parts."""
+    start_deepspeed()
+    torch.manual_seed(0)
+    optimizer = Optimizer(lr=3e-3, warmup_samples=320, weight_decay=0.01)
+    about = {"objective": name, "loss": OBJECTIVES[name].Options(), "model": Model(name="ViT-Micro-32")}
+    config = Config(batch_size=32, optimizer=optimizer, engine=Engine(accumulation=2), **about)
+    model = config.create_model()
+    images = torch.stack([create_transforms(model).evaluate(image) for image in drawn[0]])
+    tokens = model.cut_padding(create_tokenizer(model)(drawn[1]))
+    rows = slice(32 * rank // world, 32 * (rank + 1) // world)
+    engine = make_engine(model, config, "fp32", torch.device("cpu"))
+    fit, losses = Trainer(engine, None, config, torch.device("cpu"), STEPS), []
+    for step in range(1, STEPS + 1):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate(optimizer, 32 * step, 32 * STEPS)
+        losses.append(float(fit.train_step(images[rows], tokens[rows])["loss"]))
+    with torch.no_grad():
+        image, text = model.encode_image(images), model.encode_text(tokens)
+    own = csd(image, text).diagonal()
+    right = csd(image, text).argmin(1).eq(torch.arange(32)).float().mean().item()
+    a, b = model.match_numbers()
+    return {"first": losses[0], "last": losses[-1], "right": right, "p": (b - a * own).sigmoid().mean().item()}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_short_training_on_scenes_learns(name, drawn):
+    (found,) = run_ranks(1, learnt, name, drawn)
+    assert found["last"] < 0.5 * found["first"]
+    assert found["right"] > 0.7
+    if OBJECTIVES[name].ring:  # they learn the match probability, and the saved a and b are its
+        assert found["p"] > 0.5
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "prolip"])
+def test_a_run_resumes_bit_for_bit_and_says_what_it_is(name, scenes, tmp_path):  # noqa: F811
+    options = {"objective": name, "data.train": scenes / "train", "evaluate.pairs": scenes / "val", "samples": 64}
+    whole = start({**options, "out": tmp_path / "whole"}, ranks=2)
+    assert whole.returncode == 0, whole.stderr
+    for stop in (2, 0):
+        half = start({**options, "out": tmp_path / "half", "stop-at-step": stop}, "--resume", ranks=2)
+        assert half.returncode == 0, half.stderr
+    model, resumed = load_model(tmp_path / "whole").model, load_model(tmp_path / "half").model
+    for (key, a), b in zip(model.state_dict().items(), resumed.state_dict().values()):
+        assert torch.equal(a, b), key
+    (validated,) = [line for line in metrics(tmp_path / "whole") if "rsum" in line]
+    assert validated["validation_loss"] > 0
+    about = json.loads((tmp_path / "whole" / "model" / "config.json").read_text())
+    assert (about["objective"], about["probabilistic"]) == (name, name == "prolip")
+    term = {"clip": "(clip ", "siglip": "(siglip ", "prolip": "(ppcl "}[name]
+    for word, is_there in ((term, True), (" u image ", name == "prolip"), ("| a ", name != "clip")):
+        assert (word in whole.stdout) == is_there, word
