@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# The demo's objective: pcmepp, clip, siglip or prolip.
+OBJECTIVE ?= pcmepp
+RUN    := demo/$(if $(filter pcmepp,$(OBJECTIVE)),run,$(OBJECTIVE))
 # The demo's two processes need a GPU each, or none.
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 
@@ -21,10 +24,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install    ## the whole path on embedded data in six minutes; run again to resume it
 	$(BIN)/python -m tools.make_scenes demo/scenes
 	OMP_NUM_THREADS=1 $(if $(filter 0 1,$(GPUS)),CUDA_VISIBLE_DEVICES=) $(BIN)/torchrun --standalone \
-		--nproc-per-node 2 -m pretrain.run --config pretrain/configs/scenes.yaml --out demo/run --resume \
-		--data.train demo/scenes/train --evaluate.classes demo/scenes/classes
-	$(BIN)/python -m zeroshot.imagenet --model demo/run --data demo/scenes/classes --filter every --select-on folds:5
-	$(BIN)/python -m zeroshot.retrieval --model demo/run --data demo/scenes/val --rankings csd,mean
+		--nproc-per-node 2 -m pretrain.run --config pretrain/configs/scenes.yaml --out $(RUN) --resume \
+		--objective $(OBJECTIVE) --data.train demo/scenes/train --evaluate.classes demo/scenes/classes
+	$(BIN)/python -m zeroshot.imagenet --model $(RUN) --data demo/scenes/classes --filter every --select-on folds:5
+	$(BIN)/python -m zeroshot.retrieval --model $(RUN) --data demo/scenes/val --rankings csd,mean
 
 claims: install  ## the paper's main claims in miniature, half an hour; run again to resume it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims

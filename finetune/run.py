@@ -140,6 +140,7 @@ def make_networks(config: Config, earlier: Path | None, say, texts=None) -> list
                 config.loss,
                 texts,
                 grad_checkpointing=config.engine.grad_checkpointing,
+                objective=config.method,
                 **method.model_options(config),
             )
         )

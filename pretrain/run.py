@@ -1,4 +1,4 @@
-"""Pretrain PCME++ on webdataset shards.
+"""Pretrain PCME++, ProLIP, CLIP or SigLIP on webdataset shards.
 
     torchrun --nproc-per-node 8 -m pretrain.run --config pretrain/configs/vit_b16_cc3m_cc12m_redcaps.yaml
     python -m pretrain.run --config pretrain/configs/scenes.yaml --out runs/scenes  # one process, no GPU needed
@@ -30,7 +30,7 @@ from probemb.runs.preemption import REQUEUE, Preemption
 
 def main() -> int:
     """Read the configuration and train; returns the exit code."""
-    config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++ on webdataset shards with DeepSpeed.")
+    config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++, ProLIP, CLIP or SigLIP on shards.")
     make_output_unfailing()
     with Preemption() as preemption:
         return train(config, preemption)

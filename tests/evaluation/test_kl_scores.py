@@ -55,9 +55,7 @@ def test_a_models_own_ranking_comes_first_and_others_must_fit():
     of_points = [name for name in default if name not in ("wasserstein2", "match-probability", "tolerance")]
     assert fitting(default, point, given=False) == of_points
     assert fitting(["csd", "mean"], point, given=True) == ["csd", "mean"]
-    with pytest.raises(
-        UserError, match=r"a point model \(objective clip\), which has no uncertainty, and the ranking"
-    ):
+    with pytest.raises(UserError, match=r"a point model \(objective clip\), which has no uncertainty, and the ranking"):
         fitting(["mean", "tolerance"], create_model("ViT-Micro-32", probabilistic=False, objective="clip"), given=True)
     assert fitting(default, by_kl, given=False) == ["min-kl", *default]
     assert fitting(default, several, given=False) == ["multi-instance"]

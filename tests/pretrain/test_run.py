@@ -197,6 +197,12 @@ BAD = {
     "unknown head": ({"model.head": "clap"}, "no head 'clap'. Did you mean 'clip'", ""),
     "unknown distance": ({"loss.distance": "cds"}, "loss.distance is 'cds'. Did you mean 'csd'", "wasserstein2"),
     "unknown objective": ({"objective": "pcmep"}, "no objective 'pcmep'. Did you mean 'pcmepp'", "Choose from pcmepp"),
+    "points": ({"objective": "siglip", "model.n_unc_layers": 1}, "siglip predicts no uncertainty", "set it to 0"),
+    "no such term": (
+        {"objective": "clip", "loss.vib": 1},
+        "The objective clip does not use loss.vib",
+        "pcmepp, prolip",
+    ),
     "no loss": ({"loss.clip": 0, "loss.match": 0}, "Both losses have weight 0", "loss.match"),
     "unknown key": ({"optimizer.lrr": 1}, "no option --optimizer.lrr. Did you mean '--optimizer.lr'", "--help"),
     "unknown precision": ({"engine.precision": "bf61"}, "Did you mean 'bf16'", "fp32"),

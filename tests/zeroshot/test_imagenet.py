@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from probemb import create_model
 from probemb.errors import UserError
+from probemb.models import save_model
 from tests.orientation import stored
 from tests.world import N_CLASSES, PER_CLASS, write_tar
 from zeroshot.imagenet import main
@@ -69,6 +71,20 @@ def test_torch_may_resize_instead_of_pil(run_folder, shards, tmp_path):
     uncertainty = [np.array(one["uncertainty"]["images"]["uncertainty"]) for one in found.values()]
     np.testing.assert_allclose(*uncertainty, rtol=0.01)
     assert abs(found["pil"]["rows"][1]["top1"] - found["tensor"]["rows"][1]["top1"]) <= 0.05
+
+
+def test_a_point_model_has_the_filters_that_read_no_uncertainty(shards, tmp_path, capsys):
+    save_model(create_model("ViT-Micro-32", probabilistic=False, objective="clip"), tmp_path / "points")
+    words = ["--model", str(tmp_path / "points"), "--data", str(shards), "--no-cache", "--out", str(tmp_path / "out")]
+    for name in ("best-topk", "weighted", "reweighted"):
+        with pytest.raises(UserError, match=rf"is a point model \(objective clip\), .* --filter {name} reads it"):
+            main([*words, "--filter", name])
+    assert main([*words, "--filter", "every", "--select-on", "folds:2"]) == 0
+    assert "The model predicts no uncertainty" in capsys.readouterr().out
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["filter"] for row in results["rows"]] == ["single", "all"]
+    assert set(results["uncertainty"].values()) == {None}
+    assert {row["uncertainty"] for row in results["per_class"]} == {None}
 
 
 class Page(HTMLParser):
