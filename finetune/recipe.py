@@ -44,7 +44,7 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
     Everything in a tower decays, biases and norms too, as in the public code. There L is 12 for every model, which
     raises the rates of a tower with 24 blocks above lr · f; here it is the tower's own number.
 
-    The projections of head "clip" are pretrained, so they count as backbone. Scalars (logit_scale, scale, shift) that
+    The projections of head "clip" are pretrained, so they count as backbone. Scalars (logit_scale, scale, ...) that
     do not require a gradient are left out; a frozen backbone is not, as it is trained later.
 
     Args:
@@ -101,8 +101,8 @@ def make_optimizer(config: Config, networks: Sequence[DualEncoder], method: Meth
     """The method's optimizer over all networks; also sets which of the models' scalars are trained."""
     groups = []
     for i, network in enumerate(networks):
-        for name in ("scale", "shift", "logit_scale"):
-            getattr(network, name).requires_grad_(name in method.trains)
+        for name, scalar in network.scalars().items():
+            scalar.requires_grad_(name in method.trains)
         groups += parameter_groups(network, None if i else method.module, config.optimizer)
     return method.optimizer(groups)
 

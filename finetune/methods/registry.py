@@ -11,6 +11,7 @@ _HOME = {  # name on the command line: file and class
     "pcmepp": "pcmepp:PCMEPlusPlus",
     "pcmepp-clip": "pcmepp:PCMEPlusPlusCLIP",
     "pcmepp-mu": "pcmepp:PCMEPlusPlusMean",
+    "prolip": "prolip:ProLIP",
     "infonce": "vse:InfoNCE",
     "vse": "vse:VSE",
     "vse0": "embeddings:VSE0",

@@ -71,12 +71,15 @@ class ProLIPLoss(nn.Module):
         bias: Tensor | float,
         masked_image: Gaussian | None = None,
         masked_text: Gaussian | None = None,
+        match: Tensor | None = None,
     ) -> LossOutput:
         """The loss of this rank's items.
 
         Args:
             image, text: (B, D), unit means; item i of one matches item i of the other.
             scale: the inverse temperature itself; bias: of the logits.
+            match: (B, B) in [0, 1], images in rows; None is the identity. With it the items are the whole batch: other
+                ranks are not asked for theirs.
             masked_image, masked_text: (n, D), n <= B: the first n items with most of their patches or words gone.
 
         Returns:
@@ -84,7 +87,7 @@ class ProLIPLoss(nn.Module):
         """
         image, text = image.float(), text.float()
         u_image, u_text = image.uncertainty(), text.uncertainty()
-        loss = _sigmoid_loss(image.mean, u_image, text.mean, u_text, scale, bias, self.block)
+        loss = _sigmoid_loss(image.mean, u_image, text.mean, u_text, scale, bias, self.block, match)
         terms = {"ppcl": loss}
         with torch.autocast(image.mean.device.type, enabled=False):
             terms["vib"] = sum((vib_kl if self.form == "exact" else _code_kl)(g) for g in (image, text))
@@ -141,16 +144,22 @@ def _code_kl(g: Gaussian) -> Tensor:
     return -0.5 * (1 + 0.5 * g.log_var - g.mean.square() - (0.5 * g.log_var).exp()).mean()
 
 
-def _sigmoid_loss(image_BD, u_image_B, text_BD, u_text_B, scale, bias, block: int) -> Tensor:
+def _sigmoid_loss(image_BD, u_image_B, text_BD, u_text_B, scale, bias, block: int, match_BB=None) -> Tensor:
     with torch.autocast(image_BD.device.type, enabled=False):
         u_text_B = torch.zeros_like(u_image_B) if u_text_B is None else u_text_B
         image_BD, u_image_B, text_BD, u_text_B = map(at_least_float32, (image_BD, u_image_B, text_BD, u_text_B))
         scale, bias = (torch.as_tensor(x, device=image_BD.device).to(image_BD.dtype).reshape(()) for x in (scale, bias))
+        if match_BB is not None:
+            logits = _logits(image_BD, u_image_B, text_BD, u_text_B, scale, bias)
+            return (F.softplus(logits) - match_BB.to(logits.dtype) * logits).sum() / len(image_BD)
         own = scale * ((image_BD * text_BD).sum(1) - 0.5 * (u_image_B + u_text_B)) + bias
         items = (image_BD, u_image_B), (text_BD, u_text_B)
         return (sum_over_pairs(_softplus_of_pairs, *items, (scale, bias), block) - own.sum()) / len(image_BD)
 
 
-def _softplus_of_pairs(image_BD, u_image_B, text_CD, u_text_C, scale, bias) -> Tensor:
-    logits = scale * (image_BD @ text_CD.T - 0.5 * (u_image_B[:, None] + u_text_C[None, :])) + bias
-    return F.softplus(logits).sum()
+def _logits(image_BD, u_image_B, text_CD, u_text_C, scale, bias) -> Tensor:
+    return scale * (image_BD @ text_CD.T - 0.5 * (u_image_B[:, None] + u_text_C[None, :])) + bias
+
+
+def _softplus_of_pairs(*items_and_scalars) -> Tensor:
+    return F.softplus(_logits(*items_and_scalars)).sum()

@@ -119,6 +119,10 @@ class DualEncoder(nn.Module):
             self.encode_image(images), self.encode_text(tokens), self.inverse_temperature(), *self.match_scalars()
         )
 
+    def scalars(self) -> dict[str, nn.Parameter]:
+        """The model's own parameters of shape (1,), by name."""
+        return dict(self.named_parameters(recurse=False))
+
     def inverse_temperature(self) -> Tensor:
         """exp(logit_scale), (1,), at most `max_logit_scale`."""
         scale, limit = self.logit_scale.exp(), self._config["max_logit_scale"]

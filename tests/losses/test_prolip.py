@@ -70,6 +70,21 @@ def test_masked_copies_belong_to_the_first_items():
         inclusion_per_dimension(image, text, "other")
 
 
+def test_several_texts_may_match():
+    image, text = pairs()
+    match = torch.eye(6, dtype=torch.float64)
+    loss = ProLIPLoss()
+    close(loss(image, text, **SCALARS, match=match).loss, loss(image, text, **SCALARS).loss)
+    match[0, 3] = match[3, 0] = 1
+    match[2, 2] = 0.25
+    total = 0.0
+    for i in range(6):
+        for j in range(6):
+            p = torch.sigmoid(10 * (image.mean[i] @ text.mean[j] - (image.var[i] + text.var[j]).sum() / 2) - 10)
+            total -= match[i, j] * p.log() + (1 - match[i, j]) * (1 - p).log()
+    close(loss(image, text, **SCALARS, match=match).terms["ppcl"], total / 6)
+
+
 CASES = ("ppcl", "vib", "inclusion", "inclusion_mild", "inclusion_mild_masked", "paper_full", "siglip")
 
 

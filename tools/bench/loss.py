@@ -1,6 +1,7 @@
 """Match loss of PCME++, forward and backward, against the (B, B, D) broadcast.
 
 python -m tools.bench.loss --batch 1024 --dim 512
+python -m tools.bench.loss --ranks 8 --batch 512 --dim 512    # objectives against open_clip's losses: loss_ranks.py
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="processes; with several, of batch pairs each")
     options = parser.parse_args()
+    if options.ranks > 1:
+        from tools.bench.loss_ranks import report as report_ranks
+
+        report_ranks(options.ranks, options.batch, options.dim, options.repeats)
+        return
 
     from tools.bench.timing import assert_equal, peak_memory, report, time_in_turn
 

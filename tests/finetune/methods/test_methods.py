@@ -17,6 +17,7 @@ TERMS = {
     "pcmepp": {"match", "pseudo_positive", "vib", "n_pseudo", "scale", "shift", "u_image", "u_text"},
     "pcmepp-clip": {"match", "clip", "vib", "scale", "shift", "u_image", "u_text"},
     "pcmepp-mu": {"match", "pseudo_positive", "scale", "shift"},
+    "prolip": {"ppcl", "vib", "inclusion", "scale", "shift", "u_image", "u_text"},
     "infonce": {"i2t", "t2i", "temperature"},
     "vse": set(),
     "pcme": {"match", "vib", "scale", "shift", "u_image"},
