@@ -95,7 +95,8 @@ def test_the_page_shows_them(measured):
 def test_another_model_is_compared(measured, captioned, file, tmp_path, capsys):
     torch.manual_seed(5)
     save_model(create_model("ViT-Micro-32", probabilistic=False), tmp_path / "point")
-    options = ("--judgements", str(file), "--compare")
+    of_points = ("--rankings", "csd,mean")
+    options = (*of_points, "--judgements", str(file), "--compare")
     assert command(tmp_path / "point", captioned, tmp_path / "out", *options, str(measured)) == 0
     told = capsys.readouterr().out
     assert "people's judgements" in told
@@ -115,7 +116,7 @@ def test_another_model_is_compared(measured, captioned, file, tmp_path, capsys):
     assert command(tmp_path / "point", captioned, tmp_path / "out", *options, str(tmp_path / "out")) == 0
     same = json.loads((tmp_path / "out" / "results.json").read_text())["judgements"]["compared"]["differences"]
     assert same["mean"]["mean"]["average_precision"] == {"value": 0, "low": 0, "high": 0}
-    assert command(tmp_path / "point", captioned, tmp_path / "out") == 0  # without judgements no old scores are left
+    assert command(tmp_path / "point", captioned, tmp_path / "out", *of_points) == 0  # without, no old scores are left
     assert not (tmp_path / "out" / SCORES).exists()
 
 
