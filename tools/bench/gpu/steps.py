@@ -24,14 +24,14 @@ def configured(name: str, rows: int, objective: str = "pcmepp", own: int = 1, lr
     """A configuration of `rows` pairs on one rank.
 
     Args:
-        own: duplicated blocks of each tower.
+        own: duplicated blocks of each tower, of objectives with an uncertainty.
         engine: settings of `pretrain.config.Engine`.
     """
     return Config(
         batch_size=rows,
         objective=objective,
         loss=OBJECTIVES[objective].Options(),
-        model=Model(name=name, n_unc_layers=own),
+        model=Model(name=name, n_unc_layers=own if OBJECTIVES[objective].probabilistic else 0),
         optimizer=Optimizer(lr=lr, warmup_samples=0),
         engine=EngineConfig(**engine),
     )
@@ -41,7 +41,7 @@ def make_model(config: Config, device: torch.device, seed: int = 0) -> DualEncod
     """The configuration's model, made on the device."""
     torch.manual_seed(seed)
     with device:
-        model = config.model.create(config.train_paths, config.loss)
+        model = config.create_model()
     model.set_grad_checkpointing(config.engine.grad_checkpointing)
     return model.to(device)  # what was made from numpy
 
