@@ -70,9 +70,7 @@ def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Pat
 def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Path = "the state dict") -> DualEncoder:
     """A model with the authors' weights: head "clip", uncertainty "prolip-code".
 
-    [UNC] here is one vector: theirs is an embedding and a row of the position embeddings, which are added. a and b of
-    the match probability follow from the scale τ and the bias c of their logits: τ (μ·μ' − ½ (u + u')) + c is
-    −a·CSD + b with a = τ / 2 and b = τ + c.
+    [UNC] here is one vector: theirs is an embedding and a row of the position embeddings, which are added.
 
     Args:
         state_dict: in the authors' layout (`visual.unc_embedding`, `text.text_uncertainty_projection.weight`, …).
@@ -82,7 +80,8 @@ def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Pat
         UserError: if configuration and weights do not fit each other.
     """
     architecture = _read(_prolip_architecture, state_dict, config, f"{source} is not a complete ProLIP model")
-    model = _model("ProLIP", architecture, n_unc_layers=0, uncertainty_bias=True, uncertainty="prolip-code")
+    about = {"objective": "prolip", "match": "cosine", "max_logit_scale": None}
+    model = _model("ProLIP", architecture, n_unc_layers=0, uncertainty_bias=True, uncertainty="prolip-code", **about)
     heads = {
         "visual.uncertainty_proj.": "visual.log_var_head.",
         "text.text_uncertainty_projection.": "text.log_var_head.",
@@ -100,7 +99,7 @@ def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Pat
         state[f"{tower}.uncertainty_token"] = state.pop(f"{tower}.{token}") + positions[row]
         state[f"{tower}.positional_embedding"] = torch.cat([positions[:row], positions[row + 1 :]])
     scale, bias = (state.pop(name).reshape(1) for name in ("logit_scale", "logit_bias"))
-    state |= {"logit_scale": scale, "logit_bias": bias, "scale": scale.exp() / 2, "shift": scale.exp() + bias}
+    state |= {"logit_scale": scale, "logit_bias": bias}
     load_strictly(model, state, source)
     return model
 
