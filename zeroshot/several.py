@@ -61,7 +61,7 @@ def summarise(found: Sequence[tuple[str, dict]]) -> dict:
                 "classes": results["classes"],
                 "rows": results["rows"],
                 "ece": None if calibration is None else calibration["ece"],
-                "selective_area": selective["uncertainty"]["area"],
+                "selective_area": selective["uncertainty"]["area"] if "uncertainty" in selective else None,
             }
         )
     rows = []

@@ -37,12 +37,12 @@ def softmax_scale(model: torch.nn.Module) -> Scale:
     """CLIP's, or 2 a of the match probability where that one was never trained: -a CSD is 2 a cosine + what the classes
     share, if their variances are left out, as they are in the class vectors.
     """
-    logit_scale = getattr(model, "logit_scale", None)
-    if logit_scale is None:
+    temperature = getattr(model, "inverse_temperature", None)
+    if temperature is None:
         return Scale(None, "none: the model has no temperature")
-    value = float(logit_scale.detach().exp())
+    value = float(temperature().detach())
     if getattr(model, "probabilistic", False) and abs(value * 0.07 - 1) < 1e-5:
-        return Scale(2 * float(model.scale.detach()), "2 a of the match probability (logit_scale was not trained)")
+        return Scale(2 * model.match_numbers()[0], "2 a of the match probability (logit_scale was not trained)")
     return Scale(value, "logit_scale")
 
 
