@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.objectives import OBJECTIVES
+from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
 from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Minutes, Precision, Seed, Threads, Workers
 from probemb.cli.towers import Towers
@@ -45,6 +46,7 @@ class Data:
         lanes: places of the corpus that a batch is drawn from; a divisor of the batch, at most 64 if empty.
         window: samples of a lane that are shuffled together.
         captions: which caption of an image is used: random (drawn in every epoch) or first.
+        filter: rules that a sample must meet.
         failure_share: share of unreadable samples at which the run stops.
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
         resize: who crops and resizes, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
@@ -60,6 +62,7 @@ class Data:
     lanes: int | None = None
     window: PositiveInt = 4096
     captions: Literal["random", "first"] = "random"
+    filter: Filter = field(default_factory=Filter)
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
     resize: Literal["tensor", "pil"] = "tensor"
@@ -173,6 +176,9 @@ class Config:
         "out",
         "data.train",
         "data.cache",
+        "data.filter.columns",
+        "data.filter.drop",
+        "data.filter.keep",
         "evaluate.classes",
         "evaluate.pairs",
         "model.pretrained",

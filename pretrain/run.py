@@ -212,6 +212,7 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         verify_hash=data.verify_hash,
         cache=data.cache,
         cache_gib=data.cache_gib,
+        filter=data.filter,
     )
     return Stream(corpora, settings, transform, tokenizer, rank=rank, world_size=world_size, start_samples=samples)
 
@@ -258,7 +259,8 @@ def describe(config: Config, engine, stream, device, precision: str, steps: int,
         earlier,
         model=f"{config.model.name}, {n_parameters / 1e6:.1f} M parameters, head {config.model.head}",
         data=f"{sum(s.samples for s in stream.shards):,} samples in {len(stream.shards)} shards, "
-        f"{order.lanes} lanes, {order.steps} steps an epoch",
+        f"{order.lanes} lanes, {order.steps} steps an epoch"
+        + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),
         engine=f"{world} x {device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {precision}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
     )

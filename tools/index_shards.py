@@ -6,6 +6,11 @@ Reads every .tar in the folder, counts the samples (keys with an image and a cap
 `{"shards": [{"name", "samples", "bytes", "sha256"}]}` beside them, from which training computes every position.
 Nothing is decoded. A damaged tar stops the command before anything is written.
 
+    python -m tools.index_shards data/cc3m --columns --score similarity
+
+also writes data/cc3m/columns: sizes of images, lengths of captions, and scores from the parquet files beside the tars,
+by which `data.filter` of pretraining selects samples.
+
     python -m tools.index_shards --verify data/cc3m --report damage.json
 
 Decodes everything as training does, and prints the damage: exit code 0 if there is none, else 1. The index is compared
@@ -62,16 +67,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--labelled", action="store_true", help="with --verify: accept KEY.cls instead of a caption")
     parser.add_argument("--write-index", action="store_true", help="with --verify: write index.json too")
     parser.add_argument("--repair", type=Path, metavar="DIR", help="with --verify: write the readable samples there")
+    parser.add_argument("--columns", action="store_true", help="also write the columns for data.filter")
+    parser.add_argument("--score", action="append", default=[], metavar="COLUMN", help="a parquet column; repeatable")
+    parser.add_argument("--scores", type=Path, metavar="FILE", help="parquet for all shards (default: one beside each)")
+    parser.add_argument("--score-key", default="key", metavar="COLUMN", help="the keys there (default: %(default)s)")
     options = parser.parse_args(argv)
+    if (options.score or options.scores) and not (options.columns and options.score):
+        raise UserError("--score COLUMN belongs to --columns, and --scores to both.", "Give all that are needed.")
     if options.verify:
+        if options.columns:
+            raise UserError("--columns and --verify exclude each other.", "Verify first, then write the columns.")
         return verify(options)
     for name in "report", "labelled", "write_index", "repair":
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} belongs to --verify.", "Add --verify.")
 
     results = verify_folder(find_shards(options.folder), None, options.workers, decode=False)
-    make_index(options.folder, results, options.skip_damaged)
+    shards = make_index(options.folder, results, options.skip_damaged)
+    if options.columns:
+        make_columns(options, shards)
     return 0
+
+
+def make_columns(options: argparse.Namespace, shards: Sequence[Shard]) -> None:
+    """Write the columns, and print how many samples have each score. Raises UserError."""
+    from tools.measure_shards import Scores, measure_folder
+
+    scores = Scores(tuple(options.score), options.scores, options.score_key)
+    path, scored = measure_folder(options.folder, shards, scores, options.workers)
+    total = sum(shard.samples for shard in shards)
+    for name, count in scored.items():
+        print(f"{name}: {count:,} of {total:,} samples have one")
+    print(f"wrote {path}")
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -101,8 +128,8 @@ def repair(options: argparse.Namespace, results: Sequence[Verified]) -> None:
         print(f"wrote {options.repair / name}: {samples:,} samples" if samples else f"{name}: nothing can be read")
 
 
-def make_index(folder: Path, results: Sequence[Verified], skip_damaged: bool) -> None:
-    """Write the index of the readable shards, and print totals. Raises UserError."""
+def make_index(folder: Path, results: Sequence[Verified], skip_damaged: bool) -> list[Shard]:
+    """Write the index of the readable shards, print totals, and return them. Raises UserError."""
     whole = [one for one in results if not one.damage]
     for one in results:
         if one.damage:
@@ -118,16 +145,16 @@ def make_index(folder: Path, results: Sequence[Verified], skip_damaged: bool) ->
             f"No shard in {folder} holds a sample.",
             "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other.",
         )
+    shards = [Shard(one.name, folder / one.name, one.samples, one.bytes, one.sha256) for one in whole]
     try:
-        path = write_index(
-            folder, [Shard(one.name, folder / one.name, one.samples, one.bytes, one.sha256) for one in whole]
-        )
+        path = write_index(folder, shards)
     except OSError as error:
         raise UserError(
             f"The index cannot be written into {folder}: {error.strerror}.", "Make the folder writable."
         ) from None
     print_table(whole, damaged)
     print(f"wrote {path}")
+    return shards
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def count_data(o: Plan) -> dict[str, Any]:
                     "If the shards are not on this machine, pass --samples-per-epoch with the number of samples.",
                 ) from None
         weights = o.data.weights or [1.0] * len(corpora)
-        counts = [sum(shard.samples for shard in shards) for shards in corpora]
+        counts = kept_samples(corpora, o.data.filter)
         size = sum(int(weight * count + 0.5) for weight, count in zip(weights, counts))
         if size:
             read = [weight * sum(s.bytes for s in shards) for weight, shards in zip(weights, corpora)]
@@ -246,6 +246,17 @@ def count_data(o: Plan) -> dict[str, Any]:
         "samples": steps * o.batch_size,
         "bytes_per_sample": per_sample,
     }
+
+
+def kept_samples(corpora: list, filter) -> list[int]:
+    """Samples of each corpus that the filter keeps."""
+    from pretrain.stream.selection import select
+
+    selection = select(corpora, filter) if corpora else None
+    if selection is None:
+        return [sum(shard.samples for shard in shards) for shards in corpora]
+    sizes = iter(selection.sizes.tolist())
+    return [sum(next(sizes) for _ in shards) for shards in corpora]
 
 
 def images_per_second(o: Plan, work: dict[str, float]) -> float | None:

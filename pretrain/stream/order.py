@@ -15,7 +15,7 @@ generators", 2014), which no library version changes.
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +83,7 @@ class Order:
         weights: for a mixture, passes over each corpus in an epoch; 0.5 uses half of the samples in one epoch and the
             other half in the next. A corpus of n samples contributes round(weight · n) slots to every epoch and
             continues where the epoch before stopped.
+        places: for samples that a filter selects, indices in a shard of those that `shard_sizes` counts, ascending.
 
     Attributes:
         slots_per_epoch: N, before the remainder is dropped.
@@ -105,6 +106,7 @@ class Order:
         seed: int = 0,
         corpus: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
+        places: Callable[[int], np.ndarray] | None = None,
     ):
         for name, value in ("batch size", batch_size), ("window", window), ("number of lanes", lanes):
             if value is not None and value < 1:
@@ -125,6 +127,7 @@ class Order:
         if any(not math.isfinite(weight) or weight < 0 for weight in self.weights):
             raise UserError(f"The corpora's weights are {self.weights}.", "Each must be a number of at least 0.")
         self.batch_size, self.lanes, self.window, self.seed = batch_size, lanes, window, seed
+        self._places_of = places
 
         self._members = [np.flatnonzero((self.corpus == c) & (self.sizes > 0)) for c in range(len(self.weights))]
         self._takes = [
@@ -143,6 +146,7 @@ class Order:
         self.lane_length = self.steps * self.share
         self._layouts: OrderedDict[int, _Layout] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+        self._places: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def locate(self, samples_seen: int) -> tuple[int, int]:
         """The epoch and step of the batch after `samples_seen` samples.
@@ -179,7 +183,11 @@ class Order:
             places[place - begin : until - begin] = first + shuffled[place - first : until - first]
             place = until
         i = np.searchsorted(layout.start, places, side="right") - 1
-        return Slots(layout.shard[i], layout.begin[i] + places - layout.start[i], layout.visit[i])
+        shard, index = layout.shard[i], layout.begin[i] + places - layout.start[i]
+        if self._places_of:
+            for one in np.unique(shard).tolist():
+                index[shard == one] = self._place(one)[index[shard == one]]
+        return Slots(shard, index, layout.visit[i])
 
     def rows(self, epoch: int, step: int, start: int, stop: int) -> Slots:
         """Slots of rows [start, stop) of one global batch, 0 <= start < stop <= batch_size."""
@@ -224,6 +232,12 @@ class Order:
             start = np.concatenate([np.zeros(1, np.int64), np.cumsum(length[mixed])])
             _remember(self._layouts, epoch, _Layout(shard[mixed], begin[mixed], visit[mixed], start), most=2)
         return self._layouts[epoch]
+
+    def _place(self, shard: int) -> np.ndarray:
+        if shard not in self._places:
+            _remember(self._places, shard, self._places_of(shard), most=2 * self.lanes + 8)
+        self._places.move_to_end(shard)
+        return self._places[shard]
 
     def _window(self, epoch: int, first: int, last: int) -> np.ndarray:
         key = (epoch, first)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pretrain.stream.filter import NO_FILTER, Filter
 from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy
 from probemb.errors import UserError, nearest
 
@@ -32,6 +33,7 @@ class Settings:
         cache: folder in which fetched shards stay, for all processes of this machine and for later runs; None takes a
             temporary one that ends with the stream.
         cache_gib: its largest size; it holds a shard for each lane of this machine, and the next one.
+        filter: rules that a sample must meet; none by default.
         fetch: retries and timeouts of remote shards.
     """
 
@@ -50,6 +52,7 @@ class Settings:
     verify_hash: bool = False
     cache: str | None = None
     cache_gib: float = 100.0
+    filter: Filter = NO_FILTER
     fetch: FetchPolicy = DEFAULT_POLICY
 
     def __post_init__(self):

@@ -25,6 +25,7 @@ from PIL import Image
 
 from pretrain.stream.order import Order
 from pretrain.stream.samples import Report, Rows, SampleMaker
+from pretrain.stream.selection import Selection, select
 from pretrain.stream.settings import Settings
 from pretrain.stream.workers import Team, shared_tensors
 from probemb.data.failures import Failure, Tally
@@ -77,6 +78,7 @@ class Stream:
         steps: number of batches after which to stop, None for no end.
 
     Attributes:
+        selection: the samples that the filter keeps; None without one.
         order: the `Order`: steps in an epoch, what is dropped.
         samples_seen: the position after the last batch handed out, over all ranks.
         rows: rows of every global batch that this rank gets, b.
@@ -104,7 +106,9 @@ class Stream:
         corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
         self.shards = [shard for corpus in corpora for shard in corpus.shards]
         self.settings = settings
-        self.order = _make_order(corpora, settings)
+        _refuse_repeats(self.shards)
+        self.selection = select([corpus.shards for corpus in corpora], settings.filter)
+        self.order = _make_order(corpora, settings, self.selection)
         if self.order.lanes % world_size:
             fits = [n for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0]
             raise UserError(
@@ -199,7 +203,9 @@ class Stream:
             "window": order.window,
             "seed": order.seed,
             "caption": self.settings.caption,
-            **({"exif": True} if self.settings.exif else {}),  # runs before there was a choice have no such key
+            # Runs before there was a choice have no such keys.
+            **({"exif": True} if self.settings.exif else {}),
+            **({"filter": self.selection.identity} if self.selection else {}),
         }
 
     def start(self) -> None:
@@ -307,23 +313,27 @@ def labels_of(shards: Sequence[Shard]) -> list[str]:
     return [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in shards]
 
 
-def _make_order(corpora: Sequence[Corpus], settings: Settings) -> Order:
-    """The order of all samples. Raises UserError if a shard is named twice."""
-    shards = [shard for corpus in corpora for shard in corpus.shards]
+def _refuse_repeats(shards: Sequence[Shard]) -> None:
+    """Raise UserError if a shard is named twice."""
     for path, times in Counter(shard.path for shard in shards).items():
         if times > 1:
             raise UserError(
                 f"The shard {path} is named {times} times.",
                 "Name every shard once, and say with data.weights what is to be seen more often.",
             )
+
+
+def _make_order(corpora: Sequence[Corpus], settings: Settings, selection: Selection | None) -> Order:
+    """The order of all samples, or of the selected ones."""
     return Order(
-        [shard.samples for shard in shards],
+        selection.sizes if selection else [shard.samples for corpus in corpora for shard in corpus.shards],
         batch_size=settings.batch_size,
         lanes=settings.lanes,
         window=settings.window,
         seed=settings.seed,
         corpus=[number for number, corpus in enumerate(corpora) for _ in corpus.shards],
         weights=[corpus.weight for corpus in corpora],
+        places=selection.places if selection else None,
     )
 
 

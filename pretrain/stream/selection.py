@@ -1,0 +1,266 @@
+"""The samples that a filter keeps: their number in each shard, and their places.
+
+The order is drawn over the kept samples alone, so it stays a function of the seed and the position, and nothing is read
+of a sample that is left out. The start counts them in one pass over the columns that the rules name (a few bytes a
+sample); the places in a shard are computed again when a lane reaches it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pretrain.stream.filter import Filter
+from probemb.data.remote.sources import Remote
+from probemb.data.shards.columns import FOLDER_NAME, Columns, key_hash, score_column
+from probemb.data.shards.index import Shard
+from probemb.errors import UserError
+
+_PIECE = 1 << 20  # samples judged at a time
+_MAX_KEY_BYTES = 8 << 30
+_OF_SHARD = re.compile(r"([^/]+\.tar)/(.+)", re.DOTALL)
+
+
+class Rule(NamedTuple):
+    """A condition on some columns: arrays (n,) -> kept, (n,) bool."""
+
+    name: str
+    columns: tuple[str, ...]
+    keeps: Callable[..., np.ndarray]
+
+
+class Keys(NamedTuple):
+    """A list of samples: sorted hashes of keys in any shard, and of keys by the hash of their shard's name."""
+
+    anywhere: np.ndarray
+    of_shard: dict[int, np.ndarray]
+
+
+class Selection:
+    """The kept samples of several corpora.
+
+    Args:
+        corpora: the shards of each.
+        filter: the rules; at least one is set.
+
+    Attributes:
+        sizes: kept samples in each shard of all corpora, (n,) int64.
+        total: samples in all, kept or not.
+        left_out: samples that each rule alone leaves out, by its name.
+        digest: of which samples are kept.
+
+    Raises:
+        UserError: a column, score or file of keys is missing; rules that exclude each other; nothing is kept.
+    """
+
+    def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
+        self.filter, self._shards = filter, [shard for shards in corpora for shard in shards]
+        _check(filter, len(corpora))
+        self._rules = _make_rules(filter)
+        self._keys = {name: read_keys(getattr(filter, name)) for name in ("keep", "drop") if getattr(filter, name)}
+        self._found = dict.fromkeys(self._keys, 0)
+        self._columns, starts = [], []
+        for number, shards in enumerate(corpora):
+            groups = _by_folder(shards, filter.columns[number] if filter.columns else None)
+            for folder, group in groups:
+                columns = Columns(folder, _command(group))
+                for name in dict.fromkeys(name for rule in self._rules for name in rule.columns):
+                    columns.need(name)
+                if self._keys:
+                    columns.need("key")
+                starts.append(columns.rows_of(group))
+                self._columns += [columns] * len(group)
+        self._starts = np.concatenate(starts)
+        self._names = key_hash(shard.name for shard in self._shards) if self._keys else np.empty(0, np.uint64)
+        self._samples = np.array([shard.samples for shard in self._shards], np.int64)
+        self.total = int(self._samples.sum())
+        self._count()
+
+    @property
+    def kept(self) -> int:
+        """Samples kept in all shards."""
+        return int(self.sizes.sum())
+
+    @property
+    def identity(self) -> str:
+        """The rules and which samples they keep, for comparison when a run is resumed."""
+        rules = {**self.filter.rules, **{name: Path(getattr(self.filter, name)).name for name in self._keys}}
+        return f"{', '.join(f'{name} {value}' for name, value in rules.items())} ({self.kept:,} kept, {self.digest})"
+
+    def describe(self) -> str:
+        """The kept share, and what each rule leaves out, in one line."""
+        share = f"{self.kept:,} of {self.total:,} samples kept ({self.kept / self.total:.1%})"
+        return f"{share}; left out by {', '.join(f'{name} {count:,}' for name, count in self.left_out.items())}"
+
+    def places(self, shard: int) -> np.ndarray:
+        """Indices of the kept samples in a shard, ascending, (sizes[shard],) int32."""
+        start, samples = int(self._starts[shard]), int(self._samples[shard])
+        kept = np.logical_and.reduce([*self._judge(shard, shard + 1, start, start + samples).values()])
+        found = np.flatnonzero(kept).astype(np.int32)
+        if len(found) != self.sizes[shard]:
+            raise UserError(
+                f"The columns in {self._columns[shard].folder} have changed since the run was started.",
+                "Start it again; with --resume if they are as they were.",
+            )
+        return found
+
+    def _count(self) -> None:
+        """The attributes, from one pass over the columns."""
+        self.sizes = np.zeros(len(self._shards), np.int64)
+        self.left_out: dict[str, int] = {}
+        digest, rest = hashlib.sha256(), np.empty(0, bool)
+        for first, last in self._pieces():
+            start = int(self._starts[first])
+            verdicts = self._judge(first, last, start, start + int(self._samples[first:last].sum()))
+            for name, kept in verdicts.items():
+                self.left_out[name] = self.left_out.get(name, 0) + len(kept) - int(np.count_nonzero(kept))
+                if name in self._found:
+                    self._found[name] += int(np.count_nonzero(kept == (name == "keep")))
+            kept = np.logical_and.reduce([*verdicts.values()])
+            ends, counted = np.cumsum(self._samples[first:last]), np.concatenate([[0], np.cumsum(kept)])
+            self.sizes[first:last] = counted[ends] - counted[ends - self._samples[first:last]]
+            rest = np.concatenate([rest, kept])
+            whole = len(rest) // 8 * 8  # the digest does not depend on how the pass is cut
+            digest.update(np.packbits(rest[:whole]).data)
+            rest = rest[whole:]
+        digest.update(np.packbits(rest).data)
+        self.digest = digest.hexdigest()[:16]
+        for name, count in self._found.items():
+            if not count:
+                raise UserError(
+                    f"Not one key of {getattr(self.filter, name)} occurs in the data.",
+                    "Write one key a line as the tars have it: KEY, or SHARD.tar/KEY.",
+                )
+        if not self.kept:
+            raise UserError(f"The filter leaves none of {self.describe()}.", "Loosen the rules of data.filter.")
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """Runs of shards whose numbers lie one after the other, of about `_PIECE` samples."""
+        stops = self._starts + self._samples
+        breaks = (self._starts[1:] != stops[:-1]) | [a is not b for a, b in zip(self._columns, self._columns[1:])]
+        runs = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(self._shards)]
+        for run, end in pairwise(runs):
+            while run < end:
+                last = int(np.searchsorted(stops[run:end], self._starts[run] + _PIECE, side="right")) + run
+                last = max(last, run + 1)
+                yield run, last
+                run = last
+
+    def _judge(self, first: int, last: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """By rule, which samples of shards [first, last) it keeps; their numbers are [start, stop) of the columns."""
+        columns = self._columns[first]
+        wanted = {name for rule in self._rules for name in rule.columns} | ({"key"} if self._keys else set())
+        numbers = {name: columns.read(name, start, stop) for name in wanted}
+        verdicts = {rule.name: rule.keeps(*(numbers[name] for name in rule.columns)) for rule in self._rules}
+        for name, keys in self._keys.items():
+            listed = _contains(keys.anywhere, numbers["key"])
+            if keys.of_shard:
+                begin = 0
+                for shard in range(first, last):
+                    end = begin + int(self._samples[shard])
+                    if (own := keys.of_shard.get(int(self._names[shard]))) is not None:
+                        listed[begin:end] |= _contains(own, numbers["key"][begin:end])
+                    begin = end
+            verdicts[name] = listed if name == "keep" else ~listed
+        return verdicts
+
+
+def select(corpora: Sequence[Sequence[Shard]], filter: Filter) -> Selection | None:
+    """The selection of a filter; None if it has no rule."""
+    return Selection(corpora, filter) if filter.rules else None
+
+
+def read_keys(path: str) -> Keys:
+    """The keys of a file, one a line. Raises UserError: it cannot be read, or holds none."""
+    try:
+        if Path(path).stat().st_size > _MAX_KEY_BYTES:
+            raise UserError(f"{path} is larger than {_MAX_KEY_BYTES >> 30} GiB.", "Split the data and its list.")
+        anywhere, of_shard = [], {}
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            for line in file:
+                if key := line.rstrip("\r\n"):
+                    if match := _OF_SHARD.fullmatch(key):
+                        of_shard.setdefault(match[1], []).append(match[2])
+                    else:
+                        anywhere.append(key)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", "Name a file with one key a line.") from None
+    if not anywhere and not of_shard:
+        raise UserError(f"{path} holds no keys.", "Write one key a line: KEY, or SHARD.tar/KEY.")
+    names = key_hash(of_shard).tolist()
+    lists = (np.unique(key_hash(keys)) for keys in of_shard.values())
+    return Keys(np.unique(key_hash(anywhere)), dict(zip(names, lists, strict=True)))
+
+
+def _contains(sorted_hashes: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    if not len(sorted_hashes):
+        return np.zeros(len(hashes), bool)
+    place = np.searchsorted(sorted_hashes, hashes)
+    return sorted_hashes[np.minimum(place, len(sorted_hashes) - 1)] == hashes
+
+
+def _make_rules(filter: Filter) -> list[Rule]:
+    f, size = filter, ("width", "height")
+    score = () if f.score is None else (score_column(f.score),)
+    possible = {
+        "min_side": (size, lambda w, h: np.minimum(w, h) >= f.min_side),
+        "max_side": (size, lambda w, h: np.maximum(w, h) <= f.max_side),
+        "max_aspect": (size, lambda w, h: (np.maximum(w, h) <= f.max_aspect * np.minimum(w, h)) & (w > 0)),
+        "min_words": (("fewest_words",), lambda n: n >= f.min_words),
+        "max_words": (("most_words",), lambda n: n <= f.max_words),
+        "min_chars": (("fewest_chars",), lambda n: n >= f.min_chars),
+        "max_chars": (("most_chars",), lambda n: n <= f.max_chars),
+        "min_score": (score, lambda s: s >= np.float32(f.min_score)),  # NaN is not
+        "max_score": (score, lambda s: s <= np.float32(f.max_score)),
+    }
+    return [Rule(name, *rule) for name, rule in possible.items() if getattr(f, name) is not None]
+
+
+def _check(filter: Filter, corpora: int) -> None:
+    """Refuse rules that say nothing or exclude each other."""
+    bounded = filter.min_score is not None or filter.max_score is not None
+    if bounded != (filter.score is not None):
+        raise UserError(
+            "data.filter.score needs min_score or max_score, and these need it.",
+            "Set data.filter.score to the name given to `tools.index_shards --columns --score`, and a bound.",
+        )
+    for low, high in ("min_side", "max_side"), ("min_words", "max_words"), ("min_chars", "max_chars"), (
+        "min_score", "max_score",
+    ):  # fmt: skip
+        least, most = getattr(filter, low), getattr(filter, high)
+        if least is not None and most is not None and least > most:
+            raise UserError(f"data.filter.{low} {least} is above {high} {most}.", "Exchange or correct them.")
+    if filter.columns and len(filter.columns) != corpora:
+        raise UserError(
+            f"There are {len(filter.columns)} folders of columns for {corpora} training paths.",
+            "Give data.filter.columns one folder for each path.",
+        )
+
+
+def _by_folder(shards: Sequence[Shard], given: str | None) -> list[tuple[Path, list[Shard]]]:
+    """Neighbouring shards that share a folder of columns."""
+    groups: list[tuple[Path, list[Shard]]] = []
+    for shard in shards:
+        if given is None and isinstance(shard.path, Remote):
+            raise UserError(
+                f"{shard.path} is remote, and data.filter needs columns on this machine.",
+                "Copy the folder `columns` from beside the shards, and name it in data.filter.columns.",
+            )
+        folder = Path(given) if given else shard.path.parent / FOLDER_NAME
+        if not groups or groups[-1][0] != folder:
+            groups.append((folder, []))
+        groups[-1][1].append(shard)
+    return groups
+
+
+def _command(shards: Sequence[Shard]) -> str:
+    path = shards[0].path
+    where = "FOLDER" if isinstance(path, Remote) else shlex.quote(str(path.parent))
+    return f"python -m tools.index_shards {where} --columns"
