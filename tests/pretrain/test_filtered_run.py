@@ -1,0 +1,57 @@
+"""A filter in the pretraining command: it is told, kept to, resumed on other ranks, and part of the run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pretrain.stream.filter import Filter
+from pretrain.stream.selection import Selection
+from probemb.data.shards.index import read_index
+from tests.pretrain.test_run import start
+from tools.index_shards import main
+from tools.make_scenes import Plan, make
+
+
+def logged(run: Path, ranks: int) -> dict[int, list[str]]:
+    """Keys of every step, all ranks' in their order."""
+    steps: dict[int, list[str]] = {}
+    for rank in range(ranks):
+        for line in (run / "samples" / f"rank-{rank}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            steps.setdefault(row["step"], []).extend(row["keys"])
+    return steps
+
+
+@pytest.mark.slow
+def test_a_filtered_run_and_its_resumption(tmp_path):
+    make(Plan(train=96, val=0, classes_images=0, size=32, shard_size=24), tmp_path / "world", workers=1)
+    data = tmp_path / "world" / "train"
+    options = {
+        "data.train": data,
+        "log-samples": "true",
+        "data.filter.min_words": 3,
+        "samples": 64,
+        "out": tmp_path / "a",
+    }
+    bare = start(options)
+    assert bare.returncode == 2
+    assert f"tools.index_shards {data} --columns" in bare.stderr
+    assert main([str(data), "--columns", "--workers", "1"]) == 0
+
+    selection = Selection([read_index(data)], Filter(min_words=3))
+    assert 16 <= selection.kept < 96
+    whole = start(options)
+    assert whole.returncode == 0, whole.stderr
+    assert f"filter: {selection.kept} of 96 samples kept" in whole.stdout
+    steps = logged(tmp_path / "a", 1)
+    assert sorted(steps) == [1, 2, 3, 4]
+    assert sum(map(len, steps.values())) == 64
+
+    options |= {"out": tmp_path / "b"}
+    assert start(options, "--stop-at-step=2").returncode == 0
+    other = start({**options, "data.filter.min_words": 4}, "--resume")
+    assert other.returncode == 2
+    assert "data.filter: min_words 3" in other.stderr
+    assert start(options, "--resume", ranks=2).returncode == 0
+    assert {step: keys for step, keys in logged(tmp_path / "b", 2).items() if step > 2} == {s: steps[s] for s in (3, 4)}
