@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pretrain.objectives import OBJECTIVES
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
 from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Minutes, Precision, Seed, Threads, Workers
 from probemb.cli.towers import Towers
-from probemb.errors import UserError
 
 if TYPE_CHECKING:
     from probemb.models import DualEncoder
@@ -73,14 +72,18 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, linear warm-up, cosine to zero; all lengths in samples seen.
+    """AdamW, a linear warm-up and a schedule; all lengths in samples seen.
 
     Args:
         lr: peak learning rate.
+        schedule: cosine, constant, constant-cooldown, inverse-sqrt, or wsd: constant, then falling as 1 - sqrt(x).
         betas: decay of AdamW's two moments.
         eps: AdamW's epsilon.
         weight_decay: on matrices only, not on norms, biases and scalars.
         warmup_samples: length of the linear warm-up.
+        cooldown_samples: last samples, in which the rate falls to end_lr; of constant-cooldown, wsd and inverse-sqrt.
+        cooldown_power: shape of constant-cooldown's fall, (1 - x)^power; 1 is linear.
+        end_lr: learning rate at the end of a schedule that falls.
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
@@ -88,7 +91,11 @@ class Optimizer:
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
     eps: ClosedUnitInterval = 1e-6
     weight_decay: NonNegativeFloat = 0.2
+    schedule: Literal["cosine", "constant", "constant-cooldown", "inverse-sqrt", "wsd"] = "cosine"
     warmup_samples: NonNegativeInt = 10_240_000
+    cooldown_samples: NonNegativeInt = 0
+    cooldown_power: PositiveFloat = 1.0
+    end_lr: NonNegativeFloat = 0.0
     clip_grad_norm: NonNegativeFloat = 1.0
 
 
@@ -217,44 +224,3 @@ class Config:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
         about = {"objective": self.objective, **OBJECTIVES[self.objective].model_options(self.loss)}
         return self.model.create(self.train_paths, self.loss, **about, **more)
-
-
-def check(config: Config, world_size: int) -> None:
-    """Refuse what cannot run, before anything is read or written.
-
-    Raises:
-        UserError: names the key and a valid value.
-    """
-    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
-        raise UserError(
-            f"keep_every {config.keep_every} is not a multiple of save_every {config.save_every}.",
-            "Only a step that is saved can be kept: choose a multiple.",
-        )
-    if config.samples == 0 and config.epochs <= 0:
-        raise UserError(f"epochs is {config.epochs}.", "Set epochs or samples to more than zero.")
-    if not config.train_paths:
-        raise UserError(
-            "There is no training data.",
-            "Pass --data.train FOLDER with a folder of webdataset shards, or a configuration that names one.",
-        )
-    if config.data.weights and len(config.data.weights) != len(config.train_paths):
-        raise UserError(
-            f"There are {len(config.train_paths)} training paths and {len(config.data.weights)} weights.",
-            "Give data.weights one number for each path.",
-        )
-    objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers
-    objective.check(config.loss)
-    if not objective.probabilistic and layers not in (None, 0, (0, 0)):
-        raise UserError(
-            f"The objective {config.objective} predicts no uncertainty, and model.n_unc_layers is {layers}.",
-            "Leave model.n_unc_layers out, or set it to 0.",
-        )
-    parts = world_size * config.engine.accumulation
-    if config.batch_size % parts:
-        lower = config.batch_size // parts * parts
-        remedy = f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + parts}, or change the ranks or parts."
-        raise UserError(
-            f"batch_size {config.batch_size} cannot be shared evenly by {world_size} ranks x "
-            f"{config.engine.accumulation} accumulation parts.",
-            remedy,
-        )

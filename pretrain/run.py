@@ -20,7 +20,9 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pretrain.config import Config, Model, check
+from pretrain.config import Config, Model
+from pretrain.contradictions import check
+from pretrain.schedules import check_schedule
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.cli.streams import make_output_unfailing
@@ -78,6 +80,7 @@ def train(config: Config, preemption: Preemption) -> int:
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
     steps = step + max(0, whole_steps(config, stream) - samples // config.batch_size)
+    check_schedule(config.optimizer, samples + (steps - step) * config.batch_size)
     identity = {**stream.identity, **words_identity(model), **resize_identity(config)}
     if earlier and (changed := changes_since(config, state, identity, earlier)):
         then = f"the data resumes after {samples:,} samples seen, in its present order"
@@ -145,11 +148,14 @@ def finish(lock) -> None:
 def changes_since(config: Config, state: dict, identity: dict, earlier: Path) -> list[str]:
     """Allowed changes since the checkpoint `earlier`. Raises UserError: another run, see `refuse_another_run`."""
     from pretrain.folder import DIGEST, FREE_TO_CHANGE
+    from probemb.cli.configuration import to_dict
     from probemb.runs.folder import refuse_another_run
 
     state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
     if config.model.n_unc_layers is None and state["config"]["model"]["n_unc_layers"] == Model.DEFAULT_LAYERS:
         state["config"]["model"]["n_unc_layers"] = None  # once the default was written out
+    for group in ("model", "optimizer"):  # options that the run's version did not have
+        state["config"][group] = to_dict(Config())[group] | state["config"][group]
     return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
 
 

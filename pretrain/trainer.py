@@ -14,7 +14,6 @@ queued, before that one may step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,11 +23,11 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Config
-from pretrain.config import Optimizer as OptimizerConfig
 from pretrain.engine.nonfinite import Evidence, Flag, Queued, as_error
 from pretrain.engine.randomness import random_state, set_random_state
 from pretrain.engine.state import gradient_norm, step_unless
 from pretrain.objectives import OBJECTIVES, Pairs
+from pretrain.schedules import learning_rate, set_learning_rate
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
 from probemb.distributed import all_of
@@ -50,14 +49,6 @@ class Forward(NamedTuple):
         """Unpack the flat output of `Towers`."""
         mean_i, log_var_i, mean_t, log_var_t, scalars = tensors
         return cls(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), scalars)
-
-
-def learning_rate(config: OptimizerConfig, samples: int, total: int) -> float:
-    """Linear warm-up, then a cosine to zero at `total`; a pure function of the samples seen."""
-    if samples < config.warmup_samples:
-        return config.lr * samples / config.warmup_samples
-    progress = (samples - config.warmup_samples) / max(1, total - config.warmup_samples)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class Recorder(Protocol):
@@ -144,8 +135,7 @@ class Trainer:
             images = batch.images.to(self.device, non_blocking=True)
             tokens = self._cut(batch.tokens).to(self.device, non_blocking=True)
             lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.total)
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(self.engine.optimizer, lr)
             self.queue_step(images, tokens, batch.keys)  # ------------------- forward, loss, backward, agree, step
             self.step += 1
             self.samples += config.batch_size

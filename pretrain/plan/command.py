@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from pretrain.config import Config, check
+from pretrain.config import Config
+from pretrain.contradictions import check
 from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share

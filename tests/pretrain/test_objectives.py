@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from pretrain.config import Config, Engine, Model, Optimizer
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.objectives import CLIP, OBJECTIVES, Pairs, PCMEPlusPlus, ProLIP, SigLIP
-from pretrain.trainer import Forward, Trainer, learning_rate
+from pretrain.schedules import learning_rate, set_learning_rate
+from pretrain.trainer import Forward, Trainer
 from probemb import Gaussian, distributed, load_model
 from probemb.cli.configuration import to_dict
 from probemb.data.captions.find import find_captions
@@ -167,8 +168,7 @@ def learnt(rank: int, world: int, name: str, drawn: tuple) -> dict[str, float]:
     engine = make_engine(model, config, "fp32", torch.device("cpu"))
     fit, losses = Trainer(engine, None, config, torch.device("cpu"), STEPS), []
     for step in range(1, STEPS + 1):
-        for group in engine.optimizer.param_groups:
-            group["lr"] = learning_rate(optimizer, 32 * step, 32 * STEPS)
+        set_learning_rate(engine.optimizer, learning_rate(optimizer, 32 * step, 32 * STEPS))
         losses.append(float(fit.train_step(images[rows], tokens[rows])["loss"]))
     with torch.no_grad():
         image, text = model.encode_image(images), model.encode_text(tokens)

@@ -1,6 +1,5 @@
 """Training steps on real DeepSpeed engines equal the same steps in plain torch on the whole batch."""
 
-import math
 from dataclasses import replace
 from functools import cache
 
@@ -13,6 +12,7 @@ from pretrain import trainer
 from pretrain.config import Config, Engine, Model, Optimizer
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.objectives import CLIP, PCMEPlusPlus, ProLIP, SigLIP
+from pretrain.schedules import learning_rate, set_learning_rate
 from probemb.data.remote.sources import Remote
 from probemb.losses import ProLIPLoss, clip_loss, pairwise_match_loss, siglip_loss
 from probemb.models import no_weight_decay
@@ -77,7 +77,7 @@ def plain_torch(objective):
     losses, norms = [], []
     for step, (images, tokens) in enumerate(batches(model), 1):
         for group in optimizer.param_groups:
-            group["lr"] = trainer.learning_rate(o, step * BATCH, STEPS * BATCH)
+            group["lr"] = learning_rate(o, step * BATCH, STEPS * BATCH)
         out = model(images, tokens)
         loss = plain_loss(objective, out)
         optimizer.zero_grad()
@@ -99,8 +99,7 @@ def on_engine(rank, world, objective, stage, parts, checkpointing):
     fit = trainer.Trainer(engine, None, config, CPU, STEPS)
     losses, norms = [], []
     for step, (images, tokens) in enumerate(data, 1):
-        for group in engine.optimizer.param_groups:
-            group["lr"] = trainer.learning_rate(config.optimizer, step * BATCH, STEPS * BATCH)
+        set_learning_rate(engine.optimizer, learning_rate(config.optimizer, step * BATCH, STEPS * BATCH))
         n = BATCH // world
         terms = fit.train_step(images[rank * n : (rank + 1) * n], tokens[rank * n : (rank + 1) * n])
         loss = terms["loss"].double()
@@ -185,11 +184,3 @@ def test_ranks_load_in_step_however_slow_one_of_them_is(world, tmp_path):
     assert seen == [(60, 60 // world), (120, 60 // world)]
     assert len(rounds) > 3  # they waited for rank 1
     assert rounds[-2:] == [1, 2]  # and stopped without waiting again
-
-
-def test_schedule_warms_up_linearly_and_ends_at_zero():
-    o = Optimizer(lr=2.0, warmup_samples=100)
-    assert trainer.learning_rate(o, 50, 1100) == 1.0
-    assert trainer.learning_rate(o, 100, 1100) == 2.0
-    assert math.isclose(trainer.learning_rate(o, 600, 1100), 1.0)
-    assert trainer.learning_rate(o, 1100, 1100) == 0.0

@@ -1,0 +1,50 @@
+"""What a pretraining configuration may not ask for."""
+
+from __future__ import annotations
+
+from pretrain.config import Config
+from pretrain.objectives import OBJECTIVES
+from pretrain.schedules import check_schedule
+from probemb.errors import UserError
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuse what cannot run, before anything is read or written.
+
+    Raises:
+        UserError: names the key and a valid value.
+    """
+    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
+        raise UserError(
+            f"keep_every {config.keep_every} is not a multiple of save_every {config.save_every}.",
+            "Only a step that is saved can be kept: choose a multiple.",
+        )
+    if config.samples == 0 and config.epochs <= 0:
+        raise UserError(f"epochs is {config.epochs}.", "Set epochs or samples to more than zero.")
+    if not config.train_paths:
+        raise UserError(
+            "There is no training data.",
+            "Pass --data.train FOLDER with a folder of webdataset shards, or a configuration that names one.",
+        )
+    if config.data.weights and len(config.data.weights) != len(config.train_paths):
+        raise UserError(
+            f"There are {len(config.train_paths)} training paths and {len(config.data.weights)} weights.",
+            "Give data.weights one number for each path.",
+        )
+    check_schedule(config.optimizer)
+    objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers
+    objective.check(config.loss)
+    if not objective.probabilistic and layers not in (None, 0, (0, 0)):
+        raise UserError(
+            f"The objective {config.objective} predicts no uncertainty, and model.n_unc_layers is {layers}.",
+            "Leave model.n_unc_layers out, or set it to 0.",
+        )
+    parts = world_size * config.engine.accumulation
+    if config.batch_size % parts:
+        lower = config.batch_size // parts * parts
+        remedy = f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + parts}, or change the ranks or parts."
+        raise UserError(
+            f"batch_size {config.batch_size} cannot be shared evenly by {world_size} ranks x "
+            f"{config.engine.accumulation} accumulation parts.",
+            remedy,
+        )

@@ -1,0 +1,120 @@
+"""Learning rate schedules: pure functions of the samples seen, so that a run resumes on any number of ranks.
+
+w samples of warm-up, n samples of the run, c samples of cooldown at its end, s samples seen, e = end_lr:
+
+    all                     lr s / w                                              s < w
+    cosine                  e + (lr - e) (1 + cos(pi (s - w) / (n - w))) / 2
+    constant                lr
+    constant-cooldown       lr;  e + (lr - e) (1 - (s - n + c) / c)^power         in the cooldown
+    inverse-sqrt            lr sqrt(w / s);  in a cooldown linearly to e from where it starts
+    wsd                     lr;  e + (lr - e) (1 - sqrt((s - n + c) / c))         in the cooldown
+
+Sources: open_clip's const-cooldown and cosine; inverse-sqrt with a linear cooldown is Zhai et al., "Scaling Vision
+Transformers" (CVPR 2022, §3.5); wsd (warm-up, stable, decay) falls as Hägele et al., "Scaling Laws and Compute-Optimal
+Training Beyond Fixed Training Durations" (NeurIPS 2024), found best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from pretrain.config import Optimizer
+
+
+def learning_rate(o: Optimizer, samples: int, total: int) -> float:
+    """The rate of the step that ends at `samples` samples seen, of a run of `total`."""
+    if samples < o.warmup_samples:
+        return o.lr * samples / o.warmup_samples
+    return _SCHEDULES[o.schedule](o, samples, total)
+
+
+def set_learning_rate(optimizer, lr: float) -> None:
+    """Give every parameter group `lr` times its own "multiplier", if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("multiplier", 1.0)
+
+
+def check_schedule(o: Optimizer, total: int | None = None) -> None:
+    """Refuse options that contradict each other, or that do not fit into a run of `total` samples.
+
+    Raises:
+        UserError: names the key and a valid value.
+    """
+    if o.schedule in ("constant-cooldown", "wsd") and not o.cooldown_samples:
+        raise UserError(
+            f"The schedule {o.schedule} has no cooldown.",
+            "Set optimizer.cooldown_samples to its length in samples, or optimizer.schedule to constant.",
+        )
+    if o.schedule in ("cosine", "constant") and o.cooldown_samples:
+        raise UserError(
+            f"The schedule {o.schedule} has no cooldown, and optimizer.cooldown_samples is {o.cooldown_samples:,}.",
+            "Leave cooldown_samples out, or set optimizer.schedule to constant-cooldown, inverse-sqrt or wsd.",
+        )
+    if o.schedule != "constant-cooldown" and o.cooldown_power != 1:
+        raise UserError(
+            f"optimizer.cooldown_power has no use in the schedule {o.schedule}.",
+            "Leave it out, or set optimizer.schedule to constant-cooldown.",
+        )
+    if o.schedule == "inverse-sqrt" and not o.warmup_samples:
+        raise UserError(
+            "The schedule inverse-sqrt falls from the end of the warm-up, and optimizer.warmup_samples is 0.",
+            "Set warmup_samples to more than zero.",
+        )
+    falls = o.schedule == "cosine" or o.cooldown_samples
+    if o.end_lr and not falls:
+        raise UserError(
+            f"The schedule {o.schedule} reaches no end, and optimizer.end_lr is {o.end_lr}.",
+            "Leave end_lr out, or set optimizer.schedule or cooldown_samples.",
+        )
+    if o.end_lr and o.end_lr > o.lr:
+        raise UserError(f"optimizer.end_lr {o.end_lr} is above optimizer.lr {o.lr}.", "Set it to less than lr.")
+    if total is not None and o.cooldown_samples and o.warmup_samples + o.cooldown_samples > total:
+        raise UserError(
+            f"A warm-up of {o.warmup_samples:,} and a cooldown of {o.cooldown_samples:,} samples do not fit into a run "
+            f"of {total:,}.",
+            "Shorten optimizer.warmup_samples or optimizer.cooldown_samples, or raise epochs or samples.",
+        )
+
+
+def _cosine(o: Optimizer, samples: int, total: int) -> float:
+    progress = (samples - o.warmup_samples) / max(1, total - o.warmup_samples)
+    return o.end_lr + (o.lr - o.end_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def _constant(o: Optimizer, samples: int, total: int) -> float:
+    return o.lr
+
+
+def _constant_cooldown(o: Optimizer, samples: int, total: int) -> float:
+    return o.end_lr + (o.lr - o.end_lr) * (1 - _cooled(o, samples, total)) ** o.cooldown_power
+
+
+def _inverse_sqrt(o: Optimizer, samples: int, total: int) -> float:
+    start = min(samples, total - o.cooldown_samples) if o.cooldown_samples else samples
+    rate = o.lr * math.sqrt(o.warmup_samples / start)
+    return rate + (o.end_lr - rate) * _cooled(o, samples, total)
+
+
+def _wsd(o: Optimizer, samples: int, total: int) -> float:
+    return o.end_lr + (o.lr - o.end_lr) * (1 - math.sqrt(_cooled(o, samples, total)))
+
+
+def _cooled(o: Optimizer, samples: int, total: int) -> float:
+    """The share of the cooldown that is over, 0 before it."""
+    if not o.cooldown_samples:
+        return 0.0
+    return min(1.0, max(0, samples - (total - o.cooldown_samples)) / o.cooldown_samples)
+
+
+_SCHEDULES: dict[str, Callable[[Optimizer, int, int], float]] = {
+    "cosine": _cosine,
+    "constant": _constant,
+    "constant-cooldown": _constant_cooldown,
+    "inverse-sqrt": _inverse_sqrt,
+    "wsd": _wsd,
+}

@@ -1,0 +1,90 @@
+"""Schedules against open_clip's, and against their formulas at ends and corners."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from open_clip_train.scheduler import const_lr_cooldown, cosine_lr
+
+from pretrain.config import Config, Optimizer
+from pretrain.contradictions import check
+from pretrain.schedules import check_schedule, learning_rate, set_learning_rate
+from probemb.errors import UserError
+
+TOTAL, WARMUP, COOLDOWN = 1100, 100, 400
+O = Optimizer(lr=2.0, warmup_samples=WARMUP)
+COOLED = replace(O, cooldown_samples=COOLDOWN, end_lr=0.5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "constant-cooldown", "inverse-sqrt", "wsd"])
+def test_all_warm_up_linearly_and_are_continuous(schedule):
+    o = replace(COOLED, schedule=schedule)
+    assert [learning_rate(o, s, TOTAL) for s in (0, 50, 100)] == [0.0, 1.0, 2.0]
+    rates = [learning_rate(o, s, TOTAL) for s in range(TOTAL + 1)]
+    steps = [b - a for a, b in pairwise(rates)]
+    assert max(map(abs, steps)) < (1.5 / math.sqrt(COOLDOWN) + 1e-9 if schedule == "wsd" else 0.021)
+    assert max(steps[WARMUP:]) <= 0
+
+
+def test_cosine_and_cooldown_are_open_clips():
+    group = SimpleNamespace(param_groups=[{}])
+    theirs = {
+        "cosine": (cosine_lr(group, 2.0, WARMUP, TOTAL), O),
+        "constant-cooldown": (const_lr_cooldown(group, 2.0, WARMUP, TOTAL, COOLDOWN, 1.0, 0.5), COOLED),
+    }
+    curved = replace(COOLED, cooldown_power=2.5)
+    theirs["curved"] = const_lr_cooldown(group, 2.0, WARMUP, TOTAL, COOLDOWN, 2.5, 0.5), curved
+    for name, (rate, o) in theirs.items():
+        o = replace(o, schedule="constant-cooldown" if name == "curved" else name)
+        for step in range(TOTAL):  # of one sample; open_clip warms up by the steps done after this one
+            seen = step + 1 if step < WARMUP else step
+            assert learning_rate(o, seen, TOTAL) == pytest.approx(rate(step), abs=1e-12), (name, step)
+
+
+def test_ends_and_corners():
+    def rates(schedule, *samples, o=COOLED):
+        return [learning_rate(replace(o, schedule=schedule), s, TOTAL) for s in samples]
+
+    assert rates("cosine", 600, TOTAL, o=O) == pytest.approx([1.0, 0.0])
+    assert rates("cosine", 600, TOTAL, 2 * TOTAL, o=replace(O, end_lr=0.5)) == pytest.approx([1.25, 0.5, 0.5])
+    assert rates("constant", 101, TOTAL, o=O) == [2.0, 2.0]
+    assert rates("constant-cooldown", 700, 900, TOTAL, 2 * TOTAL) == pytest.approx([2.0, 1.25, 0.5, 0.5])
+    assert rates("wsd", 700, 800, TOTAL) == pytest.approx([2.0, 0.5 + 1.5 * 0.5, 0.5])
+    assert rates("inverse-sqrt", 400, TOTAL, o=O) == pytest.approx([1.0, 2 / math.sqrt(11)])
+    top = 2 / math.sqrt(7)
+    assert rates("inverse-sqrt", 400, 700, 900, TOTAL) == pytest.approx([1.0, top, (top + 0.5) / 2, 0.5])
+    assert rates("constant", 0, 1, o=replace(O, warmup_samples=0)) == [2.0, 2.0]
+
+
+def test_groups_have_multiples_of_the_rate():
+    optimizer = SimpleNamespace(param_groups=[{"lr": 9.0}, {"lr": 9.0, "multiplier": 0.25}])
+    set_learning_rate(optimizer, 0.4)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "remedy"),
+    [
+        ({"schedule": "wsd"}, "has no cooldown", "optimizer.cooldown_samples"),
+        ({"schedule": "constant-cooldown"}, "has no cooldown", "optimizer.cooldown_samples"),
+        ({"cooldown_samples": 10}, "cosine has no cooldown", "constant-cooldown"),
+        ({"cooldown_power": 2.0}, "cooldown_power has no use", "constant-cooldown"),
+        ({"schedule": "inverse-sqrt", "warmup_samples": 0}, "warmup_samples is 0", "more than zero"),
+        ({"schedule": "constant", "end_lr": 0.1}, "reaches no end", "Leave end_lr out"),
+        ({"schedule": "inverse-sqrt", "end_lr": 0.1}, "reaches no end", "cooldown_samples"),
+        ({"end_lr": 3.0}, "is above optimizer.lr", "less than lr"),
+    ],
+)
+def test_contradictions_are_refused(change, says, remedy):
+    with pytest.raises(UserError, match=says) as refused:
+        check(Config(data=replace(Config().data, train="x"), optimizer=replace(O, **change)), world_size=1)
+    assert remedy in str(refused.value)
+
+
+def test_a_cooldown_must_fit_into_the_run():
+    o = replace(COOLED, schedule="wsd")
+    check_schedule(o, WARMUP + COOLDOWN)
+    with pytest.raises(UserError, match="do not fit into a run of 499"):
+        check_schedule(o, WARMUP + COOLDOWN - 1)
