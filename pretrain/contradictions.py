@@ -1,4 +1,4 @@
-"""What a pretraining configuration may not ask for."""
+"""Contradictions in a pretraining configuration."""
 
 from __future__ import annotations
 

@@ -18,9 +18,6 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop, Resize
-from torchvision.transforms.functional import _compute_resized_output_size as resized_size
-
-RESIZERS = ("tensor", "pil")
 
 
 def as_pixels(image: Image.Image) -> Tensor:
@@ -92,13 +89,19 @@ class Resized:
         """Resize the whole image."""
         if isinstance(self.step, Resize):
             wanted = self.step.size if isinstance(self.step.size, Sequence) else [self.step.size]
-            size = resized_size(image.size[::-1], list(wanted)) if len(wanted) == 1 else wanted
+            size = _short_side(*image.size, wanted[0]) if len(wanted) == 1 else wanted
         else:
             size = self.step.get_params(image, self.step.size, self.step.longest)
         return resize(as_pixels(image), size, self.step.interpolation)
 
     def __repr__(self) -> str:
         return f"Resized({self.step})"
+
+
+def _short_side(width: int, height: int, short: int) -> tuple[int, int]:
+    """(height, width) with a shorter side of `short` pixels; the longer is cut to whole pixels, as torchvision does."""
+    long = int(short * max(width, height) / min(width, height))
+    return (long, short) if width <= height else (short, long)
 
 
 def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

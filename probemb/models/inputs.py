@@ -1,4 +1,4 @@
-"""What a model reads: images to tensors, texts to tokens."""
+"""Inputs of a model: images to tensors, texts to tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What results.json of an evaluation holds."""
+"""Contents of an evaluation's results.json."""
 
 from __future__ import annotations
 

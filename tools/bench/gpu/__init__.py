@@ -1,1 +1,1 @@
-"""What a GPU must prove, in one command: `python -m tools.bench.gpu`."""
+"""All that a GPU must prove, in one command: `python -m tools.bench.gpu`."""

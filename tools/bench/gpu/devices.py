@@ -1,4 +1,4 @@
-"""Where things are and what computes them: NCCL, placement, attention kernels, several ranks."""
+"""Checks of devices: NCCL, placement, attention kernels, several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is given, and what it notes down while it runs."""
+"""The settings of a check, and the notes that it takes while it runs."""
 
 from __future__ import annotations
 

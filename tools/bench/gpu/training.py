@@ -1,4 +1,4 @@
-"""What is learned on the GPU: bf16 against fp32, and every way to share a step's work against plain PyTorch."""
+"""Checks of training: bf16 against fp32, and every way to share a step's work against plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a training step makes the host wait for the device."""
+"""Count of a training step's waits of the host for the device."""
 
 from __future__ import annotations
 
