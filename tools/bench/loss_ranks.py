@@ -13,6 +13,7 @@ import resource
 import statistics
 import tempfile
 import time
+import warnings
 from multiprocessing import get_context
 
 PEERS = ("open_clip CLIP, gathered", "open_clip SigLIP, bidir", "open_clip SigLIP, shift")
@@ -114,8 +115,16 @@ def _times(rank: int, world: int, names: tuple[str, ...], batch: int, dim: int, 
 
 
 def _on_ranks(world: int, fn, *args) -> list:
-    """fn(rank, world, *args) in fresh processes that form a gloo group; the results in rank order."""
-    context = get_context("spawn")
+    """fn(rank, world, *args) in processes that form a gloo group; the results in rank order.
+
+    They are forked from this one, which has imported everything and computed nothing.
+    """
+    import open_clip.loss  # noqa: F401
+    import torch  # noqa: F401
+
+    import probemb.losses  # noqa: F401
+
+    context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         ranks = [
@@ -137,6 +146,7 @@ def _rank(send, store: str, rank: int, world: int, fn, args) -> None:
 
     from probemb.distributed import settle
 
+    warnings.simplefilter("ignore")  # torch's, of a function that open_clip calls
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     send.send(fn(rank, world, *args))
