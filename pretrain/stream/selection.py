@@ -8,6 +8,7 @@ sample); the places in a shard are computed again when a lane reaches it.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -246,18 +247,18 @@ def _check(filter: Filter, corpora: int) -> None:
 
 def _by_folder(shards: Sequence[Shard], given: str | None) -> list[tuple[Path, list[Shard]]]:
     """Neighbouring shards that share a folder of columns."""
-    groups: list[tuple[Path, list[Shard]]] = []
+    groups: list[tuple[str, list[Shard]]] = []
     for shard in shards:
-        if given is None and isinstance(shard.path, Remote):
+        if given is None and isinstance(shard.place, Remote):
             raise UserError(
                 f"{shard.path} is remote, and data.filter needs columns on this machine.",
                 "Copy the folder `columns` from beside the shards, and name it in data.filter.columns.",
             )
-        folder = Path(given) if given else shard.path.parent / FOLDER_NAME
+        folder = given or os.path.join(os.path.dirname(shard.place), FOLDER_NAME)
         if not groups or groups[-1][0] != folder:
             groups.append((folder, []))
         groups[-1][1].append(shard)
-    return groups
+    return [(Path(folder), group) for folder, group in groups]
 
 
 def _command(shards: Sequence[Shard]) -> str:

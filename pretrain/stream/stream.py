@@ -32,7 +32,7 @@ from probemb.data.failures import Failure, Tally
 from probemb.data.randomness import isolated_randomness
 from probemb.data.remote.cache import GIB, ShardCache, TemporaryCache
 from probemb.data.remote.sources import Remote
-from probemb.data.shards.index import Shard
+from probemb.data.shards.index import Shard, repeated
 from probemb.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Stream:
     def _make_cache(self) -> ShardCache | None:
         """The cache of remote shards, None if all are local."""
         self._temporary_cache: TemporaryCache | None = None
-        remote = [shard for shard in self.shards if isinstance(shard.path, Remote)]
+        remote = [shard for shard in self.shards if isinstance(shard.place, Remote)]
         if not remote:
             return None
         settings = self.settings
@@ -315,12 +315,11 @@ def labels_of(shards: Sequence[Shard]) -> list[str]:
 
 def _refuse_repeats(shards: Sequence[Shard]) -> None:
     """Raise UserError if a shard is named twice."""
-    for path, times in Counter(shard.path for shard in shards).items():
-        if times > 1:
-            raise UserError(
-                f"The shard {path} is named {times} times.",
-                "Name every shard once, and say with data.weights what is to be seen more often.",
-            )
+    if twice := repeated(shards):
+        raise UserError(
+            f"The shard {twice[0]} is named {twice[1]} times.",
+            "Name every shard once, and say with data.weights what is to be seen more often.",
+        )
 
 
 def _make_order(corpora: Sequence[Corpus], settings: Settings, selection: Selection | None) -> Order:

@@ -7,29 +7,42 @@ written by `python -m tools.index_shards FOLDER`; older ones have no `sha256`. T
 
 import fnmatch
 import hashlib
-import itertools
 import json
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from probemb.data.failures import BadShard
 from probemb.data.remote.sources import DEFAULT_POLICY, FetchPolicy, Remote, check_scheme, fetch_bytes, is_remote
+from probemb.data.shards.patterns import expand_braces
 from probemb.errors import UserError
 from probemb.files import replace_text
 
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 256 << 20
-MAX_PATTERN_FILES = 100_000
 MAX_SHARD_BYTES = 1 << 44
 LEAST_SAMPLE_BYTES = 1536  # the headers of two members, and an image
 _TAR_WORD = re.compile(r"[^\s/'\"=:|<>;]+\.tar(?![\w.])")  # the file name of a tar, inside a command
+_SHA256 = re.compile("[0-9a-f]{64}")
 _NOWHERE = Remote("pipe:false")  # names from an index never become part of a command
 _EMBEDDED = "make the embedded data with `python -m tools.make_scenes data/scenes`"
+
+
+class _KeptAsText:
+    """A field that holds a path as text: a corpus of 200,000 shards is 60 MiB smaller than with `Path` objects."""
+
+    def __get__(self, shard, owner=None) -> Path | Remote:
+        if shard is None:
+            raise AttributeError("path")  # for `dataclass`: there is no default
+        return Path(shard.place) if type(shard.place) is str else shard.place
+
+    def __set__(self, shard, path: Path | Remote) -> None:
+        object.__setattr__(shard, "place", os.fspath(path) if isinstance(path, os.PathLike) else path)
 
 
 @dataclass(frozen=True)
@@ -37,10 +50,11 @@ class Shard:
     """One tar of a corpus: its name in the index, its path or address, its number of samples and bytes.
 
     sha256: of the whole file, in hexadecimal; None if the index has none.
+    place: the path as text, or the address; a faster key than `path`.
     """
 
     name: str
-    path: Path | Remote
+    path: Path | Remote = _KeptAsText()
     samples: int
     bytes: int
     sha256: str | None = None
@@ -71,11 +85,17 @@ def read_index(
     shards = [shard for one in source for shard in _read_source(one, policy)]
     if not shards:
         raise UserError("The list of shards is empty.", "Name at least one folder or pattern of webdataset shards.")
-    paths = [shard.path for shard in shards]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path, count in Counter(paths).items() if count > 1)
-        raise UserError(f"The shard {twice} is named twice.", "Name every shard of the corpus once.")
+    if twice := repeated(shards):
+        raise UserError(f"The shard {twice[0]} is named twice.", "Name every shard of the corpus once.")
     return shards
+
+
+def repeated(shards: Sequence[Shard]) -> tuple[Path | Remote, int] | None:
+    """A path or address that several shards share, and how many; None if all differ."""
+    if len({shard.place for shard in shards}) == len(shards):
+        return None
+    place, times = Counter(shard.place for shard in shards).most_common(1)[0]
+    return next(shard.path for shard in shards if shard.place == place), times
 
 
 def write_index(folder: str | os.PathLike, shards: Sequence[Shard]) -> Path:
@@ -191,43 +211,6 @@ def _fetch_index(remote: Remote, beside: Callable[[str], Remote], policy: FetchP
     return _parse_index(content, str(remote), beside, remedy)
 
 
-def expand_braces(pattern: str) -> list[str]:
-    """Expand {00000..00331} and {a,b} as a shell does. Raises UserError: unbalanced, or too many names."""
-    names = list(itertools.islice(_expand_braces(pattern), MAX_PATTERN_FILES + 1))
-    if len(names) > MAX_PATTERN_FILES:
-        raise UserError(
-            f"The data path {_shown(pattern)} stands for more than {MAX_PATTERN_FILES:,} files.", "Narrow the range."
-        )
-    return names
-
-
-def _expand_braces(pattern: str) -> Iterator[str]:
-    """Generate one name at a time, so that a huge range costs nothing."""
-    command = pattern.startswith("pipe:")  # a shell also uses braces otherwise
-    braces = re.search(r"(?<!\$)\{([^{}\s]*(?:\.\.|,)[^{}\s]*)\}" if command else r"\{([^{}]*)\}", pattern)
-    if braces is None:
-        if not command and ("{" in pattern or "}" in pattern):
-            raise UserError(
-                f"The braces of the data path {_shown(pattern)} do not pair up.",
-                "Write a range as in data/cc3m/{00000..00331}.tar.",
-            )
-        yield pattern
-        return
-    numbers = re.fullmatch(r"([0-9]{1,12})\.\.([0-9]{1,12})", braces[1])
-    if numbers:
-        width = len(numbers[1]) if numbers[1].startswith("0") else 1
-        options = (f"{number:0{width}d}" for number in range(int(numbers[1]), int(numbers[2]) + 1))
-    else:
-        options = iter(braces[1].split(","))
-    for option in options:
-        yield from _expand_braces(pattern[: braces.start()] + option + pattern[braces.end() :])
-
-
-def _shown(source: str) -> str:
-    """The source as typed, without the secrets of an address."""
-    return str(Remote(source)) if is_remote(source) else source
-
-
 def _index_command(folder: Path) -> str:
     return f"python -m tools.index_shards {shlex.quote(str(folder))}"
 
@@ -242,49 +225,60 @@ def read_index_file(folder: Path) -> list[Shard]:
             raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
         raise UserError(f"{folder} holds no webdataset shards.", f"Name the folder of the .tar files, or {_EMBEDDED}.")
     with open(path, "rb") as file:
-        content = file.read(MAX_INDEX_BYTES + 1)
-    return _parse_index(content, str(path), lambda name: folder / name, rebuild)
+        return _parse_index(file.read(MAX_INDEX_BYTES + 1), str(path), partial(os.path.join, folder), rebuild)
 
 
-def _parse_index(content: bytes, path: str, beside: Callable[[str], Path | Remote], rebuild: str) -> list[Shard]:
+def _parse_index(content: bytes, path: str, beside: Callable[[str], str | Remote], rebuild: str) -> list[Shard]:
     """`beside` gives the path or address of a file name; it may raise ValueError."""
     try:
         if len(content) > MAX_INDEX_BYTES:
             raise ValueError("too large")
-        rows = json.loads(content.decode())["shards"]
-        shards = [Shard(row["name"], Path(), row["samples"], row["bytes"], row.get("sha256")) for row in rows]
-        for shard in shards:
-            if type(shard.name) is not str:
-                raise ValueError("names must be strings")
-            if type(shard.samples) is not int or type(shard.bytes) is not int or min(shard.samples, shard.bytes) < 0:
-                raise ValueError("counts must be whole numbers")
-            if shard.sha256 is not None and not re.fullmatch("[0-9a-f]{64}", shard.sha256):
-                raise ValueError("not a hash")
+        rows = json.loads(content.decode(), object_hook=_row)["shards"]
+        if type(rows) is not list or not all(type(row) is tuple for row in rows):
+            raise ValueError("not a list of rows")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not an index of shards.", rebuild) from None
-    for shard in shards:
+    del content
+    count, names, shards = len(rows), set(), []
+    rows.reverse()
+    while rows:  # each is freed as its shard is made
+        name, samples, size, sha256 = rows.pop()
         try:
-            if shard.name in ("", "..") or Path(shard.name).name != shard.name or "\0" in shard.name:
-                raise ValueError(shard.name)
-            beside(shard.name)
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise ValueError(name)
+            where = beside(name)
         except ValueError:
-            raise UserError(f"{path} names a file outside its own folder: {shard.name!r}.", rebuild) from None
-        if shard.bytes > MAX_SHARD_BYTES or shard.samples * LEAST_SAMPLE_BYTES > shard.bytes:
-            counts = f"{shard.samples:,} samples in {shard.bytes:,} bytes"
-            raise UserError(f"{path} says that {shard.name} holds {counts}, which cannot be.", rebuild)
-    if len({shard.name for shard in shards}) < len(shards):
+            raise UserError(f"{path} names a file outside its own folder: {name!r}.", rebuild) from None
+        if size > MAX_SHARD_BYTES or samples * LEAST_SAMPLE_BYTES > size:
+            counts = f"{samples:,} samples in {size:,} bytes"
+            raise UserError(f"{path} says that {name} holds {counts}, which cannot be.", rebuild)
+        names.add(name)
+        if samples:
+            shards.append(Shard(name, where, samples, size, sha256))
+    if len(names) < count:
         raise UserError(f"{path} names a shard twice.", rebuild)
-    shards = [replace(shard, path=beside(shard.name)) for shard in shards if shard.samples]
     if not shards:
         raise UserError(f"{path} lists no shard that holds a sample.", "Name a folder of KEY.jpg + KEY.txt shards.")
     return shards
+
+
+def _row(found: dict) -> tuple | dict:
+    """A shard's row of an index as a tuple, which is smaller; other objects stay. Raises ValueError."""
+    if "name" not in found:
+        return found
+    name, samples, size, sha256 = found["name"], found["samples"], found["bytes"], found.get("sha256")
+    if type(name) is not str or type(samples) is not int or type(size) is not int or min(samples, size) < 0:
+        raise ValueError("a name and whole numbers")
+    if sha256 is not None and not _SHA256.fullmatch(sha256):
+        raise ValueError("not a hash")
+    return name, samples, size, sha256
 
 
 def _check_files(shards: list[Shard], folder: Path) -> list[Shard]:
     rebuild = f"If the shards are correct, bring the index up to date with `{_index_command(folder)}`."
     for shard in shards:
         try:
-            size = shard.path.stat().st_size
+            size = os.stat(shard.place).st_size
         except OSError:
             what = f"{folder / 'index.json'} names {shard.name}, which is missing or cannot be read."
             raise UserError(what, rebuild) from None
