@@ -129,9 +129,11 @@ class Evaluate:
     """Evaluation while training: zero-shot classification, and loss and retrieval on held-out pairs.
 
     Args:
-        pairs: images with captions (shards, a Karpathy json, precomp files); empty switches it off.
-        pairs_split: their split; null for all of the data.
-        classes: labelled images (class folders, or shards with KEY.cls and classes.txt); empty switches it off.
+        pairs: images with captions (shards, a Karpathy json, precomp files); empty switches it off. One set, or several
+            as PATH or NAME=PATH, whose values are logged as NAME/rsum, …; without a name, that of the folder or file.
+        pairs_split: their split, or one for each set; null for all of the data.
+        classes: labelled images (class folders, or shards with KEY.cls and classes.txt); empty switches it off. One set
+            or several, as `pairs`.
         every_samples: samples between two evaluations; 0 evaluates at the end only.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
         max_images: number of images, spread evenly over the data; 0 for all.
@@ -139,9 +141,9 @@ class Evaluate:
         max_bad: largest share of images that may be unreadable.
     """
 
-    pairs: str | None = None
-    pairs_split: str | None = "val"
-    classes: str | None = None
+    pairs: list[str] | str | None = None
+    pairs_split: list[str | None] | str | None = "val"
+    classes: list[str] | str | None = None
     every_samples: NonNegativeInt = 0
     templates: Literal["single", "all"] = "single"
     max_images: NonNegativeInt = 0
@@ -191,6 +193,7 @@ class Config:
         "model.pretrained",
         "model.vocabulary",
     )
+    NAMED_PATHS: ClassVar = ("evaluate.classes", "evaluate.pairs")  # those of PATHS that may be NAME=PATH
 
     out: Folder = "runs/pretrain"
     resume: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pretrain.config import Config
+from pretrain.evaluation_sets import metrics
 from pretrain.objectives import OBJECTIVES
 from pretrain.schedules import check_schedule
 from probemb.errors import UserError
@@ -32,6 +33,7 @@ def check(config: Config, world_size: int) -> None:
             "Give data.weights one number for each path.",
         )
     check_schedule(config.optimizer)
+    metrics(config.evaluate)
     objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers
     objective.check(config.loss)
     if not objective.probabilistic and layers not in (None, 0, (0, 0)):

@@ -20,7 +20,8 @@ class Evaluator:
     """Top-1 and top-5 accuracy of the engine's model on labelled images.
 
     Args:
-        config: which images and templates.
+        config: templates, and how many images.
+        path: the images: class folders or shards.
         transform: PIL image -> (3, H, W).
         tokenizer: list of n texts -> (n, L).
         device, rank, world_size: of this process.
@@ -33,6 +34,7 @@ class Evaluator:
     def __init__(
         self,
         config: Evaluate,
+        path: str,
         transform: Callable,
         tokenizer: Callable,
         device: torch.device,
@@ -41,7 +43,7 @@ class Evaluator:
         exif: bool = False,
     ):
         self.device, self.batch_size = device, config.batch_size
-        images = find_images(config.classes, exif=exif)
+        images = find_images(path, exif=exif)
         classes, labels = resolve_classes(images, None)
         for line in remarks(labels, classes) if rank == 0 else ():
             print(f"classes {line}", flush=True)

@@ -7,6 +7,7 @@ import json
 from pretrain.config import Config
 from pretrain.engine.checkpoint import take_snapshot
 from pretrain.engine.nonfinite import culprits
+from pretrain.evaluation_sets import split_set
 from pretrain.sample_log import SampleLog
 from probemb import distributed
 from probemb.cli.configuration import to_dict, with_absolute_paths
@@ -67,14 +68,14 @@ class RunFolder(RunOutput):
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
-        if "rsum" in values:
-            return (
-                f"{step_of(step, self.steps)} | validation loss {values['validation_loss']:.3f}, {rsum_words(values)}"
-            )
-        if "zeroshot_top1" not in values:
-            return train_line(step, self.steps, values, TERMS)
-        top1, top5 = 100 * values["zeroshot_top1"], 100 * values["zeroshot_top5"]
-        return f"{step_of(step, self.steps)} | zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
+        name, own = split_set(values)
+        head = f"{step_of(step, self.steps)} | {f'{name}: ' if name else ''}"
+        if "rsum" in own:
+            return f"{head}validation loss {own['validation_loss']:.3f}, {rsum_words(own)}"
+        if "zeroshot_top1" in own:
+            top1, top5 = 100 * own["zeroshot_top1"], 100 * own["zeroshot_top5"]
+            return f"{head}zero-shot top-1 {top1:.2f} %, top-5 {top5:.2f} %"
+        return train_line(step, self.steps, values, TERMS)
 
     def seen(self, step: int, keys: list[str]) -> None:
         """Log the samples that this rank has trained on in a step."""

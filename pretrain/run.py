@@ -49,6 +49,7 @@ def train(config: Config, preemption: Preemption) -> int:
 
     from pretrain.engine.checkpoint import load_checkpoint
     from pretrain.engine.randomness import make_deterministic
+    from pretrain.evaluation_sets import make_evaluators
     from pretrain.folder import RunFolder
     from pretrain.plan.peak import images_at_peak
     from pretrain.trainer import Start, Trainer
@@ -89,7 +90,7 @@ def train(config: Config, preemption: Preemption) -> int:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     refuse_full_disk(config.out, model)
-    evaluators = make_evaluators(config, transforms, tokenizer, device, rank, world_size)
+    evaluators = make_evaluators(config, transforms.evaluate, tokenizer, device, rank, world_size)
 
     stream.start()  # workers are forked before DeepSpeed and the GPU hold threads and handles
     start_deepspeed(config.engine.timeout, device)
@@ -157,20 +158,6 @@ def changes_since(config: Config, state: dict, identity: dict, earlier: Path) ->
     for group in ("model", "optimizer"):  # options that the run's version did not have
         state["config"][group] = to_dict(Config())[group] | state["config"][group]
     return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
-
-
-def make_evaluators(config: Config, transforms, tokenizer, device, rank: int, world_size: int) -> list:
-    """The evaluations while training, called with the engine."""
-    where, found = (transforms.evaluate, tokenizer, device, rank, world_size), []
-    if config.evaluate.pairs:
-        from pretrain.validation import Validator
-
-        found.append(Validator(config, *where))
-    if config.evaluate.classes:
-        from pretrain.evaluation import Evaluator
-
-        found.append(Evaluator(config.evaluate, *where, exif=config.data.exif))
-    return found
 
 
 def whole_steps(config: Config, stream) -> int:

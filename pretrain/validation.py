@@ -25,7 +25,8 @@ class Validator:
     first captions, in the data's order; the rest, smaller than a batch, is left out.
 
     Args:
-        config: of the run; `evaluate` says which pairs.
+        config: of the run.
+        path, split: of the pairs.
         transform: PIL image -> (3, H, W).
         tokenizer: list of n texts -> (n, L).
         device, rank, world_size: of this process.
@@ -37,6 +38,8 @@ class Validator:
     def __init__(
         self,
         config: Config,
+        path: str,
+        split: str | None,
         transform: Callable,
         tokenizer: Callable,
         device: torch.device,
@@ -46,7 +49,7 @@ class Validator:
         given = config.evaluate
         self.device, self.batch_size, self.loss_batch = device, given.batch_size, config.batch_size
         self.objective = OBJECTIVES[config.objective](config.loss)
-        captions = find_captions(given.pairs, given.pairs_split, exif=config.data.exif)
+        captions = find_captions(path, split, exif=config.data.exif)
         n = len(captions)
         if n < world_size:
             raise UserError(

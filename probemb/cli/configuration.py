@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 
 from probemb.cli.help import HELP, HELP_ALL, print_help
+from probemb.cli.named_paths import split_name
 from probemb.cli.ranges import plain, wrong_value
 from probemb.cli.yaml_file import checked_file
 from probemb.errors import UserError, nearest
@@ -241,7 +242,8 @@ def to_yaml(config: Any) -> str:
 def with_absolute_paths(values: dict, config: Any) -> dict:
     """Copy a configuration (a dict), and make the paths under the keys in `config.PATHS`, if any, absolute.
 
-    Addresses, tags and hub names stay: a model's key is a path only if that path exists.
+    Addresses, tags and hub names stay: a model's key is a path only if that path exists. Keys in `config.NAMED_PATHS`
+    may hold NAME=PATH.
     """
     values = copy.deepcopy(values)
     for key in getattr(config, "PATHS", ()):
@@ -249,14 +251,16 @@ def with_absolute_paths(values: dict, config: Any) -> dict:
         group = values
         for one in groups:
             group = group.get(one) or {}
-        value = group.get(name)
+        value, named = group.get(name), key in getattr(config, "NAMED_PATHS", ())
         if isinstance(value, list):
-            group[name] = [_absolute(key, one) for one in value]
+            group[name] = [_absolute(key, one, named) for one in value]
         elif value:
-            group[name] = _absolute(key, value)
+            group[name] = _absolute(key, value, named)
     return values
 
 
-def _absolute(key: str, value: str) -> str:
+def _absolute(key: str, value: str, named: bool) -> str:
+    if named and (of := split_name(value)).name:
+        return f"{of.name}={_absolute(key, of.path, named=False)}"
     may_be_a_name = key.startswith("model.") and not os.path.exists(value)
     return value if may_be_a_name or re.match(r"[A-Za-z][\w+.-]+:", value) else os.path.abspath(value)

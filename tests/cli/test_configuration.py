@@ -268,16 +268,18 @@ def test_distances_of_the_command_line_are_those_of_the_library():
 
 def test_a_written_configuration_holds_in_every_folder(tmp_path, monkeypatch):
     """Paths become absolute; addresses, tags and hub names stay."""
-    from pretrain.config import Config, Data, Model
+    from pretrain.config import Config, Data, Evaluate, Model
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vocabulary.txt").write_text("")
     data = Data(train=["data/{000..003}.tar", "https://host/data", "pipe:cat x.tar"])
-    config = Config(out="runs/x", data=data, model=Model(pretrained="openai", vocabulary="vocabulary.txt"))
+    model, sets = Model(pretrained="openai", vocabulary="vocabulary.txt"), Evaluate(pairs=["a=x", "data/b=c"])
+    config = Config(out="runs/x", data=data, model=model, evaluate=sets)
     found = with_absolute_paths(to_dict(config), config)
     assert found["out"] == str(tmp_path / "runs" / "x")
     assert found["data"]["train"] == [str(tmp_path / "data" / "{000..003}.tar"), "https://host/data", "pipe:cat x.tar"]
     assert found["model"]["pretrained"] == "openai"
     assert found["model"]["vocabulary"] == str(tmp_path / "vocabulary.txt")
     assert found["evaluate"]["classes"] is None
+    assert found["evaluate"]["pairs"] == [f"a={tmp_path}/x", f"{tmp_path}/data/b=c"]
     assert yaml.safe_load(to_yaml(config)) == found

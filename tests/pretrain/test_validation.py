@@ -30,7 +30,7 @@ def measured(rank, world, config):
     model = tiny()
     transform, tokenizer = create_transforms(model).evaluate, create_tokenizer(model)
     engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
-    return Validator(config, transform, tokenizer, CPU, rank, world)(engine)
+    return Validator(config, config.evaluate.pairs, "val", transform, tokenizer, CPU, rank, world)(engine)
 
 
 def by_hand(path, batch):

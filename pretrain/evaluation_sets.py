@@ -1,0 +1,75 @@
+"""The sets that a run evaluates on: names in the log, what is measured on each, and the evaluations themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from probemb.cli.named_paths import NamedPath, named_paths
+from probemb.errors import UserError
+
+if TYPE_CHECKING:
+    from pretrain.config import Config, Evaluate
+
+RETRIEVAL = ("validation_loss", "rsum", *(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)))
+ZERO_SHOT = ("zeroshot_top1", "zeroshot_top5")
+
+
+class Named(NamedTuple):
+    """An evaluation of one set; its values are logged under the set's name.
+
+    Args:
+        name: NAME in NAME/rsum, …; empty for rsum alone.
+        measure: engine -> values.
+    """
+
+    name: str
+    measure: Callable[[object], dict[str, float]]
+
+    def __call__(self, engine) -> dict[str, float]:
+        """The values, by NAME/METRIC; collective."""
+        return {f"{self.name}/{key}" if self.name else key: value for key, value in self.measure(engine).items()}
+
+
+def split_set(values: dict[str, float]) -> tuple[str, dict[str, float]]:
+    """A set's name, empty for none, and its values without it; see `Named`."""
+    name = next((key.partition("/")[0] for key in values if "/" in key), "")
+    return name, {key.removeprefix(f"{name}/"): value for key, value in values.items()}
+
+
+def pair_sets(config: Evaluate) -> list[tuple[NamedPath, str | None]]:
+    """Every set of pairs, and its split. Raises UserError: names or splits do not fit."""
+    found, splits = named_paths(config.pairs, "evaluate.pairs"), config.pairs_split
+    splits = [splits] * len(found) if splits is None or isinstance(splits, str) else splits
+    if len(splits) != len(found):
+        raise UserError(
+            f"There are {len(found)} evaluate.pairs and {len(splits)} evaluate.pairs_split.",
+            "Give one split for all of them, or one for each.",
+        )
+    return list(zip(found, splits))
+
+
+def class_sets(config: Evaluate) -> list[NamedPath]:
+    """Every set of labelled images. Raises UserError: names do not fit."""
+    return named_paths(config.classes, "evaluate.classes")
+
+
+def metrics(config: Evaluate) -> list[str]:
+    """Everything that an evaluation logs. Raises UserError: the sets do not fit."""
+    sets = [(one.name, RETRIEVAL) for one, _ in pair_sets(config)]
+    sets += [(one.name, ZERO_SHOT) for one in class_sets(config)]
+    return [f"{name}/{key}" if name else key for name, keys in sets for key in keys]
+
+
+def make_evaluators(config: Config, transform, tokenizer, device, rank: int, world_size: int) -> list[Named]:
+    """The evaluations while training, called with the engine."""
+    where, found = (transform, tokenizer, device, rank, world_size), []
+    for (name, path), split in pair_sets(config.evaluate):
+        from pretrain.validation import Validator
+
+        found.append(Named(name, Validator(config, path, split, *where)))
+    for name, path in class_sets(config.evaluate):
+        from pretrain.evaluation import Evaluator
+
+        found.append(Named(name, Evaluator(config.evaluate, path, *where, exif=config.data.exif)))
+    return found

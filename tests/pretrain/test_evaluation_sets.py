@@ -1,0 +1,49 @@
+"""Several validation sets while training, as the command is typed."""
+
+import pytest
+
+from pretrain.config import Config, Data, Evaluate
+from pretrain.contradictions import check
+from pretrain.evaluation_sets import RETRIEVAL, ZERO_SHOT, metrics
+from probemb import UserError
+from probemb.evaluation.rankings import KS
+from tests.pretrain.test_run import metrics as logged
+from tests.pretrain.test_run import scenes, start  # noqa: F401
+
+
+def test_each_set_is_logged_under_its_name(scenes, tmp_path):  # noqa: F811
+    """The same data under two names has the same values, and another split others."""
+    sets = {
+        "evaluate.pairs": f'["{scenes}/val", "again={scenes}/val", "all={scenes}/train"]',
+        "evaluate.pairs_split": '["val", "val", null]',
+        "evaluate.classes": f"named={scenes}/classes",
+    }
+    done = start({**sets, "data.train": scenes / "train", "out": tmp_path / "run", "samples": 32})
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in logged(tmp_path / "run") if "loss" not in line]
+    found = {key: value for line in lines for key, value in line.items() if "/" in key}
+    config = Evaluate(pairs=[f"{scenes}/val", "again=x", "all=x"], classes="named=x", pairs_split=["val", "val", None])
+    assert list(found) == metrics(config)
+    for key in RETRIEVAL:
+        assert found[f"val/{key}"] == found[f"again/{key}"]
+    assert found["all/validation_loss"] != found["val/validation_loss"]
+    for words in ("val: validation loss", "again: validation loss", "named: zero-shot top-1"):
+        assert f"step 2/2 | {words}" in done.stdout
+
+
+def test_the_known_metrics_are_those_that_are_measured():
+    assert set(RETRIEVAL) == {"validation_loss", "rsum", *(f"{way}_r{k}" for way in ("i2t", "t2i") for k in KS)}
+    assert metrics(Evaluate(pairs="a", classes="b")) == [*RETRIEVAL, *ZERO_SHOT]
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"pairs": ["a/val", "b/val"]}, "named 'val'"),
+        ({"classes": ["x=a", "x=b"]}, "named 'x'"),
+        ({"pairs": ["a", "b"], "pairs_split": ["val"]}, r"2 evaluate.pairs and 1 evaluate.pairs_split"),
+    ],
+)
+def test_sets_that_do_not_fit_are_refused(given, what):
+    with pytest.raises(UserError, match=what):
+        check(Config(data=Data(train="data"), evaluate=Evaluate(**given)), 1)
