@@ -132,8 +132,8 @@ class Evaluate:
         pairs: images with captions (shards, a Karpathy json, precomp files); empty switches it off. One set, or several
             as PATH or NAME=PATH, whose values are logged as NAME/rsum, …; without a name, that of the folder or file.
         pairs_split: their split, or one for each set; null for all of the data.
-        classes: labelled images (class folders, or shards with KEY.cls and classes.txt); empty switches it off. One set
-            or several, as `pairs`.
+        classes: labelled images (class folders or shards); empty switches it off. One set or several, as `pairs`;
+            shards have KEY.cls and classes.txt.
         every_samples: samples between two evaluations; 0 evaluates at the end only.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
         max_images: number of images, spread evenly over the data; 0 for all.

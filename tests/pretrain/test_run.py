@@ -196,7 +196,11 @@ BAD = {
     "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean 'ViT-B-", ""),
     "unknown head": ({"model.head": "clap"}, "no head 'clap'. Did you mean 'clip'", ""),
     "unknown distance": ({"loss.distance": "cds"}, "loss.distance is 'cds'. Did you mean 'csd'", "wasserstein2"),
-    "unknown objective": ({"objective": "pcmep"}, "no objective 'pcmep'. Did you mean 'pcmepp'", "Choose from pcmepp"),
+    "unknown objective": (
+        {"objective": "pcmep"},
+        "no objective 'pcmep'. Did you mean 'pcmepp'",
+        "Choose from clip, pcmepp",
+    ),
     "points": ({"objective": "siglip", "model.n_unc_layers": 1}, "siglip predicts no uncertainty", "set it to 0"),
     "no such term": (
         {"objective": "clip", "loss.vib": 1},
