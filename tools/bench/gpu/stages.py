@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,14 +13,20 @@ from tools.bench.gpu.notes import Notes, Place, Skip
 from tools.bench.gpu.running import ROOT
 
 FAISS = 1e-3  # by which its distances may differ, as a share of the largest
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STATE = ("weights.safetensors", "optimizer.safetensors")
 
 
 def run(*words: object) -> str:
-    """Run a command of the project; returns what it printed. Raises RuntimeError with the end of that."""
+    """Run a command of the project in a process group of its own; returns what it printed.
+
+    Raises RuntimeError with the end of that.
+    """
+    alone = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+        [sys.executable, *map(str, words)],
+        cwd=ROOT, env=alone, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{words[1]} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-1500:]}")
     return done.stdout
