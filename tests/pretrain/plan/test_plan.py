@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import trainer
@@ -33,6 +32,7 @@ from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import Shard, write_index
 from tests.pretrain.engine.saving import save_checkpoint
 from tests.ranks import run_ranks
+from tools.bench.simulated import Traffic, total
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -251,10 +251,6 @@ def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
     }
 
 
-def total(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 CASES = [
     ("ViT-Small-112", 16, 1, dict(zero_stage=0)),
     ("ViT-Small-112", 32, 1, dict(zero_stage=0, grad_checkpointing=True)),
@@ -322,32 +318,6 @@ def test_parts_lie_on_a_line_and_their_peak_below_it(checkpointing):
         weights = total(fake.parameters())
         assert true.peak <= said.peak * 1.001 < true.peak + weights
         assert true.with_gradients <= said.with_gradients * 1.001 < true.with_gradients + weights
-
-
-class Traffic(TorchDispatchMode):
-    """Bytes that a rank sends, collective by collective, as rings would."""
-
-    def __init__(self, world: int):
-        super().__init__()
-        self.world, self.bytes = world, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            name, others = func.__name__.partition(".")[0], self.world - 1
-            if "allgather" in name:
-                sent = others * total(flat(args[1]))
-            elif "reduce_scatter" in name:
-                sent = others * total(flat(args[0]))
-            elif "allreduce" in name:
-                sent = 2 * others * total(flat(args[0])) // self.world
-            else:
-                sent = total(flat(args[0])) if name == "broadcast_" else 0 if name == "barrier" else float("nan")
-            self.bytes[name] = self.bytes.get(name, 0) + sent
-        return func(*args, **(kwargs or {}))
-
-
-def flat(x) -> list:
-    return [x] if isinstance(x, torch.Tensor) else [t for part in x for t in flat(part)]
 
 
 def measure_traffic(rank: int, world: int, config: Config) -> dict[str, int]:
