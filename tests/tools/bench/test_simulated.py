@@ -6,17 +6,12 @@ from tools.bench.order import in_a_process
 from tools.bench.simulated import simulate
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_of_1024_holds_and_sends_what_the_plan_says(stage):
     found, few = (in_a_process(simulate, world, 2, "ViT-Micro-32", stage) for world in (1024, 8))
-    padding = 0.05 if stage == 3 else 0.01  # to a multiple of the ranks; at stage 3 of every parameter
     for one in (found, few):
-        assert one["state"] == pytest.approx(
-            one["planned_state"], rel=0.05 if stage == 3 else 0.01
-        )  # ZeRO pads to a multiple of the ranks
+        assert one["state"] == pytest.approx(one["planned_state"], rel=0.01)  # ZeRO pads to a multiple of the ranks
         assert one["sent"] == pytest.approx(one["planned_sent"], rel=0.02)
     assert found["calls"] == few["calls"]
     # Beside gradients and weights: embeddings there and back, the norm with the flag, and what the hosts agree on.
-    assert found["calls"]["_reduce_scatter_base_"] >= 1
-    if stage < 3:
-        assert sum(found["calls"].values()) <= 8
+    assert sum(found["calls"].values()) <= 8
