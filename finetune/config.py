@@ -29,16 +29,11 @@ Pairs = restricted_number_type("Pairs", int, [(">=", 2), ("<=", 1_000_000)])
 
 @dataclass(frozen=True)
 class Model(Towers):
-    """The towers.
-
-    Args:
-        lock_image: freeze the image tower's trunk; its heads train.
-    """
+    """The towers."""
 
     name: str = "ViT-B-32-quickgelu"
     pretrained: str | None = "openai"
     head: str = "gpo"
-    lock_image: bool = False
 
 
 @dataclass(frozen=True)

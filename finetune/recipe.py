@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from finetune.config import Config, Optimizer
 from probemb.errors import UserError
 from probemb.models import DualEncoder
+from probemb.models.layers import layer_rates
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -64,6 +65,7 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
         group = {"name": name, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
         groups.setdefault(name, {**group, "image_backbone": frozen_first})["params"].append(parameter)
 
+    layers = layer_rates(model, o.layer_decay, stem=False)
     for name, parameter in model.named_parameters():
         tower, part, depth = model.place(name)
         if tower == "neither":
@@ -76,7 +78,7 @@ def parameter_groups(model: DualEncoder, loss_module: nn.Module | None, o: Optim
             continue
         factor = o.image_backbone if tower == "image" else o.text_backbone
         full_rate = part == "head" or (part == "branch" and not o.decay_uncertainty)
-        multiplier = 1.0 if full_rate else factor * o.layer_decay**depth
+        multiplier = 1.0 if full_rate else factor * layers[name]
         add(f"{tower}.{part}.{depth}", parameter, multiplier, o.weight_decay, (tower, part) == ("image", "trunk"))
     for name, parameter in loss_module.named_parameters() if loss_module is not None else ():
         if name.startswith("decoders."):
@@ -216,27 +218,6 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, sam
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * schedule.factor(
             samples, group.get("image_backbone", False)
         )
-
-
-def freeze_backbones(model: DualEncoder, image: bool, text: bool = False) -> bool:
-    """Freeze or thaw the image tower, and the text tower, without what starts from random weights.
-
-    Args:
-        image, text: whether the tower's pretrained part (`Encoder.is_pretrained`) is frozen from now on.
-
-    Returns:
-        whether anything has changed; then DDP must wrap the model again, as it reads `requires_grad` once.
-    """
-    changed = False
-    for name, parameter in model.named_parameters():
-        if (tower := model.pretrained_tower(name)) is None:
-            continue
-        frozen = image if tower == "image" else text
-        if parameter.requires_grad == frozen:
-            parameter.requires_grad_(not frozen)
-            parameter.grad = None
-            changed = True
-    return changed
 
 
 class WeightAverage:

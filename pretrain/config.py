@@ -10,7 +10,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 from pretrain.objectives import OBJECTIVES
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
-from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Minutes, Precision, Seed, Threads, Workers
+from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Minutes, Precision, Seed, Share, Threads, Workers
 from probemb.cli.towers import Towers
 
 if TYPE_CHECKING:
@@ -24,9 +24,16 @@ class Model(Towers):
     Args:
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
             tower and 1 of the text tower; empty for 2, and 0 where an objective has none.
+        lock_text: freeze the text tower's trunk; its heads train.
+        unlocked_image_groups: last groups of a locked image tower that train: 1 for the last norm and the projection, 2
+            for the last block too, and so on.
+        unlocked_text_groups: the same of a locked text tower.
     """
 
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
+    lock_text: bool = False
+    unlocked_image_groups: NonNegativeInt = 0
+    unlocked_text_groups: NonNegativeInt = 0
 
     DEFAULT_LAYERS: ClassVar = 2  # as the published weights
 
@@ -84,6 +91,7 @@ class Optimizer:
         cooldown_samples: last samples, in which the rate falls to end_lr; of constant-cooldown, wsd and inverse-sqrt.
         cooldown_power: shape of constant-cooldown's fall, (1 - x)^power; 1 is linear.
         end_lr: learning rate at the end of a schedule that falls.
+        layer_decay: multiplier of lr, per block from the last one down; embeddings are one below the first block.
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
@@ -96,6 +104,7 @@ class Optimizer:
     cooldown_samples: NonNegativeInt = 0
     cooldown_power: PositiveFloat = 1.0
     end_lr: NonNegativeFloat = 0.0
+    layer_decay: Share = 1.0
     clip_grad_norm: NonNegativeFloat = 1.0
 
 
@@ -225,5 +234,11 @@ class Config:
 
     def create_model(self, **more) -> DualEncoder:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
+        from probemb.models.layers import check_frozen, freeze_backbones
+
+        m = self.model
         about = {"objective": self.objective, **OBJECTIVES[self.objective].model_options(self.loss)}
-        return self.model.create(self.train_paths, self.loss, **about, **more)
+        model = m.create(self.train_paths, self.loss, **about, **more)
+        freeze_backbones(model, m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups)
+        check_frozen(model, m.lock_image, m.lock_text)
+        return model

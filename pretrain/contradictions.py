@@ -41,6 +41,7 @@ def check(config: Config, world_size: int) -> None:
             f"The objective {config.objective} predicts no uncertainty, and model.n_unc_layers is {layers}.",
             "Leave model.n_unc_layers out, or set it to 0.",
         )
+    _check_locks(config)
     parts = world_size * config.engine.accumulation
     if config.batch_size % parts:
         lower = config.batch_size // parts * parts
@@ -50,3 +51,21 @@ def check(config: Config, world_size: int) -> None:
             f"{config.engine.accumulation} accumulation parts.",
             remedy,
         )
+
+
+def _check_locks(config: Config) -> None:
+    """Refuse locks of random weights, and unlocked groups without a lock."""
+    m = config.model
+    found = {"image": m.pretrained or m.image_weights, "text": m.pretrained or m.word_vectors}
+    for tower, weights in found.items():
+        locked, groups = getattr(m, f"lock_{tower}"), getattr(m, f"unlocked_{tower}_groups")
+        if locked and not weights:
+            raise UserError(
+                f"model.lock_{tower} would freeze random weights.",
+                "Name weights in model.pretrained (an open_clip tag, a file or a run), or leave the lock out.",
+            )
+        if groups and not locked:
+            raise UserError(
+                f"model.unlocked_{tower}_groups is {groups}, and the {tower} tower is not locked.",
+                f"Set model.lock_{tower}, or leave unlocked_{tower}_groups out.",
+            )

@@ -243,14 +243,16 @@ def describe(config: Config, engine, stream, device, precision: str, steps: int,
 
     order = stream.order
     world = order.batch_size // stream.rows
-    n_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
+    n_parameters, n_trained = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
+    trained = "" if n_trained == n_parameters else f" ({n_trained / 1e6:.1f} M trained)"
     parts = config.engine.accumulation
     return headline(
         config.out,
         f"{steps} steps",
         step,
         earlier,
-        model=f"{config.model.name}, {n_parameters / 1e6:.1f} M parameters, head {config.model.head}",
+        model=f"{config.model.name}, {n_parameters / 1e6:.1f} M parameters{trained}, head {config.model.head}",
         data=f"{sum(s.samples for s in stream.shards):,} samples in {len(stream.shards)} shards, "
         f"{order.lanes} lanes, {order.steps} steps an epoch"
         + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),

@@ -145,7 +145,7 @@ class Method:
         Returns:
             whether anything has changed.
         """
-        from finetune.recipe import freeze_backbones
+        from probemb.models.layers import freeze_backbones
 
         o = self.config.optimizer
         return freeze_backbones(model, first_phase, o.freeze_text and epoch < o.freeze_epochs)

@@ -11,10 +11,11 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from pretrain.config import BUCKET, Config
+from pretrain.config import BUCKET, Config, Optimizer
 from pretrain.engine.state import leave_norms
 from probemb import distributed
 from probemb.models import DualEncoder, no_weight_decay
+from probemb.models.layers import layer_rates
 
 
 class Towers(nn.Module):
@@ -50,11 +51,9 @@ def make_engine(
     """
     import deepspeed
 
-    decay = [p for n, p in model.named_parameters() if not no_weight_decay(n, p)]
-    plain = [p for n, p in model.named_parameters() if no_weight_decay(n, p)]
     o, e = config.optimizer, config.engine
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": o.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        parameter_groups(model, o),
         lr=o.lr,
         betas=tuple(o.betas),
         eps=o.eps,
@@ -83,6 +82,18 @@ def make_engine(
     if e.compile:
         engine.compile()
     return engine
+
+
+def parameter_groups(model: DualEncoder, o: Optimizer) -> list[dict]:
+    """The trained parameters by learning rate and weight decay, those that decay first; for `set_learning_rate`."""
+    rates = layer_rates(model, o.layer_decay)
+    groups: dict[tuple[bool, float], dict] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            plain, rate = no_weight_decay(name, parameter), rates[name]
+            group = {"params": [], "weight_decay": 0.0 if plain else o.weight_decay, "multiplier": rate}
+            groups.setdefault((plain, -rate), group)["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
 
 
 def import_deepspeed():

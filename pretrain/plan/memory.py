@@ -61,8 +61,10 @@ def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
     towers, loss = trace_part(model, s, exact), trace_loss(model, s)
     p = FP32 * sum(q.numel() for q in model.parameters())
     stage, several = s.zero_stage, s.parts > 1
+    trained = FP32 * sum(q.numel() for q in model.parameters() if q.requires_grad)
+    weights = p // s.world if stage == 3 else p
+    whole, p = p, trained  # of frozen parameters there are the weights alone
     share = p // s.world  # of one rank
-    weights = share if stage == 3 else p
     master = share if stage else 0  # DeepSpeed's float32 partition beside float32 weights
     moments = 2 * (share if stage else p)
     batch = s.rows * (3 * model.image_size**2 * FP32 + 8 * s.text_tokens)
@@ -79,7 +81,7 @@ def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
         )  # allocated as large as allowed, whatever the model's size
         straight = stage == 2 or not several  # gradients move into the bucket as they appear
         accumulated = (share if several else 0) if straight else p
-    gathered = p if stage == 3 and s.world > 1 else 0  # DeepSpeed keeps what it needs again within 1e9 elements
+    gathered = whole if stage == 3 and s.world > 1 else 0  # DeepSpeed keeps what it needs again within 1e9 elements
 
     # Gradients grow while activations are freed, or those of earlier parts are there already, or a bucket takes them.
     backward = towers.with_gradients if stage == 0 and not several else towers.peak + several * accumulated

@@ -231,7 +231,9 @@ def _trace_towers(model: DualEncoder, rows: int, text_tokens: int, half: bool, g
     with model.fake_mode, Likeness(gpu):
         images = torch.empty(rows, 3, model.image_size, model.image_size)
         tokens = torch.empty(rows, text_tokens, dtype=torch.int64)
-        return trace(lambda: towers(images, tokens), [images, tokens, *model.buffers()], [*model.parameters()])
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return trace(lambda: towers(images, tokens), [images, tokens, *model.buffers(), *frozen], trained)
 
 
 def trace_loss(model: DualEncoder, s: Setting) -> Trace:

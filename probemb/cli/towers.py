@@ -31,6 +31,7 @@ class Towers:
             training data or above.
         word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
         image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
+        lock_image: freeze the image tower's trunk; its heads train.
     """
 
     name: str = "ViT-B-16"
@@ -42,6 +43,7 @@ class Towers:
     vocabulary: str | None = None
     word_vectors: str | None = None
     image_weights: str | None = None
+    lock_image: bool = False
 
     DEFAULT_LAYERS: ClassVar[int | None] = None  # of a branch, if not create_model's own default
 

@@ -193,6 +193,11 @@ class DualEncoder(nn.Module):
             return "neither", "scalar", 0
         return "image" if tower == "visual" else "text", *getattr(self, tower).place(rest)
 
+    def in_stem(self, name: str) -> bool:
+        """Whether a named parameter lies before a tower's blocks, see `Encoder.in_stem`."""
+        tower, _, rest = name.partition(".")
+        return tower in ("visual", "text") and getattr(self, tower).in_stem(rest)
+
     def pretrained_tower(self, name: str) -> str | None:
         """ "image" or "text" for a named parameter that pretrained weights would fill, else None."""
         tower, _, rest = name.partition(".")

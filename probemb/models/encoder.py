@@ -146,6 +146,10 @@ class Encoder(nn.Module):
     def place(self, name: str) -> Place:
         """Where the parameter of that name (in `named_parameters` of this tower) stands."""
 
+    def in_stem(self, name: str) -> bool:
+        """Whether the parameter of that name lies before all blocks: embeddings, the first convolution."""
+        return False
+
     def is_pretrained(self, name: str) -> bool:
         """Whether the parameter of that name belongs to what starts from published weights, where anything does."""
         return self.place(name).part == "trunk"

@@ -17,7 +17,6 @@ from finetune.recipe import (
     WeightAverage,
     check_engine,
     create_optimizer,
-    freeze_backbones,
     parameter_groups,
     set_learning_rates,
 )
@@ -25,6 +24,7 @@ from probemb.distributed import gather_pairs
 from probemb.errors import UserError
 from probemb.losses import PairwiseMatchLoss
 from probemb.models import create_model, create_tokenizer
+from probemb.models.layers import freeze_backbones
 from tests.ranks import run_ranks
 
 NAME = "ViT-Micro-32"

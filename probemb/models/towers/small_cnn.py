@@ -82,6 +82,10 @@ class SmallCNN(Encoder):
         stages = self.stages if stage[1] == "stages" else self.branch
         return Place("trunk" if stage[1] == "stages" else "branch", len(stages) - int(stage[2]))
 
+    def in_stem(self, name: str) -> bool:
+        """The stem."""
+        return name.startswith("stem.")
+
 
 def _stage(channels: int, width: int, convolutions: int, groups: int) -> nn.Sequential:
     """Convolutions from `channels` to `width`, the first with stride 2."""

@@ -169,6 +169,10 @@ class WordGRU(WordParts, Encoder):
         layers = self.layers if layer[1] == "layers" else self.branch
         return Place("trunk" if layer[1] == "layers" else "branch", len(layers) - int(layer[2]))
 
+    def in_stem(self, name: str) -> bool:
+        """The word vectors."""
+        return name.startswith("embedding.")
+
     def is_pretrained(self, name: str) -> bool:
         """The word vectors alone: the GRU starts from random weights."""
         return name.startswith("embedding.")

@@ -29,6 +29,7 @@ from probemb.gaussian import at_least_float32
 from probemb.models.encoder import Encoder, Place
 from probemb.models.heads.linear import full_precision
 
+STEM = ("conv1", "class_embedding", "cls_emb", "positional_embedding", "token_embedding", "ln_pre")
 BLOCK = re.compile(r"(uncertainty_)?transformer\.resblocks\.(\d+)\.")
 
 
@@ -61,6 +62,10 @@ class TransformerTower(Encoder):
             return Place("trunk")
         blocks = (self.uncertainty_transformer if block[1] else self.transformer).resblocks
         return Place("branch" if block[1] else "trunk", len(blocks) - int(block[2]))
+
+    def in_stem(self, name: str) -> bool:
+        """Embeddings, the patches' convolution, and the norm behind them."""
+        return name.partition(".")[0] in STEM
 
     def _branches(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Last tokens of the mean and of the uncertainty branch, each (B, T, W); None without that branch."""

@@ -89,6 +89,10 @@ class HFText(Encoder):
             return Place("trunk", len(layers) - int(name.removeprefix(prefix).partition(".")[0]))
         return Place("trunk")
 
+    def in_stem(self, name: str) -> bool:
+        """The embeddings."""
+        return name.startswith("transformer.") and "embed" in name and self.place(name) == ("trunk", 0)
+
     def _pool(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """The first token, or the average of all that are no padding: whichever open_clip pools by."""
         if self._class_token:

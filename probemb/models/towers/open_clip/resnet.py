@@ -77,6 +77,10 @@ class ImageResNet(Encoder, ModifiedResNet):
             return Place("branch", len(self.uncertainty_stages) - int(rest.partition(".")[0]))
         return Place("trunk", len(STAGES) - STAGES.index(part) if part in STAGES else 0)
 
+    def in_stem(self, name: str) -> bool:
+        """What is neither in a stage nor in the attention pooling."""
+        return self.place(name) == ("trunk", 0) and not name.startswith("attnpool.")
+
 
 def make_image_tower(
     architecture: dict, n_unc_layers: int, head: HeadConfig, stock: ModifiedResNet | None = None

@@ -1,0 +1,104 @@
+"""Locks against open_clip's own, and learning rates by layer against their definition."""
+
+import pytest
+import torch
+
+from pretrain.config import Config, Data, Model, Optimizer
+from pretrain.contradictions import check
+from pretrain.engine.engine import parameter_groups
+from probemb.errors import UserError
+from probemb.models import create_model
+from probemb.models.architectures import architecture, build_stock
+from probemb.models.layers import check_frozen, freeze_backbones, layer_rates
+
+NAME = "ViT-Micro-32"  # two blocks in each tower
+LAST_NORM = ("visual.ln_post.", "text.ln_final.")
+
+
+def trained(model) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2, 3])
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_locks_are_open_clips(tower, groups):
+    theirs = build_stock(architecture(NAME))
+    getattr(theirs, f"lock_{tower}_tower")(groups)
+    ours = create_model(NAME, n_unc_layers=1)
+    before = trained(ours)
+    assert freeze_backbones(ours, tower == "image", tower == "text", groups, groups)
+    own = before - set(dict(theirs.named_parameters()))
+    assert {"uncertainty_transformer", "log_var_head"} <= {name.split(".")[1] for name in own if "." in name}
+    expected = (trained(theirs) & before) | own
+    if groups == 1:  # there the last norm belongs to the last block
+        expected |= {name for name in before if name.startswith(LAST_NORM[tower == "text"])}
+    assert trained(ours) == expected
+    assert freeze_backbones(ours, False)
+    assert trained(ours) == before
+
+
+def test_rates_fall_from_the_last_block_to_the_embeddings():
+    model = create_model(NAME, n_unc_layers=1)
+    rates = layer_rates(model, 0.5)
+    expected = {
+        **dict.fromkeys(("visual.conv1.weight", "text.token_embedding.weight", "text.positional_embedding"), 0.125),
+        **dict.fromkeys(("visual.transformer.resblocks.0.ln_1.weight", "text.transformer.resblocks.0.ln_1.bias"), 0.25),
+        **dict.fromkeys(("visual.transformer.resblocks.1.ln_1.weight", "text.transformer.resblocks.1.ln_1.bias"), 0.5),
+        "visual.uncertainty_transformer.resblocks.0.ln_1.weight": 0.5,
+        **dict.fromkeys(("visual.proj", "visual.ln_post.weight", "text.ln_final.bias", "logit_scale", "scale"), 1.0),
+        "visual.log_var_head.weight": 1.0,
+    }
+    assert {name: rates[name] for name in expected} == expected
+    assert layer_rates(model, 0.5, stem=False)["visual.conv1.weight"] == 1.0
+    assert set(layer_rates(model, 1.0).values()) == {1.0}
+
+
+@pytest.mark.parametrize("name", ["scenes-cnn-gru", "RN50"])
+def test_the_stem_is_the_lowest_of_every_tower(name):
+    options = {"vocabulary": ["a", "dog"]} if name != "RN50" else {}
+    with torch.device("meta"):
+        model = create_model(name, n_unc_layers=0, **options)
+    rates = {key: rate for key, rate in layer_rates(model, 0.5).items() if model.place(key)[1] == "trunk"}
+    for tower in ("visual", "text"):
+        own = {key: rate for key, rate in rates.items() if key.startswith(tower)}
+        first = next(key for key in own if "embedding" in key or "conv1" in key or "stem" in key)
+        assert own[first] == min(own.values())
+
+
+def test_groups_have_every_trained_parameter_once():
+    model = create_model(NAME, n_unc_layers=1)
+    freeze_backbones(model, True)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, Optimizer(weight_decay=0.3, layer_decay=0.5))
+    held = [names[id(p)] for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(trained(model))
+    assert [group["weight_decay"] for group in groups] == sorted((g["weight_decay"] for g in groups), reverse=True)
+    rates = layer_rates(model, 0.5)
+    assert all(rates[names[id(p)]] == group["multiplier"] for group in groups for p in group["params"])
+    assert len(parameter_groups(create_model(NAME), Optimizer())) == 2
+
+
+def test_locks_that_lock_nothing_or_everything_are_refused():
+    model = create_model(NAME, probabilistic=False)
+    freeze_backbones(model, True, image_groups=9)
+    check_frozen(model, image=False, text=False)
+    model.visual.requires_grad_(True)
+    with pytest.raises(UserError, match="locks nothing of the image tower"):
+        check_frozen(model, image=True, text=False)
+    freeze_backbones(model, True, True)
+    with pytest.raises(UserError, match="nothing of them would be trained"):
+        check_frozen(model, image=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "says", "remedy"),
+    [
+        (Model(lock_image=True), "lock_image would freeze random weights", "model.pretrained"),
+        (Model(lock_text=True, image_weights="timm"), "lock_text would freeze random weights", "model.pretrained"),
+        (Model(unlocked_text_groups=2), "text tower is not locked", "model.lock_text"),
+    ],
+)
+def test_contradictions_are_refused(model, says, remedy):
+    with pytest.raises(UserError, match=says) as refused:
+        check(Config(data=Data(train="x"), model=model), world_size=1)
+    assert remedy in str(refused.value)
