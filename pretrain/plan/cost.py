@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pretrain.plan.memory import FP32
+from pretrain.plan.memory import FP32, padded_elements
 from pretrain.plan.trace import Setting, trace_loss, trace_part
 from probemb.models import DualEncoder
 
@@ -30,7 +30,7 @@ def network(model: DualEncoder, s: Setting) -> dict[str, int]:
     Embeddings are float32. Gradients and weights are float32 too (communication_data_type).
     ZeRO 1 and 2 of DeepSpeed all-reduce their buckets, from which each rank keeps its partition.
     """
-    elements = sum(p.numel() for p in model.parameters())
+    elements = padded_elements(model, s)
     others, share = s.world - 1, FP32 * elements * (s.world - 1) // s.world
     items = s.rows * s.objective.travels(model.embed_dim) * FP32
     stage = s.zero_stage

@@ -30,6 +30,12 @@ def count_parameters(model: DualEncoder) -> dict[str, int]:
     return counts | {"scalars": total - sum(counts.values())}
 
 
+def padded_elements(model: DualEncoder, s: Setting) -> int:
+    """Elements of all parameters; ZeRO 3 pads each to a multiple of the ranks."""
+    each = [q.numel() for q in model.parameters()]
+    return sum(-(-n // s.world) * s.world for n in each) if s.zero_stage == 3 else sum(each)
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank.
@@ -59,7 +65,7 @@ class Memory:
 def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
     """Memory of a rank in a step of the trainer and DeepSpeed; `exact` as in `trace_part`."""
     towers, loss = trace_part(model, s, exact), trace_loss(model, s)
-    p = FP32 * sum(q.numel() for q in model.parameters())
+    p = FP32 * padded_elements(model, s)
     stage, several = s.zero_stage, s.parts > 1
     trained = FP32 * sum(q.numel() for q in model.parameters() if q.requires_grad)
     weights = p // s.world if stage == 3 else p
