@@ -144,6 +144,8 @@ class Evaluate:
         classes: labelled images (class folders or shards); empty switches it off. One set or several, as `pairs`;
             shards have KEY.cls and classes.txt.
         every_samples: samples between two evaluations; 0 evaluates at the end only.
+        best: a metric of the evaluations, as it is logged (rsum, flickr/rsum, zeroshot_top1, validation_loss, …); the
+            checkpoint with its best value is kept beside the newest, and its weights in model-best/.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
         max_images: number of images, spread evenly over the data; 0 for all.
         batch_size: images or texts encoded at a time.
@@ -154,6 +156,7 @@ class Evaluate:
     pairs_split: list[str | None] | str | None = "val"
     classes: list[str] | str | None = None
     every_samples: NonNegativeInt = 0
+    best: str | None = None
     templates: Literal["single", "all"] = "single"
     max_images: NonNegativeInt = 0
     batch_size: Count = 256
@@ -179,6 +182,7 @@ class Config:
         keep_every: also keep the checkpoints at multiples of this step; 0 for none.
         on_nonfinite: when the loss or gradient is NaN or Inf on any rank: stop, or skip the step on all ranks.
         log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
+        profile: the first and the last step of a trace by torch's profiler, of rank 0, in profile/; 20 steps at most.
         wandb: a Weights & Biases project to log to; empty for none.
         objective: pcmepp (the CLIP loss plus the PCME++ loss), clip, siglip or prolip; clip and siglip train points.
         loss: options of the objective.
@@ -218,6 +222,7 @@ class Config:
     keep_every: NonNegativeInt = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     log_samples: bool = False
+    profile: list[PositiveInt] | None = None
     wandb: str | None = None
     objective: str = "pcmepp"
     model: Model = field(default_factory=Model)

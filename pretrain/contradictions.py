@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pretrain.config import Config
-from pretrain.evaluation_sets import metrics
+from pretrain.evaluation_sets import check_evaluation
 from pretrain.objectives import OBJECTIVES
 from pretrain.schedules import check_schedule
 from probemb.errors import UserError
+
+MOST_PROFILED = 20  # steps: a trace of one may have tens of MB
 
 
 def check(config: Config, world_size: int) -> None:
@@ -33,7 +35,8 @@ def check(config: Config, world_size: int) -> None:
             "Give data.weights one number for each path.",
         )
     check_schedule(config.optimizer)
-    metrics(config.evaluate)
+    _check_profile(config)
+    check_evaluation(config.evaluate)
     objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers
     objective.check(config.loss)
     if not objective.probabilistic and layers not in (None, 0, (0, 0)):
@@ -69,3 +72,19 @@ def _check_locks(config: Config) -> None:
                 f"model.unlocked_{tower}_groups is {groups}, and the {tower} tower is not locked.",
                 f"Set model.lock_{tower}, or leave unlocked_{tower}_groups out.",
             )
+
+
+def _check_profile(config: Config) -> None:
+    steps = config.profile
+    if not steps:
+        return
+    if len(steps) != 2 or steps[0] > steps[1]:
+        raise UserError(f"profile is {steps}.", "Name a first and a last step: --profile 10 12.")
+    if (n := steps[1] - steps[0] + 1) > MOST_PROFILED:
+        raise UserError(
+            f"profile {steps[0]} {steps[1]} are {n} steps.",
+            f"Profile at most {MOST_PROFILED}: the profiler holds every operation of them in memory.",
+        )
+    last = min(config.samples // config.batch_size or steps[1], config.stop_at_step or steps[1])
+    if steps[1] > last:
+        raise UserError(f"profile {steps[0]} {steps[1]} is beyond the run's last step, {last}.", "Name earlier steps.")

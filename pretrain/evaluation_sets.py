@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.cli.named_paths import NamedPath, named_paths
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from pretrain.config import Config, Evaluate
@@ -59,6 +59,28 @@ def metrics(config: Evaluate) -> list[str]:
     sets = [(one.name, RETRIEVAL) for one, _ in pair_sets(config)]
     sets += [(one.name, ZERO_SHOT) for one in class_sets(config)]
     return [f"{name}/{key}" if name else key for name, keys in sets for key in keys]
+
+
+def lower_is_better(metric: str) -> bool:
+    """Of a metric by its name in the log."""
+    return metric.rpartition("/")[2] == "validation_loss"
+
+
+def check_evaluation(config: Evaluate) -> None:
+    """Raises UserError: the sets do not fit, or the best is by something that is not measured."""
+    known, best = metrics(config), config.best
+    if best is None:
+        return
+    if not known:
+        raise UserError(f"evaluate.best is {best}, and nothing is evaluated.", "Name evaluate.pairs or classes.")
+    if best not in known:
+        raise UserError(
+            f"evaluate.best is {best}, which no evaluation logs.{nearest(best, known)}", f"Choose {', '.join(known)}."
+        )
+    if not config.every_samples:
+        raise UserError(
+            f"evaluate.best is {best}, and the run is evaluated at its end only.", "Set evaluate.every_samples."
+        )
 
 
 def make_evaluators(config: Config, transform, tokenizer, device, rank: int, world_size: int) -> list[Named]:

@@ -1,17 +1,25 @@
-"""The run folder: config.yaml, metrics.jsonl, tensorboard/, checkpoints/step-N/, model/, and samples/ if asked for."""
+"""The run folder: config.yaml, metrics.jsonl, tensorboard/, checkpoints/step-N/, model/, and if asked for model-best/
+with best.json, and samples/.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from functools import partial
 
 from pretrain.config import Config
 from pretrain.engine.checkpoint import take_snapshot
 from pretrain.engine.nonfinite import culprits
-from pretrain.evaluation_sets import split_set
+from pretrain.evaluation_sets import lower_is_better, split_set
 from pretrain.sample_log import SampleLog
 from probemb import distributed
 from probemb.cli.configuration import to_dict, with_absolute_paths
+from probemb.files import replace_file
 from probemb.models import DualEncoder, save_model
+from probemb.runs.best import NAME as BEST
+from probemb.runs.best import Best, read_best
 from probemb.runs.checkpoints import Snapshot
 from probemb.runs.lock import RunLock
 from probemb.runs.log import rsum_words, step_of, train_line
@@ -31,6 +39,7 @@ FREE_TO_CHANGE = (
     "keep_every",
     "on_nonfinite",
     "log_samples",
+    "profile",
     "wandb",
     "evaluate",
 )
@@ -63,11 +72,67 @@ class RunFolder(RunOutput):
             # Not built in the writer's thread, as building draws random numbers.
             self.model = _empty_model(model.config)
         super().__init__(config, step, steps, lock)
+        self.best, self.saved = self._resume_best(step), step if step else None
         if config.log_samples:
             self.samples = SampleLog(self.path, step, distributed.rank(), distributed.world_size())
 
+    def _resume_best(self, step: int) -> Best | None:
+        """The best so far by the metric that this run asks for; collective."""
+        metric = self.config.evaluate.best
+        found = distributed.all_of(read_best(self.path, step) if self.is_main else None)[0]
+        if found:
+            self.protected = frozenset([found.step])
+        if metric is None or (found and found.metric == metric):
+            return found if metric else None
+        if found and self.is_main:
+            print(f"resume  {self.path / BEST} is by {found.metric}; the best by {metric} is chosen from here on")
+        return Best(metric, lower_is_better(metric))
+
+    def report(self, step: int, values: dict[str, float]) -> None:
+        """Log a step and print its progress line; notes whether it is the best."""
+        if self.best and self.best.metric in values and self.best.add(step, values[self.best.metric]):
+            values = {**values, "is_best": True}
+        super().report(step, values)
+
+    def keep_best(self, engine, step: int, samples: int, skipped: int = 0) -> None:
+        """Save the step that was evaluated, if it is the best so far, and mark it as such; collective.
+
+        Raises:
+            UserError: as `save`.
+        """
+        if not self.best or self.best.step != step or step in self.protected:
+            return
+        self.protected |= {step}  # beside the one before, as long as that is marked
+        self.save(engine, step, samples, skipped)
+        if self.is_main:
+            best = replace(self.best, values=dict(self.best.values))
+            self.writer.then(lambda: self.or_say_why(lambda: self._mark(best)))
+
+    def _mark(self, best: Best) -> None:
+        """In the writer's thread: model/ holds that step's weights."""
+        if self.writer.failed:
+            return
+        best.write(self.path)
+        for file in sorted((self.path / "model").iterdir()):
+            if not file.name.startswith("."):
+                replace_file(self.path / "model-best" / file.name, partial(shutil.copyfile, file))
+        self.protected = frozenset([best.step])
+        self.prune()
+
+    def best_words(self) -> str:
+        """A line on the best checkpoint, if there is one."""
+        if not self.best or self.best.step is None:
+            return ""
+        where, value = self.path / "checkpoints" / f"step-{self.best.step}", self.best.values[self.best.step]
+        return f"best    step {self.best.step}, {self.best.metric} {value:.4g}: {where} and {self.path / 'model-best'}"
+
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
+        values = dict(values)
+        is_best = values.pop("is_best", False)
+        return self._line(step, values) + (f" | best {self.best.metric} so far" if is_best else "")
+
+    def _line(self, step: int, values: dict[str, float]) -> str:
         name, own = split_set(values)
         head = f"{step_of(step, self.steps)} | {f'{name}: ' if name else ''}"
         if "rsum" in own:
@@ -102,11 +167,14 @@ class RunFolder(RunOutput):
         return str(path)
 
     def save(self, engine, step: int, samples: int, skipped: int = 0) -> None:
-        """Start writing a checkpoint, and the weights alone in model/; collective.
+        """Start writing a checkpoint, and the weights alone in model/, unless this step has one; collective.
 
         Raises:
             UserError: the one before could not be written; on all ranks.
         """
+        if step == self.saved:
+            return
+        self.saved = step
         state = {
             "samples": samples,
             "skipped": skipped,

@@ -52,6 +52,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain.evaluation_sets import make_evaluators
     from pretrain.folder import RunFolder
     from pretrain.plan.peak import images_at_peak
+    from pretrain.profile import make_profiler
     from pretrain.trainer import Start, Trainer
     from probemb.cli.device import training_precision
     from probemb.distributed import same_everywhere
@@ -105,18 +106,23 @@ def train(config: Config, preemption: Preemption) -> int:
             load_checkpoint(engine, earlier, verified=True)
         folder = RunFolder(config, model, identity, steps, step, lock)
         say(describe(config, engine, stream, device, precision, steps, step, earlier))
+        profiler = make_profiler(config, device)
         trainer = Trainer(
             engine, stream, config, device, steps, Start(step, samples, state.get("skipped", 0)), recorder=folder,
             stop=preemption.asked, progress=progress,
-            images_at_peak=images_at_peak(config, precision, world_size, device),
+            images_at_peak=images_at_peak(config, precision, world_size, device), profiler=profiler,
         )  # fmt: skip
         try:
             stopped = trainer.fit([partial(evaluator, engine) for evaluator in evaluators])
             folder.finish()
+            if words := folder.best_words():
+                say(words)
             if stopped:
                 refuse_endless_starts(folder.path, step, trainer.step)
         finally:
             stream.close()
+            if profiler:
+                profiler.close()
             folder.close()
         report_failures(stream, say)
     if stopped:

@@ -27,6 +27,7 @@ from pretrain.engine.nonfinite import Evidence, Flag, Queued, as_error
 from pretrain.engine.randomness import random_state, set_random_state
 from pretrain.engine.state import gradient_norm, step_unless
 from pretrain.objectives import OBJECTIVES, Pairs
+from pretrain.profile import StepProfiler
 from pretrain.schedules import learning_rate, set_learning_rate
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
@@ -61,6 +62,7 @@ class Recorder(Protocol):
     def seen(self, step: int, keys: list[str]) -> None: ...
     def nonfinite(self, step: int, reports: list[dict]) -> str: ...
     def save(self, engine, step: int, samples: int, skipped: int) -> None: ...
+    def keep_best(self, engine, step: int, samples: int, skipped: int) -> None: ...
 
 
 class Start(NamedTuple):
@@ -85,6 +87,7 @@ class Trainer:
         stop: whether this process was asked to stop; checked around every step and while waiting for data.
         progress: gets what is being done, for a `Watchdog`.
         images_at_peak: speed at the devices' peak for a mean length of texts, for the MFU; None if unknown.
+        profiler: traces some of the steps.
     """
 
     def __init__(
@@ -99,12 +102,13 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
         images_at_peak: Callable[[float], float] | None = None,
+        profiler: StepProfiler | None = None,
     ):
         self.engine, self.stream, self.config, self.device = engine, stream, config, device
         self.objective = OBJECTIVES[config.objective](config.loss)
         self.steps, self.step, self.samples, self.skipped = steps, *start  # samples: the position of the run
         self.total = self.samples + (steps - self.step) * config.batch_size
-        self.recorder, self.stop, self.images_at_peak = recorder, stop, images_at_peak
+        self.recorder, self.stop, self.images_at_peak, self.profiler = recorder, stop, images_at_peak, profiler
         self.progress = progress or Progress(self.step)
         self.stopping = False  # agreed by all ranks
         self._skipped_in_a_row = 0
@@ -128,6 +132,8 @@ class Trainer:
         self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
         saved, first, began = self.step, self.step + 1, time.perf_counter()
         while self.step < last:
+            if self.profiler:
+                self.profiler.begin(self.step + 1)
             batch = self._load()  # --------------------------------------------------------------- load, agree
             if batch is None:
                 break
@@ -140,6 +146,8 @@ class Trainer:
             self.step += 1
             self.samples += config.batch_size
             self.progress.made(self.step)
+            if self.profiler:
+                self.profiler.end(self.step)
             recorder.seen(self.step, batch.keys)
             due = config.save_every and self.step % config.save_every == 0
             logging = self.step % config.log_every == 0 or self.step in (first, last)
@@ -166,6 +174,8 @@ class Trainer:
                 for evaluate in evaluators:
                     self.progress.doing("evaluating")
                     recorder.report(self.step, {"samples": self.samples, **evaluate()})
+                self.progress.doing("saving")
+                recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
                 window.restart()
         self.progress.doing("saving")
         self.read_outcome()

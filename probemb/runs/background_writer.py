@@ -25,11 +25,23 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer")
         self._thread.start()
 
+    def then(self, job: Callable[[], None]) -> None:
+        """Start this job after the one in progress, without waiting here; it runs also if that one fails."""
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            self._run(job)
+
+        self._thread = threading.Thread(target=run, name="checkpoint-writer")
+        self._thread.start()
+
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
         except Exception as error:
-            self._failure = error
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Keep an error for `check`, as if a job had raised it."""

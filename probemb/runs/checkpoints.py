@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,29 +151,43 @@ def find_checkpoint(
     return None
 
 
-def prune(run_dir: Path | str, keep: int, keep_every: int = 0) -> None:
-    """Delete complete checkpoints, except the newest `keep` and those whose step is a multiple of `keep_every` (0:
-    none).
+def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[int] = ()) -> None:
+    """Delete complete checkpoints, except the newest `keep`, those whose step is a multiple of `keep_every` (0: none),
+    and `also` those of these steps. A damaged one counts for none, and goes when it is older.
 
     One that cannot be deleted is logged and does not stop training.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
-    kept = 0
+    found = _finished(Path(run_dir))
+    for step in superfluous([_step(path) for path in found], complete_steps(run_dir), keep, keep_every, also):
+        path = found[0].with_name(f"step-{step}")
+        gone = path.with_name(f".{path.name}.deleted")  # a half-deleted one must not look like a checkpoint
+        try:
+            path.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            logger.warning("The old checkpoint %s could not be deleted: %s.", path, error)
+
+
+def superfluous(
+    steps: Iterable[int], whole: Collection[int], keep: int, keep_every: int = 0, also: Collection[int] = ()
+) -> list[int]:
+    """The `steps` that `prune` deletes; `whole`: those whose checkpoints are complete, which alone count as kept."""
+    old = [step for step in steps if sum(newer > step for newer in whole) >= keep]
+    return [step for step in old if step not in also and not (keep_every and step % keep_every == 0)]
+
+
+def complete_steps(run_dir: Path | str) -> list[int]:
+    """Steps of the complete checkpoints, newest first; sizes are checked, sums are not."""
+    found = []
     for path in _finished(Path(run_dir)):
-        if kept >= keep and not (keep_every and _step(path) % keep_every == 0):
-            gone = path.with_name(f".{path.name}.deleted")  # a half-deleted one must not look like a checkpoint
-            try:
-                path.rename(gone)
-                shutil.rmtree(gone)
-            except OSError as error:
-                logger.warning("The old checkpoint %s could not be deleted: %s.", path, error)
-            continue
         try:
             read_content(path)
-            kept += 1
         except UserError:
-            continue  # kept for inspection
+            continue
+        found.append(_step(path))
+    return found
 
 
 def _finished(run_dir: Path) -> list[Path]:

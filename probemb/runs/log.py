@@ -169,6 +169,7 @@ def train_line(step: int, steps: int, v: dict[str, float], terms: Sequence[str] 
         gradient,
         skipped,
         f"{v[f'{unit}_per_second']:.0f} {unit}/s, data {100 * v['data_wait']:.0f} %",
+        f"{v['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in v else "",
         f"MFU {100 * v['mfu']:.1f} %" if "mfu" in v else "",
         f"{v['memory'] / 2**30:.1f} GiB" if "memory" in v else "",
         f"lr {v['lr']:.1e}",

@@ -42,6 +42,7 @@ class RunOutput:
     def __init__(self, config, step: int, steps: int, lock: RunLock | None = None):
         self.path, self.config, self.steps, self.lock = Path(config.out), config, steps, lock
         self.is_main, self.writer = distributed.is_main(), BackgroundWriter()
+        self.protected: frozenset[int] = frozenset()  # steps whose checkpoints stay
         self.log: RunLog | None = on_main(lambda: self._begin(step), self.path, "Choose another --out.")
 
     def _begin(self, step: int) -> RunLog:
@@ -89,14 +90,14 @@ class RunOutput:
         self.finish()
         if snapshot := take():
             stood = time.perf_counter() - began
-            self.writer.start(lambda: self._write_or_say_why(snapshot, stood))
+            self.writer.start(lambda: self.or_say_why(lambda: self._write(snapshot, stood)))
 
-    def _write_or_say_why(self, snapshot: Snapshot, stood: float) -> None:
-        """Raises UserError: the folder is gone, or something in it could not be written."""
+    def or_say_why(self, write: Callable[[], None]) -> None:
+        """Call `write`. Raises UserError: the folder is gone, or something in it could not be written."""
         if self._gone():  # or it would be made anew, without what else a run folder holds
             raise self._gone_error()
         try:
-            self._write(snapshot, stood)
+            write()
         except (UserError, OSError) as error:
             if self._gone():
                 raise self._gone_error() from error
@@ -110,13 +111,17 @@ class RunOutput:
     def _write(self, snapshot: Snapshot, stood: float) -> None:
         began = time.perf_counter()
         where = snapshot.write(self.path)
-        prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0))
+        self.prune()
         more = self.write_more(snapshot)
         print(
             f"step {snapshot.content['step']}/{self.steps} | saved {where}{more} "
             f"(training stood {stood:.1f} s, written in {time.perf_counter() - began:.1f} s)",
             flush=True,
         )
+
+    def prune(self) -> None:
+        """Delete checkpoints that are not to be kept."""
+        prune(self.path, self.config.keep_checkpoints, getattr(self.config, "keep_every", 0), self.protected)
 
     def write_more(self, snapshot: Snapshot) -> str:
         """Hook, called in the thread: write a stage's own files beside a checkpoint; returns a few words on them."""

@@ -64,7 +64,8 @@ class Window:
 
     def read(self, batch_size: int, steps_left: int) -> dict[str, float]:
         """Means over steps and ranks; samples/s over all ranks, share of time waiting for data, ETA in s; memory: the
-        bytes that a rank has used at most so far (on a GPU its own, on a CPU the process').
+        bytes that a rank has used at most so far (on a GPU its own, on a CPU the process'). tokens/s over all ranks,
+        if the terms have "text_tokens", the tokens of each text that a step computes.
 
         Has no means if every step was skipped. Collective.
         """
@@ -75,6 +76,8 @@ class Window:
         values = distributed.mean_over_ranks(means | {"data_wait": waited}, self.device)
         values["memory"] = distributed.max_over_ranks(_peak_memory(self.device), self.device)
         values |= {f"{self.unit}_per_second": self.n * batch_size / seconds, "eta": steps_left * seconds / self.n}
+        if "text_tokens" in values:
+            values["tokens_per_second"] = values["text_tokens"] * self.n * batch_size / seconds
         return values
 
 

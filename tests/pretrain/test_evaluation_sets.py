@@ -47,3 +47,20 @@ def test_the_known_metrics_are_those_that_are_measured():
 def test_sets_that_do_not_fit_are_refused(given, what):
     with pytest.raises(UserError, match=what):
         check(Config(data=Data(train="data"), evaluate=Evaluate(**given)), 1)
+
+
+BEST = {
+    "nothing evaluated": ({"best": "rsum"}, "nothing is evaluated"),
+    "unknown": ({"best": "rsun", "pairs": "a"}, "rsun, which no evaluation logs. Did you mean 'rsum'"),
+    "another name": ({"best": "rsum", "pairs": "x=a"}, "Choose x/validation_loss, x/rsum"),
+    "a part of the loss": ({"best": "loss", "pairs": "a", "every_samples": 4}, "loss, which no evaluation logs"),
+    "at the end only": ({"best": "x/rsum", "pairs": "x=a"}, "evaluated at its end only"),
+}
+
+
+@pytest.mark.parametrize("case", BEST)
+def test_a_best_that_cannot_be_chosen_is_refused(case):
+    given, what = BEST[case]
+    with pytest.raises(UserError) as error:
+        check(Config(data=Data(train="data"), evaluate=Evaluate(**given)), 1)
+    assert what in str(error.value)

@@ -96,6 +96,7 @@ def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
         "lr",
         "ETA",
         "zero-shot top-1",
+        "tokens/s",
         "gradient",
         "GiB",
     ):
@@ -115,7 +116,7 @@ def test_a_run_in_two_processes_and_its_resumption(scenes, tmp_path):
     assert [m["step"] for m in trained] == [2, 4, 6]
     assert trained[-1]["samples"] == 96
     keys = {"clip", "match", "scale", "shift", "u_image", "u_text", "images_per_second", "data_wait", "lr", "eta"}
-    keys |= {"gradient_norm", "clipped", "memory"}
+    keys |= {"gradient_norm", "clipped", "memory", "tokens_per_second"}
     assert keys <= set(trained[0])
     losses = {m["step"]: m["loss"] for m in metrics(tmp_path / "half") if "loss" in m and "first_step" not in m}
     assert losses == {m["step"]: m["loss"] for m in trained}

@@ -32,6 +32,18 @@ def test_skipped_steps_count_for_the_speed_and_not_for_the_means():
     assert set(window.close(batch_size=8, steps_left=1)) == {"data_wait", "images_per_second", "eta", "memory"}
 
 
+def test_tokens_of_a_second_are_those_of_the_texts_that_are_computed(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    window = Window("images", lambda: 0.0)
+    for length in (10.0, 20.0, 30.0):
+        window.add({"text_tokens": length})
+    now[0] += 4.0
+    values = window.read(batch_size=8, steps_left=0)
+    assert values["images_per_second"] == 3 * 8 / 4
+    assert values["tokens_per_second"] == 8 * (10 + 20 + 30) / 4
+
+
 def test_one_step_whose_loss_is_its_only_term_can_be_written(tmp_path):
     window, loss = Window("pairs", lambda: 0.0), torch.tensor(2.0)
     window.add({"loss": loss, "triplet": loss})

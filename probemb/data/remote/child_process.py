@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -26,12 +27,17 @@ exit $code
 
 
 def read_output(argv: list[str], file: BinaryIO, limit: int, timeout: float) -> None:
-    """Write the output of a program to `file`, at most `limit` bytes.
+    """Write the output of a program to `file`, at most `limit` bytes; as `run_program`."""
+    file.seek(0)
+    run_program(argv, lambda read: copy(read, file, limit, timeout), timeout)
+
+
+def run_program(argv: list[str], take: Callable[[Callable[[], bytes]], None], timeout: float) -> None:
+    """Run a program; `take` gets a function that reads its output, and returns nothing at the end.
 
     The program and its children are killed after `timeout` seconds without output, and when this process ends. Raises
     TransferFailed, TimeoutError.
     """
-    file.seek(0)
     with tempfile.TemporaryFile() as words:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHED, "sh", *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
@@ -46,7 +52,7 @@ def read_output(argv: list[str], file: BinaryIO, limit: int, timeout: float) -> 
             return os.read(process.stdout.fileno(), CHUNK)
 
         try:
-            copy(read, file, limit, timeout)
+            take(read)
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
