@@ -28,12 +28,14 @@ class Model(Towers):
         unlocked_image_groups: last groups of a locked image tower that train: 1 for the last norm and the projection, 2
             for the last block too, and so on.
         unlocked_text_groups: the same of a locked text tower.
+        patch_dropout: share of an image's patches that the tower does not read in training.
     """
 
     n_unc_layers: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
     lock_text: bool = False
     unlocked_image_groups: NonNegativeInt = 0
     unlocked_text_groups: NonNegativeInt = 0
+    patch_dropout: BelowOne = 0.0
 
     DEFAULT_LAYERS: ClassVar = 2  # as the published weights
 
@@ -239,6 +241,7 @@ class Config:
 
     def create_model(self, **more) -> DualEncoder:
         """The objective's kind of model, on the CPU, the same on every rank; `more`: options of `create_model`."""
+        from pretrain.masking import check_masks
         from probemb.models.layers import check_frozen, freeze_backbones
 
         m = self.model
@@ -246,4 +249,5 @@ class Config:
         model = m.create(self.train_paths, self.loss, **about, **more)
         freeze_backbones(model, m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups)
         check_frozen(model, m.lock_image, m.lock_text)
+        check_masks(self, model)
         return model

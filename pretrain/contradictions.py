@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pretrain.config import Config
 from pretrain.evaluation_sets import check_evaluation
-from pretrain.objectives import OBJECTIVES
+from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
 from probemb.errors import UserError
 
@@ -46,6 +46,12 @@ def check(config: Config, world_size: int) -> None:
         )
     _check_locks(config)
     parts = world_size * config.engine.accumulation
+    if getattr(config.loss, "masked_inclusion", 0) and config.batch_size % (parts * MASKED_EVERY):
+        raise UserError(
+            f"loss.masked_inclusion masks every {MASKED_EVERY}th item of a part, and {parts} parts of batch_size "
+            f"{config.batch_size} are no multiple of that.",
+            f"Set batch_size to a multiple of {parts * MASKED_EVERY}, or loss.masked_inclusion to 0.",
+        )
     if config.batch_size % parts:
         lower = config.batch_size // parts * parts
         remedy = f"Set batch_size to {f'{lower} or ' if lower else ''}{lower + parts}, or change the ranks or parts."

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from probemb.gaussian import Gaussian
     from probemb.losses import LossOutput
 
+MASKED_EVERY = 8  # of so many items one has masked copies
+
 
 @dataclass
 class Pairs:
@@ -30,6 +32,7 @@ class Pairs:
     image, text   Gaussians (B, D) of this rank; every rank has as many
     logit_scale   () the model's inverse temperature
     scale, shift  () a and b of its match probability sigmoid(-a CSD + b)
+    masked        images and texts, Gaussians (n, D), of the masked copies of items 0, B / n, 2 B / n, …; None for none
     """
 
     image: Gaussian
@@ -37,6 +40,7 @@ class Pairs:
     logit_scale: Tensor
     scale: Tensor
     shift: Tensor
+    masked: tuple[Gaussian, Gaussian] | None = None
 
 
 class Objective:
@@ -222,15 +226,18 @@ class SigLIP(_Sigmoid):
 
 
 class ProLIP(_Sigmoid):
-    """ProLIP: the sigmoid loss with CSD, information bottleneck, and inclusion of images in their texts."""
+    """ProLIP: the sigmoid loss with CSD, information bottleneck, and inclusion: of images in their texts, and of items
+    in their masked copies."""
 
     @dataclass(frozen=True)
     class Options:
-        """L_ppcl + vib * L_vib + inclusion * L_inclusion. Source: ProLIP §3.2, §3.3.
+        """L_ppcl + vib * L_vib + inclusion * L_inclusion + masked_inclusion * L_masked. Source: ProLIP §3.2, §3.3.
 
         Args:
             vib: weight of the information bottleneck.
             inclusion: weight of an image's inclusion in its text.
+            masked_inclusion: weight of the inclusion of an item in its copy with a quarter of its patches or tokens, of
+                every eighth item; 1e-3 as published, for towers that can read parts.
             inclusion_scale: c of -log sigmoid(c H).
             form: exact, or code, the formulas of the authors' public code.
             logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained.
@@ -240,6 +247,7 @@ class ProLIP(_Sigmoid):
 
         vib: NonNegativeFloat = 1e-4
         inclusion: NonNegativeFloat = 1e-7
+        masked_inclusion: NonNegativeFloat = 0.0
         inclusion_scale: PositiveFloat = 1000.0
         form: Literal["exact", "code"] = "exact"
         logit_scale: PositiveFloat | None = 10.0
@@ -253,11 +261,19 @@ class ProLIP(_Sigmoid):
         return {**super().model_options(options), "log_var_start": options.log_var}
 
     def __call__(self, pairs: Pairs) -> LossOutput:
+        import torch
+
         from probemb.losses import ProLIPLoss
 
         o = self.options
-        loss = ProLIPLoss(o.vib, o.inclusion, inclusion_scale=o.inclusion_scale, form=o.form)
-        return loss(pairs.image, pairs.text, *self.scale_and_bias(pairs))
+        loss = ProLIPLoss(o.vib, o.inclusion, o.masked_inclusion, o.inclusion_scale, o.form)
+        image, text = pairs.image, pairs.text
+        if pairs.masked is None:
+            return loss(image, text, *self.scale_and_bias(pairs))
+        # The loss is one of a set of pairs; those that have copies come first.
+        rows = torch.arange(len(image), device=image.mean.device)
+        order = (rows % (len(image) // len(pairs.masked[0])) != 0).int().argsort(stable=True)
+        return loss(image[order], text[order], *self.scale_and_bias(pairs), *pairs.masked)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"pcmepp": PCMEPlusPlus, "clip": CLIP, "siglip": SigLIP, "prolip": ProLIP}

@@ -26,6 +26,7 @@ from pretrain.config import Config
 from pretrain.engine.nonfinite import Evidence, Flag, Queued, as_error
 from pretrain.engine.randomness import random_state, set_random_state
 from pretrain.engine.state import gradient_norm, step_unless
+from pretrain.masking import draw_masks
 from pretrain.objectives import OBJECTIVES, Pairs
 from pretrain.profile import StepProfiler
 from pretrain.schedules import learning_rate, set_learning_rate
@@ -39,17 +40,19 @@ MAX_SKIPPED = 100  # steps in a row; more come from the weights, not the samples
 
 
 class Forward(NamedTuple):
-    """Both modalities' embeddings (B, D), and the inverse temperature, a and b as (3,)."""
+    """Both modalities' embeddings (B, D), the inverse temperature, a and b as (3,), and maybe masked copies (n, D)."""
 
     image: Gaussian
     text: Gaussian
     scalars: Tensor
+    masked: tuple[Gaussian, Gaussian] | None = None
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...]) -> Forward:
         """Unpack the flat output of `Towers`."""
-        mean_i, log_var_i, mean_t, log_var_t, scalars = tensors
-        return cls(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), scalars)
+        *embeddings, scalars = tensors
+        image, text, *masked = (Gaussian(*embeddings[i : i + 2]) for i in range(0, len(embeddings), 2))
+        return cls(image, text, scalars, tuple(masked) or None)
 
 
 class Recorder(Protocol):
@@ -231,8 +234,9 @@ class Trainer:
             UserError: see `read_outcome`, of the step before.
         """
         parts = self.config.engine.accumulation
+        masks = draw_masks(self.config, self.engine.module.model, images, tokens, self.samples)
         if parts == 1:
-            flat = self.engine(images, tokens)
+            flat = self.engine(images, tokens, *masks)
             for embedding in flat[:4]:
                 if embedding.requires_grad:  # not the log-variances of a point model
                     embedding.retain_grad()  # to trace a NaN to its sample
@@ -243,7 +247,7 @@ class Trainer:
             return
 
         cached, states = [], []
-        chunks = list(zip(images.chunk(parts), tokens.chunk(parts)))
+        chunks = [(i, t, *m) for i, t, m in zip(images.chunk(parts), tokens.chunk(parts), masks.chunk(parts))]
         with torch.no_grad():
             for chunk in chunks:
                 states.append(random_state())
@@ -308,7 +312,7 @@ class Trainer:
 
     def loss(self, out: Forward) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective's part of this rank's rows, and what is logged."""
-        pairs = Pairs(out.image, out.text, *out.scalars.unbind())
+        pairs = Pairs(out.image, out.text, *out.scalars.unbind(), out.masked)
         found = self.objective(pairs)
         terms = {"loss": found.loss, **found.terms}
         terms |= {name: getattr(pairs, name) for name in self.objective.scalars}

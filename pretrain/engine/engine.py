@@ -26,16 +26,29 @@ class Towers(nn.Module):
         self.model = model
         self.half = precision == "bf16"
 
-    def forward(self, images: Tensor | None = None, tokens: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Means and log-variances of the given inputs, (B, D) each; with both also `ModelOutput`'s scalars, (3,)."""
+    def forward(
+        self,
+        images: Tensor | None = None,
+        tokens: Tensor | None = None,
+        kept: Tensor | None = None,
+        masked_image: Tensor | None = None,
+        masked_text: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Means and log-variances of the given inputs, (B, D) each; with both also `ModelOutput`'s scalars, (3,), and
+        before these the means and log-variances of the masked copies that `masking.Masks` asks for."""
         given = images if images is not None else tokens
         with torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.half):
             if images is None or tokens is None:
                 g = self.model.encode_text(tokens) if images is None else self.model.encode_image(images)
                 return g.mean, g.log_var
-            out = self.model(images, tokens)
+            out, masked = self.model(images, tokens, kept), ()
+            if masked_image is not None:
+                every = len(images) // len(masked_image)
+                image = self.model.encode_image(images[::every], kept=masked_image)
+                text = self.model.encode_text(tokens[::every], kept=masked_text)
+                masked = image.mean, image.log_var, text.mean, text.log_var
         scalars = torch.cat([out.logit_scale, out.scale, out.shift])
-        return out.image.mean, out.image.log_var, out.text.mean, out.text.log_var, scalars
+        return out.image.mean, out.image.log_var, out.text.mean, out.text.log_var, *masked, scalars
 
 
 def make_engine(

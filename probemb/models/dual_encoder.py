@@ -113,11 +113,10 @@ class DualEncoder(nn.Module):
                 self.register_buffer("logit_bias", stock.logit_bias.detach())
             self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
-    def forward(self, images: Tensor, tokens: Tensor) -> ModelOutput:
-        """(B, 3, H, W) uint8, or float that is normalised, and (B, L) int64 -> ModelOutput."""
-        return ModelOutput(
-            self.encode_image(images), self.encode_text(tokens), self.inverse_temperature(), *self.match_scalars()
-        )
+    def forward(self, images: Tensor, tokens: Tensor, kept: Tensor | None = None) -> ModelOutput:
+        """(B, 3, H, W) uint8, or float that is normalised, and (B, L) int64 -> ModelOutput; `kept`: of the patches."""
+        image, text = self.encode_image(images, kept=kept), self.encode_text(tokens)
+        return ModelOutput(image, text, self.inverse_temperature(), *self.match_scalars())
 
     def scalars(self) -> dict[str, nn.Parameter]:
         """The model's own parameters of shape (1,), by name."""

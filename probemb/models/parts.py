@@ -12,6 +12,7 @@ computes with. Class and uncertainty tokens are no parts, and are always there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,7 +36,48 @@ class Parts(NamedTuple):
     required: Tensor
 
 
-def draw_parts(tower: Encoder, inputs: Tensor, share: float, generator: torch.Generator | None = None) -> Tensor:
+LONGEST = 2**16  # parts of an input
+
+
+def chances(key: int, rows: Tensor) -> Callable[[int], Tensor]:
+    """Uniform numbers as a function of a key, a row's number and a position, for `draw_parts`.
+
+    The same on every device and for any number of positions: SplitMix64 of the row and the position.
+
+    Args:
+        rows: (B,) int64, numbers of the inputs.
+
+    Returns:
+        a function of P that gives (B, P) float64 in [0, 1).
+    """
+
+    def draw(n_parts: int) -> Tensor:
+        index = rows[:, None] * LONGEST + torch.arange(n_parts, device=rows.device)
+        z = index * _signed(0x9E3779B97F4A7C15) + _signed(key)
+        z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+        z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+        return _shifted(z ^ _shifted(z, 31), 11).double() / 2**53
+
+    return draw
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """int64 shifted to the right as if it had no sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (number & (2**64 - 1)) - (2**64 if number & 2**63 else 0)
+
+
+def draw_parts(
+    tower: Encoder,
+    inputs: Tensor,
+    share: float,
+    generator: torch.Generator | None = None,
+    chance: Callable[[int], Tensor] | None = None,
+) -> Tensor:
     """Random parts of every input: all that are required, and a share of the others, rounded, at least one.
 
     No value of the inputs is waited for: n follows from their shape.
@@ -44,6 +86,7 @@ def draw_parts(tower: Encoder, inputs: Tensor, share: float, generator: torch.Ge
         inputs: (B, 3, H, W) pixels or (B, L) tokens, as the tower reads them.
         share: of the optional parts to keep, above 0 to 1.
         generator: on any device, of which the draw is a function; None for torch's own of the CPU.
+        chance: uniform numbers (B, P) of P parts, instead of a generator's; see `chances`.
 
     Returns:
         (B, n) int64 on the inputs' device.
@@ -55,8 +98,11 @@ def draw_parts(tower: Encoder, inputs: Tensor, share: float, generator: torch.Ge
         raise UserError(f"The share of parts to keep is {share}.", "Set it above 0 and at most to 1.")
     optional, required = tower.parts(inputs)
     n_parts, always = optional.shape[1], tower.required_parts
-    at = "cpu" if generator is None else generator.device
-    chance = torch.rand(optional.shape, generator=generator, device=at).to(inputs.device)
+    if chance is None:
+        at = "cpu" if generator is None else generator.device
+        chance = torch.rand(optional.shape, generator=generator, device=at).to(inputs.device)
+    else:
+        chance = chance(n_parts)
     chance = chance.masked_fill(required, -1.0).masked_fill(~(optional | required), 2.0)
     rank = chance.argsort(1).argsort(1)
     shares = [min(n, max(1, round(share * n))) for n in range(n_parts + 1)]

@@ -33,7 +33,8 @@ class ImageTransformer(TransformerTower, VisionTransformer):
     @property
     def n_tokens(self) -> int:
         """T, the class token included."""
-        return len(self.positional_embedding)
+        height, width = self.grid_size  # not the positions' shape: ZeRO-3 takes parameters away between two passes
+        return height * width + 1
 
     def features(self, pixels: Tensor) -> tuple[Features, Features | None]:
         """(B, 3, H, W) -> features with T tokens, the class token first.

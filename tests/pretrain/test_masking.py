@@ -1,0 +1,132 @@
+"""Patch dropout and masked copies: the draws, and steps on engines against one process on the whole batch."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.config import Config, Data, Engine, Model
+from pretrain.contradictions import check
+from pretrain.engine.engine import Towers, make_engine, start_deepspeed
+from pretrain.masking import draw_masks
+from pretrain.objectives import ProLIP
+from pretrain.trainer import Trainer
+from probemb import Gaussian
+from probemb.errors import UserError
+from probemb.losses import ProLIPLoss
+from probemb.losses.prolip import inclusion_loss
+from probemb.models.parts import chances
+from tests.ranks import run_ranks
+
+B, CPU = 32, torch.device("cpu")
+CONFIG = Config(
+    batch_size=B,
+    objective="prolip",
+    loss=ProLIP.Options(vib=1e-2, inclusion=1e-2, masked_inclusion=0.5, inclusion_scale=2.0),
+    model=Model(name="ViT-Micro-32", patch_dropout=0.5),
+)
+
+
+def model_and_batch(config=CONFIG):
+    torch.manual_seed(0)
+    model, g = config.create_model(), torch.Generator().manual_seed(1)
+    images = torch.randn(B, 3, model.image_size, model.image_size, generator=g)
+    tokens = torch.randint(1, 1000, (B, model.context_length), generator=g)
+    tokens[:, -1] = 49407  # end of text
+    return model, images, tokens
+
+
+def test_chances_are_uniform_and_functions_of_their_place():
+    draws = chances(7, torch.arange(1000))(100)
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    counts = torch.histc(draws, 10, 0, 1)
+    assert (counts - 10_000).abs().max() < 400  # four deviations
+    for shift in (draws[1:] * draws[:-1], draws[:, 1:] * draws[:, :-1]):
+        assert shift.mean().item() == pytest.approx(0.25, abs=0.003)
+    assert torch.equal(chances(7, torch.arange(500, 510))(50), draws[500:510, :50])
+    assert (chances(8, torch.arange(1000))(100) == draws).float().mean() < 1e-3
+    assert draws[0, 0].item() == splitmix(7)
+    assert draws[3, 5].item() == splitmix(7 + (3 * 2**16 + 5) * 0x9E3779B97F4A7C15)
+
+
+def splitmix(z: int) -> float:
+    """The output function of SplitMix64 (Steele et al., 2014), in whole numbers."""
+    z %= 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return ((z ^ z >> 31) >> 11) / 2**53
+
+
+def test_masks_depend_on_the_samples_seen_and_keep_their_shares():
+    model, images, tokens = model_and_batch()
+    masks = draw_masks(CONFIG, model, images, tokens, 320)
+    n = model.image_tower.n_tokens - 1
+    assert masks.kept.shape == (B, round(n / 2))
+    assert masks.masked_image.shape == (B // 8, round(n / 4))
+    assert len(masks.masked_text) == B // 8
+    assert masks.masked_text.shape[1] < model.context_length / 2
+    for one, other in zip(masks, draw_masks(CONFIG, model, images, tokens, 320)):
+        assert torch.equal(one, other)
+    assert not torch.equal(masks.kept, draw_masks(CONFIG, model, images, tokens, 352).kept)
+    assert not torch.equal(masks.kept, draw_masks(replace(CONFIG, seed=1), model, images, tokens, 320).kept)
+    bare = replace(CONFIG, model=Model(name="ViT-Micro-32"), loss=ProLIP.Options())
+    assert draw_masks(bare, model, images, tokens, 0) == (None, None, None)
+
+
+@cache
+def by_hand():
+    """Loss and gradients of one process, from the library's functions."""
+    model, images, tokens = model_and_batch()
+    masks, o = draw_masks(CONFIG, model, images, tokens, 0), CONFIG.loss
+    image, text = model.encode_image(images, kept=masks.kept), model.encode_text(tokens)
+    a, b = model.match_scalars()
+    plain = ProLIPLoss(o.vib, o.inclusion, inclusion_scale=o.inclusion_scale)(image, text, 2 * a, b - 2 * a).loss
+    copies = (
+        (image, model.encode_image(images[::8], kept=masks.masked_image)),
+        (text, model.encode_text(tokens[::8], kept=masks.masked_text)),
+    )
+    inside = [inclusion_loss(Gaussian(g.mean[::8], g.log_var[::8]), copy, o.inclusion_scale) for g, copy in copies]
+    loss = plain + o.masked_inclusion * sum(inside)
+    loss.backward()
+    return loss.item(), [x.item() for x in inside], {n: p.grad.numpy() for n, p in model.named_parameters()}
+
+
+def on_engine(rank, world, stage, parts):
+    start_deepspeed()
+    model, images, tokens = model_and_batch()
+    config = replace(CONFIG, engine=Engine(zero_stage=stage, accumulation=parts))
+    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
+    mine = slice(rank * B // world, (rank + 1) * B // world)
+    found = Trainer(engine, None, config, CPU, 1).train_step(images[mine], tokens[mine])
+    values = torch.stack([found[name].double().mean() for name in ("loss", "image_inclusion", "text_inclusion")])
+    torch.distributed.all_reduce(values)
+    return (values / world).tolist(), float(found["gradient_norm"])
+
+
+@pytest.mark.parametrize(("world", "stage", "parts"), [(1, 0, 1), (1, 0, 4), (2, 1, 2), (4, 2, 1), (2, 3, 2)])
+def test_a_step_is_that_of_one_process_with_the_same_patches(world, stage, parts):
+    loss, inside, grads = by_hand()
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
+    for values, found in run_ranks(world, on_engine, stage, parts):
+        np.testing.assert_allclose(values, [loss, *inside], rtol=2e-5)
+        assert found == pytest.approx(norm, rel=1e-4)
+
+
+@torch.no_grad()
+def test_evaluation_reads_every_patch():
+    model, images, tokens = model_and_batch()
+    towers = Towers(model, "fp32").eval()
+    assert torch.equal(towers(images, None)[0], model.encode_image(images).mean)
+    kept = draw_masks(CONFIG, model, images, tokens, 0).kept
+    assert not torch.allclose(towers(images, tokens, kept)[0], towers(images, tokens)[0], atol=1e-3)
+
+
+def test_what_cannot_be_masked_is_refused():
+    with pytest.raises(UserError, match="multiple of that"):
+        check(replace(CONFIG, batch_size=24, data=Data(train="x")), world_size=2)
+    config = replace(CONFIG, loss=ProLIP.Options(), model=replace(CONFIG.model, name="RN50", n_unc_layers=0))
+    with pytest.raises(UserError, match="reads its inputs as a whole"), torch.device("meta"):
+        config.create_model()
