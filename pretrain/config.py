@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from pretrain.augmentation import Augmentation
 from pretrain.objectives import OBJECTIVES
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
@@ -59,6 +60,7 @@ class Data:
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
         resize: who crops and resizes, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
             there was a choice).
+        augmentation: random crops and colours, as open_clip's.
         verify_hash: compare each shard with its index' SHA-256, in the background; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
         cache_gib: its largest size; it holds one or two shards for each lane of the machine.
@@ -74,6 +76,7 @@ class Data:
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
     resize: Literal["tensor", "pil"] = "tensor"
+    augmentation: Augmentation = field(default_factory=Augmentation)
     verify_hash: bool = False
     cache: str | None = None
     cache_gib: Gibibytes = 100.0

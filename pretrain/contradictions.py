@@ -35,6 +35,7 @@ def check(config: Config, world_size: int) -> None:
             "Give data.weights one number for each path.",
         )
     check_schedule(config.optimizer)
+    config.data.augmentation.check()
     _check_profile(config)
     check_evaluation(config.evaluate)
     objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers

@@ -56,7 +56,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain.trainer import Start, Trainer
     from probemb.cli.device import training_precision
     from probemb.distributed import same_everywhere
-    from probemb.models import create_tokenizer, create_transforms, fill_word_vectors
+    from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
@@ -76,14 +76,15 @@ def train(config: Config, preemption: Preemption) -> int:
     model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
     if config.model.word_vectors and not earlier:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
-    transforms, tokenizer = create_transforms(model, resize=config.data.resize), create_tokenizer(model)
+    augmentation = Augmentation(**vars(config.data.augmentation))
+    transforms, tokenizer = create_transforms(model, augmentation, config.data.resize), create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
     steps = step + max(0, whole_steps(config, stream) - samples // config.batch_size)
     check_schedule(config.optimizer, samples + (steps - step) * config.batch_size)
-    identity = {**stream.identity, **words_identity(model), **resize_identity(config)}
+    identity = {**stream.identity, **words_identity(model), **pixels_identity(config)}
     if earlier and (changed := changes_since(config, state, identity, earlier)):
         then = f"the data resumes after {samples:,} samples seen, in its present order"
         say(f"resume  changed {'; '.join(changed)}; {then}")
@@ -183,9 +184,13 @@ def words_identity(model) -> dict[str, str]:
     return {"vocabulary": hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]} if words else {}
 
 
-def resize_identity(config: Config) -> dict[str, str]:
-    """Who resizes; runs before there was a choice have no such key, and PIL resized their images."""
-    return {} if config.data.resize == "pil" else {"resize": config.data.resize}
+def pixels_identity(config: Config) -> dict:
+    """Who resizes, and the augmentation, as far as they are not those of runs before there was a choice."""
+    from probemb.models.dual_encoder import plain
+
+    chosen = {"resize": config.data.resize, "augmentation": plain(vars(config.data.augmentation))}
+    before = {"resize": "pil", "augmentation": plain(vars(type(config.data.augmentation)()))}
+    return {key: value for key, value in chosen.items() if value != before[key]}
 
 
 def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):

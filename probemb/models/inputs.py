@@ -47,12 +47,14 @@ class Augmentation:
         scale: share of the image that a random crop keeps, from and to.
         color_jitter: brightness, contrast, saturation, hue; applied with color_jitter_prob.
         gray_scale_prob: probability of dropping the colours.
+        ratio: width by height of a crop, from and to; open_clip's key, which it only reads with timm's transforms.
     """
 
     scale: tuple[float, float] = (0.9, 1.0)
     color_jitter: tuple[float, float, float, float] | None = None
     color_jitter_prob: float | None = None
     gray_scale_prob: float | None = None
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
 
 def create_transforms(
@@ -71,7 +73,11 @@ def create_transforms(
     preprocess = PreprocessCfg(**_config(model_or_config)["preprocess"])
     with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
         warnings.filterwarnings("ignore", message="Unused augmentation")
-        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**asdict(augmentation)))
+        options = {key: value for key, value in asdict(augmentation).items() if key != "ratio"}
+        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**options))
+    crop = train.transforms[0]
+    if isinstance(crop, RandomResizedCrop):
+        crop.ratio = augmentation.ratio
     evaluate = image_transform_v2(preprocess, is_train=False)
     if resize is None:
         return Transforms(train, evaluate)
