@@ -189,6 +189,8 @@ class Config:
         log_samples: write the keys of every step's samples to samples/rank-R.jsonl.
         profile: the first and the last step of a trace by torch's profiler, of rank 0, in profile/; 20 steps at most.
         wandb: a Weights & Biases project to log to; empty for none.
+        remote_copy: where checkpoints are copied to in the background: s3://BUCKET/FOLDER, another address that fsspec
+            knows, or a folder; with `resume`, a run folder without a checkpoint continues from there.
         objective: pcmepp (the CLIP loss plus the PCME++ loss), clip, siglip or prolip; clip and siglip train points.
         loss: options of the objective.
     """
@@ -210,6 +212,7 @@ class Config:
         "evaluate.pairs",
         "model.pretrained",
         "model.vocabulary",
+        "remote_copy",
     )
     NAMED_PATHS: ClassVar = ("evaluate.classes", "evaluate.pairs")  # those of PATHS that may be NAME=PATH
 
@@ -229,6 +232,7 @@ class Config:
     log_samples: bool = False
     profile: list[PositiveInt] | None = None
     wandb: str | None = None
+    remote_copy: str | None = None
     objective: str = "pcmepp"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

@@ -7,6 +7,7 @@ from pretrain.evaluation_sets import check_evaluation
 from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
 from probemb.errors import UserError
+from probemb.runs.copies.store import check_address
 
 MOST_PROFILED = 20  # steps: a trace of one may have tens of MB
 
@@ -37,6 +38,8 @@ def check(config: Config, world_size: int) -> None:
     check_schedule(config.optimizer)
     config.data.augmentation.check()
     _check_profile(config)
+    if config.remote_copy is not None:
+        check_address(config.remote_copy, config.out)
     check_evaluation(config.evaluate)
     objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers
     objective.check(config.loss)

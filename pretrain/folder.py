@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from pretrain.config import Config
 from pretrain.engine.checkpoint import take_snapshot
@@ -20,7 +22,9 @@ from probemb.files import replace_file
 from probemb.models import DualEncoder, save_model
 from probemb.runs.best import NAME as BEST
 from probemb.runs.best import Best, read_best
-from probemb.runs.checkpoints import Snapshot
+from probemb.runs.checkpoints import Snapshot, prune
+from probemb.runs.copies.copier import Copier
+from probemb.runs.copies.store import Store
 from probemb.runs.lock import RunLock
 from probemb.runs.log import rsum_words, step_of, train_line
 from probemb.runs.log_file import LogFile
@@ -40,6 +44,7 @@ FREE_TO_CHANGE = (
     "on_nonfinite",
     "log_samples",
     "profile",
+    "remote_copy",
     "wandb",
     "evaluate",
 )
@@ -72,9 +77,15 @@ class RunFolder(RunOutput):
             # Not built in the writer's thread, as building draws random numbers.
             self.model = _empty_model(model.config)
         super().__init__(config, step, steps, lock)
+        self.copier = make_copier(config, step, lambda: self.protected) if self.is_main else None
         self.best, self.saved = self._resume_best(step), step if step else None
         if config.log_samples:
             self.samples = SampleLog(self.path, step, distributed.rank(), distributed.world_size())
+
+    def prune(self) -> None:
+        """Also leaves what is being copied elsewhere."""
+        in_use = self.copier.in_use if self.copier else frozenset()
+        prune(self.path, self.config.keep_checkpoints, self.config.keep_every, self.protected | in_use)
 
     def _resume_best(self, step: int) -> Best | None:
         """The best so far by the metric that this run asks for; collective."""
@@ -118,6 +129,8 @@ class RunFolder(RunOutput):
                 replace_file(self.path / "model-best" / file.name, partial(shutil.copyfile, file))
         self.protected = frozenset([best.step])
         self.prune()
+        if self.copier:
+            self.copier.wake()
 
     def best_words(self) -> str:
         """A line on the best checkpoint, if there is one."""
@@ -190,13 +203,38 @@ class RunFolder(RunOutput):
         weights = {n.removeprefix(prefix): t for n, t in snapshot.whole.items() if n.startswith(prefix)}
         self.model.load_state_dict(weights, assign=True)
         save_model(self.model, self.path / "model", overwrite=True)
+        if self.copier:
+            self.copier.wake()
         return f" and {self.path / 'model'}"
+
+    def finish_copy(self, seconds: float) -> None:
+        """Wait so long until the remote copy is up to date, or given up; not collective, never raises."""
+        if self.copier:
+            self.copier.close(seconds)
 
     def close(self) -> None:
         """Flush everything; not collective."""
         super().close()
         if self.samples:
             self.samples.close()
+
+
+def make_copier(config: Config, step: int, protected: Callable[[], frozenset[int]]) -> Copier | None:
+    """What copies the run's checkpoints elsewhere, if asked for; begins with what an earlier attempt did not copy."""
+    if not config.remote_copy:
+        return None
+    kept = (config.keep_checkpoints, config.keep_every)
+    copier = Copier(Path(config.out), Store(config.remote_copy), step, *kept, protected)
+    if step:
+        copier.wake()
+    return copier
+
+
+def complete_copy(config: Config, step: int) -> None:
+    """Copy what is missing elsewhere of a run that is finished."""
+    best = read_best(Path(config.out), step)
+    if copier := make_copier(config, step, lambda: frozenset([best.step] if best else [])):
+        copier.close(30 * config.engine.timeout)
 
 
 def _empty_model(model_config: dict) -> DualEncoder:

@@ -50,14 +50,16 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain.engine.checkpoint import load_checkpoint
     from pretrain.engine.randomness import make_deterministic
     from pretrain.evaluation_sets import make_evaluators
-    from pretrain.folder import RunFolder
+    from pretrain.folder import RunFolder, complete_copy
     from pretrain.plan.peak import images_at_peak
     from pretrain.profile import make_profiler
     from pretrain.trainer import Start, Trainer
     from probemb.cli.device import training_precision
-    from probemb.distributed import same_everywhere
+    from probemb.distributed import any_host, same_everywhere
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
+    from probemb.runs.copies.start import fetch_newest, refuse_another_copy
+    from probemb.runs.copies.store import Store
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
     from probemb.runs.output import take_lock
     from probemb.runs.starts import refuse_endless_starts
@@ -68,7 +70,11 @@ def train(config: Config, preemption: Preemption) -> int:
             print(line, flush=True)
 
     # Everything that can be wrong with the command is found before the ranks meet and before anything is written.
-    earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
+    tell = lambda line: say(f"resume  {line}")  # noqa: E731
+    copy = Store(config.remote_copy) if config.remote_copy else None
+    if copy and config.resume:
+        fetch_newest(copy, Path(config.out), tell)
+    earlier = newest_checkpoint(config.out, config.resume, Config, tell)
     if config.engine.deterministic:
         make_deterministic()
     device, precision = pick_device(config), training_precision(config.engine.precision)
@@ -79,6 +85,8 @@ def train(config: Config, preemption: Preemption) -> int:
     augmentation = Augmentation(**vars(config.data.augmentation))
     transforms, tokenizer = create_transforms(model, augmentation, config.data.resize), create_tokenizer(model)
     state = read_state(earlier) if earlier else {"step": 0, "samples": 0}
+    if copy and rank == 0:
+        refuse_another_copy(copy, state["step"] if earlier else None, tell)
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
     stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
@@ -90,6 +98,8 @@ def train(config: Config, preemption: Preemption) -> int:
         say(f"resume  changed {'; '.join(changed)}; {then}")
     if step >= steps:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
+        if rank == 0:
+            complete_copy(config, step)
         return 0
     refuse_full_disk(config.out, model)
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, device, rank, world_size)
@@ -128,6 +138,9 @@ def train(config: Config, preemption: Preemption) -> int:
         report_failures(stream, say)
     if stopped:
         say(f"step {trainer.step}/{steps} | stopped by {preemption.description}; continue with --resume")
+    if copy:  # all ranks wait: a launcher may end the others when one ends
+        folder.finish_copy(seconds=30 * config.engine.timeout)  # half of what a collective may take
+        any_host([False])
     finish(lock)
     return REQUEUE if stopped else 0
 

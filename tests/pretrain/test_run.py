@@ -225,6 +225,8 @@ BAD = {
     "large seed": ({"seed": 10**30}, "seed is 1000", "from 0 to"),
     "negative images": ({"evaluate.max_images": -5}, "evaluate.max_images is -5", "from 0 on"),
     "one folder twice": ({"data.train": twice}, "a.tar is named 2 times", "data.weights"),
+    "copy beside itself": ({"remote-copy": "run/copy", "out": "run"}, "is in the run folder", "Name another"),
+    "copy to a page": ({"remote-copy": "https://host/x"}, "cannot be written to https://host/x", "s3://BUCKET"),
     "missing classes": ({"evaluate.classes": "absent"}, "absent", ""),
 }
 

@@ -1,0 +1,171 @@
+"""Copies of a run's checkpoints in a folder, through the processes that also write to object stores."""
+
+import json
+import shutil
+import time
+
+import pytest
+
+from probemb import UserError
+from probemb.runs.best import Best
+from probemb.runs.checkpoints import WEIGHTS, complete_steps, find_checkpoint
+from probemb.runs.copies.copier import Copier
+from probemb.runs.copies.start import fetch_newest, refuse_another_copy
+from probemb.runs.copies.store import CopyFailed, Store, check_address
+from tests.runs.test_best import save
+
+
+def copier(run, store, step=0, keep=2, keep_every=0, best=()):
+    return Copier(run, store, step, keep, keep_every, lambda: frozenset(best), pauses=(0.1,))
+
+
+def brought(run, store, **options):
+    one = copier(run, store, **options)
+    one.wake()
+    one.close(60)
+    return store.steps()
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (2, 4, 6, 8):
+        save(tmp_path / "run", step)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 8}\n')
+    Best("rsum", values={2: 1.0, 4: 2.0}).write(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_copy_has_what_a_resumption_needs_and_an_empty_folder_gets_it(scheme, run, tmp_path):
+    store, told = Store(f"{scheme}{tmp_path}/copy"), []
+    assert store.steps() == []
+    assert brought(run, store, best={4}) == [8, 4]
+    for name in ("checkpoints/step-8", "checkpoints/step-4"):
+        for file in (run / name).iterdir():
+            assert (tmp_path / "copy" / name / file.name).read_bytes() == file.read_bytes()
+    other = tmp_path / "elsewhere" / "run"
+    fetch_newest(store, other, told.append)
+    assert told == [f"fetched step 8 from {store}"]
+    assert complete_steps(other) == [8, 4]
+    assert find_checkpoint(other, verify=True).name == "step-8"
+    assert sorted(path.name for path in other.iterdir()) == ["best.json", "checkpoints", "metrics.jsonl"]
+    assert sorted(path.name for path in (other / "checkpoints").iterdir()) == [".fetching", "step-4", "step-8"]
+    fetch_newest(store, other, told.append)
+    assert len(told) == 1
+
+
+def test_a_copy_keeps_as_many_as_the_run_folder(run, tmp_path):
+    store = Store(str(tmp_path / "copy"))
+    assert brought(run, store, keep_every=4) == [8, 4]
+    save(run, 10)
+    assert brought(run, store, step=8, keep_every=4) == [10, 8, 4]
+    save(run, 14)
+    save(run, 18)
+    assert brought(run, store, step=10, keep=1, best={10}) == [18, 10]
+
+
+def test_an_interrupted_copy_is_not_complete_and_is_made_again(run, tmp_path):
+    store = Store(str(tmp_path / "copy"))
+    assert brought(run, store) == [8]
+    state = tmp_path / "copy" / "checkpoints" / "step-8" / "state.json"
+    state.unlink()
+    assert store.steps() == []
+    told = []
+    fetch_newest(store, tmp_path / "other", told.append)
+    assert (told, (tmp_path / "other").exists()) == ([], False)
+    assert brought(run, store, step=8) == [8]
+    assert json.loads(state.read_text())["step"] == 8
+
+
+def test_damage_in_a_copy_is_noticed(run, tmp_path):
+    store, told, other = Store(str(tmp_path / "copy")), [], tmp_path / "other"
+    for step in (6, 8):
+        store.put(run / "checkpoints" / f"step-{step}")
+    for step in (8, 6):
+        weights = tmp_path / "copy" / "checkpoints" / f"step-{step}" / WEIGHTS
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        if step == 8:
+            fetch_newest(store, other, told.append)
+            assert complete_steps(other) == [6]
+            assert "the contents of weights.safetensors are not what was written" in told[0]
+            shutil.rmtree(other)
+    with pytest.raises(UserError, match=r"^Every checkpoint in .*copy is damaged"):
+        fetch_newest(store, other, told.append)
+    assert not other.exists()
+
+
+def test_a_failure_is_told_and_tried_again(run, tmp_path, capfd):
+    (tmp_path / "copy").write_text("a file where the folder should be")
+    store = Store(str(tmp_path / "copy"))
+    one = copier(run, store)
+    one.wake()
+    said, until = "", time.monotonic() + 60
+    while said.count("tried again in 0.1 s") < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+        said += capfd.readouterr().out
+    assert "failed (exit code 1: NotADirectoryError" in said or "failed (exit code 1: FileExistsError" in said
+    (tmp_path / "copy").unlink()
+    one.close(60)
+    assert store.steps() == [8]
+    assert "step 8 is complete" in capfd.readouterr().out
+
+
+def test_a_copy_that_cannot_be_made_ends_with_a_line_and_not_with_an_error(run, tmp_path, capfd):
+    (tmp_path / "copy").write_text("")
+    one = copier(run, Store(str(tmp_path / "copy")))
+    one.wake()
+    one.close(60)
+    assert "not up to date" in capfd.readouterr().out.splitlines()[-1]
+
+
+def test_a_silent_server_is_given_up(tmp_path, monkeypatch):
+    silent = tmp_path / "worker.py"
+    silent.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr("probemb.runs.copies.store._WORKER", silent)
+    began = time.monotonic()
+    with pytest.raises(CopyFailed, match="no sign of life in 1 s"):
+        Store(str(tmp_path), silence=1.0).steps()
+    assert time.monotonic() - began < 20
+
+
+def test_another_runs_copy_is_refused(run, tmp_path):
+    store, told = Store(str(tmp_path / "copy")), []
+    refuse_another_copy(store, None, told.append)
+    assert brought(run, store) == [8]
+    refuse_another_copy(store, 8, told.append)
+    with pytest.raises(UserError, match="already holds a run"):
+        refuse_another_copy(store, None, told.append)
+    with pytest.raises(UserError, match=r"has step 8, and the run would resume from step 6"):
+        refuse_another_copy(store, 6, told.append)
+    assert told == []
+    broken = Store(str(run / "metrics.jsonl") + "/x")
+    refuse_another_copy(broken, 6, told.append)
+    if told:  # a listing below a file may also be empty
+        assert "the run tries again" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "what"),
+    [
+        ("runs/x", "in the run folder runs/x, or around it"),
+        ("runs/x/copy", "in the run folder"),
+        ("https://host/run", "cannot be written to https://host/run"),
+        ("s4://bucket/run", "'s4:' is not a known place"),
+        ("hdfs4://user:secret@host/run", "not a known place"),
+    ],
+)
+def test_addresses_that_cannot_be_written_are_refused(address, what):
+    with pytest.raises(UserError) as error:
+        check_address(address, "runs/x")
+    assert what in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    try:
+        import s3fs  # noqa: F401
+    except ImportError:
+        with pytest.raises(UserError, match=r"needs a package that is not installed.*probemb\[s3\]"):
+            check_address("s3://bucket/run", "runs/x")
+    else:
+        check_address("s3://bucket/run", "runs/x")
