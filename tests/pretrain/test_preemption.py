@@ -238,7 +238,7 @@ def test_every_change_is_named_and_refused_unless_allowed(options, world, tmp_pa
     names = ("batch_size: 16 -> 32", "seed: 0 -> 7", "optimizer.lr: 0.0005 -> 0.0001", "data.corpus: ", "other")
     refused(Job(changed, "--resume", ranks=1, output=tmp_path / "1"), *names, "--allow-changes")
     model = {**options, "model.n_unc_layers": 1}
-    refused(Job(model, "--resume", ranks=1, output=tmp_path / "2"), "model.n_unc_layers: 2 -> 1")
+    refused(Job(model, "--resume", ranks=1, output=tmp_path / "2"), "model.n_unc_layers: None -> 1")
     refused(Job(model, "--resume", "--allow-changes", ranks=1, output=tmp_path / "3"), "a checkpoint of another model")
     assert all(p.read_bytes() == raw for p, raw in before.items())
 
