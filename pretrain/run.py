@@ -73,7 +73,8 @@ def train(config: Config, preemption: Preemption) -> int:
     tell = lambda line: say(f"resume  {line}")  # noqa: E731
     copy = Store(config.remote_copy) if config.remote_copy else None
     if copy and config.resume:
-        fetch_newest(copy, Path(config.out), tell)
+        # Any rank may be the one that fetches, and says so.
+        fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
     earlier = newest_checkpoint(config.out, config.resume, Config, tell)
     if config.engine.deterministic:
         make_deterministic()
