@@ -15,8 +15,8 @@ from probemb.models.inputs import (
     create_tokenizer,
     create_transforms,
 )
-from probemb.models.parts import draw_parts
 from probemb.models.published import import_pcmepp, import_prolip
+from probemb.models.towers.parts import draw_parts
 
 __all__ = [
     "POINT_LOG_VAR",

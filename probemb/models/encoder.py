@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.features import FeatureLayout, Features
 from probemb.models.heads.covariance import Covariance
-from probemb.models.parts import Parts
+
+if TYPE_CHECKING:
+    from probemb.models.towers.parts import Parts
 
 # log_var of a point model: a variance of 1e-13, with which CSD is the squared distance of the means to float32's
 # precision, and which still has a finite inverse and logarithm.

@@ -10,7 +10,7 @@ from PIL import Image
 from pretrain.augmentation import Augmentation
 from pretrain.config import Config, Data
 from pretrain.contradictions import check
-from pretrain.run import pixels_identity
+from pretrain.preparation import pixels_identity
 from probemb.errors import UserError
 from probemb.models import Augmentation as Applied
 from probemb.models import create_transforms

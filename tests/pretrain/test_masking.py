@@ -17,7 +17,7 @@ from probemb import Gaussian
 from probemb.errors import UserError
 from probemb.losses import ProLIPLoss
 from probemb.losses.prolip import inclusion_loss
-from probemb.models.parts import chances
+from probemb.models.towers.parts import chances
 from tests.ranks import run_ranks
 
 B, CPU = 32, torch.device("cpu")

@@ -70,15 +70,15 @@ def test_three_starts_in_a_row_without_a_step_are_the_last(options, tmp_path):
 
 
 def _signal_soon(rank):
-    import pretrain.run
+    import pretrain.preparation
 
-    make_stream = pretrain.run.make_stream
+    make_stream = pretrain.preparation.make_stream
 
     def with_signal(*args):  # by then the command listens
         os.kill(os.getpid(), signal.SIGUSR1)
         return make_stream(*args)
 
-    pretrain.run.make_stream = with_signal
+    pretrain.preparation.make_stream = with_signal
 
 
 @pytest.mark.chaos

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.models.features import Features
-from probemb.models.parts import Parts, take_tokens
+from probemb.models.towers.parts import Parts, take_tokens
 from probemb.models.word_tokenizer import FIRST_WORD, PADDING, UNKNOWN
 
 VECTOR_STD = 0.3  # about that of GloVe's vectors

@@ -10,8 +10,8 @@ from probemb.errors import UserError
 from probemb.models.architectures import check_n_unc_layers, stock_image_tower
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.parts import Parts, take_parts
 from probemb.models.towers.open_clip.blocks import TransformerTower, first_blocks, project, take_over
+from probemb.models.towers.parts import Parts, take_parts
 
 
 class ImageTransformer(TransformerTower, VisionTransformer):

@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, draw_parts
 from probemb.models.heads import HeadConfig
-from probemb.models.parts import take_tokens
 from probemb.models.towers.open_clip.text_transformer import make_text_tower
+from probemb.models.towers.parts import take_tokens
 
 TEXTS = ["a", "a photo of two dogs", "a small red car in front of a very old house with seven windows and no door"]
 WORDS = sorted({word for text in TEXTS for word in text.split()})
