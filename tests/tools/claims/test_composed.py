@@ -17,12 +17,13 @@ from probemb.evaluation.embedding import Embedder
 from probemb.models import create_tokenizer, create_transforms
 from tools.claims import command as claims
 from tools.claims.composed import findings
+from tools.claims.composed.findings import average
 from tools.claims.composed.measuring import chance, embed, retrieval
 from tools.claims.composed.study import Composed
-from tools.claims.composed.training import Settings, config_of, create, settings_of
+from tools.claims.composed.training import Settings, config_of, create, repeats_of, settings_of
 from tools.claims.composed.trunk import batches, train_trunk
-from tools.claims.composed.variants import CHOSEN, THREE, VARIANTS, composed_variants, training_of
-from tools.claims.composed.world import SEEN, Files, KeptRows, Loader, make_model, read_world
+from tools.claims.composed.variants import APART, CHOSEN, SEEN, THREE, UNSEEN, VARIANTS, composed_variants, training_of
+from tools.claims.composed.world import Files, KeptRows, Loader, make_model, read_world
 from tools.claims.queue import Archive
 from tools.make_scenes import Plan, make
 
@@ -31,7 +32,8 @@ SETTINGS = Settings(
     embed_dim=16, batch_size=16, repeats=1, epochs=1, images=IMAGES, pixels=32, pictures=32, trunk_batch=8,
     validation_queries=12, test_queries=32,
 )  # fmt: skip
-NAMES = ["mpc", "pcme-addition", "tirg"]
+TRAINED_APART = 20  # pairs
+NAMES = ["mpc", "pcme-addition", "tirg", "mpc unseen", "tirg unseen"]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,8 @@ def out(tmp_path_factory):
         (folder / f"{k}_cat_combinations.json").write_text(json.dumps(everywhere[:number]))
         if k == 2:
             (folder / "2_cat_combinations_zero_shot.json").write_text(json.dumps(everywhere[number : number + 12]))
+            (folder / "2_unseen_train.json").write_text(json.dumps(everywhere[:TRAINED_APART]))
+            (folder / "2_unseen_test.json").write_text(json.dumps(everywhere[TRAINED_APART:number]))
     return out
 
 
@@ -61,7 +65,7 @@ def world(out):
 
 def test_variants_and_what_is_asked_for():
     assert {one.method for one in VARIANTS.values()} == {name for name, one in METHODS.items() if one.composes}
-    assert {name.removesuffix(THREE) for name in VARIANTS} == set(CHOSEN)
+    assert {name.removesuffix(THREE).removesuffix(APART) for name in VARIANTS} == set(CHOSEN)
     for world in ("scenes", "coco_small"):
         for name in VARIANTS:
             config = config_of(
@@ -70,8 +74,9 @@ def test_variants_and_what_is_asked_for():
             assert config.optimizer.name == "adam"
     assert training_of("tirg k=3", 1).parts == 3
     assert training_of("tirg k=3", 1).values == CHOSEN["tirg"]
+    assert training_of("tirg unseen", 1).setup == UNSEEN
     assert composed_variants("composed") == list(VARIANTS)
-    assert composed_variants("tirg, mpc-mlp") == ["tirg", "tirg k=3", "mpc-mlp"]
+    assert composed_variants("tirg, mpc-mlp") == ["tirg", "tirg k=3", "tirg unseen", "mpc-mlp"]
     assert composed_variants("all") == composed_variants("pcmepp,vse") == []
 
 
@@ -172,6 +177,17 @@ def test_kept_features_measure_what_pixels_do(world, whole):
         assert measured[kind]["r@10"] == pytest.approx(one["r@10"], abs=0.13)  # float16 may swap near neighbours
 
 
+def test_pairs_of_the_test_are_none_of_the_training(world):
+    asked = training_of("mpc unseen", 0)
+    trained, tested = world.trained(asked), world.apart.test
+    assert len(trained.tuples) == TRAINED_APART
+    assert world.validated(asked).data.tuples.tolist() == trained.tuples.tolist()
+    assert not {tuple(one) for one in trained.tuples.tolist()} & {q.concepts for q in tested.queries[SEEN]}
+    assert repeats_of(world, SETTINGS, asked) == len(world.train[2].tuples) // TRAINED_APART
+    assert repeats_of(world, SETTINGS, training_of("mpc", 0)) == SETTINGS.repeats
+    assert world.trained(training_of("mpc", 0)) is world.train[2]
+
+
 def test_chance_is_that_of_random_rankings(world):
     asked, generator = world.test[2], torch.Generator().manual_seed(0)
     expected, n = chance(asked), len(asked.data)
@@ -210,6 +226,13 @@ def test_trains_measures_and_reports(study, out):
     assert table["rows"][-1][0] == "MPC"
     assert table["rows"][-1][7].startswith(f"{100 * sum(kinds) / 2:.1f} ±")
     assert len(table["comparisons"]) == 6
+    apart = content["claims"][1]
+    assert [row[0] for row in apart["rows"]] == [VARIANTS[name].title for name in (*NAMES[4:2:-1], *NAMES[2::-1])]
+    mean = (
+        sum(average("apart 2", "r_precision")(one) for one in content["trainings"] if one["name"] == "mpc unseen") / 2
+    )
+    assert apart["rows"][1][3].startswith(f"{100 * mean:.1f} ±")
+    assert len(apart["comparisons"]) == 2 + 4
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "Feasible or not" in page
     assert "R@10" in page

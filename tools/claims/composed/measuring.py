@@ -23,7 +23,8 @@ from probemb.evaluation.embedding import EmbeddedImages, encode_images, encode_t
 from probemb.evaluation.feasibility import measure_feasibility
 from probemb.gaussian import Gaussian
 from probemb.metrics import composed_metrics, uncertainty_bins
-from tools.claims.composed.world import INFEASIBLE, SEEN, UNSEEN, Asked, Kept, World
+from tools.claims.composed.variants import SEEN, UNSEEN, Training
+from tools.claims.composed.world import INFEASIBLE, Asked, Kept, World
 
 BATCH = 256
 
@@ -68,16 +69,21 @@ def retrieval(model, tokenizer, kept: Kept, asked: Asked, which: str) -> dict:
     return measure_composed(gallery(model, kept, len(asked.data)), asked.data, found)
 
 
-def measure(model, tokenizer, world: World) -> dict:
+def measure(model, tokenizer, world: World, training: Training) -> dict:
     """Plain numbers of the test split.
 
+    Of the setup "unseen" alone "retrieval": "apart 2" -> kind -> metrics, and "chance". Of the other:
     "retrieval": "seen 2", "unseen 2", "seen 3", "seen 4" -> kind -> metrics, by the cosine; "density": the same of seen
     pairs ranked by the expected density, of probabilistic models; "feasibility": ROC AUC by score and kind; "bins",
-    "spearman": of the composition's uncertainty and R-Precision, of seen pairs.
+    "spearman": of the composition's uncertainty and R-Precision, of seen pairs; "chance": by number of parts.
     """
+    if training.setup == UNSEEN:
+        asked = world.apart.test
+        found = retrieval(model, tokenizer, world.test_kept, asked, SEEN)
+        return {"retrieval": {"apart 2": found}, "chance": {"2": chance(asked)}}
     probabilistic, kept = model.composer.probabilistic, world.test_kept
     items = gallery(model, kept, len(world.test[2].data))
-    out: dict = {"retrieval": {}}
+    out: dict = {"retrieval": {}, "chance": {str(k): chance(one) for k, one in world.test.items()}}
     pairs: dict[str, ComposedQueries] = {}
     for k, asked in world.test.items():
         for which in (SEEN, UNSEEN):

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
 from tools.claims.composed import charts, findings
-from tools.claims.composed.training import Settings, fit
-from tools.claims.composed.variants import CHOSEN, GRID, VARIANTS, Training, training_of
+from tools.claims.composed.training import Settings, fit, repeats_of
+from tools.claims.composed.variants import CHOSEN, GRID, SEEN, VARIANTS, Training, training_of
 from tools.claims.composed.world import Files, World, read_world
 from tools.claims.queue import train_all
 from tools.claims.study import Study, Tell
@@ -47,6 +47,8 @@ class Composed(Study):
 
     def __init__(self, settings: Settings, files: Files | None = None, variants: Sequence[str] = tuple(VARIANTS)):
         self.settings, self.files, self.variants = settings, files or Files(), list(variants)
+        if not settings.images:
+            self.variants = [name for name in self.variants if VARIANTS[name].setup == SEEN]
         if settings.images and any(self.files):
             raise UserError("Drawn scenes read no files.", "Leave them out, or add --world coco_small.")
         if not settings.images and self.files.data is None:
@@ -75,18 +77,19 @@ class Composed(Study):
 
     def steps(self, world: World, training: Training) -> float:
         s = self.settings
-        return len(world.train[training.parts].tuples) * s.repeats // s.batch_size * s.epochs * STEP_COST
+        return (
+            len(world.trained(training).tuples) * repeats_of(world, s, training) // s.batch_size * s.epochs * STEP_COST
+        )
 
     def train(self, world: World, training: Training, start, step_done: Callable, archive: Archive, test: bool) -> dict:
         from probemb.models import create_tokenizer
-        from tools.claims.composed.measuring import chance, measure
+        from tools.claims.composed.measuring import measure
 
         model, values = fit(world, self.settings, training, step_done)
         found: dict = {"validation": values}
         if not test:
             return found
-        found |= measure(model, create_tokenizer(model), world)
-        return found | {"chance": {str(k): chance(one) for k, one in world.test.items()}, "about": list(world.about)}
+        return found | measure(model, create_tokenizer(model), world, training) | {"about": list(world.about)}
 
     def judge(self, found: Found, archive: Archive) -> list[dict]:
         return findings.judge(found, self.variants)

@@ -15,8 +15,8 @@ from finetune.methods import METHODS
 from finetune.tuple_feed import TupleFeed
 from probemb.models import DualEncoder, create_tokenizer
 from tools.claims.composed.measuring import retrieval
-from tools.claims.composed.variants import Training
-from tools.claims.composed.world import SEEN, KeptRows, Loader, World, make_model
+from tools.claims.composed.variants import SEEN, Training
+from tools.claims.composed.world import KeptRows, Loader, World, make_model
 from tools.claims.fitting import fit_best
 
 
@@ -104,19 +104,24 @@ def create(world: World, settings: Settings, config: Config) -> DualEncoder:
     return model
 
 
+def repeats_of(world: World, settings: Settings, training: Training) -> int:
+    """Examples of a combination in an epoch: where there are fewer combinations, more of each."""
+    return settings.repeats * len(world.train[training.parts].tuples) // len(world.trained(training).tuples)
+
+
 def fit(
     world: World, settings: Settings, training: Training, step_done: Callable[[], object]
 ) -> tuple[DualEncoder, list[float]]:
     """Train; returns the model of the epoch with the best validation, and R-Precision after every epoch, in percent."""
-    config, data = config_of(training, settings), world.train[training.parts]
+    config, data, asked = config_of(training, settings), world.trained(training), world.validated(training)
     model = create(world, settings, config)
     method = METHODS[config.method](config, model, data)
-    tokenizer, asked = create_tokenizer(model), world.validation[training.parts]
+    tokenizer = create_tokenizer(model)
 
     def validate() -> float:
         return 100 * retrieval(model, tokenizer, world.validation_kept, asked, SEEN)["all"]["r_precision"]
 
-    rows = KeptRows(data, world.kept, tokenizer, config.batch_size, config.seed, settings.repeats)
+    rows = KeptRows(data, world.kept, tokenizer, config.batch_size, config.seed, repeats_of(world, settings, training))
     feed = TupleFeed(config, data, torch.device("cpu"))
     values = fit_best([model], method, config, Loader(rows, step_done), validate, feed)
     return model.eval(), values

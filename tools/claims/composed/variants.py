@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from finetune.methods.registry import METHODS
 from probemb.errors import UserError, nearest
 
+SEEN, UNSEEN = "seen", "unseen"  # setups, and kinds of combinations
+
 
 @dataclass(frozen=True)
 class Training:
     """One training: a variant with a name, and a seed, which decides examples, their order and random weights.
 
     method: of finetune; parts: concepts in a query that it is trained on; options: of its loss; chosen: learning rate,
-    and temperature where there is one.
+    and temperature where there is one; setup: "unseen" has a few pairs of its own to train on and others in the test.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Training:
     parts: int = 2
     options: tuple[tuple[str, str], ...] = ()
     chosen: tuple[tuple[str, float], ...] = ()
+    setup: str = SEEN
 
     @property
     def values(self) -> dict[str, float]:
@@ -39,15 +42,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with its options. title: in tables; method: of finetune; parts: trained on queries of so many."""
+    """A method with its options. title: in tables; method, parts, setup: as those of `Training`."""
 
     title: str
     method: str
     options: dict[str, str] = field(default_factory=dict)
     parts: int = 2
+    setup: str = SEEN
 
 
-THREE = " k=3"
+THREE, APART = " k=3", " unseen"
 VARIANTS: dict[str, Variant] = {
     "mpc": Variant("MPC", "mpc"),
     "mpc expected": Variant("MPC, expected similarity", "mpc", {"similarity": "expected"}),
@@ -63,6 +67,10 @@ VARIANTS: dict[str, Variant] = {
 BEST_RIVALS = ("pcme-addition", "tirg", "mrn")  # those that the paper follows into its Tables 2 and 3 and Fig. 4 and 5
 VARIANTS |= {
     name + THREE: Variant(f"{VARIANTS[name].title}, trained on three", VARIANTS[name].method, parts=3)
+    for name in ("mpc", *BEST_RIVALS)
+}
+VARIANTS |= {
+    name + APART: Variant(f"{VARIANTS[name].title}, trained on few pairs", VARIANTS[name].method, setup=UNSEEN)
     for name in ("mpc", *BEST_RIVALS)
 }
 # Chosen on the validation images of drawn scenes, see `study.py`. Photographs take the same.
@@ -84,8 +92,8 @@ GRID: dict[str, tuple[float, ...]] = {"lr": (3e-4, 1e-3, 3e-3), "temperature": (
 def training_of(name: str, seed: int) -> Training:
     """The training of a variant."""
     variant = VARIANTS[name]
-    chosen = tuple(CHOSEN[name.removesuffix(THREE)].items())
-    return Training(name, seed, variant.method, variant.parts, tuple(variant.options.items()), chosen)
+    chosen = tuple(CHOSEN[name.removesuffix(THREE).removesuffix(APART)].items())
+    return Training(name, seed, variant.method, variant.parts, tuple(variant.options.items()), chosen, variant.setup)
 
 
 def composed_variants(text: str) -> list[str]:

@@ -29,9 +29,10 @@ from probemb.data.words import read_vectors, split_words
 from probemb.files import replace_file
 from probemb.models import DualEncoder, create_model, create_transforms
 from probemb.models.features import FeatureLayout
+from tools.claims.composed.variants import SEEN, UNSEEN, Training
 
 LENGTHS = (2, 3, 4)
-SEEN, UNSEEN, INFEASIBLE = "seen", "unseen", "infeasible"
+INFEASIBLE = "infeasible"
 FORWARD = 128  # images at a time
 
 
@@ -64,6 +65,14 @@ class Asked:
     queries: dict[str, list[Query]]
 
 
+class Apart(NamedTuple):
+    """The setup in which the pairs of the test are others than those to train on."""
+
+    train: Compositions
+    validation: Asked
+    test: Asked
+
+
 @dataclass(frozen=True)
 class World:
     """All data.
@@ -73,6 +82,7 @@ class World:
         validation, validation_kept: queries by number of parts; test, test_kept: likewise.
         layout: of the features; vocabulary, vectors: of the concepts' words.
         about: sentences on the data.
+        apart: the same images with other pairs in the test, of drawn scenes.
     """
 
     train: dict[int, Compositions]
@@ -85,6 +95,15 @@ class World:
     vocabulary: list[str]
     vectors: dict[str, np.ndarray]
     about: tuple[str, ...]
+    apart: Apart | None = None
+
+    def trained(self, training: Training) -> Compositions:
+        """What a training draws its examples from."""
+        return self.apart.train if training.setup == UNSEEN else self.train[training.parts]
+
+    def validated(self, training: Training) -> Asked:
+        """What its epoch is chosen by."""
+        return self.apart.validation if training.setup == UNSEEN else self.validation[training.parts]
 
 
 def make_model(settings, vocabulary: Sequence[str], **options) -> DualEncoder:
@@ -103,13 +122,18 @@ def read_world(files: Files, settings, folder: Path, tell: Callable[[str], objec
     """
     assert files.data is not None
 
-    def find(split: str, k: int) -> Compositions:
-        return find_compositions(files.data, split, k, lists=files.lists)
+    def find(split: str, k: int, setup: str = SEEN) -> Compositions:
+        return find_compositions(files.data, split, k, setup=setup, lists=files.lists)
 
     tell(f"combinations of {files.data}")
     train = {k: find("train", k) for k in settings.trained_parts}
     validation = {k: _asked(find("val", k), settings.validation_queries) for k in settings.trained_parts}
     test = {k: _asked(find("test", k), settings.test_queries) for k in LENGTHS}
+    apart = None
+    if settings.images:  # photographs have too few such pairs
+        queries = settings.validation_queries, settings.test_queries
+        asked = (_asked(find(split, 2, UNSEEN), number) for split, number in zip(("val", "test"), queries))
+        apart = Apart(find("train", 2, UNSEEN), *asked)
     first = train[2]
     vocabulary = sorted({word for concept in first.concepts for word in split_words(concept)})
     torch.manual_seed(0)
@@ -122,13 +146,17 @@ def read_world(files: Files, settings, folder: Path, tell: Callable[[str], objec
     with torch.no_grad():
         height, width = model.image_tower.image_size
         layout = model.image_tower.layout(torch.linspace(-1, 1, 6 * height * width).view(2, 3, height, width))
-    crops = dict.fromkeys(crop for concept in sorted(asked_concepts(train.values())) for crop in first.crops[concept])
+    crops = dict.fromkeys(
+        crop
+        for concept in sorted(asked_concepts([*train.values(), *([apart.train] if apart else [])]))
+        for crop in first.crops[concept]
+    )
     keep = [
         keep_features(model, layout, data, list(wanted), folder / f"{split}.safetensors", tell)
         for split, data, wanted in (
             ("train", first, crops),
-            ("val", validation[2].data, _parts(validation.values())),
-            ("test", test[2].data, _parts(test.values())),
+            ("val", validation[2].data, _parts([*validation.values(), *([apart.validation] if apart else [])])),
+            ("test", test[2].data, _parts([*test.values(), *([apart.test] if apart else [])])),
         )
     ]
     vectors = {} if files.word_vectors is None else read_vectors(files.word_vectors, vocabulary)
@@ -136,8 +164,9 @@ def read_world(files: Files, settings, folder: Path, tell: Callable[[str], objec
     tuples = ", ".join(f"{len(one.data.tuples):,} combinations of {k}" for k, one in test.items())
     about = (f"{sizes} of train, val and test; {len(first.tuples):,} pairs to train on; in the test {tuples}.",)
     return World(
-        train, keep[0], validation, keep[1], test, keep[2], layout, vocabulary, vectors, (*about, *test[2].data.notes)
-    )
+        train, keep[0], validation, keep[1], test, keep[2], layout, vocabulary, vectors,
+        (*about, *test[2].data.notes), apart,
+    )  # fmt: skip
 
 
 def asked_concepts(datas) -> set[int]:
