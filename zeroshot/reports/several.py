@@ -20,9 +20,11 @@ def write_report(file: Path, summary: dict) -> None:
     )  # fmt: skip
 
 
-def _gains(data: list[dict], mean: dict, base: int) -> Chart:
-    """Mean gain of every filter over `all`, one data set beside the other as points."""
+def _gains(data: list[dict], mean: dict, base: int) -> Chart | None:
+    """Mean gain of every filter over `all`, one data set beside the other as points; None for fewer than two."""
     filters = [q for q in range(len(mean["rows"])) if q != base]
+    if len(filters) < 2:
+        return None
     chart = Chart("gains", x_label="filter, as numbered in the table", y_label="gain over all, points")
     points = [
         (n, 100 * one["rows"][q].gain, 3.0, f"{one['name']}, {mean['rows'][q]['filter']}: {one['rows'][q].gain_text}")
