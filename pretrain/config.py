@@ -114,6 +114,20 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Ema:
+    """An exponential moving average of the weights: evaluated, and exported in place of the last weights.
+
+    Args:
+        half_life_samples: samples seen after which a step counts half; 0 keeps no average. timm's decay d of a step is
+            batch_size * ln 2 / -ln d: 0.9999 at a batch of 1,024 is 7.1 million.
+        rampup: largest half-life as a share of the samples seen, which forgets the first weights; 0 has no such limit.
+    """
+
+    half_life_samples: NonNegativeInt = 0
+    rampup: ClosedUnitInterval = 0.05
+
+
+@dataclass(frozen=True)
 class Engine:
     """Computation of a step; changes results by rounding only.
 
@@ -238,6 +252,7 @@ class Config:
     data: Data = field(default_factory=Data)
     loss: Any = field(**chosen_options("objective", OBJECTIVES, "pcmepp"))
     optimizer: Optimizer = field(default_factory=Optimizer)
+    ema: Ema = field(default_factory=Ema)
     engine: Engine = field(default_factory=Engine)
     evaluate: Evaluate = field(default_factory=Evaluate)
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from pretrain.config import Config
+from pretrain.engine.average import Average
 from pretrain.engine.checkpoint import take_snapshot
 from pretrain.engine.nonfinite import culprits
 from pretrain.evaluation_sets import lower_is_better, split_set
@@ -61,6 +62,7 @@ class RunFolder(RunOutput):
         data_identity: all that the order of the samples depends on, to compare when resuming.
         step: the step that the run resumes from, of `steps`.
         lock: of the folder, on rank 0.
+        average: of the engine's weights, which model/ then has.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class RunFolder(RunOutput):
         steps: int,
         step: int,
         lock: RunLock | None = None,
+        average: Average | None = None,
     ):
+        self.average = average
         self.model_config, self.data_identity, self.samples = model.config, data_identity, None
         if distributed.is_main():
             # Not built in the writer's thread, as building draws random numbers.
@@ -195,7 +199,7 @@ class RunFolder(RunOutput):
             "data": self.data_identity,
             "model": self.model_config,
         }
-        self.write(lambda: take_snapshot(engine, step, state))
+        self.write(lambda: take_snapshot(engine, step, state, self.average))
 
     def write_more(self, snapshot: Snapshot) -> str:
         """The weights alone, in model/."""

@@ -95,7 +95,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         if rank == 0:
             complete_copy(config, step)
         return None
-    refuse_full_disk(config.out, model)
+    refuse_full_disk(config.out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, device, rank, world_size)
     skipped = state.get("skipped", 0)
     return Prepared(
@@ -112,8 +112,8 @@ def changes_since(config: Config, state: dict, identity: dict, earlier: Path) ->
     state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
     if config.model.n_unc_layers is None and state["config"]["model"]["n_unc_layers"] == Model.DEFAULT_LAYERS:
         state["config"]["model"]["n_unc_layers"] = None  # once the default was written out
-    for group in ("model", "optimizer"):  # options that the run's version did not have
-        state["config"][group] = to_dict(Config())[group] | state["config"][group]
+    for group in ("model", "optimizer", "ema"):  # options that the run's version did not have
+        state["config"][group] = to_dict(Config())[group] | state["config"].get(group, {})
     return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
 
 

@@ -47,6 +47,7 @@ def train(config: Config, preemption: Preemption) -> int:
 
     import_deepspeed()  # first: another import of it would print its log lines
 
+    from pretrain.engine.average import Average
     from pretrain.engine.checkpoint import load_checkpoint
     from pretrain.folder import RunFolder
     from pretrain.plan.peak import images_at_peak
@@ -74,16 +75,17 @@ def train(config: Config, preemption: Preemption) -> int:
         lock = take_lock(config.out)
         progress.doing("making the engine")
         engine = make_engine(run.model.to(run.device), config, run.precision, run.device)
+        average = Average(engine) if config.ema.half_life_samples else None
         if run.earlier:
             progress.doing("loading the checkpoint")
-            load_checkpoint(engine, run.earlier, verified=True)
-        folder = RunFolder(config, run.model, run.identity, run.steps, run.step, lock)
+            load_checkpoint(engine, run.earlier, verified=True, average=average)
+        folder = RunFolder(config, run.model, run.identity, run.steps, run.step, lock, average)
         say(describe(config, engine, run))
         profiler = make_profiler(config, run.device)
         trainer = Trainer(
             engine, stream, config, run.device, run.steps, Start(run.step, run.samples, run.skipped),
             recorder=folder, stop=preemption.asked, progress=progress,
-            images_at_peak=images_at_peak(config, run.precision, world_size, run.device), profiler=profiler,
+            images_at_peak=images_at_peak(config, run.precision, world_size, run.device), profiler=profiler, average=average,
         )  # fmt: skip
         try:
             stopped = trainer.fit([partial(evaluator, engine) for evaluator in run.evaluators])
@@ -138,6 +140,9 @@ def describe(config: Config, engine, run: Prepared) -> str:
     n_parameters, n_trained = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
     trained = "" if n_trained == n_parameters else f" ({n_trained / 1e6:.1f} M trained)"
     parts = config.engine.accumulation
+    average = {}
+    if half_life := config.ema.half_life_samples:
+        average["average"] = f"of the weights, half-life {half_life:,} samples; it is evaluated and exported to model/"
     return headline(
         config.out,
         f"{run.steps} steps",
@@ -149,6 +154,7 @@ def describe(config: Config, engine, run: Prepared) -> str:
         + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),
         engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {run.precision}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
+        **average,
     )
 
 

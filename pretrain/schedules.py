@@ -1,4 +1,6 @@
-"""Learning rate schedules: pure functions of the samples seen, so that a run resumes on any number of ranks.
+"""Schedules: pure functions of the samples seen, so that a run resumes on any number of ranks.
+
+The learning rate,
 
 w samples of warm-up, n samples of the run, c samples of cooldown at its end, s samples seen, e = end_lr:
 
@@ -8,6 +10,8 @@ w samples of warm-up, n samples of the run, c samples of cooldown at its end, s 
     constant-cooldown       lr;  e + (lr - e) (1 - (s - n + c) / c)^power         in the cooldown
     inverse-sqrt            lr sqrt(w / s);  in a cooldown linearly to e from where it starts
     wsd                     lr;  e + (lr - e) (1 - sqrt((s - n + c) / c))         in the cooldown
+
+and the weight of a step in the average of the weights (`step_weight`).
 
 Sources: open_clip's const-cooldown and cosine; inverse-sqrt with a linear cooldown is Zhai et al., "Scaling Vision
 Transformers" (CVPR 2022, §3.5); wsd (warm-up, stable, decay) falls as Hägele et al., "Scaling Laws and Compute-Optimal
@@ -23,7 +27,7 @@ from typing import TYPE_CHECKING
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
-    from pretrain.config import Optimizer
+    from pretrain.config import Ema, Optimizer
 
 
 def learning_rate(o: Optimizer, samples: int, total: int) -> float:
@@ -37,6 +41,23 @@ def set_learning_rate(optimizer, lr: float) -> None:
     """Give every parameter group `lr` times its own "multiplier", if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("multiplier", 1.0)
+
+
+def step_weight(o: Ema, before: int, after: int) -> float:
+    """The weight of the weights after a step in their average, 1 - decay; before and after are samples seen.
+
+    Of the average before the step a share exp(-integral of ln 2 / h(s) ds from before to after) stays, where the
+    half-life h(s) = min(half_life_samples, rampup s). So two steps of half a batch forget what one of a whole does. While
+    the half-life grows, it is the power function average of Karras et al., "Analyzing and Improving the Training
+    Dynamics of Diffusion Models" (CVPR 2024, Eq. 127) with gamma + 1 = ln 2 / rampup.
+    """
+    if not o.rampup:
+        return -math.expm1(-math.log(2) * (after - before) / o.half_life_samples)
+    full = min(max(o.half_life_samples / o.rampup, before), after)  # samples seen when the half-life stops growing
+    if not before and full:
+        return 1.0  # nothing of the first weights is left
+    growing = math.log(full / before) / o.rampup if full > before else 0.0
+    return -math.expm1(-math.log(2) * (growing + (after - full) / o.half_life_samples))
 
 
 def check_schedule(o: Optimizer, total: int | None = None) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -23,13 +24,14 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Config
+from pretrain.engine.average import Average
 from pretrain.engine.nonfinite import Evidence, Flag, Queued, as_error
 from pretrain.engine.randomness import random_state, set_random_state
 from pretrain.engine.state import gradient_norm, step_unless
 from pretrain.masking import draw_masks
 from pretrain.objectives import OBJECTIVES, Pairs
 from pretrain.profile import StepProfiler
-from pretrain.schedules import learning_rate, set_learning_rate
+from pretrain.schedules import learning_rate, set_learning_rate, step_weight
 from pretrain.stream.stream import Batch, Stream
 from probemb import Gaussian, distributed
 from probemb.distributed import all_of
@@ -91,6 +93,7 @@ class Trainer:
         progress: gets what is being done, for a `Watchdog`.
         images_at_peak: speed at the devices' peak for a mean length of texts, for the MFU; None if unknown.
         profiler: traces some of the steps.
+        average: of the engine's weights; follows them, and takes their place in evaluations.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Trainer:
         progress: Progress | None = None,
         images_at_peak: Callable[[float], float] | None = None,
         profiler: StepProfiler | None = None,
+        average: Average | None = None,
     ):
         self.engine, self.stream, self.config, self.device = engine, stream, config, device
         self.objective = OBJECTIVES[config.objective](config.loss)
@@ -113,6 +117,7 @@ class Trainer:
         self.total = self.samples + (steps - self.step) * config.batch_size
         self.recorder, self.stop, self.images_at_peak, self.profiler = recorder, stop, images_at_peak, profiler
         self.progress = progress or Progress(self.step)
+        self.average = average
         self.stopping = False  # agreed by all ranks
         self._skipped_in_a_row = 0
         self._queued: Queued | None = None
@@ -174,9 +179,11 @@ class Trainer:
             if self.stopping and self.step < last:
                 break  # there may be no time for an evaluation
             if evaluating:  # ---------------------------------------------------------------------------- evaluate
-                for evaluate in evaluators:
-                    self.progress.doing("evaluating")
-                    recorder.report(self.step, {"samples": self.samples, **evaluate()})
+                self.progress.doing("evaluating")
+                with self.average.in_place() if self.average else nullcontext():
+                    for evaluate in evaluators:
+                        self.progress.doing("evaluating")
+                        recorder.report(self.step, {"samples": self.samples, **evaluate()})
                 self.progress.doing("saving")
                 recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
                 window.restart()
@@ -282,7 +289,8 @@ class Trainer:
         terms = {**evidence.terms, "gradient_norm": norm, "text_tokens": float(tokens.shape[1])}
         if longest:
             terms["clipped"] = (norm > longest).double()
-        self._queued = Queued(self.step + 1, keys or [], evidence.detached(), terms, Flag(nonfinite))
+        outcome = evidence.detached(), terms, Flag(nonfinite)
+        self._queued = Queued(self.step + 1, self.samples, keys or [], *outcome)
 
     def read_outcome(self) -> dict[str, Tensor | float] | None:
         """The scalars of the step that was queued last, once; None if all ranks have skipped it; collective.
@@ -298,6 +306,9 @@ class Trainer:
             terms = None
         else:
             self._skipped_in_a_row, terms = 0, queued.terms
+            if self.average:  # of weights that no later step has changed
+                after = queued.samples + self.config.batch_size
+                self.average.add(step_weight(self.config.ema, queued.samples, after))
         if self._window:
             self._window.add(terms)
         return terms

@@ -2,7 +2,8 @@
 
     checkpoints/step-N/
         weights.safetensors     NAME: parameters (float32) and buffers of the engine's module, whole
-        optimizer.safetensors   exp_avg.NAME, exp_avg_sq.NAME: Adam's moments (float32), whole
+        optimizer.safetensors   exp_avg.NAME, exp_avg_sq.NAME: Adam's moments (float32), whole; average.NAME: the
+                                average of the weights, in runs that keep one
         random.safetensors      RANK.GENERATOR: random state of every rank
         state.json              everything else: the caller's state, step counts, sizes and SHA-256 of the files
 
@@ -24,6 +25,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from pretrain.engine.average import Average
 from pretrain.engine.randomness import choose_random_state, random_state, set_random_state
 from pretrain.engine.state import MOMENTS, EngineState, full_state_dict, shapes
 from probemb import distributed
@@ -40,14 +42,17 @@ from probemb.runs.checkpoints import (
     verify_files,
 )
 
+AVERAGE = "average."  # before a parameter's name
 COUNTERS = "global_steps", "global_samples"  # of the engine
 
 
-def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
-    """Copy the training state to rank 0's memory (12 bytes a parameter); collective, between two optimizer steps.
+def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | None = None) -> Snapshot | None:
+    """Copy the training state to rank 0's memory (12 bytes a parameter, 4 more with an average); collective, between
+    two optimizer steps.
 
     Args:
         state: the caller's own, returned by `load_checkpoint`; JSON, the same on all ranks.
+        average: of the engine's weights; it takes their place in `Snapshot.whole`.
 
     Returns:
         None on the other ranks.
@@ -55,6 +60,7 @@ def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
     json.dumps(state, allow_nan=False)  # raises on every rank before the first collective
     held = EngineState(engine)
     whole, moments, steps = full_state_dict(engine), held.moments(), held.steps()
+    means = average.whole() if average else {}
     generators = all_of(random_state())
     if not distributed.is_main():
         return None
@@ -73,10 +79,15 @@ def take_snapshot(engine, step: int, state: dict[str, Any]) -> Snapshot | None:
     rng = {f"{r}.{name}": t for r, one in enumerate(generators) for name, t in one.items()}
     # Each parameter is stored once, under its first name.
     weights = {name: whole[name] for name in shapes(engine)}
-    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: rng}, content, whole)
+    moments |= {f"{AVERAGE}{name}": mean for name, mean in means.items()}
+    mean_of = {id(whole[name]): mean for name, mean in means.items()}  # of each of a shared parameter's names
+    averaged = {name: mean_of.get(id(tensor), tensor) for name, tensor in whole.items()}
+    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: rng}, content, averaged)
 
 
-def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[str, Any]:
+def load_checkpoint(
+    engine, path: Path | str, verified: bool = False, average: Average | None = None
+) -> dict[str, Any]:
     """Restore an engine from a snapshot; collective, between two steps.
 
     Restores weights, buffers, Adam's moments and counts, learning rates, the engine's counters, and random states.
@@ -85,6 +96,7 @@ def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[st
 
     Args:
         verified: the files' sums have already been checked.
+        average: is restored too; it begins with the weights if the checkpoint has none.
 
     Returns:
         what `read_state` returns.
@@ -103,9 +115,10 @@ def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[st
             weights, moments = (stack.enter_context(_open(path, name)) for name in (WEIGHTS, OPTIMIZER))
             ours = shapes(engine)
             _check_shapes(path, ours, _shapes_in(weights))
-            _check_shapes(
-                path, {f"{m}.{name}": ours[name] for name in held.stepped for m in MOMENTS}, _shapes_in(moments)
-            )
+            theirs = _shapes_in(moments)
+            averaged = any(name.startswith(AVERAGE) for name in theirs)
+            kinds = [f"{moment}." for moment in MOMENTS] + [AVERAGE] * averaged
+            _check_shapes(path, {f"{kind}{name}": ours[name] for name in held.stepped for kind in kinds}, theirs)
             steps = {name: int(content["adam_steps"][name]) for name in held.stepped}
             rates = [float(group["lr"]) for group in content["groups"]]
             if len(rates) != len(held.optimizer.param_groups):
@@ -121,6 +134,10 @@ def load_checkpoint(engine, path: Path | str, verified: bool = False) -> dict[st
         agree(failure)
 
         held.load(weights.get_tensor, moments.get_tensor, steps)
+        if average and averaged:
+            average.load(lambda name: moments.get_tensor(f"{AVERAGE}{name}"))
+        elif average:
+            average.restart()
     for group, rate in zip(held.optimizer.param_groups, rates):
         group["lr"] = rate
     for name, value in counters.items():

@@ -40,10 +40,11 @@ class Flag:
 class Queued:
     """A step that the device has been given: its number, the samples, what is known of it, and whether it is skipped.
 
-    terms: scalars without gradient.
+    samples: seen before it; terms: scalars without gradient.
     """
 
     step: int
+    samples: int
     keys: list[str]
     evidence: Evidence
     terms: dict[str, Tensor | float]

@@ -107,15 +107,43 @@ class EngineState:
             held = self.optimizer.state.get(stepped, {})
             p = self.parameters[name]
             for moment in MOMENTS:
-                if not held:
-                    whole = torch.zeros(getattr(p, "ds_shape", p.shape)) if distributed.is_main() else None
-                elif self.stage == 0:
-                    whole = held[moment].cpu().contiguous().clone() if distributed.is_main() else None
+                if held:
+                    whole = self.gather(name, held[moment])
                 else:
-                    whole = _whole_on_main(p, self.pieces[name], held[moment], self.engine.device)
+                    whole = torch.zeros(getattr(p, "ds_shape", p.shape)) if distributed.is_main() else None
                 if whole is not None:
                     out[f"{moment}.{name}"] = whole
         return out
+
+    def gather(self, name: str, source: Tensor) -> Tensor | None:
+        """A parameter's part of `source`, which is cut like the tensor stepped for it; collective.
+
+        Returns:
+            whole, float32, CPU, on rank 0; None on the others.
+        """
+        if self.stage:
+            return _whole_on_main(self.parameters[name], self.pieces[name], source, self.engine.device)
+        return source.detach().cpu().contiguous().clone() if distributed.is_main() else None
+
+    def fill(self, name: str, target: Tensor, whole: Tensor) -> None:
+        """Write this rank's piece of a whole tensor into `target`, which is cut like the tensor stepped for it."""
+        if self.stage == 0:
+            target.copy_(whole)
+        elif piece := self.pieces[name]:
+            piece.of(target).copy_(piece.cut(whole))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give the model the values of the tensors that the optimizer steps, as after a step; collective."""
+        zero = self.engine.optimizer
+        if self.stage in (1, 2):
+            zero.update_lp_params()
+        elif self.stage == 3:
+            zero.empty_partition_cache()
+            for group in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def steps(self) -> dict[str, int]:
         """Adam's step count of every parameter that is trained."""
@@ -151,11 +179,7 @@ class EngineState:
             counts[stepped] = max(counts.get(stepped, 0), steps[name])
             state = self._adam_state(stepped)
             for key in MOMENTS:
-                whole, piece = moment(f"{key}.{name}"), self.pieces[name]
-                if self.stage == 0:
-                    state[key].copy_(whole)
-                elif piece:
-                    piece.of(state[key]).copy_(piece.cut(whole))
+                self.fill(name, state[key], moment(f"{key}.{name}"))
         for stepped, count in counts.items():
             self.optimizer.state[stepped]["step"].fill_(count)
 

@@ -77,8 +77,9 @@ def write_checkpoint(target: Path, tensors: dict[str, dict[str, Tensor]], conten
 class Snapshot(NamedTuple):
     """A training state in the memory of rank 0.
 
-    tensors by file content of state.json, "step" among it whole {name: CPU tensor} of the trained module, shared
-    parameters under each of their names; optional
+    tensors   by file
+    content   of state.json, "step" among it
+    whole     {name: CPU tensor} of the module to be exported, shared parameters under each of their names; optional
     """
 
     tensors: dict[str, dict[str, Tensor]]

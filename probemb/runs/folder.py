@@ -60,14 +60,14 @@ def _may_begin(run: Path, config_class: type) -> bool:
     return isinstance(written, dict) and {"out"} < set(written) <= {field.name for field in fields(config_class)}
 
 
-def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1) -> None:
+def refuse_full_disk(out: str | Path, model: nn.Module, models: int = 1, average: bool = False) -> None:
     """Check that the disk has room for one more checkpoint and so many models. Raises UserError, which names both
     sizes.
 
-    `model`: all that is trained; several networks count as one model.
+    `model`: all that is trained; several networks count as one model. `average`: checkpoints have one of its weights.
     """
     n = sum(p.numel() for p in model.parameters())
-    needed, free = n * (BYTES_OF_CHECKPOINT + models * BYTES_OF_MODEL), free_bytes(Path(out))
+    needed, free = n * (BYTES_OF_CHECKPOINT + (models + average) * BYTES_OF_MODEL), free_bytes(Path(out))
     if free < needed:
         what = "one model" if models == 1 else f"{models} models"
         raise UserError(

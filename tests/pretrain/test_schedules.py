@@ -5,12 +5,15 @@ from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from open_clip_train.scheduler import const_lr_cooldown, cosine_lr
+from timm.utils import ModelEmaV3
 
-from pretrain.config import Config, Optimizer
+from pretrain.config import Config, Ema, Optimizer
 from pretrain.contradictions import check
-from pretrain.schedules import check_schedule, learning_rate, set_learning_rate
+from pretrain.schedules import check_schedule, learning_rate, set_learning_rate, step_weight
 from probemb.errors import UserError
 
 TOTAL, WARMUP, COOLDOWN = 1100, 100, 400
@@ -62,6 +65,34 @@ def test_groups_have_multiples_of_the_rate():
     optimizer = SimpleNamespace(param_groups=[{"lr": 9.0}, {"lr": 9.0, "multiplier": 0.25}])
     set_learning_rate(optimizer, 0.4)
     assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.1]
+
+
+@pytest.mark.parametrize(("half_life", "rampup"), [(300, 0.0), (300, 0.5), (300, 1.0), (50, 0.05), (10**9, 0.05)])
+def test_what_an_average_forgets_is_an_integral_over_the_samples(half_life, rampup):
+    """The decay of a step by numeric integration; it does not depend on how the samples are cut into steps."""
+    ema = Ema(half_life_samples=half_life, rampup=rampup)
+    for before, after in ((100, 164), (500, 700), (900, 2000)):
+        s = np.linspace(before, after, 200_001)
+        half_lives = np.minimum(half_life, rampup * s) if rampup else np.full_like(s, half_life)
+        kept = math.exp(-math.log(2) * float(np.trapezoid(1 / half_lives, s)))
+        assert 1 - step_weight(ema, before, after) == pytest.approx(kept, rel=1e-6)
+        middle = (before + after) // 2
+        parts = (1 - step_weight(ema, before, middle)) * (1 - step_weight(ema, middle, after))
+        assert parts == pytest.approx(kept, rel=1e-6)
+    assert step_weight(ema, 0, 64) == (1 if rampup else pytest.approx(1 - 0.5 ** (64 / half_life)))
+
+
+def test_the_average_is_timm_s_for_the_half_life_of_its_decay():
+    model = torch.nn.Linear(3, 2)
+    theirs, decay, batch = ModelEmaV3(model, decay=0.9), 0.9, 64
+    ours = model.weight.detach().clone()
+    ema = Ema(half_life_samples=round(batch * math.log(2) / -math.log(decay) * 1000), rampup=0.0)
+    for step in range(5):
+        with torch.no_grad():
+            model.weight.add_(torch.randn(2, 3))
+        theirs.update(model)
+        ours.lerp_(model.weight.detach(), step_weight(ema, 1000 * batch * step, 1000 * batch * (step + 1)))
+    assert torch.allclose(theirs.module.weight, ours, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from probemb.distributed import agree
 from probemb.errors import UserError
 
 
-def save_checkpoint(engine, run_dir: Path, step: int, state: dict) -> Path:
+def save_checkpoint(engine, run_dir: Path, step: int, state: dict, average=None) -> Path:
     """`take_snapshot` and `Snapshot.write` at once; collective. Raises UserError on all ranks."""
-    snapshot, failure = take_snapshot(engine, step, state), None
+    snapshot, failure = take_snapshot(engine, step, state, average), None
     if snapshot:
         try:
             snapshot.write(run_dir)
