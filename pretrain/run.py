@@ -85,7 +85,8 @@ def train(config: Config, preemption: Preemption) -> int:
         trainer = Trainer(
             engine, stream, config, run.device, run.steps, Start(run.step, run.samples, run.skipped),
             recorder=folder, stop=preemption.asked, progress=progress,
-            images_at_peak=images_at_peak(config, run.precision, world_size, run.device), profiler=profiler, average=average,
+            images_at_peak=images_at_peak(config, run.precision, world_size, run.device),
+            profiler=profiler, average=average,
         )  # fmt: skip
         try:
             stopped = trainer.fit([partial(evaluator, engine) for evaluator in run.evaluators])

@@ -47,9 +47,9 @@ def step_weight(o: Ema, before: int, after: int) -> float:
     """The weight of the weights after a step in their average, 1 - decay; before and after are samples seen.
 
     Of the average before the step a share exp(-integral of ln 2 / h(s) ds from before to after) stays, where the
-    half-life h(s) = min(half_life_samples, rampup s). So two steps of half a batch forget what one of a whole does. While
-    the half-life grows, it is the power function average of Karras et al., "Analyzing and Improving the Training
-    Dynamics of Diffusion Models" (CVPR 2024, Eq. 127) with gamma + 1 = ln 2 / rampup.
+    half-life h(s) = min(half_life_samples, rampup s). So two steps of half a batch forget as much as one of a whole.
+    While the half-life grows, it is the power function average of Karras et al., "Analyzing and Improving the Training
+    Dynamics of Diffusion Models" (CVPR 2024, §3.1) with gamma + 1 = ln 2 / rampup.
     """
     if not o.rampup:
         return -math.expm1(-math.log(2) * (after - before) / o.half_life_samples)

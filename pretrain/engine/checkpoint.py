@@ -85,9 +85,7 @@ def take_snapshot(engine, step: int, state: dict[str, Any], average: Average | N
     return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: rng}, content, averaged)
 
 
-def load_checkpoint(
-    engine, path: Path | str, verified: bool = False, average: Average | None = None
-) -> dict[str, Any]:
+def load_checkpoint(engine, path: Path | str, verified: bool = False, average: Average | None = None) -> dict[str, Any]:
     """Restore an engine from a snapshot; collective, between two steps.
 
     Restores weights, buffers, Adam's moments and counts, learning rates, the engine's counters, and random states.

@@ -119,9 +119,7 @@ def evaluate_between(rank, world, stage, persistent):
     return out
 
 
-@pytest.mark.parametrize(
-    ("world", "stage", "persistent"), [(1, 0, 0), (2, 1, 0), (3, 2, 0), (2, 3, 0), (2, 3, 10**5)]
-)
+@pytest.mark.parametrize(("world", "stage", "persistent"), [(1, 0, 0), (2, 1, 0), (3, 2, 0), (2, 3, 0), (2, 3, 10**5)])
 def test_in_place_the_model_is_the_averaged_one_and_the_training_goes_on_as_without(world, stage, persistent):
     results = run_ranks(world, evaluate_between, stage, persistent)
     (_, weights), means, *_ = results[0][0]
@@ -129,7 +127,7 @@ def test_in_place_the_model_is_the_averaged_one_and_the_training_goes_on_as_with
     model.load_state_dict({name.removeprefix("model."): torch.from_numpy(value) for name, value in weights.items()})
     for name, mean in means.items():
         np.testing.assert_array_equal(weights[name], mean, err_msg=name)
-    images, tokens, _ = batch(9, 0, 1)
+    images, _tokens, _ = batch(9, 0, 1)
     with torch.no_grad():
         expected = model.encode_image(images).mean.numpy()
     for (seen, _, looked, averaged), (_, _, unlooked, other) in results:
