@@ -101,6 +101,20 @@ class ResumableStage(Stage):
         return submitit.helpers.DelayedSubmission(self)
 
 
+@dataclass
+class RestartableStage(Stage):
+    """A stage whose complete files survive its end at any time, and which resumes when it is started again."""
+
+    def checkpoint(self):
+        """End the run; submitit calls this on rank 0 and requeues the job with the returned value."""
+        import submitit
+
+        while self.child and self.child.poll() is None:
+            self.child.terminate()
+            time.sleep(0.1)
+        return submitit.helpers.DelayedSubmission(self)
+
+
 def rank_environment(job) -> dict[str, str]:
     """RANK, WORLD_SIZE, … from submitit's JobEnvironment; ranks meet at the job's first node."""
     here = job.cluster == "local"

@@ -5,6 +5,9 @@
     python -m tools.build_index --embeddings embeddings/x --out indexes/x-two-step --form mean       # for re-ranking
     python -m tools.build_index --embeddings embeddings/x --out indexes/x-fits --tolerance -1        # all that fits
 
+    python -m tools.build_index --part 3/16 …          # one of sixteen commands, at the same time, on any machines
+    python -m tools.build_index --merge …              # when all of them have ended
+
 Distances are CSD, through one more dimension than the embeddings have. Without --factory the command chooses an index
 by the number of items and the memory, and prints the reason; --factory takes any of FAISS' factory strings.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +28,7 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from probemb.search import Choice
     from probemb.search.embeddings import Embeddings
+    from probemb.search.unfinished import Share
 
 PROG = "python -m tools.build_index"
 GIB = 1 << 30
@@ -33,6 +38,7 @@ MAX_PARTS = 1_000  # a search opens all of them
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    share = share_of(options)
 
     from probemb.search.embeddings import open_embeddings, same_model
 
@@ -53,18 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = sum(part.count for source in sources for part in source.partitions(options.kind))
     if count and options.train_items and options.train_items > count:
         raise UserError(f"--train-items is {options.train_items:,} of {count:,} items.", "Give fewer.")
-    choice = choose(options, count, sources[0].dim)
+    choice = choose(options, count, sources[0].dim, share)
     print(choice.why, flush=True)
 
     from probemb.cli.progress import progress
     from probemb.search import load_index
-    from probemb.search.writing import write_index
+    from probemb.search.writing import Recipe, write_index, write_share
 
-    write_index(
-        options.out, sources, options.kind, choice, form=options.form, tolerance=options.tolerance,
-        part_items=options.part_items, train_items=options.train_items, seed=options.seed,
-        gpu=use_gpu(options.device), show=progress, say=lambda text: print(text, flush=True),
+    recipe = Recipe(
+        sources, options.kind, choice, form=options.form, tolerance=options.tolerance, part_items=options.part_items,
+        train_items=options.train_items, seed=options.seed, gpu=use_gpu(options.device),
     )  # fmt: skip
+    shown = {"show": progress, "say": lambda text: print(text, flush=True)}
+    if share:
+        write_share(options.out, recipe, share, **shown)
+        done = (
+            f"part {share} is complete" if share.number else f"ready for --part 1/{share.of} to {share.of}/{share.of}"
+        )
+        print(f"{done}; --merge finishes the index when all are")
+        return 0
+    write_index(options.out, recipe, merge=options.merge, **shown)
     index = load_index(options.out)
     print_table(index, options.out)
     return 0
@@ -89,6 +103,10 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of the training items (%(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="for training (%(default)s)")
     parser.add_argument("--incomplete", action="store_true", help="index what is embedded so far")
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument("--part", metavar="I/N", help="build the I-th share of an index that N commands build")
+    several.add_argument("--train-for", type=int, metavar="N", help="only train, for N commands with --part")
+    several.add_argument("--merge", action="store_true", help="finish an index whose parts were built with --part")
     options = parser.parse_args(argv)
     if options.tolerance is not None:
         if options.form == "mean":
@@ -113,6 +131,23 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     return options
 
 
+def share_of(options: Namespace) -> Share | None:
+    """The share that --part or --train-for names; None for a whole index. Raises UserError."""
+    from probemb.search.unfinished import Share
+
+    if options.part is not None:
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
+        if not found or not 1 <= int(found[1]) <= int(found[2]) <= MAX_PARTS:
+            remedy = f"Write it as 3/16, the third of sixteen; at most {MAX_PARTS:,}."
+            raise UserError(f"--part {options.part} is not a part.", remedy)
+        return Share(int(found[1]), int(found[2]))
+    if options.train_for is not None:
+        if not 1 <= options.train_for <= MAX_PARTS:
+            raise UserError(f"--train-for is {options.train_for}.", f"Give 1 to {MAX_PARTS:,}.")
+        return Share(0, options.train_for)
+    return None
+
+
 def refuse_repeated(sources: Sequence[Embeddings]) -> None:
     """Raises UserError if a folder is named twice."""
     folders = [source.folder.resolve() for source in sources]
@@ -120,14 +155,20 @@ def refuse_repeated(sources: Sequence[Embeddings]) -> None:
         raise UserError("A folder of embeddings is named twice.", "Name each once.")
 
 
-def choose(options: Namespace, count: int, dim: int) -> Choice:
-    """The requested factory, or a suitable one; sets the defaults of part_items and train_items. Raises UserError."""
+def choose(options: Namespace, count: int, dim: int, share: Share | None = None) -> Choice:
+    """The requested factory, that of the unfinished index, or a suitable one; sets the defaults of part_items and
+    train_items. Raises UserError.
+    """
     from probemb.search import Choice, choose_factory, refuse_small_gallery
     from probemb.search.choice import bytes_per_item, default_effort, takes_effort, training_count
     from probemb.search.unfinished import read_plan
 
     memory = int((options.memory_gib or machine_memory() / GIB / 2) * GIB)
-    if options.factory == "auto":
+    plan = read_plan(options.out)
+    begun, why = plan.get("factory"), plan.get("why")
+    if options.factory == "auto" and options.memory_gib is None and plan.get("count") == count and type(begun) is str:
+        choice = Choice(begun, str(why), default_effort(begun))  # on any machine
+    elif options.factory == "auto":
         choice = choose_factory(count, dim, memory)
     else:
         choice = Choice(options.factory, f"{options.factory}, as requested.", default_effort(options.factory))
@@ -137,13 +178,12 @@ def choose(options: Namespace, count: int, dim: int) -> Choice:
         raise UserError(f"The index '{choice.factory}' always searches everything.", "Leave --effort out.")
     if options.effort and count and options.effort > count:
         raise UserError(f"--effort is {options.effort:,} of {count:,} items.", "Give fewer.")
-    plan = read_plan(options.out)
     if (plan.get("factory"), plan.get("count")) == (choice.factory, count):  # resumable on any machine
         options.part_items = options.part_items or plan.get("rows")
         options.train_items = options.train_items or plan.get("train_items")
     each = bytes_per_item(choice.factory, dim)
     if options.part_items is None:
-        options.part_items = max(1, min(count, memory // each))
+        options.part_items = max(1, min(-(-count // (share.of if share else 1)), memory // each))
         if memory < each or count > MAX_PARTS * options.part_items:
             needed = max(each, -(-count // MAX_PARTS) * each)
             raise UserError(

@@ -41,7 +41,7 @@ from probemb.search import (
 from probemb.search.choice import bytes_per_item, cell_count, training_count
 from probemb.search.embeddings import Embeddings, item_schema, open_embeddings, plan_embeddings, save_embeddings
 from probemb.search.index import new_index, train, width_of
-from probemb.search.writing import write_index
+from probemb.search.writing import Recipe, write_index
 from tools.build_index import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -505,7 +505,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from probemb.search.embeddings import open_embeddings
 from probemb.search import Choice
-from probemb.search.writing import write_index
+from probemb.search.writing import Recipe, write_index
 
 @contextmanager
 def show(title, total):
@@ -520,8 +520,8 @@ def show(title, total):
     yield advance
 
 embeddings, factory, out = sys.argv[1:]
-choice = Choice(factory, "", None)
-write_index(Path(out), [open_embeddings(embeddings)], "image", choice, part_items=100, train_items=200, show=show)
+recipe = Recipe([open_embeddings(embeddings)], "image", Choice(factory, "", None), part_items=100, train_items=200)
+write_index(Path(out), recipe, show=show)
 """
 
 
@@ -562,34 +562,35 @@ def test_embeddings_that_change_are_noticed(tmp_path):
     def show(title, total):
         yield lambda n: os.utime(last, ns=(0, total))  # as soon as something is added
 
-    where, choice = tmp_path / "index", Choice("Flat", "", None)
+    where, recipe = tmp_path / "index", Recipe([made], "image", Choice("Flat", "", None), part_items=100)
     with pytest.raises(UserError, match="embeddings have changed while their index was built"):
-        write_index(where, [made], "image", choice, part_items=100, show=show)
+        write_index(where, recipe, show=show)
     assert not where.exists()
     subprocess.run([sys.executable, "-c", KILLED, str(made.folder), "Flat", str(where)], cwd=ROOT, timeout=300)
     os.utime(last)
-    with pytest.raises(UserError, match="command that differed in the embeddings"):
+    with pytest.raises(UserError, match=r"embeddings have changed since .*unfinished was begun"):
         main(["--embeddings", str(made.folder), "--factory", "Flat", "--out", str(where)])
 
 
 def test_a_folder_that_is_removed_meanwhile_or_an_index_that_appears(embeddings, tmp_path):
-    where, unfinished, choice = tmp_path / "index", tmp_path / ".index.unfinished", Choice("Flat", "", None)
+    where, unfinished = tmp_path / "index", tmp_path / ".index.unfinished"
+    recipe = Recipe([embeddings], "image", Choice("Flat", "", None), part_items=100)
 
     @contextmanager
     def remove(title, total):
         yield lambda n: shutil.rmtree(unfinished, ignore_errors=True)
 
     with pytest.raises(UserError, match="were removed while it was written"):
-        write_index(where, [embeddings], "image", choice, part_items=100, show=remove)
+        write_index(where, recipe, show=remove)
 
     @contextmanager
     def appear(title, total):
         yield lambda n: where.mkdir(exist_ok=True)
 
     with pytest.raises(UserError, match="has appeared while the index was built"):
-        write_index(where, [embeddings], "image", choice, part_items=100, show=appear)
+        write_index(where, recipe, show=appear)
     where.rmdir()
-    write_index(where, [embeddings], "image", choice, part_items=100)
+    write_index(where, recipe)
     assert len(load_index(where)) == 700
 
 
