@@ -18,7 +18,7 @@ from jsonargparse.typing import (
 
 from finetune.methods.registry import METHODS
 from probemb.cli.configuration import chosen_options, given
-from probemb.cli.ranges import BelowHalf, Count, Distance, Folder, Minutes, Precision, Seed, Threads, Workers
+from probemb.cli.ranges import BelowHalf, Count, Distance, Folder, Minutes, Precision, Resize, Seed, Threads, Workers
 from probemb.cli.towers import Towers
 from probemb.errors import UserError
 
@@ -51,6 +51,8 @@ class Data:
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
         exif: turn images as their EXIF orientation says; open_clip does not.
+        resize: who crops and resizes, also in validation: tensor (torch, fast) or pil (PIL, as open_clip; runs before
+            there was a choice).
         cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
     """
 
@@ -63,6 +65,7 @@ class Data:
     workers: Workers = 2
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
+    resize: Resize = "tensor"
     cache_features: str | None = None
 
 

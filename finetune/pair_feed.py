@@ -54,6 +54,8 @@ class PairFeed:
         tokens, mask, mix = pairs.tokens, None, None
         rows, whole = slice(rank * len(images), (rank + 1) * len(images)), config.batch_size
         ids = TextIds.of(model.config)
+        if config.augment.cutout or config.mix.ratio:
+            images = model.normalized(images)  # where grey is 0 and a mix of uint8 is not rounded
         if config.augment.cutout:
             place = torch.rand(whole, 2, generator=self._generator(step, _CUTOUT))[rows]
             images = cut_out(images, config.augment.cutout, place)

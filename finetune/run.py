@@ -213,10 +213,10 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
             f"{config.method} reasons over an image's regions, and {config.model.name} reads none.",
             "Choose a model that reads regions, such as vsrn-regions-gru, or the method vsepp or prob-vsepp.",
         )
-    transforms, tokenizer = create_transforms(networks[0]), create_tokenizer(networks[0])
+    transforms = create_transforms(networks[0], resize=config.data.resize)
     if train is not None and config.data.cache_features is not None:
-        train, validation, transforms = read_features(config, networks, transforms, train, validation, accelerator)
-    return train, validation, transforms, tokenizer
+        train, validation, transforms = read_features(config, networks, train, validation, accelerator)
+    return train, validation, transforms, create_tokenizer(networks[0])
 
 
 def make_loader(config: Config, data, transform, tokenizer, accelerator):
@@ -262,6 +262,7 @@ def resume_from(config: Config, earlier: Path | None, identity: dict):
 def add_new_settings(saved: dict) -> None:
     """Give a run's configuration the settings that came after it, with the values that it was trained with."""
     saved["data"].setdefault("exif", False)
+    saved["data"].setdefault("resize", "pil")
     saved["data"].setdefault("positives", "image")
     saved["optimizer"].setdefault("name", "adamp")
     saved["optimizer"].setdefault("freeze_text", False)
@@ -328,7 +329,7 @@ def start_accelerator(config: Config):
     return accelerator
 
 
-def read_features(config: Config, networks, transforms, train, validation, accelerator):
+def read_features(config: Config, networks, train, validation, accelerator):
     """Both splits and the transforms, with features of the locked image towers instead of pixels."""
     from finetune.loading.feature_cache import cache_features, unchanged
     from probemb.models import Transforms
@@ -336,7 +337,7 @@ def read_features(config: Config, networks, transforms, train, validation, accel
     found = [
         captions
         and cache_features(
-            networks, transforms.evaluate, captions, config.data.cache_features, device=accelerator.device,
+            networks, captions, config.data.cache_features, config.data.resize, device=accelerator.device,
             batch_size=config.engine.eval_batch_size, workers=config.data.workers,
             failure_share=config.data.failure_share,
         )

@@ -37,6 +37,7 @@ class TupleFeed:
         images, tokens = batch.images.to(self.device, non_blocking=True), batch.tokens
         if augment.cutout:
             place = self._draw(step, _CUTOUT, 1 + k, 2)[rows]
+            images = model.normalized(images)
             images = cut_out(images, augment.cutout, torch.cat([place[:, 0], place[:, 1:][is_image]]))
         if augment.word_dropping:
             draw = self._draw(step, _WORDS, k, tokens.shape[1])[rows][~is_image]

@@ -11,7 +11,19 @@ from pretrain.augmentation import Augmentation
 from pretrain.objectives import OBJECTIVES
 from pretrain.stream.filter import Filter
 from probemb.cli.configuration import chosen_options
-from probemb.cli.ranges import BelowOne, Count, Folder, Gibibytes, Minutes, Precision, Seed, Share, Threads, Workers
+from probemb.cli.ranges import (
+    BelowOne,
+    Count,
+    Folder,
+    Gibibytes,
+    Minutes,
+    Precision,
+    Resize,
+    Seed,
+    Share,
+    Threads,
+    Workers,
+)
 from probemb.cli.towers import Towers
 
 if TYPE_CHECKING:
@@ -75,7 +87,7 @@ class Data:
     filter: Filter = field(default_factory=Filter)
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
-    resize: Literal["tensor", "pil"] = "tensor"
+    resize: Resize = "tensor"
     augmentation: Augmentation = field(default_factory=Augmentation)
     verify_hash: bool = False
     cache: str | None = None

@@ -88,7 +88,7 @@ def evaluate(
     from zeroshot.reports.composed import write_report
 
     device = choose_device(config.device, config.precision)
-    model, tokenizer, transforms = load_model(config.model, device=device.name)
+    model, tokenizer, transforms = load_model(config.model, device.name, config.resize)
     check_rankings(composer_of(model), name_of(model), rankings)
     embedder = Embedder(
         model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,

@@ -11,7 +11,7 @@ from jsonargparse.typing import (
     restricted_number_type,
 )
 
-from probemb.cli.ranges import Count, Folder, Seed, Share, Workers
+from probemb.cli.ranges import Count, Folder, Resize, Seed, Share, Workers
 
 # Marks in each command's files, so that it replaces no others.
 GENERATOR = "probemb zeroshot"
@@ -79,7 +79,7 @@ class ImagenetConfig:
     select_data: list[str] | str | None = None
     out: Folder | None = None
     exif: bool = False
-    resize: Literal["pil", "tensor"] = "pil"
+    resize: Resize = "pil"
     batch_size: Count = 64
     text_batch_size: Count = 256
     workers: Workers | None = None
@@ -133,6 +133,8 @@ class RetrievalConfig:
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
         out: folder for results.json and report.html; by default retrieval/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
+        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+            rounding of PIL's pixels).
         batch_size: images in a batch.
         text_batch_size: captions in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -167,6 +169,7 @@ class RetrievalConfig:
     erased: NonNegativeInt = 200
     out: Folder | None = None
     exif: bool = False
+    resize: Resize = "pil"
     batch_size: Count = 64
     text_batch_size: Count = 256
     workers: Workers | None = None
@@ -186,6 +189,8 @@ class AnalysisConfig:
         images: the folder of the images that a json or caption file names.
         out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
+        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+            rounding of PIL's pixels).
         seed: of what is chosen at random.
         batch_size: images in a batch.
         text_batch_size: captions in a batch.
@@ -199,6 +204,7 @@ class AnalysisConfig:
     images: str | None = None
     out: Folder | None = None
     exif: bool = False
+    resize: Resize = "pil"
     seed: Seed = 0
     batch_size: Count = 64
     text_batch_size: Count = 256

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat
 
-from probemb.cli.ranges import Count, Folder, Seed, Share, Workers
+from probemb.cli.ranges import Count, Folder, Resize, Seed, Share, Workers
 
 # Marks in each command's files, so that it replaces no others.
 LOCALISATION_GENERATOR = "probemb localisation"
@@ -22,6 +22,8 @@ class CropConfig:
         data: what the command reads.
         images: folder of the images; by default searched beside the data.
         out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
+        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+            rounding of PIL's pixels).
         batch_size: images or crops in a batch.
         text_batch_size: texts in a batch.
         workers: processes that decode images; by default as the machine allows.
@@ -36,6 +38,7 @@ class CropConfig:
     data: str = ""
     images: str | None = None
     out: Folder | None = None
+    resize: Resize = "pil"
     batch_size: Count = 128
     text_batch_size: Count = 256
     workers: Workers | None = None

@@ -124,14 +124,13 @@ def open_model(config: ImagenetConfig) -> Embedder:
     from probemb.cli.device import choose_device
     from probemb.cli.progress import progress
     from probemb.evaluation.embedding import Embedder
-    from probemb.models import check_single_embeddings, create_transforms
+    from probemb.models import check_single_embeddings
 
     device = choose_device(config.device, config.precision)
-    model, tokenizer, _ = load(config.model, device.name)
+    model, tokenizer, transforms = load(config.model, device.name, config.resize)
     check_single_embeddings(model, config.model)
-    transform = create_transforms(model, resize=config.resize).evaluate
     return Embedder(
-        model, tokenizer, transform, device, config.batch_size, config.text_batch_size, config.workers,
+        model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
         config.max_bad, progress,
     )  # fmt: skip
 
@@ -170,12 +169,12 @@ def evaluate_and_write(prepared: Prepared, filters: list[str], selection: Select
     return results
 
 
-def load(name: str, device: str) -> LoadedModel:
+def load(name: str, device: str, resize: str = "pil") -> LoadedModel:
     """The model of --model, or the published one. Raises UserError."""
     from probemb.models import load_model
 
     try:
-        return load_model(name, device=device)
+        return load_model(name, device, resize)
     except UserError as error:
         if name != DEFAULT_MODEL:
             raise

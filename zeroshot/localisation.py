@@ -100,7 +100,7 @@ def evaluate(
     from zeroshot.reports.localisation import write_report
 
     device = choose_device(config.device, config.precision)
-    model, tokenizer, transforms = load_model(config.model, device=device.name)
+    model, tokenizer, transforms = load_model(config.model, device.name, config.resize)
     check_inputs(model, proposals)
     rankings = fitting(rankings or default_rankings(model), model, bool(rankings))
     print(

@@ -53,7 +53,7 @@ def open_analysis(config: AnalysisConfig, command: str, generator: str) -> Opene
         f"{config.model} on {captions.source}, {len(captions):,} images, on {device.name} in {device.precision}",
         flush=True,
     )
-    loaded = load_model(config.model, device=device.name)
+    loaded = load_model(config.model, device.name, config.resize)
     if not loaded.model.probabilistic or loaded.model.n_embeddings > 1:
         has = "several embeddings of an item" if loaded.model.n_embeddings > 1 else "no variances"
         raise UserError(f"{config.model} is a model with {has}.", "Name one with a mean and a variance of every item.")

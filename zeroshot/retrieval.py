@@ -111,7 +111,7 @@ def evaluate(
 
     device = choose_device(config.device, config.precision)
     names = [config.model, *second_model(config)]
-    loaded = [load_model(name, device=device.name) for name in names]
+    loaded = [load_model(name, device.name, config.resize) for name in names]
     model = as_one([one.model for one in loaded])
     rankings = fitting(rankings, model, config.rankings is not None)
     if len(names) > 1:

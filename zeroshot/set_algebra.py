@@ -59,7 +59,8 @@ def measure(config: AlgebraConfig, opened: Opened) -> dict:
     embedder, captions = opened.embedder, opened.captions
     rows, read = read_pixels(opened, config.inputs, config.seed)
     draw = torch.Generator().manual_seed(config.seed)
-    pixels, texts = torch.stack(read), [captions.captions[row][0] for row in rows]
+    pixels = embedder.model.normalized(torch.stack(read))
+    texts = [captions.captions[row][0] for row in rows]
     side, erase_part = ("regions", erase_regions) if pixels.ndim == 3 else ("pixels", erase_pixels)
     partner = torch.arange(len(rows)).roll(1)
     with embedder.show("images, mixed and erased", len(rows) * (1 + len(MIXES[side]) + len(SHARES))) as advance:
@@ -88,7 +89,7 @@ def measure(config: AlgebraConfig, opened: Opened) -> dict:
 
 
 def mix(first: Tensor, second: Tensor, how: str) -> Tensor:
-    """Images (N, 3, H, W), or regions (N, R, F), of both mixed.
+    """Normalised images (N, 3, H, W), or regions (N, R, F), of both mixed.
 
     "mixup" is the mean of both; "cutmix" the left half of one and the right half of the other, or every other region.
     """

@@ -77,7 +77,7 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
     from zeroshot.reports.union import write_report
 
     device = choose_device(config.device, config.precision)
-    model, tokenizer, transforms = load_model(config.model, device=device.name)
+    model, tokenizer, transforms = load_model(config.model, device.name, config.resize)
     check_images(model, data.images)
     both = dict.fromkeys([model.ranking, *(["mean"] if model.n_embeddings == 1 else [])])
     rankings = fitting(rankings or list(both), model, bool(rankings))

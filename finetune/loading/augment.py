@@ -133,7 +133,7 @@ def draw_mix(
 
 
 def mix_images(images: Tensor, mix: Mix) -> Tensor:
-    """(B, C, H, W) float on any device -> the mixed images; `images` is not changed.
+    """(B, C, H, W) float, normalised, on any device -> the mixed images; `images` is not changed.
 
     `mix` is on the CPU, so that the images' device is not synchronised.
     """
@@ -198,7 +198,8 @@ def size_augment_text(
 
 
 def cut_out(images: Tensor, share: float, place_B2: Tensor) -> Tensor:
-    """(B, C, H, W) on any device with a grey square over a share of each, wholly inside it. Grey is 0, the mean colour.
+    """Normalised (B, C, H, W), on any device, with a grey square over a share of each, wholly inside it. Grey is 0, the
+    mean colour.
 
     Source: Cutout (DeVries and Taylor 2017); PCME §4.1, whose erasing ratio 0.2 is taken as the share of the area.
 

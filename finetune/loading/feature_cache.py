@@ -3,8 +3,8 @@
     FOLDER/KEY/features.f16   (N, width) float16, memory-mapped, one row per image
     FOLDER/KEY/about.json     {"count", "width", "failures": {index: reason}}, written last
 
-KEY is a digest of the trunk's weights, its preprocessing, and the images. The row of an unreadable image stays zero;
-reading it raises BadSample.
+KEY is a digest of the trunk's weights, its preprocessing, who resizes, and the images. The row of an unreadable image
+stays zero; reading it raises BadSample.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
@@ -27,7 +27,7 @@ from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, Images, image_digest
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
-from probemb.models import DualEncoder
+from probemb.models import DualEncoder, create_transforms
 from probemb.models.features import FeatureLayout
 
 FEATURES, ABOUT = "features.f16", "about.json"
@@ -54,9 +54,9 @@ def unchanged(row: torch.Tensor) -> torch.Tensor:
 
 def cache_features(
     networks: Sequence[DualEncoder],
-    transform: Callable,
     dataset: CaptionDataset,
     folder: str | Path,
+    resize: str = "pil",
     *,
     device: torch.device | str = "cpu",
     batch_size: int = 64,
@@ -69,7 +69,7 @@ def cache_features(
 
     Args:
         networks: models with equal, frozen image trunks; their image towers read features from now on.
-        transform: PIL image -> (3, H, W), the evaluation's, without random crops.
+        resize: who resizes the images, "tensor" or "pil"; as for evaluation, without random crops.
         device: computes the features; the first network's image tower is moved there.
 
     Raises:
@@ -85,7 +85,7 @@ def cache_features(
     for network in networks:
         network.image_tower.feature_layout = None
     layout = tower.layout(torch.linspace(-1, 1, 6 * height * width, device=device).view(2, 3, height, width))
-    key, *others = (cache_key(network, layout, dataset.images) for network in networks)
+    key, *others = (cache_key(network, layout, dataset.images, resize) for network in networks)
     if any(other != key for other in others):
         raise UserError(
             "The method's networks have different image towers, so their features cannot be shared.",
@@ -94,6 +94,7 @@ def cache_features(
     place = Path(folder) / key
     failure = None
     if distributed.is_main() and not (place / ABOUT).is_file():
+        transform = create_transforms(networks[0], resize=resize).evaluate
         batches = ImageBatches(dataset.images, transform, batch_size, workers, failure_share, "data.failure_share")
         try:
             _compute(tower, layout, batches, place, device)
@@ -111,12 +112,12 @@ def cache_features(
     return replace(dataset, located=_open(place, layout, dataset.images))
 
 
-def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images) -> str:
+def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images, resize: str) -> str:
     """A digest of everything that the features depend on."""
     digest = hashlib.sha256()
     config = model.config
     about = [config["architecture"], config["preprocess"], layout.parts, images.source]
-    about += ["exif"] * images.exif
+    about += ["exif"] * images.exif + [resize] * (resize != "pil")  # as keys were before there was a choice
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.image_tower.state_dict().items()):
         if model.image_tower.place(name).part == "trunk":

@@ -29,7 +29,7 @@ class PairLoader(BatchLoader[PairBatch]):
 
     Args:
         dataset: images and captions; each caption is one pair. An incomplete last batch is left out of its epoch.
-        transform: PIL image -> (3, H, W) float32. It may draw from the global random numbers of torch, numpy and
+        transform: PIL image -> (3, H, W) uint8. It may draw from the global random numbers of torch, numpy and
             Python, which are seeded for every pair and restored afterwards.
         tokenizer: list of n captions -> (n, L) int64.
         batch_size: the global batch, over all ranks.

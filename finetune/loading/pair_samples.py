@@ -14,7 +14,7 @@ from probemb.data.captions.find import CaptionDataset
 class PairBatch(NamedTuple):
     """This rank's rows of one global batch, b = batch_size / world.
 
-    images       (b, 3, H, W) float32
+    images       (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
     tokens       (b, L) int64
     image_index  (b,) int64: which image of the `CaptionDataset`; rows with the same one match each other
     pair_index   (b,) int64: which caption, counted image after image, as in `CaptionDataset.flat`

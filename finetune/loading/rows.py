@@ -13,6 +13,7 @@ from probemb.data.boxes.geometry import Box
 from probemb.data.compositions.crops import cropped
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images
+from probemb.data.pixels import empty_stack
 from probemb.data.randomness import isolated_randomness, number_of, seed_all, stream_of
 from probemb.errors import UserError
 
@@ -116,8 +117,9 @@ class Rows(ABC, Generic[Row, Batch]):
 
 
 def stacked(images: list[torch.Tensor]) -> torch.Tensor:
-    """Images of one shape as one tensor; the list is emptied, so that both do not fill the memory at once."""
-    whole = images[0].new_empty(len(images), *images[0].shape)
+    """Images of one shape as one tensor, in the first's memory order; the list is emptied, so that both do not fill the
+    memory at once."""
+    whole = empty_stack(images[0], len(images))
     for i in range(len(images)):
         if images[i].shape != whole.shape[1:]:
             raise UserError(

@@ -27,7 +27,7 @@ class TupleLoader(BatchLoader[TupleBatch]):
 
     Args:
         data: one split, all of whose combinations have targets. An incomplete last batch is left out of its epoch.
-        transform: PIL image -> (3, H, W) float32, for targets and parts alike, each with random numbers of its own.
+        transform: PIL image -> (3, H, W) uint8, for targets and parts alike, each with random numbers of its own.
         tokenizer: list of n texts -> (n, L) int64.
         batch_size: the global batch, over all ranks.
         seed: any integer.

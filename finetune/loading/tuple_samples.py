@@ -18,7 +18,7 @@ _DRAW = "example"  # a use of random numbers
 class TupleBatch(NamedTuple):
     """This rank's b rows of one global batch, each a query of k parts and its target.
 
-    images        (b + m, 3, H, W) float32: the b targets, then the m parts that are images
+    images        (b + m, 3, H, W) uint8: the b targets, then the m parts that are images
     tokens        (t, L) int64: the parts that are texts; one unused row where no part is a text, so that the text
                   tower takes part in the gradients of every rank
     part_rows     (b, k) int64: r >= 0 is images[b + r], r < 0 is tokens[-r - 1]

@@ -26,6 +26,7 @@ Distance = Literal[
     "csd", "kl", "min-kl", "symmetric-kl", "wasserstein2", "elk", "bhattacharyya", "match-probability"
 ]  # fmt: skip
 Precision = Literal["auto", "fp32", "bf16"]
+Resize = Literal["tensor", "pil"]
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
 _KINDS[list] = _KINDS[tuple]

@@ -157,11 +157,11 @@ class _Decoded:
 
 
 def _collate(rows: list):
-    import torch
+    from probemb.data.pixels import stack
 
     good = [(index, pixels) for index, pixels, _ in rows if pixels is not None]
     bad = [(index, why) for index, pixels, why in rows if pixels is None]
-    return [index for index, _ in good], torch.stack([pixels for _, pixels in good]) if good else None, bad
+    return [index for index, _ in good], stack([pixels for _, pixels in good]) if good else None, bad
 
 
 class ImageBatches:

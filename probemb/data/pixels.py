@@ -26,6 +26,28 @@ def as_pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(array).permute(2, 0, 1)
 
 
+def empty_stack(image: Tensor, count: int) -> Tensor:
+    """Memory for so many tensors like this one, pixels in the order of (H, W, 3)."""
+    if not _channels_last(image):
+        return image.new_empty(count, *image.shape)
+    channels, height, width = image.shape
+    return image.new_empty(count, height, width, channels).permute(0, 3, 1, 2)
+
+
+def stack(images: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape and type as one; (3, H, W) pixels stay in the memory order of (H, W, 3).
+
+    `torch.stack` transposes those, at five times the time.
+    """
+    if not _channels_last(images[0]):
+        return torch.stack(tuple(images))
+    return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+
+
+def _channels_last(image: Tensor) -> bool:
+    return image.ndim == 3 and image.stride(0) == 1 < image.shape[0]
+
+
 def resize(pixels: Tensor, size: Sequence[int], interpolation: InterpolationMode) -> Tensor:
     """(3, H, W) uint8 to (height, width), with antialiasing as PIL has it.
 

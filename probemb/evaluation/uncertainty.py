@@ -98,7 +98,7 @@ def evenly(n: int, wanted: int) -> list[int]:
 
 
 def erase_pixels(pixels_BCHW: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """A grey square over a share of each image, at a random place. Grey is 0, the mean colour."""
+    """A grey square over a share of each normalised image, at a random place. Grey is 0, the mean colour."""
     out = pixels_BCHW.clone()
     height, width = out.shape[2:]
     h, w = round(height * share**0.5), round(width * share**0.5)
@@ -149,7 +149,8 @@ def erase(
             read.append(embedder.transform(captions.images.open(i)))
         except BadSample:  # the file has changed
             continue
-    texts, whole = [captions.captions[i][0] for i in chosen], torch.stack(read)
+    texts = [captions.captions[i][0] for i in chosen]
+    whole = embedder.model.normalized(torch.stack(read))
     side, erase_part = ("regions", erase_regions) if whole.ndim == 3 else ("pixels", erase_pixels)
     uncertainty: dict[str, list[Tensor]] = {side: [], "words": []}
     with embedder.show("erased", len(shares) * (len(whole) + len(texts))) as advance:

@@ -256,6 +256,10 @@ class DualEncoder(nn.Module):
         """Height and width of an image, in pixels."""
         return self.visual.image_size[0]
 
+    def normalized(self, images: Tensor) -> Tensor:
+        """uint8 images as the floats that `encode_image` also takes, to change them: 0 is the mean colour."""
+        return self.visual.normalized(images, torch.float32) if images.dtype == torch.uint8 else images
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute every block in the backward pass instead of keeping its activations."""
         self.visual.set_grad_checkpointing(enable)

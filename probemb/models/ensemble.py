@@ -44,6 +44,10 @@ class Ensemble(nn.Module):
         """(B, 3, H, W) -> Gaussian (B, sum of all D)."""
         return _side_by_side([model.encode_image(pixels) for model in self.models])
 
+    def normalized(self, images: Tensor) -> Tensor:
+        """`DualEncoder.normalized`, the same of all."""
+        return self.models[0].normalized(images)
+
     def encode_text(self, tokens: Tensor) -> Gaussian:
         """(B, L) int64 -> Gaussian (B, sum of all D)."""
         return _side_by_side([model.encode_text(tokens) for model in self.models])

@@ -86,7 +86,7 @@ def write_model(weights: Path, state: dict[str, Tensor], config: Path, about: di
         ) from error
 
 
-def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> LoadedModel:
+def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", resize: str = "pil") -> LoadedModel:
     """Load a model for inference: `model, tokenizer, transforms = load_model("runs/x")`.
 
     It is in evaluation mode and its parameters need no gradient, so that no call has to be wrapped in `no_grad`; to
@@ -98,6 +98,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> 
             looked at). Published weights of PCME++ and ProLIP are recognised. A tokenizer's files beside the weights
             are read instead of the hub's.
         device: where to put the weights.
+        resize: who crops and resizes images, "pil" (as open_clip) or "tensor", see `create_transforms`.
 
     Raises:
         UserError: if nothing is found (with the places that were tried), or the weights are not this project's or do
@@ -105,7 +106,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu") -> 
     """
     weights, config = _locate(path_or_name)
     model = _build(weights, config).to(device).eval().requires_grad_(False)
-    return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model))
+    return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model, resize=resize))
 
 
 def lasting_name(path_or_name: str | Path) -> str:

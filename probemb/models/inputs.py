@@ -33,7 +33,7 @@ SAMPLED_TEXTS = 10_000  # at most, of which the words are looked up in a vocabul
 
 
 class Transforms(NamedTuple):
-    """PIL image -> (3, H, W). `train` draws from torch's global random state."""
+    """PIL image -> (3, H, W) uint8, which the model normalises. `train` draws from torch's global random state."""
 
     train: Callable[[Image.Image], Tensor]
     evaluate: Callable[[Image.Image], Tensor]
@@ -57,16 +57,14 @@ class Augmentation:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
 
-def create_transforms(
-    model_or_config, augmentation: Augmentation = Augmentation(), resize: str | None = None
-) -> Transforms:
+def create_transforms(model_or_config, augmentation: Augmentation = Augmentation(), resize: str = "pil") -> Transforms:
     """The preprocessing that belongs to a model (or to its `config`): random crops for training, centre crops else.
 
     Regions come prepared: a model that reads them changes nothing.
 
     Args:
         resize: "tensor" or "pil": who crops and resizes, torch or PIL. Both give uint8, which the model normalises, and
-            the same crops from the same random state. None for PIL's, normalised, float32.
+            the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
     """
     if reads_regions(_config(model_or_config).get("architecture")):
         return Transforms(as_they_are, as_they_are)
@@ -79,8 +77,6 @@ def create_transforms(
     if isinstance(crop, RandomResizedCrop):
         crop.ratio = augmentation.ratio
     evaluate = image_transform_v2(preprocess, is_train=False)
-    if resize is None:
-        return Transforms(train, evaluate)
     return Transforms(_without_floats(train, resize), _without_floats(evaluate, resize))
 
 

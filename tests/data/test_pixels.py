@@ -7,7 +7,7 @@ from PIL import Image
 from torchvision.transforms import Normalize, RandomResizedCrop
 from torchvision.transforms.functional import to_tensor
 
-from probemb.data.pixels import RandomCrop, as_pixels, normalize
+from probemb.data.pixels import RandomCrop, as_pixels, normalize, stack
 from probemb.data.randomness import seed_all
 from probemb.models.inputs import Augmentation, create_transforms
 
@@ -85,6 +85,22 @@ def test_colours_and_modes():
         torch.testing.assert_close(as_pixels(image).permute(1, 2, 0).numpy(), np.array(image.convert("RGB")))
 
 
+def test_a_stack_keeps_memory_order_and_values():
+    for config in ({"size": 32}, {"size": 32, "resize_mode": "squash"}):  # a view of a larger image, and a whole one
+        for resize in ("tensor", "pil"):
+            transform = create_transforms({"preprocess": config}, resize=resize).evaluate
+            images = [transform(photograph(60, 40, seed)) for seed in range(3)]
+            found = stack(images)
+            assert torch.equal(found, torch.stack(images))
+            assert found.is_contiguous(memory_format=torch.channels_last)
+    regions = [torch.rand(4, 5) for _ in range(3)]
+    for others in (regions, [one[0] for one in regions], [torch.rand(3, 4, 4) for _ in range(2)]):
+        assert torch.equal(stack(others), torch.stack(others))
+        assert stack(others).is_contiguous()
+    with pytest.raises(RuntimeError, match="equal size"):
+        stack([torch.zeros(4, 4, 3).permute(2, 0, 1), torch.zeros(5, 4, 3).permute(2, 0, 1)])
+
+
 def test_normalisation_is_that_of_the_pil_transforms():
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     image = Image.fromarray(np.arange(256 * 3, dtype=np.uint8).reshape(16, 16, 3))
@@ -93,4 +109,5 @@ def test_normalisation_is_that_of_the_pil_transforms():
     assert torch.equal(found[0], expected)
     assert found.is_contiguous()
     config = {"preprocess": {"size": 16, "mean": mean, "std": std}}
-    assert torch.equal(create_transforms(config).evaluate(image), expected)
+    pixels = create_transforms(config).evaluate(image)
+    assert torch.equal(normalize(pixels[None], mean, std)[0], expected)

@@ -181,8 +181,9 @@ def test_crops_of_proposals_through_a_backbone(scenes, weights, stock, tmp_path)
     from probemb.evaluation.analyses.localisation import crop
     from tools.write_regions.backbone import load_backbone
 
-    transform = load_backbone("test_resnet", str(weights), 96).transform
+    backbone = load_backbone("test_resnet", str(weights), 96)
     for box, features in zip(found.boxes[1], found.features.open(1)):
+        pixels = backbone.transform(crop(data.images.open(1), box))[None]
         with torch.no_grad():
-            map_Wss = stock.forward_features(transform(crop(data.images.open(1), box))[None])[0]
+            map_Wss = stock.forward_features(backbone.tower.normalized(pixels, torch.float32))[0]
         torch.testing.assert_close(features, map_Wss.mean((1, 2)), rtol=1e-4, atol=1e-5)

@@ -85,8 +85,8 @@ def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:
     write_index(folder, rows)
 
 
-def parts(resize: str | None = None):
-    """The transform and the tokenizer of either side."""
+def parts(resize: str = "tensor"):
+    """This project's transform and tokenizer."""
     from probemb.models.inputs import Tokenizer, create_transforms
 
     return create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train, Tokenizer(77)
@@ -148,8 +148,9 @@ def stream_batches(folder: str, batch: int, workers: int, draft: bool = True, re
 def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:
     """Infinite batches of open_clip's stages."""
     import webdataset as wds
+    from open_clip.transform import PreprocessCfg, image_transform_v2
 
-    transform, tokenizer = parts()
+    transform, tokenizer = image_transform_v2(PreprocessCfg(size=IMAGE_SIZE), is_train=True), parts()[1]
     dataset = wds.DataPipeline(
         wds.ResampledShards(sorted(map(str, Path(folder).glob("*.tar")))),
         wds.tarfile_to_samples(),

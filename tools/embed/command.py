@@ -161,18 +161,16 @@ def embed(loaded, out: Embeddings, tasks: Sequence[ShardTask], options: Namespac
     import torch
 
     from probemb.cli.progress import progress
-    from probemb.models import create_transforms
     from tools.embed.reading import default_workers, read_batches
     from tools.embed.shards import count_samples
 
     if not tasks:
         return False
-    model, tokenizer, _ = loaded
-    transform = create_transforms(model, resize="pil").evaluate  # uint8: a quarter of the bytes on their way
+    model, tokenizer, transforms = loaded
     samples = count_samples(tasks)
     workers = default_workers(options.workers, device.name, samples)
     limit = int(options.cache_gib * GIB)
-    batches = read_batches(tasks, transform, tokenizer, options.batch_size, workers, limit)
+    batches = read_batches(tasks, transforms.evaluate, tokenizer, options.batch_size, workers, limit)
     means, uncertainties = [], []
     with progress("samples", samples) as advance, torch.inference_mode(), contextlib.closing(batches):
         for batch in batches:

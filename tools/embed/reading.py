@@ -166,6 +166,8 @@ def _without_image(span: SampleSpan) -> SampleSpan:
 def _collate(rows: list) -> Batch | None:
     import torch
 
+    from probemb.data.pixels import stack
+
     if not rows:
         return None
     good = [(job.row, pixels) for job, pixels, *_ in rows if pixels is not None]
@@ -173,7 +175,7 @@ def _collate(rows: list) -> Batch | None:
     return Batch(
         rows[0][0].number,
         [row for row, _ in good],
-        torch.stack([pixels for _, pixels in good]) if good else None,
+        stack([pixels for _, pixels in good]) if good else None,
         torch.cat(tokens) if tokens else None,
         {job.row: captions for job, _, _, captions, *_ in rows if job.span},
         {job.row: url for job, *_, url, _ in rows if url},

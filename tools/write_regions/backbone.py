@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probemb.errors import UserError
+from probemb.models.dual_encoder import channel_statistics
 from probemb.models.heads import HeadConfig
 from probemb.models.inputs import create_transforms
 from probemb.models.towers.timm_image import TimmTower, pretrained_trunk, timm_tower
@@ -23,7 +24,7 @@ class Backbone:
 
     Attributes:
         tower: gives a square feature map of `side` x `side` places.
-        transform: PIL image -> (3, H, W), the whole image, squeezed to a square.
+        transform: PIL image -> (3, H, W) uint8, the whole image, squeezed to a square.
         width: of a place's features.
     """
 
@@ -49,6 +50,7 @@ def load_backbone(name: str, weights: str, image_size: int, device: str = "cpu")
     head = HeadConfig("average", 1, probabilistic=False)
     tower = timm_tower(lambda: None, trunk, name, image_size, 0, head).to(device).eval().requires_grad_(False)
     preprocess = {"size": image_size, "resize_mode": "squash", **wanted}
+    tower.normalization = channel_statistics(preprocess)
     transform = create_transforms({"preprocess": preprocess}).evaluate
     with torch.inference_mode():
         found = tower.feature_map(torch.zeros(1, 3, image_size, image_size, device=device))

@@ -26,6 +26,7 @@ from probemb.data.boxes import PhraseDataset, iou
 from probemb.data.boxes.geometry import Box, enclosing
 from probemb.data.boxes.proposals import Proposals
 from probemb.data.failures import BadSample
+from probemb.data.pixels import stack
 from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder, encode_images
@@ -242,7 +243,7 @@ class _Crops:
                 width, height = self.data.sizes[image]
                 raise BadSample(f"is {picture.size[0]} x {picture.size[1]}, but annotated as {width} x {height}")
             some = boxes[first : first + self.size]
-            pixels = torch.stack([self.transform(crop(picture, box, scale)) for box in some])
+            pixels = stack([self.transform(crop(picture, box, scale)) for box in some])
         except BadSample as error:
             return image, last, None, str(error)
         except Exception as error:  # one image must not end an evaluation

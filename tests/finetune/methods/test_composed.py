@@ -100,7 +100,7 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(drawn):
     trainer = make_trainer(configured("mpc", "--augment.cutout=0", "--augment.word_dropping=0"), data, 0, 1)
     given = next(trainer.loader.epoch(0))
     inputs, drawn_numbers = trainer.feed.inputs(given, trainer.model, 0)
-    images, tokens = inputs[0].double(), inputs[1]
+    images, tokens = inputs[:2]
     model = trainer.model.eval()
     with torch.no_grad():
         image, text = model.encode_image(images), model.encode_text(tokens)
@@ -119,6 +119,17 @@ def test_a_step_sees_the_targets_the_parts_and_what_is_correct(drawn):
             assert bool(batch.match[row, column]) == has_all
     assert batch.match.diagonal().all()
     assert batch.match.sum() > BATCH  # some other target of the batch is correct too
+
+
+def test_cutout_is_that_of_normalised_floats(drawn):
+    data = find_compositions(drawn, "train")
+    trainer = make_trainer(configured("mpc"), data, 0, 1)
+    given = next(trainer.loader.epoch(0))
+    assert given.images.dtype == torch.uint8
+    floats = given._replace(images=trainer.model.normalized(given.images))
+    (images, *_), (expected, *_) = (trainer.feed.inputs(one, trainer.model, 0)[0] for one in (given, floats))
+    assert torch.equal(images, expected)
+    assert ((images == 0).all(1).double().mean((1, 2)) - 0.2).abs().max() < 0.03
 
 
 def test_a_text_tower_without_texts_gets_a_gradient_of_zero(drawn):

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from pretrain.stream.workers import shared_tensors
 from probemb.data.pixels import normalize
@@ -14,6 +15,11 @@ from tests.pretrain.stream.test_stream import LANES, assert_same, corpus, make, 
 from tests.world import write_tar
 
 CONFIG = {"preprocess": {"size": 32}}
+
+
+def open_clips():
+    """open_clip's transform, which gives normalised floats."""
+    return image_transform_v2(PreprocessCfg(**CONFIG["preprocess"]), is_train=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,7 @@ def test_batches_do_not_depend_on_workers_ranks_or_restarts(corpus, transforms, 
 def test_both_ways_show_the_same_crops(corpus, transforms):  # noqa: F811
     """PIL's uint8, normalised by the model, are the floats of open_clip's transform to the last bit."""
     tensor, pil = (read(corpus, steps=6, transform=transforms[resize]) for resize in ("tensor", "pil"))
-    floats = read(corpus, steps=6, transform=create_transforms(CONFIG).train)
+    floats = read(corpus, steps=6, transform=open_clips())
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     for one, other, float32 in zip(tensor, pil, floats, strict=True):
         assert one.keys == other.keys == float32.keys
@@ -86,7 +92,7 @@ def test_shared_memory_holds_a_byte_a_value(corpus, transforms, monkeypatch):  #
         return shared_tensors(*kinds)
 
     monkeypatch.setattr("pretrain.stream.stream.shared_tensors", measured)
-    for transform in (transforms["tensor"], create_transforms(CONFIG).train):
+    for transform in (transforms["tensor"], open_clips()):
         with make(corpus, transform=transform, workers=1) as stream:
             next(stream)
     assert taken == [8 * 3 * 32 * 32] * 2 + [4 * 8 * 3 * 32 * 32] * 2

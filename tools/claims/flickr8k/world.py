@@ -22,7 +22,7 @@ from finetune.loading.rows import epoch_order
 from probemb.data.captions.find import CaptionDataset, find_captions
 from probemb.data.words import count_words, frequent_words, read_vectors
 from probemb.errors import UserError
-from probemb.models import DualEncoder, create_model, create_tokenizer, create_transforms
+from probemb.models import DualEncoder, create_model, create_tokenizer
 from probemb.models.features import FeatureLayout, Features
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
@@ -137,7 +137,7 @@ def read_world(files: Files, settings, features: Path, tell: Callable[[str], obj
     tokenizer, parts = create_tokenizer(model), {}
     for name, dataset in datasets.items():
         tell(f"features of the {name} images: {len(dataset):,} in {features}")
-        cached = cache_features([model], create_transforms(model).evaluate, dataset, features, failure_share=0.0).images
+        cached = cache_features([model], dataset, features, failure_share=0.0).images
         assert isinstance(cached, CachedImages)
         parts[name] = _part(dataset, cached.rows, model.image_tower.feature_layout, tokenizer(dataset.flat()))
     vectors = {} if files.word_vectors is None else read_vectors(files.word_vectors, vocabulary)
