@@ -92,6 +92,13 @@ def parts(resize: str = "tensor"):
     return create_transforms({"preprocess": {"size": IMAGE_SIZE}}, resize=resize).train, Tokenizer(77)
 
 
+def open_clips():
+    """open_clip's transform for training, to normalised float32."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    return image_transform_v2(PreprocessCfg(size=IMAGE_SIZE), is_train=True)
+
+
 def report_stages(size: int, repeats: int, images: int = 32) -> None:
     """A table of where an image's time goes in one process, and the stream's whole time for it."""
     from functools import partial
@@ -148,9 +155,8 @@ def stream_batches(folder: str, batch: int, workers: int, draft: bool = True, re
 def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:
     """Infinite batches of open_clip's stages."""
     import webdataset as wds
-    from open_clip.transform import PreprocessCfg, image_transform_v2
 
-    transform, tokenizer = image_transform_v2(PreprocessCfg(size=IMAGE_SIZE), is_train=True), parts()[1]
+    transform, tokenizer = open_clips(), parts()[1]
     dataset = wds.DataPipeline(
         wds.ResampledShards(sorted(map(str, Path(folder).glob("*.tar")))),
         wds.tarfile_to_samples(),
