@@ -113,11 +113,11 @@ def test_real_weights(shared_data):
     config["preprocess"].update(preprocess, size=128)
     model = DualEncoder(config, stock).eval()
     pixels = create_transforms(model).evaluate(Image.new("RGB", (200, 150), (255, 0, 0)))[None]
-    assert_close(pixels[0, :, 64, 64], torch.tensor([1.0, -1.0, -1.0]))
+    assert_close(model.normalized(pixels)[0, :, 64, 64], torch.tensor([1.0, -1.0, -1.0]))
     features = model.visual.features(pixels)[0]
     assert features.tokens.shape == (1, 16, 1280)
     plain = timm.create_model("tf_efficientnet_lite0", checkpoint_path=str(path)).eval()
-    assert torch.equal(features.tokens, plain.forward_features(pixels).flatten(2).transpose(1, 2))
+    assert torch.equal(features.tokens, plain.forward_features(model.normalized(pixels)).flatten(2).transpose(1, 2))
 
 
 def test_resnet_and_gru_train_together():

@@ -84,7 +84,7 @@ def shard(folder, images) -> Shard:
 def batches(one, draft, **settings):
     crop = settings.pop("transform", None) or transform()
     with Stream([one], Settings(batch_size=8, draft=draft, **settings), crop, tokenize, steps=2) as stream:
-        return torch.cat([batch.images for batch in stream])
+        return torch.cat([batch.images for batch in stream]).float()
 
 
 def test_turned_images_are_read_as_upright_ones_if_asked(tmp_path):
