@@ -17,7 +17,6 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pretrain.config import Config
 from pretrain.contradictions import check
-from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Share
 from probemb.errors import UserError
@@ -94,24 +93,16 @@ def make_plan(o: Plan) -> dict[str, Any]:
     from pretrain.plan.trace import Setting, build
 
     model, data, e = build(o), count_data(o), o.engine
-    setting = Setting(
-        objective=OBJECTIVES[o.objective](o.loss),
-        world=o.world_size,
-        rows=-(-o.batch_size // (o.world_size * e.accumulation)) * e.accumulation,
-        text_tokens=min(o.text_tokens or model.context_length, model.context_length),
-        parts=e.accumulation,
-        zero_stage=e.zero_stage,
-        half=e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda"),
-        gpu=o.device == "cuda",
-        checkpointing=e.grad_checkpointing,
-    )
+    half = e.precision == "bf16" or (e.precision == "auto" and o.device == "cuda")
+    text_tokens = min(o.text_tokens or model.context_length, model.context_length)
+    setting = Setting.of(o, o.world_size, text_tokens, half, gpu=o.device == "cuda")
     stages = [replace(setting, zero_stage=stage) for stage in range(4)]
     by_stage = [memory(model, s) for s in stages]
     variants = {
         s: memory(model, s, exact=False)
         for checkpointing in (False, True)
         for parts in sorted({1, 2, 4, 8, e.accumulation})
-        if (s := replace(setting, checkpointing=checkpointing, parts=parts)).rows % parts == 0
+        if (s := replace(setting, checkpointing=checkpointing, parts=parts)).can_have(parts)
     }
     warnings += memory_warnings(o, by_stage, variants)
     work = flops(model, setting)
@@ -145,7 +136,7 @@ def make_plan(o: Plan) -> dict[str, Any]:
         "network": {str(s.zero_stage): network(model, s) for s in stages},
         "compute": time_needed(o, work, data["steps"]),
         "loader": loader(o, work, data),
-        "disk": disk(o, model),
+        "disk": disk(o, model, data["steps"]),
         "warnings": warnings,
     }
 
@@ -304,15 +295,14 @@ def loader(o: Plan, work: dict[str, float], data: dict[str, Any]) -> dict[str, A
     }
 
 
-def disk(o: Plan, model) -> dict[str, int]:
-    """Bytes of a checkpoint (weights, two moments, random states), model/, and the run folder at most."""
+def disk(o: Plan, model, steps: int) -> dict[str, int]:
+    """Bytes of a checkpoint (weights, two moments, the average if there is one, random states), of model/, and of the
+    run folder at most, without logs."""
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    moments = 2 * 4 * sum(p.numel() for p in model.parameters())
-    checkpoint = weights + moments + RANDOM_STATE * o.world_size
-    return {
-        "checkpoint": checkpoint,
-        "model_folder": weights,
-        "keep_checkpoints": o.keep_checkpoints,
-        # While writing there is one more checkpoint and a second model/.
-        "run_folder": (o.keep_checkpoints + 1) * checkpoint + 2 * weights,
-    }
+    trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    checkpoint = weights + (2 + (o.ema.half_life_samples > 0)) * trained + RANDOM_STATE * o.world_size
+    best, copied = int(o.evaluate.best is not None), int(o.remote_copy is not None)
+    kept = o.keep_checkpoints + (steps // o.keep_every if o.keep_every else 0) + best + copied
+    # The most is there while the next checkpoint is written; a second model/ is, when an older one has been deleted.
+    run_folder = (kept + 1) * checkpoint + (1 + best) * weights
+    return {"checkpoint": checkpoint, "model_folder": weights, "kept": kept, "run_folder": run_folder}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config import BUCKET
-from pretrain.plan.trace import Setting, trace_loss, trace_part
+from pretrain.plan.trace import Setting, input_bytes, trace_loss, trace_part
 from probemb.models import DualEncoder
 
 FP32 = 4  # bytes of an element
@@ -40,13 +40,14 @@ def padded_elements(model: DualEncoder, s: Setting) -> int:
 class Memory:
     """Bytes on one rank.
 
-    `weights`, `master`, `moments` and `batch` are held all the time; `peak` is the largest total.
+    `weights`, `master`, `moments`, `average` and `batch` are held all the time; `peak` is the largest total.
     `gradients`, `buckets`, `gathered_weights`, `activations` and `loss` are separate maxima.
     """
 
     weights: int
     master: int
     moments: int
+    average: int
     batch: int
     gradients: int
     buckets: int
@@ -59,7 +60,7 @@ class Memory:
     @property
     def state(self) -> int:
         """Bytes between two steps, without the batch."""
-        return self.weights + self.master + self.moments
+        return self.weights + self.master + self.moments + self.average
 
 
 def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
@@ -73,7 +74,8 @@ def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
     share = p // s.world  # of one rank
     master = share if stage else 0  # DeepSpeed's float32 partition beside float32 weights
     moments = 2 * (share if stage else p)
-    batch = s.rows * (3 * model.image_size**2 * FP32 + 8 * s.text_tokens)
+    average = s.average * (share if stage else p)
+    batch, masks = input_bytes(model, s)
 
     bucket = FP32 * (BUCKET if stage else PLAIN_BUCKET)
     flat = min(p, bucket)  # a bucket's gradients once more, flattened for the collective
@@ -91,8 +93,10 @@ def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
 
     # Gradients grow while activations are freed, or those of earlier parts are there already, or a bucket takes them.
     backward = towers.with_gradients if stage == 0 and not several else towers.peak + several * accumulated
-    embeddings = 3 * 4 * s.rows * model.embed_dim * FP32 if several else 0  # of every part, of all, and gradients
-    persistent = weights + master + moments + batch
+    embeddings = (
+        3 * 4 * (s.rows + s.copies) * model.embed_dim * FP32 if several else 0
+    )  # of every part, of all, and gradients
+    persistent = weights + master + moments + average + batch + masks
     persistent += buckets + share if stage == 3 else 0  # stage 3 holds bucket and gradients all the time
     during = persistent + gathered + (buckets if stage in (1, 2) else 0)
     phases = {
@@ -106,6 +110,7 @@ def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
         weights=weights,
         master=master,
         moments=moments,
+        average=average,
         batch=batch,
         gradients=max(accumulated, share),
         buckets=buckets + flat,

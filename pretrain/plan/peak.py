@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pretrain.config import Config
@@ -76,24 +77,14 @@ def images_at_peak(
 
 def images_at(peak: float, config: Config, precision: str, world_size: int) -> Callable[[float], float]:
     """The same for a peak of all ranks together, in FLOP/s."""
-    from pretrain.objectives import OBJECTIVES
     from pretrain.plan.cost import flops
     from pretrain.plan.trace import Setting, build
 
     model = build(config)
 
     def work(tokens: int) -> float:
-        setting = Setting(
-            objective=OBJECTIVES[config.objective](config.loss),
-            world=world_size,
-            rows=config.batch_size // world_size,
-            text_tokens=tokens,
-            parts=1,
-            zero_stage=config.engine.zero_stage,
-            half=precision == "bf16",
-            gpu=False,
-            checkpointing=False,
-        )
+        setting = Setting.of(config, world_size, tokens, half=precision == "bf16", gpu=False)
+        setting = replace(setting, parts=1, checkpointing=False)
         return flops(model, setting)["model_per_step"]
 
     # Linear in the length but for attention, a small part: two lengths suffice.

@@ -11,6 +11,7 @@ MEMORY_ROWS = (
     ("weights", "weights"),
     ("master", "partition of the weights"),
     ("moments", "Adam's moments"),
+    ("average", "average of the weights"),
     ("gradients", "gradients"),
     ("buckets", "buckets"),
     ("gathered_weights", "gathered weights"),
@@ -72,7 +73,7 @@ def show(plan: dict[str, Any]) -> None:
     facts.add_row(
         "disk",
         f"checkpoint {_size(disk['checkpoint'])}, model/ {_size(disk['model_folder'])}; run folder at most "
-        f"{_size(disk['run_folder'])} with {disk['keep_checkpoints']} kept and one being written",
+        f"{_size(disk['run_folder'])} with {disk['kept']} checkpoints kept and one being written",
     )
     console.print(facts)
 

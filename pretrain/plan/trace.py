@@ -27,7 +27,8 @@ from torch.utils.flop_counter import flop_registry
 
 from pretrain.config import Config
 from pretrain.engine.engine import Towers
-from pretrain.objectives import Objective, Pairs
+from pretrain.masking import Masks, has_copies, masks_of
+from pretrain.objectives import MASKED_EVERY, OBJECTIVES, Objective, Pairs
 from probemb import Gaussian, distributed
 from probemb.errors import UserError
 from probemb.models import DualEncoder
@@ -88,6 +89,8 @@ class Setting:
         half: bfloat16 autocast.
         gpu: on a GPU more operators run in float32, and communication overlaps the backward pass.
         checkpointing: recompute blocks in the backward pass.
+        patch_dropout: share of an image's patches that are not read.
+        average: whether an average of the weights is kept.
     """
 
     objective: Objective
@@ -99,6 +102,36 @@ class Setting:
     half: bool = True
     gpu: bool = True
     checkpointing: bool = False
+    patch_dropout: float = 0.0
+    average: bool = False
+
+    @classmethod
+    def of(cls, config: Config, world: int, text_tokens: int, half: bool, gpu: bool) -> Setting:
+        """A step of a run on `world` ranks. If they cannot share its batch, it has a larger one that they can."""
+        e = config.engine
+        parts = e.accumulation * (MASKED_EVERY if has_copies(config.loss) else 1)
+        return cls(
+            objective=OBJECTIVES[config.objective](config.loss),
+            world=world,
+            rows=-(-config.batch_size // (world * parts)) * parts,
+            text_tokens=text_tokens,
+            parts=e.accumulation,
+            zero_stage=e.zero_stage,
+            half=half,
+            gpu=gpu,
+            checkpointing=e.grad_checkpointing,
+            patch_dropout=config.model.patch_dropout,
+            average=config.ema.half_life_samples > 0,
+        )
+
+    @property
+    def copies(self) -> int:
+        """Items of a rank that have masked copies."""
+        return self.rows // MASKED_EVERY if has_copies(self.objective.options) else 0
+
+    def can_have(self, parts: int) -> bool:
+        """Whether a rank's rows can be cut into so many parts."""
+        return self.rows % parts == 0 and (not self.copies or self.copies % parts == 0)
 
 
 @dataclass(frozen=True)
@@ -215,9 +248,11 @@ def trace_part(model: DualEncoder, s: Setting, exact: bool = True) -> Trace:
     """
 
     def of(rows: int) -> Trace:
-        return _trace_towers(model, rows, s.text_tokens, s.half, s.gpu, s.checkpointing)
+        given = s.patch_dropout, s.copies > 0
+        return _trace_towers(model, rows, s.text_tokens, s.half, s.gpu, s.checkpointing, *given)
 
     rows, few = s.rows // s.parts, s.rows // 8
+    few -= few % MASKED_EVERY if s.copies else 0
     if exact or rows in (s.rows, few) or not few:
         return of(rows)
     share = (rows - few) / (s.rows - few)
@@ -225,15 +260,39 @@ def trace_part(model: DualEncoder, s: Setting, exact: bool = True) -> Trace:
 
 
 @cache
-def _trace_towers(model: DualEncoder, rows: int, text_tokens: int, half: bool, gpu: bool, checkpointing: bool) -> Trace:
+def _trace_towers(
+    model: DualEncoder,
+    rows: int,
+    text_tokens: int,
+    half: bool,
+    gpu: bool,
+    checkpointing: bool,
+    patch_dropout: float,
+    copies: bool,
+) -> Trace:
     model.set_grad_checkpointing(checkpointing)
     towers = Towers(model, "bf16" if half else "fp32")
+    images, tokens, masks = _inputs(model, rows, text_tokens, patch_dropout, copies)
+    given = [images, tokens, *(mask for mask in masks if mask is not None)]
     with model.fake_mode, Likeness(gpu):
-        images = torch.empty(rows, 3, model.image_size, model.image_size)
-        tokens = torch.empty(rows, text_tokens, dtype=torch.int64)
         frozen = [p for p in model.parameters() if not p.requires_grad]
         trained = [p for p in model.parameters() if p.requires_grad]
-        return trace(lambda: towers(images, tokens), [images, tokens, *model.buffers(), *frozen], trained)
+        return trace(lambda: towers(images, tokens, *masks), [*given, *model.buffers(), *frozen], trained)
+
+
+def _inputs(
+    model: DualEncoder, rows: int, text_tokens: int, patch_dropout: float, copies: bool
+) -> tuple[Tensor, Tensor, Masks]:
+    with model.fake_mode:
+        images = torch.empty(rows, 3, model.image_size, model.image_size)
+        tokens = torch.empty(rows, text_tokens, dtype=torch.int64)
+        return images, tokens, masks_of(model, images, tokens, patch_dropout, copies)
+
+
+def input_bytes(model: DualEncoder, s: Setting) -> tuple[int, int]:
+    """Bytes of a rank's images and tokens, and of the masks that are drawn for them."""
+    images, tokens, masks = _inputs(model, s.rows, s.text_tokens, s.patch_dropout, s.copies > 0)
+    return images.nbytes + tokens.nbytes, sum(mask.nbytes for mask in masks if mask is not None)
 
 
 def trace_loss(model: DualEncoder, s: Setting) -> Trace:
@@ -243,9 +302,13 @@ def trace_loss(model: DualEncoder, s: Setting) -> Trace:
     with FakeTensorMode(), distributed.pretend(hops):
         leaves = [torch.empty(s.rows, model.embed_dim, requires_grad=True) for _ in range(4)]
         leaves.append(torch.empty(3, requires_grad=True))
+        copies = [torch.empty(s.copies, model.embed_dim, requires_grad=True) for _ in range(4 * (s.copies > 0))]
+        leaves += copies
 
         def forward() -> list[Tensor]:
-            return [s.objective(Pairs(Gaussian(*leaves[:2]), Gaussian(*leaves[2:4]), *leaves[4].unbind())).loss]
+            masked = (Gaussian(*copies[:2]), Gaussian(*copies[2:])) if copies else None
+            pairs = Pairs(Gaussian(*leaves[:2]), Gaussian(*leaves[2:4]), *leaves[4].unbind(), masked)
+            return [s.objective(pairs).loss]
 
         found = trace(forward, leaves)
     again = s.world / hops

@@ -94,7 +94,6 @@ def simulate(world: int, rows: int, name: str, stage: int) -> dict:
 
     from pretrain.config import Config, Engine, Model
     from pretrain.engine.engine import import_deepspeed, make_engine
-    from pretrain.objectives import OBJECTIVES
     from pretrain.plan import cost, memory, trace
     from pretrain.trainer import Trainer
     from probemb import create_model, distributed
@@ -106,15 +105,7 @@ def simulate(world: int, rows: int, name: str, stage: int) -> dict:
         engine=Engine(zero_stage=stage, precision="fp32"),
     )
     plan = trace.build(config)
-    setting = trace.Setting(
-        objective=OBJECTIVES[config.objective](config.loss),
-        world=world,
-        rows=rows,
-        text_tokens=plan.context_length,
-        zero_stage=stage,
-        half=False,
-        gpu=False,
-    )
+    setting = trace.Setting.of(config, world, plan.context_length, half=False, gpu=False)
     said = memory.memory(plan, setting)
     sent = cost.network(
         plan, replace(setting, gpu=True)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pretrain.config import Config, Model
-from pretrain.objectives import OBJECTIVES
 from pretrain.plan.cost import flops
 from pretrain.plan.peak import PEAKS, gpu_of_this_machine, images_at, images_at_peak, named_gpu, peak_flops
 from pretrain.plan.trace import Setting, build
@@ -68,7 +67,7 @@ def test_shorter_texts_are_less_work_and_the_length_is_interpolated():
     config = Config(batch_size=8, model=Model(name="ViT-Micro-32"))
     model, speed = build(config), images_at(1e12, config, "fp32", 1)
     for tokens in (model.context_length, model.context_length * 5 // 8):
-        setting = Setting(OBJECTIVES["pcmepp"](config.loss), 1, 8, tokens, 1, 1, False, False, False)
+        setting = Setting.of(config, 1, tokens, half=False, gpu=False)
         assert speed(tokens) == pytest.approx(8e12 / flops(model, setting)["model_per_step"], rel=0.02)
     assert speed(model.context_length) < speed(8)
 

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import trainer
 from pretrain.config import BUCKET, Config, Engine, Model
+from pretrain.engine.average import Average
 from pretrain.engine.engine import make_engine, start_deepspeed
-from pretrain.objectives import OBJECTIVES
 from pretrain.plan import command as plan
 from pretrain.plan import cost as plan_cost
 from pretrain.plan import memory as plan_memory
@@ -27,7 +27,7 @@ from pretrain.plan import peak
 from pretrain.plan import trace as plan_trace
 from pretrain.plan.memory import FP32
 from pretrain.plan.trace import Setting
-from probemb import Gaussian, UserError, create_model
+from probemb import Gaussian, UserError
 from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import Shard, write_index
 from tests.pretrain.engine.saving import save_checkpoint
@@ -46,10 +46,7 @@ def a_real_backward_pass_first():
 
 def make(config: Config):
     torch.manual_seed(0)
-    m = config.model
-    return create_model(
-        m.name, head=m.head, n_unc_layers=m.n_unc_layers, grad_checkpointing=config.engine.grad_checkpointing
-    )
+    return config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
 
 
 def inputs(model, rows: int):
@@ -63,18 +60,7 @@ def config_of(name: str, batch: int, head: str = "clip", own: int = 2, **engine)
 
 
 def setting_of(config: Config, world: int = 1, half: bool = False, text_tokens: int = 77) -> Setting:
-    e = config.engine
-    return Setting(
-        objective=OBJECTIVES[config.objective](config.loss),
-        world=world,
-        rows=config.batch_size // world,
-        text_tokens=text_tokens,
-        parts=e.accumulation,
-        zero_stage=e.zero_stage,
-        half=half,
-        gpu=False,
-        checkpointing=e.grad_checkpointing,
-    )
+    return Setting.of(config, world, text_tokens, half, gpu=False)
 
 
 # ------------------------------------------------------------------------------------------------ the model's shapes
@@ -221,7 +207,8 @@ def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
     start_deepspeed()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         engine = make_engine(make(config), config, "fp32", CPU)
-        fit = trainer.Trainer(engine, None, config, CPU, 10)
+        average = Average(engine) if config.ema.half_life_samples else None
+        fit = trainer.Trainer(engine, None, config, CPU, 10, average=average)
         images, tokens = inputs(engine.module.model, config.batch_size // world)
         fit.train_step(images, tokens)  # Adam's moments appear
         for _ in range(3):
@@ -247,6 +234,7 @@ def measure_step(rank: int, world: int, config: Config) -> dict[str, int]:
         "weights": total(engine.module.parameters()),
         "master": total(optimizer.single_partition_of_fp32_groups) if stage else 0,
         "moments": total(moments),
+        "average": total(average._means.values()) if average else 0,
         "bucket": FP32 * int(optimizer.reduce_bucket_size) if stage else 0,
     }
 
@@ -353,9 +341,9 @@ def write_checkpoint(rank: int, world: int, config: Config, folder: Path) -> int
 def test_a_checkpoint_has_the_size_that_the_plan_says(tmp_path):
     config = config_of("ViT-Micro-32", 4, own=1)
     written = run_ranks(1, write_checkpoint, config, tmp_path, timeout=300)[0]
-    said = plan.disk(plan.Plan(model=config.model, keep_checkpoints=2), plan_trace.build(config))
+    said = plan.disk(plan.Plan(model=config.model, keep_checkpoints=2), plan_trace.build(config), steps=10)
     assert said["checkpoint"] == pytest.approx(written, rel=0.02)
-    assert said["run_folder"] == 3 * said["checkpoint"] + 2 * said["model_folder"]
+    assert said["run_folder"] == 3 * said["checkpoint"] + said["model_folder"]
 
 
 # ----------------------------------------------------------------------------------------------------------- command

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import torch
 
 from pretrain.config import BUCKET, Config
-from pretrain.objectives import OBJECTIVES
 from pretrain.plan.memory import FP32, Memory, memory
 from pretrain.plan.trace import Setting, build
 from pretrain.trainer import Trainer
@@ -42,18 +42,8 @@ def against_the_plan(place: Place, notes: Notes) -> None:
 
 def setting(config: Config, place: Place, rows: int | None = None) -> Setting:
     """What the plan is told of a step with texts of the whole context, in one process."""
-    e = config.engine
-    return Setting(
-        objective=OBJECTIVES[config.objective](config.loss),
-        world=1,
-        rows=rows or config.batch_size,
-        text_tokens=build(config).context_length,
-        parts=e.accumulation,
-        zero_stage=e.zero_stage,
-        half=place.gpu,
-        gpu=place.gpu,
-        checkpointing=e.grad_checkpointing,
-    )
+    found = Setting.of(config, 1, build(config).context_length, half=place.gpu, gpu=place.gpu)
+    return replace(found, rows=rows or found.rows)
 
 
 def plan(config: Config, place: Place) -> Memory:
