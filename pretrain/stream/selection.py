@@ -1,23 +1,26 @@
 """The samples that a filter keeps: their number in each shard, and their places.
 
 The order is drawn over the kept samples alone, so it stays a function of the seed and the position, and nothing is read
-of a sample that is left out. The start counts them in one pass over the columns that the rules name (a few bytes a
-sample); the places in a shard are computed again when a lane reaches it.
+of a sample that is left out. The first start counts them in one pass over the columns that the rules name (a few bytes
+a sample), and keeps the counts (`counts.py`) for later ones; the places in a shard are computed again when a lane
+reaches it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from pretrain.stream.counts import Counts, read_counts, write_counts
 from pretrain.stream.filter import Filter
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.columns import FOLDER_NAME, Columns, key_hash, score_column
@@ -72,17 +75,15 @@ class Selection:
             groups = _by_folder(shards, filter.columns[number] if filter.columns else None)
             for folder, group in groups:
                 columns = Columns(folder, _command(group))
-                for name in dict.fromkeys(name for rule in self._rules for name in rule.columns):
+                for name in self._wanted:
                     columns.need(name)
-                if self._keys:
-                    columns.need("key")
                 starts.append(columns.rows_of(group))
                 self._columns += [columns] * len(group)
         self._starts = np.concatenate(starts)
         self._names = key_hash(shard.name for shard in self._shards) if self._keys else np.empty(0, np.uint64)
         self._samples = np.array([shard.samples for shard in self._shards], np.int64)
         self.total = int(self._samples.sum())
-        self._count()
+        self._count_or_recall()
 
     @property
     def kept(self) -> int:
@@ -111,6 +112,42 @@ class Selection:
                 "Start it again; with --resume if they are as they were.",
             )
         return found
+
+    def _count_or_recall(self) -> None:
+        """The attributes, as an earlier start has counted them if nothing has changed since."""
+        key = self._key()
+        folders = list(dict.fromkeys(columns.folder for columns in dict.fromkeys(self._columns)))
+        found = read_counts(folders, key, self._samples, [*(rule.name for rule in self._rules), *self._keys])
+        if found:
+            self.sizes, self.left_out, self.digest = found
+            return
+        self._count()
+        if self._key() == key:  # no column was replaced meanwhile
+            write_counts(folders, key, Counts(self.sizes, self.left_out, self.digest))
+
+    def _key(self) -> str:
+        """A hash of all on which the counts depend."""
+        lists = {}
+        for name, keys in self._keys.items():
+            digest = hashlib.sha256(keys.anywhere)
+            for shard, own in sorted(keys.of_shard.items()):
+                digest.update(np.uint64(shard))
+                digest.update(np.uint64(len(own)))
+                digest.update(own)
+            lists[name] = digest.hexdigest()
+        shards = hashlib.sha256(self._starts)
+        shards.update(self._samples)
+        shards.update(self._names)
+        files = [[len(list(group)), columns.versions(self._wanted)] for columns, group in groupby(self._columns)]
+        return hashlib.sha256(
+            json.dumps([{**self.filter.rules, **lists}, shards.hexdigest(), files]).encode()
+        ).hexdigest()
+
+    @property
+    def _wanted(self) -> list[str]:
+        """Names of the columns that are read."""
+        names = dict.fromkeys(name for rule in self._rules for name in rule.columns)
+        return [*names, *(["key"] if self._keys else [])]
 
     def _count(self) -> None:
         """The attributes, from one pass over the columns."""
@@ -157,8 +194,7 @@ class Selection:
     def _judge(self, first: int, last: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """By rule, which samples of shards [first, last) it keeps; their numbers are [start, stop) of the columns."""
         columns = self._columns[first]
-        wanted = {name for rule in self._rules for name in rule.columns} | ({"key"} if self._keys else set())
-        numbers = {name: columns.read(name, start, stop) for name in wanted}
+        numbers = {name: columns.read(name, start, stop) for name in self._wanted}
         verdicts = {rule.name: rule.keeps(*(numbers[name] for name in rule.columns)) for rule in self._rules}
         for name, keys in self._keys.items():
             listed = _contains(keys.anywhere, numbers["key"])
@@ -247,18 +283,18 @@ def _check(filter: Filter, corpora: int) -> None:
 
 def _by_folder(shards: Sequence[Shard], given: str | None) -> list[tuple[Path, list[Shard]]]:
     """Neighbouring shards that share a folder of columns."""
-    groups: list[tuple[str, list[Shard]]] = []
+    groups: list[tuple[str, Path, list[Shard]]] = []
     for shard in shards:
         if given is None and isinstance(shard.place, Remote):
             raise UserError(
                 f"{shard.path} is remote, and data.filter needs columns on this machine.",
                 "Copy the folder `columns` from beside the shards, and name it in data.filter.columns.",
             )
-        folder = given or os.path.join(os.path.dirname(shard.place), FOLDER_NAME)
+        folder = given or shard.place[: shard.place.rfind(os.sep) + 1]
         if not groups or groups[-1][0] != folder:
-            groups.append((folder, []))
-        groups[-1][1].append(shard)
-    return [(Path(folder), group) for folder, group in groups]
+            groups.append((folder, Path(given or os.path.join(folder, FOLDER_NAME)), []))
+        groups[-1][2].append(shard)
+    return [(path, group) for _, path, group in groups]
 
 
 def _command(shards: Sequence[Shard]) -> str:

@@ -79,11 +79,11 @@ class Columns:
 
     def rows_of(self, shards: Sequence[Shard]) -> np.ndarray:
         """Where each shard's numbers start, (n,) int64. Raises UserError: the columns are of other shards."""
-        names = key_hash(shard.name for shard in shards)
+        wanted = describe_shards(shards)
+        names = wanted[:, 0]
         hashes = self._table[self._order, 0]
         place = np.minimum(np.searchsorted(hashes, names), max(len(hashes) - 1, 0))
         found = self._order[place] if len(hashes) else np.zeros(len(names), np.int64)
-        wanted = describe_shards(shards)
         held = self._table[found] if len(hashes) else np.zeros_like(wanted)
         fits = (held[:, :3] == wanted[:, :3]).all(1)
         fits &= (held[:, 3] == wanted[:, 3]) | (held[:, 3] == 0) | (wanted[:, 3] == 0)
@@ -104,6 +104,17 @@ class Columns:
                 raise UserError(f"{self.folder} has no column {name}.", f"Make it with `{wanted}`.")
             numbers = self._map(name, TYPES.get(name, "<f4"), (int(self.stops[-1]) if len(self.stops) else 0,))
             self._files[name] = path, numbers.dtype, numbers.offset
+
+    def versions(self, names: Sequence[str]) -> list[list]:
+        """[name, bytes, times of change, inode] of `shards.npy` and these columns, to tell if they have changed."""
+        found = []
+        for name in ("shards", *names):
+            try:
+                status = (self.folder / f"{name}.npy").stat()
+            except OSError:
+                raise self._damaged(name) from None
+            found.append([name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
+        return found
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Numbers [start, stop) of a column. Not mapped, so that a pass over them takes no memory."""

@@ -32,3 +32,8 @@ def test_filtered(tmp_path):
     shard, index, _ = np.array(found["slots"])
     assert kept[starts[shard] + index].all()
     assert found["peak_mib"] < 60
+    again = in_a_process(start_rank, str(tmp_path), 16, 512, 0, True)
+    assert [again[key] for key in ("kept", "slots", "identity")] == [
+        found[key] for key in ("kept", "slots", "identity")
+    ]
+    assert len(list((tmp_path / "columns").glob("*.counts"))) == 1
