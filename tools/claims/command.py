@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compare methods: all, or names with commas, on scenes or flickr8k; composed, or names of MPC and its "
         "rivals, on scenes or coco_small",
     )
-    epochs = "of the compared methods (default: 4 of flickr8k and of composers, 6 of others)"
+    epochs = "of the compared methods (default: 4 of photographs, 2 of composers on drawn scenes, 6 of others)"
     parser.add_argument("--epochs", type=int, help=epochs)
     parser.add_argument("--out", type=Path, default=Path("claims"), help="folder of the results (default: claims)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of every training (default: 3)")
