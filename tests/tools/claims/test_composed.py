@@ -22,7 +22,18 @@ from tools.claims.composed.measuring import chance, embed, retrieval
 from tools.claims.composed.study import Composed
 from tools.claims.composed.training import Settings, config_of, create, repeats_of, settings_of
 from tools.claims.composed.trunk import batches, train_trunk
-from tools.claims.composed.variants import APART, CHOSEN, SEEN, THREE, UNSEEN, VARIANTS, composed_variants, training_of
+from tools.claims.composed.variants import (
+    APART,
+    CHOSEN,
+    LEARNING_RATES,
+    SEEN,
+    THREE,
+    UNSEEN,
+    VARIANTS,
+    composed_variants,
+    neighbours,
+    training_of,
+)
 from tools.claims.composed.world import Files, KeptRows, Loader, make_model, read_world
 from tools.claims.queue import Archive
 from tools.make_scenes import Plan, make
@@ -75,6 +86,10 @@ def test_variants_and_what_is_asked_for():
     assert training_of("tirg k=3", 1).parts == 3
     assert training_of("tirg k=3", 1).values == CHOSEN["tirg"]
     assert training_of("tirg unseen", 1).setup == UNSEEN
+    assert neighbours({"lr": 1e-3, "temperature": 8.0}) == [
+        ("lr", 3e-4), ("lr", 1e-3), ("lr", 3e-3), ("temperature", 2.0), ("temperature", 32.0)
+    ]  # fmt: skip
+    assert neighbours({"lr": LEARNING_RATES[-1]}) == [("lr", lr) for lr in LEARNING_RATES[-2:]]
     assert composed_variants("composed") == list(VARIANTS)
     assert composed_variants("tirg, mpc-mlp") == ["tirg", "tirg k=3", "tirg unseen", "mpc-mlp"]
     assert composed_variants("all") == composed_variants("pcmepp,vse") == []
@@ -217,22 +232,28 @@ def test_trains_measures_and_reports(study, out):
         assert all(0 <= of["r_precision"] <= of["queries"] for of in one.values())
     assert set(first["feasibility"]) > set(findings.SCORES)
     assert set(point["feasibility"]) == {"distance"}
-    assert "density" in first
+    assert set(first["density"]) == set(first["retrieval"])
     assert "density" not in point
     titles = [one["title"][:2] for one in content["claims"]]
     assert titles == ["1.", "3.", "5.", "6.", "8."]
     table = content["claims"][0]
     kinds = [one["retrieval"]["seen 2"]["texts"]["r@5"] for one in content["trainings"] if one["name"] == "mpc"]
-    assert table["rows"][-1][0] == "MPC"
-    assert table["rows"][-1][7].startswith(f"{100 * sum(kinds) / 2:.1f} ±")
-    assert len(table["comparisons"]) == 6
+    assert [row[0] for row in table["rows"]] == ["TIRG", "PCME + addition", "MPC", "MPC, ranked by its density"]
+    assert table["rows"][-2][7].startswith(f"{100 * sum(kinds) / 2:.1f} ±")
+    dense = [one["density"]["seen 2"]["texts"]["r@5"] for one in content["trainings"] if one["name"] == "mpc"]
+    assert table["rows"][-1][7].startswith(f"{100 * sum(dense) / 2:.1f} ±")
+    assert len(table["comparisons"]) == 12
     apart = content["claims"][1]
-    assert [row[0] for row in apart["rows"]] == [VARIANTS[name].title for name in (*NAMES[4:2:-1], *NAMES[2::-1])]
+    titles = [row[0] for row in apart["rows"] if not row[0].endswith(", ranked by its density")]
+    assert titles == [VARIANTS[name].title for name in (*NAMES[4:2:-1], *NAMES[2::-1])]
+    assert [row[0] for row in apart["rows"] if row[0] not in titles] == [
+        f"{VARIANTS[name].title}, ranked by its density" for name in ("mpc unseen", "mpc")
+    ]
     mean = (
         sum(average("apart 2", "r_precision")(one) for one in content["trainings"] if one["name"] == "mpc unseen") / 2
     )
     assert apart["rows"][1][3].startswith(f"{100 * mean:.1f} ±")
-    assert len(apart["comparisons"]) == 2 + 4
+    assert len(apart["comparisons"]) == 2 * (2 + 4)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "Feasible or not" in page
     assert "R@10" in page
@@ -250,7 +271,9 @@ def test_a_second_start_trains_nothing(study, out):
 def test_values_are_chosen_on_validation_images(out, capsys):
     Composed(SETTINGS, variants=["tirg"]).choose(out, workers=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("choose")]
-    assert [line.split(":")[0] for line in lines] == [f"choose tirg lr {lr:g}" for lr in (3e-4, 1e-3, 3e-3)]
+    assert [line.split(":")[0] for line in lines] == [
+        f"choose tirg {what} {at:g}" for what, at in neighbours(CHOSEN["tirg"])
+    ]
     assert all(float(line.split(": ")[1].split()[0]) >= 0 for line in lines)
 
 

@@ -72,33 +72,32 @@ def retrieval(model, tokenizer, kept: Kept, asked: Asked, which: str) -> dict:
 def measure(model, tokenizer, world: World, training: Training) -> dict:
     """Plain numbers of the test split.
 
-    Of the setup "unseen" alone "retrieval": "apart 2" -> kind -> metrics, and "chance". Of the other:
-    "retrieval": "seen 2", "unseen 2", "seen 3", "seen 4" -> kind -> metrics, by the cosine; "density": the same of seen
-    pairs ranked by the expected density, of probabilistic models; "feasibility": ROC AUC by score and kind; "bins",
-    "spearman": of the composition's uncertainty and R-Precision, of seen pairs; "chance": by number of parts.
+    "retrieval": "seen 2", "unseen 2", "seen 3", "seen 4" -> kind -> metrics, by the cosine; "density": the same by the
+    expected density, of probabilistic models; "chance": by number of parts; "feasibility": ROC AUC by score and kind;
+    "bins", "spearman": of the composition's uncertainty and R-Precision, of seen pairs. Trainings of the setup "unseen"
+    have the first three alone, of "apart 2".
     """
-    if training.setup == UNSEEN:
-        asked = world.apart.test
-        found = retrieval(model, tokenizer, world.test_kept, asked, SEEN)
-        return {"retrieval": {"apart 2": found}, "chance": {"2": chance(asked)}}
-    probabilistic, kept = model.composer.probabilistic, world.test_kept
-    items = gallery(model, kept, len(world.test[2].data))
-    out: dict = {"retrieval": {}, "chance": {str(k): chance(one) for k, one in world.test.items()}}
-    pairs: dict[str, ComposedQueries] = {}
-    for k, asked in world.test.items():
-        for which in (SEEN, UNSEEN):
-            if which in asked.queries:
-                one = embed(model, tokenizer, kept, asked.queries[which])
-                out["retrieval"][f"{which} {k}"] = measure_composed(items, asked.data, one)
-                if k == 2:
-                    pairs[which] = one
+    kept, items = world.test_kept, gallery(model, world.test_kept, len(world.test[2].data))
+    tests = {"apart": {2: world.apart.test}} if training.setup == UNSEEN else {SEEN: world.test, UNSEEN: world.test}
+    asked = {
+        f"{name} {k}": (one.data, one.queries[which])
+        for name, tested in tests.items()
+        for k, one in tested.items()
+        if (which := UNSEEN if name == UNSEEN else SEEN) in one.queries
+    }
+    composed = {where: embed(model, tokenizer, kept, queries) for where, (_, queries) in asked.items()}
+    rankings = {"retrieval": "cosine"} | ({"density": "density"} if model.composer.probabilistic else {})
+    out: dict = {
+        name: {where: measure_composed(items, data, composed[where], by) for where, (data, _) in asked.items()}
+        for name, by in rankings.items()
+    }
+    out["chance"] = {str(k): chance(one) for tested in tests.values() for k, one in tested.items()}
     data = world.test[2].data
-    if probabilistic:
-        out["density"] = measure_composed(items, data, pairs[SEEN], "density")
-        out |= quality(items, data, pairs[SEEN])
-    if UNSEEN in pairs and INFEASIBLE in world.test[2].queries:
+    if model.composer.probabilistic and f"{SEEN} 2" in composed:
+        out |= quality(items, data, composed[f"{SEEN} 2"])
+    if f"{UNSEEN} 2" in composed and INFEASIBLE in world.test[2].queries:
         never = embed(model, tokenizer, kept, world.test[2].queries[INFEASIBLE])
-        measured = measure_feasibility(model.composer, pairs[UNSEEN], never)
+        measured = measure_feasibility(model.composer, composed[f"{UNSEEN} 2"], never)
         out["feasibility"] = {
             score: {kind: one["value"] for kind, one in kinds.items()} for score, kinds in measured.items()
         }

@@ -8,8 +8,9 @@ All methods of a seed have the same frozen image trunk, the same examples in the
 random numbers; heads, the words' GRU and the composer learn. The epoch is chosen by R-Precision on validation images.
 The drawn world lies in OUT/scenes; its trunk (`trunk.py`) and the features in OUT/features.
 
-How the values of CHOSEN were found: `--choose` trains every variant with a seed of its own at three learning rates and,
-where the loss has a temperature, at a quarter and at four times of it, and prints R-Precision on the validation images.
+How the values of CHOSEN were found: `--choose` trains every variant with a seed of its own at its learning rate and the
+next ones and, where the loss has a temperature, at a quarter and at four times of it, and prints R-Precision on the
+validation images; the best were taken, until none beside them was better.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from probemb.errors import UserError
 from tools.claims.composed import charts, findings
 from tools.claims.composed.training import Settings, fit, repeats_of
-from tools.claims.composed.variants import CHOSEN, GRID, SEEN, VARIANTS, Training, training_of
+from tools.claims.composed.variants import CHOSEN, SEEN, VARIANTS, Training, neighbours, training_of
 from tools.claims.composed.world import Files, World, read_world
 from tools.claims.queue import train_all
 from tools.claims.study import Study, Tell
@@ -106,17 +107,15 @@ class Composed(Study):
         )
 
     def choose(self, out: Path, workers: int) -> None:
-        """Print validation R-Precision of the variants in CHOSEN at the values of GRID."""
+        """Print validation R-Precision of the variants in CHOSEN at their values, and around them."""
         from tools.claims.queue import Archive
 
         archive, trainings = Archive(out, self), []
         for name in [one for one in self.variants if one in CHOSEN]:
-            one, grid = training_of(name, SELECTION_SEED), [("lr", lr) for lr in GRID["lr"]]
-            if "temperature" in one.values:
-                grid += [("temperature", factor * one.values["temperature"]) for factor in GRID["temperature"]]
+            one = training_of(name, SELECTION_SEED)
             trainings += [
                 replace(one, name=f"choose {name} {what} {at:g}", chosen=tuple({**one.values, what: at}.items()))
-                for what, at in grid
+                for what, at in neighbours(one.values)
             ]
         found = train_all(self, trainings, archive, workers, test=False)
         for training in trainings:

@@ -75,18 +75,25 @@ VARIANTS |= {
 }
 # Chosen on the validation images of drawn scenes, see `study.py`. Photographs take the same.
 CHOSEN: dict[str, dict[str, float]] = {
-    "mpc": {"lr": 1e-3, "temperature": 64.0},
-    "mpc expected": {"lr": 1e-3, "temperature": 64.0},
-    "mpc code": {"lr": 1e-3, "temperature": 64.0},
-    "mpc-mlp": {"lr": 1e-3, "temperature": 64.0},
-    "mpc-cosine": {"lr": 1e-3, "temperature": 0.0625},
-    "pcme-addition": {"lr": 1e-3, "temperature": 0.0625},
-    "tirg": {"lr": 1e-3},
-    "mrn": {"lr": 1e-3},
-    "film": {"lr": 1e-3},
-    "relationship": {"lr": 1e-3},
+    "mpc": {"lr": 3e-3, "temperature": 64.0},
+    "mpc expected": {"lr": 3e-3, "temperature": 64.0},
+    "mpc code": {"lr": 3e-3, "temperature": 64.0},
+    "mpc-mlp": {"lr": 3e-3, "temperature": 16.0},
+    "mpc-cosine": {"lr": 3e-3, "temperature": 0.0625},
+    "pcme-addition": {"lr": 3e-3, "temperature": 0.0625},
+    "tirg": {"lr": 3e-3},
+    "mrn": {"lr": 3e-3},
+    "film": {"lr": 3e-3},
+    "relationship": {"lr": 3e-3},
 }
-GRID: dict[str, tuple[float, ...]] = {"lr": (3e-4, 1e-3, 3e-3), "temperature": (0.25, 4.0)}  # the latter: multipliers
+LEARNING_RATES, FACTORS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (0.25, 4.0)  # and of temperatures
+
+
+def neighbours(values: dict[str, float]) -> list[tuple[str, float]]:
+    """What is tried around chosen values: the learning rate, the next ones, and other temperatures."""
+    at = LEARNING_RATES.index(values["lr"])
+    tried = [("lr", lr) for lr in LEARNING_RATES[max(at - 1, 0) : at + 2]]
+    return tried + [("temperature", factor * values["temperature"]) for factor in FACTORS if "temperature" in values]
 
 
 def training_of(name: str, seed: int) -> Training:
