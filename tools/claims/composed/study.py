@@ -10,7 +10,7 @@ The drawn world lies in OUT/scenes; its trunk (`trunk.py`) and the features in O
 
 How the values of CHOSEN were found: `--choose` trains every variant with a seed of its own at its learning rate and the
 next ones and, where the loss has a temperature, at a quarter and at four times of it, and prints R-Precision on the
-validation images; the best were taken, until none beside them was better.
+validation images; the best were taken, until none beside them was a point better.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ CHOSEN: dict[str, dict[str, float]] = {
     "mpc": {"lr": 3e-3, "temperature": 16.0},
     "mpc expected": {"lr": 3e-3, "temperature": 64.0},
     "mpc code": {"lr": 3e-3, "temperature": 64.0},
-    "mpc-mlp": {"lr": 3e-3, "temperature": 4.0},
+    "mpc-mlp": {"lr": 3e-3, "temperature": 1.0},
     "mpc-cosine": {"lr": 1e-2, "temperature": 0.0625},
     "pcme-addition": {"lr": 1e-2, "temperature": 0.0625},
     "tirg": {"lr": 1e-2},
