@@ -21,7 +21,7 @@ COUNTS = [  # command, arguments, the option, its bound
     ("tools.download.command", ["cc3m", "x", "--out=x"], "--threads", WAITING),
     ("tools.claims.command", [], "--workers", COMPUTING),
     ("tools.bench.loader", [], "--workers", COMPUTING),
-    ("tools.bench.pair_loader", [], "--workers", COMPUTING),
+    ("tools.bench.methods.pair_loader", [], "--workers", COMPUTING),
     ("tools.bench.embedding", [], "--workers", COMPUTING),
 ]
 

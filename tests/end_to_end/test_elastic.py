@@ -41,11 +41,9 @@ def keys(run: Path) -> dict[int, list[str]]:
     return {step: sorted(found) for step, found in sorted(steps.items())}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "stages"), [(2, 1, (1, 0)), (1, 2, (0, 3)), (2, 4, (2, 2)), (4, 2, (3, 1))]
-)
-def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, stages, world, tmp_path):
-    options = {
+def everywhere(world: Path) -> dict:
+    """Options of every run."""
+    return {
         "data.train": world / "train",
         "data.workers": 0,
         "model.name": "ViT-Micro-32",
@@ -53,8 +51,17 @@ def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, sta
         "samples": STEPS * BATCH,
         "optimizer.warmup_samples": 64,
         "log-every": 1,
-        "log-samples": "true",
         "engine.threads": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stages"), [(2, 1, (1, 0)), (1, 2, (0, 3)), (2, 4, (2, 2)), (4, 2, (3, 1))]
+)
+def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, stages, world, tmp_path):
+    options = {
+        **everywhere(world),
+        "log-samples": "true",
         "engine.zero-stage": stages[0],
     }
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -73,15 +80,8 @@ def test_an_average_of_the_weights_goes_on_and_is_what_is_evaluated_and_exported
     before, after, stages, world, tmp_path
 ):
     options = {
-        "data.train": world / "train",
-        "data.workers": 0,
-        "model.name": "ViT-Micro-32",
-        "batch-size": BATCH,
-        "samples": STEPS * BATCH,
-        "optimizer.warmup_samples": 64,
+        **everywhere(world),
         "optimizer.lr": 0.01,
-        "log-every": 1,
-        "engine.threads": 1,
         "engine.zero-stage": stages[0],
         "ema.half_life_samples": 2 * BATCH,
         "ema.rampup": 0.5,
@@ -122,14 +122,7 @@ def test_an_average_of_the_weights_goes_on_and_is_what_is_evaluated_and_exported
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_number_of_ranks_goes_on_bit_for_bit_at_every_zero_stage(stage, world, tmp_path):
     options = {
-        "data.train": world / "train",
-        "data.workers": 0,
-        "model.name": "ViT-Micro-32",
-        "batch-size": BATCH,
-        "samples": STEPS * BATCH,
-        "optimizer.warmup_samples": 64,
-        "log-every": 1,
-        "engine.threads": 1,
+        **everywhere(world),
         "engine.zero-stage": stage,
     }
     whole, run = tmp_path / "whole", tmp_path / "run"

@@ -1,6 +1,6 @@
 """Images per second and bytes an image of finetuning's loader: uint8 against normalised floats of PIL.
 
-    python -m tools.bench.pair_loader --workers 2
+    python -m tools.bench.methods.pair_loader --workers 2
 
 All sides read the same generated JPEGs through `PairLoader`, in worker processes, with the same random crops: resized
 by torch (`data.resize: tensor`), by PIL (`pil`), and by open_clip's transform (PIL, float32), as finetuning did before
@@ -21,7 +21,7 @@ from tools.bench.loader import IMAGE_SIZE, draw_shards, open_clips, parts, time_
 
 
 def main() -> None:
-    parser = Parser(prog="python -m tools.bench.pair_loader", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m tools.bench.methods.pair_loader", description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=512, help="pixels of the JPEGs' sides (%(default)s)")
     parser.add_argument("--images", type=int, default=256, help="JPEGs (%(default)s)")
     parser.add_argument("--batch", type=int, default=32)
