@@ -80,7 +80,7 @@ CHOSEN: dict[str, dict[str, float]] = {
     "mpc code": {"lr": 3e-3, "temperature": 64.0},
     "mpc-mlp": {"lr": 3e-3, "temperature": 1.0},
     "mpc-cosine": {"lr": 1e-2, "temperature": 0.0625},
-    "pcme-addition": {"lr": 1e-2, "temperature": 0.0625},
+    "pcme-addition": {"lr": 1e-2, "temperature": 0.015625},
     "tirg": {"lr": 1e-2},
     "mrn": {"lr": 3e-3},
     "film": {"lr": 1e-2},
