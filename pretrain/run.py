@@ -53,7 +53,7 @@ def train(config: Config, preemption: Preemption) -> int:
     from pretrain.plan.peak import images_at_peak
     from pretrain.preparation import prepare
     from pretrain.profile import make_profiler
-    from pretrain.trainer import Start, Trainer
+    from pretrain.trainer import Measured, Start, Trainer
     from probemb.distributed import any_host, same_everywhere
     from probemb.runs.output import take_lock
     from probemb.runs.starts import refuse_endless_starts
@@ -85,8 +85,8 @@ def train(config: Config, preemption: Preemption) -> int:
         trainer = Trainer(
             engine, stream, config, run.device, run.steps, Start(run.step, run.samples, run.skipped),
             recorder=folder, stop=preemption.asked, progress=progress,
-            images_at_peak=images_at_peak(config, run.precision, world_size, run.device),
-            profiler=profiler, average=average,
+            measured=Measured(images_at_peak(config, run.precision, world_size, run.device), profiler),
+            average=average,
         )  # fmt: skip
         try:
             stopped = trainer.fit([partial(evaluator, engine) for evaluator in run.evaluators])

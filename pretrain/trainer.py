@@ -78,6 +78,17 @@ class Start(NamedTuple):
     skipped: int = 0
 
 
+class Measured(NamedTuple):
+    """Measures the speed of a run.
+
+    images_at_peak  images/s at the devices' peak for a mean length of texts, for the MFU; None if unknown
+    profiler        traces some of the steps
+    """
+
+    images_at_peak: Callable[[float], float] | None = None
+    profiler: StepProfiler | None = None
+
+
 class _Stopped(Exception):
     """The ranks have agreed to stop instead of taking another batch."""
 
@@ -91,8 +102,7 @@ class Trainer:
         recorder: writes results; None writes nothing.
         stop: whether this process was asked to stop; checked around every step and while waiting for data.
         progress: gets what is being done, for a `Watchdog`.
-        images_at_peak: speed at the devices' peak for a mean length of texts, for the MFU; None if unknown.
-        profiler: traces some of the steps.
+        measured: see `Measured`.
         average: of the engine's weights; follows them, and takes their place in evaluations.
     """
 
@@ -107,15 +117,14 @@ class Trainer:
         recorder: Recorder | None = None,
         stop: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
-        images_at_peak: Callable[[float], float] | None = None,
-        profiler: StepProfiler | None = None,
+        measured: Measured = Measured(),  # noqa: B008 (immutable)
         average: Average | None = None,
     ):
         self.engine, self.stream, self.config, self.device = engine, stream, config, device
         self.objective = OBJECTIVES[config.objective](config.loss)
         self.steps, self.step, self.samples, self.skipped = steps, *start  # samples: the position of the run
         self.total = self.samples + (steps - self.step) * config.batch_size
-        self.recorder, self.stop, self.images_at_peak, self.profiler = recorder, stop, images_at_peak, profiler
+        self.recorder, self.stop, self.measured = recorder, stop, measured
         self.progress = progress or Progress(self.step)
         self.average = average
         self.stopping = False  # agreed by all ranks
@@ -135,13 +144,13 @@ class Trainer:
         Raises:
             UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
         """
-        config, recorder = self.config, self.recorder
+        config, recorder, (images_at_peak, profiler) = self.config, self.recorder, self.measured
         last = min(self.steps, config.stop_at_step or self.steps)
         self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
         saved, first, began = self.step, self.step + 1, time.perf_counter()
         while self.step < last:
-            if self.profiler:
-                self.profiler.begin(self.step + 1)
+            if profiler:
+                profiler.begin(self.step + 1)
             batch = self._load()  # --------------------------------------------------------------- load, agree
             if batch is None:
                 break
@@ -154,8 +163,8 @@ class Trainer:
             self.step += 1
             self.samples += config.batch_size
             self.progress.made(self.step)
-            if self.profiler:
-                self.profiler.end(self.step)
+            if profiler:
+                profiler.end(self.step)
             recorder.seen(self.step, batch.keys)
             due = config.save_every and self.step % config.save_every == 0
             logging = self.step % config.log_every == 0 or self.step in (first, last)
@@ -166,8 +175,8 @@ class Trainer:
                 values = window.read(config.batch_size, last - self.step)
                 if self.step == first:
                     values["first_step"] = time.perf_counter() - began
-                if self.images_at_peak and "text_tokens" in values:
-                    values["mfu"] = values["images_per_second"] / self.images_at_peak(values["text_tokens"])
+                if images_at_peak and "text_tokens" in values:
+                    values["mfu"] = values["images_per_second"] / images_at_peak(values["text_tokens"])
                 recorder.report(self.step, {"samples": self.samples, "lr": lr, "skipped": self.skipped, **values})
             if self.step % config.log_every == 0 or self.step == last:  # the first line is one more
                 window.restart()

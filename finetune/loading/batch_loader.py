@@ -22,6 +22,7 @@ from probemb.data.workers import describe_process, make_loader, naming_ended_wor
 from probemb.errors import UserError
 
 Batch = TypeVar("Batch")
+JUDGED_FROM = 1000  # rows
 
 
 class BatchLoader(Generic[Batch]):
@@ -33,8 +34,8 @@ class BatchLoader(Generic[Batch]):
         rank, world: of this process; `world` divides the global batch. Rank r has rows [r·b, (r+1)·b) of it.
         workers: processes that prepare batches ahead; 0 prepares them in this one.
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
-        failure_share: the run stops when more than this share of this rank's rows cannot be used,
-        failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
+        failure_share: the run stops when more than this share of this rank's rows cannot be used, once JUDGED_FROM of
+            them, or its part of a whole epoch, were read since the process started.
 
     Attributes:
         steps: global batches in an epoch.
@@ -48,7 +49,7 @@ class BatchLoader(Generic[Batch]):
 
     def __init__(
         self, rows: Rows, source: str, what: str, rank: int, world: int, workers: int, *,
-        pin_memory: bool, failure_share: float, failure_minimum: int,
+        pin_memory: bool, failure_share: float,
     ):  # fmt: skip
         batch_size, number = rows.batch_size, len(rows)
         if workers < 0:
@@ -67,7 +68,7 @@ class BatchLoader(Generic[Batch]):
             )
         self.steps, self.rows, self.seed = number // batch_size, batch_size // world, rows.seed
         self.batch_size, self.n_rows, self.what, self.waited = batch_size, number, what, 0.0
-        self._tally = Tally(failure_share, min(failure_minimum, self.steps * self.rows))
+        self._tally = Tally(failure_share, min(JUDGED_FROM, self.steps * self.rows))
         self._turn = 0
         self._sampler = _Sampler(rank * self.rows, self.rows, self.steps)
         self._loader: DataLoader | None = make_loader(

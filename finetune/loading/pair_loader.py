@@ -34,7 +34,7 @@ class PairLoader(BatchLoader[PairBatch]):
         tokenizer: list of n captions -> (n, L) int64.
         batch_size: the global batch, over all ranks.
         seed: any integer.
-        rank, world, workers, pin_memory, failure_share, failure_minimum: see `BatchLoader`.
+        rank, world, workers, pin_memory, failure_share: see `BatchLoader`.
         positives: "image" or "class", see `groups`.
 
     Attributes (and those of `BatchLoader`):
@@ -59,14 +59,13 @@ class PairLoader(BatchLoader[PairBatch]):
         *,
         pin_memory: bool = False,
         failure_share: float = 0.05,
-        failure_minimum: int = 1000,
         positives: str = "image",
     ):
         self.n_pairs = dataset.n_captions
         refuse_unusable(dataset, failure_share)
         super().__init__(
             Pairs(dataset, transform, tokenizer, batch_size, seed), dataset.source, "pairs", rank, world, workers,
-            pin_memory=pin_memory, failure_share=failure_share, failure_minimum=failure_minimum,
+            pin_memory=pin_memory, failure_share=failure_share,
         )  # fmt: skip
         by_class = positives == "class"
         self.groups = torch.tensor(dataset.class_numbers() if by_class else range(len(dataset)), dtype=torch.int64)

@@ -32,8 +32,8 @@ class TupleLoader(BatchLoader[TupleBatch]):
         batch_size: the global batch, over all ranks.
         seed: any integer.
         repeats: examples of each combination in an epoch.
-        rank, world, workers, pin_memory, failure_share, failure_minimum: see `BatchLoader`. A row counts as failed if
-            its target or one of its parts cannot be used; the next usable row of the global batch takes its place.
+        rank, world, workers, pin_memory, failure_share: see `BatchLoader`. A row counts as failed if its target or
+            one of its parts cannot be used; the next usable row of the global batch takes its place.
 
     Raises:
         UserError: see `BatchLoader`.
@@ -53,12 +53,11 @@ class TupleLoader(BatchLoader[TupleBatch]):
         repeats: int = 1,
         pin_memory: bool = False,
         failure_share: float = 0.05,
-        failure_minimum: int = 1000,
     ):
         refuse_unusable(data, failure_share)
         super().__init__(
             TupleRows(data, transform, tokenizer, batch_size, seed, repeats), data.source, "examples", rank, world,
-            workers, pin_memory=pin_memory, failure_share=failure_share, failure_minimum=failure_minimum,
+            workers, pin_memory=pin_memory, failure_share=failure_share,
         )  # fmt: skip
         self._data, self.repeats = data, repeats
 

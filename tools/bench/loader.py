@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,12 +29,7 @@ IMAGE_SIZE = 224
 def main() -> None:
     parser = Parser(prog="python -m tools.bench.loader", description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024], help="pixels of the JPEGs' sides")
-    parser.add_argument("--images", type=int, default=512, help="JPEGs of each size, in 4 shards")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=16, help="timed in each repeat")
-    parser.add_argument("--workers", type=Workers, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = parse_timing(parser, images=512, batches=16)
 
     import torch
 
@@ -65,6 +61,16 @@ def main() -> None:
         target = "speed-up of the stream at least 2.3 at 256 px, 4 at 1024 px"
         report(title, seconds, "webdataset", target, extra)
         report_stages(size, options.repeats)
+
+
+def parse_timing(parser: Parser, images: int, batches: int) -> Namespace:
+    """Parse the command line with the options of every bench of a loader, of which these are defaults."""
+    parser.add_argument("--images", type=int, default=images, help="JPEGs of each size, in 4 shards (%(default)s)")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batches", type=int, default=batches, help="timed in each repeat (%(default)s)")
+    parser.add_argument("--workers", type=Workers, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
 
 
 def draw_shards(folder: Path, size: int, images: int, shards: int = 4) -> None:

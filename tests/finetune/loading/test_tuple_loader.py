@@ -175,7 +175,7 @@ def pictures(row):
 def test_too_many_bad_images_stop_the_run(tmp_path):
     made = make(tmp_path, bad=range(0, N, 2))
     with pytest.raises(UserError, match="examples cannot be used"):
-        batches(made, failure_minimum=8, failure_share=0.1)
+        batches(made, failure_share=0.1)
     with pytest.raises(UserError, match="Not one image of a whole batch"):
         batches(make(tmp_path, bad=range(N)), failure_share=1.0)
 

@@ -16,19 +16,13 @@ from itertools import count
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
-from probemb.cli.ranges import Workers
-from tools.bench.loader import IMAGE_SIZE, draw_shards, open_clips, parts, time_batches
+from tools.bench.loader import IMAGE_SIZE, draw_shards, open_clips, parse_timing, parts, time_batches
 
 
 def main() -> None:
     parser = Parser(prog="python -m tools.bench.methods.pair_loader", description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=512, help="pixels of the JPEGs' sides (%(default)s)")
-    parser.add_argument("--images", type=int, default=256, help="JPEGs (%(default)s)")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=12, help="timed in each repeat (%(default)s)")
-    parser.add_argument("--workers", type=Workers, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = parse_timing(parser, images=256, batches=12)
 
     import torch
 
