@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretrain.config import Config
+from pretrain.config import Config, Ema
 from pretrain.evaluation_sets import check_evaluation
 from pretrain.objectives import MASKED_EVERY, OBJECTIVES
 from pretrain.schedules import check_schedule
@@ -36,6 +36,7 @@ def check(config: Config, world_size: int) -> None:
             "Give data.weights one number for each path.",
         )
     check_schedule(config.optimizer)
+    _check_average(config.ema)
     config.data.augmentation.check()
     _check_profile(config)
     if config.remote_copy is not None:
@@ -63,6 +64,14 @@ def check(config: Config, world_size: int) -> None:
             f"batch_size {config.batch_size} cannot be shared evenly by {world_size} ranks x "
             f"{config.engine.accumulation} accumulation parts.",
             remedy,
+        )
+
+
+def _check_average(ema: Ema) -> None:
+    if not ema.half_life_samples and ema.rampup != Ema.rampup:
+        raise UserError(
+            f"ema.rampup is {ema.rampup:g}, and there is no average of the weights.",
+            "Set ema.half_life_samples to the samples of its half-life, or leave ema.rampup out.",
         )
 
 

@@ -38,13 +38,13 @@ class Average:
             self._held.fill(name, self._means[stepped], read(name))
 
     def restart(self) -> None:
-        """Begin anew with the weights of now."""
+        """Restart from the current weights."""
         for stepped, mean in self._means.items():
             mean.copy_(stepped.detach())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile the engine computes with the average; collective at both ends, between two optimizer steps.
+        """Inside, the engine computes with the average; collective at both ends, between two optimizer steps.
 
         After an error the average stays in place: ranks that have not failed could not restore the weights alone.
         """

@@ -77,10 +77,13 @@ def write_counts(folders: Sequence[Path], key: str, counts: Counts) -> None:
     about = {"format": FORMAT, "key": key, "left_out": counts.left_out, "digest": counts.digest}
     line = json.dumps({**about, "sizes": hashlib.sha256(sizes).hexdigest()}).encode() + b"\n"
     for folder in folders:
-        with suppress(OSError):
+        try:
             replace_file(_path(folder, key), lambda path: path.write_bytes(line + sizes))
+        except OSError:
+            continue
+        with suppress(OSError):  # another machine removes the same ones
             _remove_oldest(folder)
-            return
+        return
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -129,8 +129,8 @@ class Unfinished:
         changed = [key for key in _essence(self.plan) if before.get(key) != self.plan[key]]
         if changed == ["embeddings"]:
             raise UserError(
-                f"The embeddings have changed since {self.folder} was begun.",
-                "Remove that folder, and build the index anew.",
+                f"The embeddings have changed since {self.folder} was started.",
+                "Remove that folder, and build the index again.",
             )
         raise UserError(
             f"{self.folder} holds the unfinished work of a command that differed in "

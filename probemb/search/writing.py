@@ -191,7 +191,7 @@ def _read_trained(path: Path, must: bool) -> faiss.Index | None:
     except RuntimeError as error:
         if not must:
             return None
-        raise UserError(f"{path} is damaged.", f"Remove {path.parent} and build the index anew.") from error
+        raise UserError(f"{path} is damaged.", f"Remove {path.parent} and build the index again.") from error
 
 
 @contextmanager

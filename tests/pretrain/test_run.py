@@ -216,6 +216,7 @@ BAD = {
     "zero stage": ({"engine.zero_stage": 4}, "zero_stage is 4", "0, 1, 2 or 3"),
     "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
     "weights": ({"data.weights": "[1, 2]"}, "2 weights", "one number"),
+    "no average": ({"ema.rampup": 0.1}, "ema.rampup is 0.1, and there is no average", "Set ema.half_life_samples"),
     "keep every": ({"keep-every": 3}, "keep_every 3 is not a multiple of save_every 2", "choose a multiple"),
     "on nonfinite": ({"on-nonfinite": "skp"}, "Did you mean 'skip'", "stop"),
     "no time": ({"engine.timeout": 0}, "engine.timeout is 0", "minutes"),

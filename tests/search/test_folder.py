@@ -568,7 +568,7 @@ def test_embeddings_that_change_are_noticed(tmp_path):
     assert not where.exists()
     subprocess.run([sys.executable, "-c", KILLED, str(made.folder), "Flat", str(where)], cwd=ROOT, timeout=300)
     os.utime(last)
-    with pytest.raises(UserError, match=r"embeddings have changed since .*unfinished was begun"):
+    with pytest.raises(UserError, match=r"embeddings have changed since .*unfinished was started"):
         main(["--embeddings", str(made.folder), "--factory", "Flat", "--out", str(where)])
 
 
