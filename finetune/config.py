@@ -112,6 +112,8 @@ class Compose:
         seed: of drawn splits and combinations.
         repeats: examples of each combination in an epoch.
         queries: validation queries.
+        ranking: of the validation, which selects the epoch: cosine of the means (the paper's), or density, the expected
+            log-density of a target under the composition; empty for what the method's loss compares.
     """
 
     parts: Parts = 2
@@ -120,6 +122,7 @@ class Compose:
     seed: Seed = 0
     repeats: PositiveInt = 1
     queries: PositiveInt = 2000
+    ranking: Literal["cosine", "density"] | None = None
 
 
 @dataclass(frozen=True)

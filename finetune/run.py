@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from finetune.config import Config, check, refuse_pixel_changes, with_method_file
+from finetune.config import Compose, Config, check, refuse_pixel_changes, with_method_file
 from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
@@ -267,6 +267,8 @@ def add_new_settings(saved: dict) -> None:
     saved["optimizer"].setdefault("name", "adamp")
     saved["optimizer"].setdefault("freeze_text", False)
     saved.setdefault("augment", {"cutout": 0.0, "word_dropping": 0.0})
+    by_density = METHODS[saved["method"]].composes and METHODS[saved["method"]].composed_ranking == "density"
+    saved.setdefault("compose", asdict(Compose())).setdefault("ranking", "cosine" if by_density else None)
     if saved["method"] == "vsrn":
         saved["loss"].setdefault("caption_weight", 0.0)
     for option in fields(METHODS[saved["method"]].Options):

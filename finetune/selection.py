@@ -45,7 +45,10 @@ class Validator:
 
 
 class ComposedValidator:
-    """Composed retrieval on the validation split: `compose.queries` queries of all mixtures, ranked by the cosine."""
+    """Composed retrieval on the validation split: `compose.queries` queries of all mixtures.
+
+    They are ranked by `compose.ranking`, or by default as the method's loss compares.
+    """
 
     metric = "r_precision"
 
@@ -58,7 +61,9 @@ class ComposedValidator:
         """R-Precision and recalls in percent, of all queries."""
         with embedding(model, self.tokenizer, self.transform, self.device, self.config) as embedder:
             gallery = embedder.images(self.data.images)
-            found = measure_composed(gallery, self.data, embed_queries(embedder, self.data, self.queries))["all"]
+            queries = embed_queries(embedder, self.data, self.queries)
+            by = self.config.compose.ranking or model.composed_ranking
+            found = measure_composed(gallery, self.data, queries, by)["all"]
         return {"r_precision": 100 * found["r_precision"], **{f"r{k}": 100 * found[f"r@{k}"] for k in COMPOSED_KS}}
 
 

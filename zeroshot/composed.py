@@ -1,7 +1,7 @@
 """Composed retrieval: queries of several images and texts, and the images that have all that they ask for.
 
     python -m zeroshot.composed --model runs/mpc --data data/scenes/compositions            # make_scenes --compositions
-    python -m zeroshot.composed --model runs/mpc --data data/scenes/compositions --k 2,3,4 --rankings cosine,density
+    python -m zeroshot.composed --model runs/mpc --data data/scenes/compositions --k 2,3,4 --rankings density
     python -m zeroshot.composed --model runs/coco --data annotations/instances_train2017.json --lists data/coco_text/mpc
     python -m zeroshot.composed --model runs/tirg --data data/fashion200k
 
@@ -58,11 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(config: ComposedConfig) -> list[str]:
-    """The rankings of --rankings; refuses options that are missing or wrong."""
+    """The rankings of --rankings, or an empty list; refuses options that are missing or wrong."""
     for option, what in (("model", "a run with a composer"), ("data", "images with concepts")):
         if not getattr(config, option):
             raise UserError(f"--{option} is missing.", f"Name {what}: `{PROG} --model runs/mpc --data PATH`.")
-    names = list(dict.fromkeys(name.strip() for name in config.rankings.split(",")))
+    given = [] if config.rankings is None else config.rankings.split(",")
+    names = list(dict.fromkeys(name.strip() for name in given))
     for name in names:
         if name not in RANKINGS:
             raise UserError(f"There is no ranking '{name}'.{nearest(name, RANKINGS)}", "Choose cosine or density.")
@@ -81,7 +82,7 @@ def evaluate(
     from probemb.cli.progress import progress
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
-    from probemb.evaluation.composed import composer_of, embed_queries
+    from probemb.evaluation.composed import embed_queries
     from probemb.evaluation.embedding import Embedder
     from probemb.models import load_model
     from zeroshot.questions import Asked
@@ -89,7 +90,7 @@ def evaluate(
 
     device = choose_device(config.device, config.precision)
     model, tokenizer, transforms = load_model(config.model, device.name, config.resize)
-    check_rankings(composer_of(model), name_of(model), rankings)
+    rankings = rankings_of(model, rankings)
     embedder = Embedder(
         model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
         config.max_bad, progress,
@@ -121,12 +122,20 @@ def name_of(model: DualEncoder) -> str:
     return model.config["composer"]
 
 
-def check_rankings(composer: Composer, name: str, rankings: Sequence[str]) -> None:
-    """Refuse to rank compositions of points by a density. Raises UserError."""
-    if "density" in rankings and not composer.probabilistic:
+def rankings_of(model: DualEncoder, given: Sequence[str]) -> Sequence[str]:
+    """The given rankings, or else the cosine, and the density if the composer was trained for it.
+
+    Raises UserError: the model has no composer, or compositions of points are to be ranked by a density.
+    """
+    from probemb.evaluation.composed import composer_of
+
+    probabilistic = composer_of(model).probabilistic
+    if "density" in given and not probabilistic:
         raise UserError(
-            f"The composer '{name}' composes points, which have no density to rank by.", "Use --rankings cosine."
+            f"The composer '{name_of(model)}' composes points, which have no density to rank by.",
+            "Use --rankings cosine.",
         )
+    return given or list(dict.fromkeys(["cosine", model.composed_ranking]))
 
 
 def describe(

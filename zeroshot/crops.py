@@ -135,7 +135,8 @@ class ComposedConfig(CropConfig):
             test has others); auto: as in the model's training.
         seed: of drawn splits, combinations and queries; by default as in the model's training.
         queries: of each set, at most ten for a combination; published queries are all asked.
-        rankings: cosine (of the means), density (expected log-density under the composition), separated by commas.
+        rankings: cosine (of the means), density (expected log-density under the composition), separated by commas; by
+            default the cosine, and the density if the composer was trained for it.
     """
 
     COMMON: ClassVar = (*CropConfig.SHARED, "split", "lists", "k", "setup", "queries", "rankings")
@@ -148,4 +149,4 @@ class ComposedConfig(CropConfig):
     setup: Literal["auto", "seen", "unseen"] = "auto"
     seed: Seed | None = None
     queries: Count = 10_000
-    rankings: str = "cosine"
+    rankings: str | None = None

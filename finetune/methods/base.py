@@ -230,6 +230,7 @@ class Method:
 def check_composing(config: Config, composes: bool, those: str) -> None:
     """Refuse what has no use for composed queries, or for pairs. Raises UserError: names the setting."""
     from finetune.config import Compose
+    from finetune.methods.registry import METHODS
 
     if not composes:
         if config.compose != Compose():
@@ -250,3 +251,8 @@ def check_composing(config: Config, composes: bool, those: str) -> None:
                 f"The method {config.method} trains on composed queries, which {name} is not for.",
                 f"Leave {name} out, or set it to its default.",
             )
+    if config.compose.ranking == "density" and not METHODS[config.method].probabilistic:
+        raise UserError(
+            f"The method {config.method} predicts no uncertainty, so compose.ranking cannot be density.",
+            "Leave compose.ranking out.",
+        )

@@ -20,15 +20,17 @@ class Composed(Method):
 
     Attributes:
         composer: its name in `probemb.models.composers`.
+        composed_ranking: what the loss compares, and so the validation unless `compose.ranking` says otherwise.
     """
 
     composes = True
     ranking = "mean"
     composer: ClassVar[str]
+    composed_ranking: ClassVar[Literal["cosine", "density"]] = "cosine"
 
     @classmethod
     def model_options(cls, config: Config) -> dict:
-        return {**super().model_options(config), "composer": cls.composer}
+        return {**super().model_options(config), "composer": cls.composer, "composed_ranking": cls.composed_ranking}
 
     def correct(self, batch: Batch):
         """(N, N) bool, for losses that leave other correct targets out of the negatives; else None."""
@@ -62,6 +64,7 @@ class MPC(Composed):
 
     probabilistic = True
     composer = "product"
+    composed_ranking = "density"
 
     def __init__(self, config: Config, model: DualEncoder, pairs):
         from probemb.losses import MPCLoss

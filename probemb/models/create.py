@@ -77,6 +77,7 @@ class ModelOptions:
         ranking: that the model is trained for, a name of `probemb.evaluation.rankings`.
         attention: fields of `CrossAttention`, of a model that is ranked by it.
         composer: a name of `probemb.models.composers`, of a model that makes one embedding of several.
+        composed_ranking: by which its compositions are trained to rank, "cosine" or "density".
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
         uncertainty: what the log-variance is read from, see `heads.HeadConfig`: "branch", "token" or "prolip-code".
@@ -108,6 +109,7 @@ class ModelOptions:
     ranking: str = "csd"
     attention: dict | None = None
     composer: str | None = None
+    composed_ranking: Literal["cosine", "density"] = "cosine"
     vocabulary: str | Path | Sequence[str] | None = None
     image_weights: str | None = None
     uncertainty: str = "branch"
@@ -176,6 +178,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "ranking": o.ranking,
             "attention": o.attention,
             "composer": o.composer,
+            "composed_ranking": o.composed_ranking,
             "objective": o.objective,
             "match": o.match,
             "max_logit_scale": o.max_logit_scale,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from open_clip.transform import PreprocessCfg
@@ -32,6 +32,7 @@ DEFAULTS = {  # of keys that configurations once did not have
     "log_var_start": None,
     "attention": None,
     "composer": None,
+    "composed_ranking": "cosine",
     "uncertainty": "branch",
     "objective": None,
     "match": "distance",
@@ -229,6 +230,11 @@ class DualEncoder(nn.Module):
         """Ranking that the model was trained for, a name of `probemb.evaluation.rankings`; CSD of points is "mean"."""
         ranking = self._config["ranking"]
         return "mean" if ranking == "csd" and not self.probabilistic else ranking
+
+    @property
+    def composed_ranking(self) -> Literal["cosine", "density"]:
+        """Ranking of `evaluation.composed` that the composer was trained for."""
+        return self._config["composed_ranking"]
 
     @property
     def attention(self) -> CrossAttention | None:

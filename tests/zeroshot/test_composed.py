@@ -53,7 +53,7 @@ def command(model, data, out, *options):
 @pytest.fixture(scope="module")
 def measured(run, drawn, tmp_path_factory):
     out = tmp_path_factory.mktemp("measured")
-    assert command(run, drawn, out, "--k", "2,3", "--rankings", "cosine,density") == 0
+    assert command(run, drawn, out, "--k", "2,3") == 0  # rankings: what the method learns by, beside the cosine
     return out, json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
 
 
@@ -181,8 +181,9 @@ def test_the_page(measured):
 
 
 def test_pairs_that_the_training_left_out(run, drawn, tmp_path):
-    assert command(run, drawn, tmp_path, "--setup", "unseen") == 0
+    assert command(run, drawn, tmp_path, "--setup", "unseen", "--rankings", "density") == 0
     results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["ranking"] for row in results["rows"]} == {"density"}
     assert [row["combinations"] for row in results["rows"]] == ["seen", "unseen"]
     training = find_compositions(drawn, "train", setup="unseen")
     assert results["rows"][0]["number"] <= len(training.tuples)
@@ -198,6 +199,7 @@ def test_rivals(composer, drawn, tmp_path, capsys):
     scores = {row["score"] for row in results["feasibility"]["rows"]}
     assert scores == ({"distance"} if composer == "tirg" else {"distance", "variance", "log-variance"})
     assert results["rows"][-1]["k"] == 3
+    assert {row["ranking"] for row in results["rows"]} == {"cosine"}  # it was not trained by a density
     points = " ".join(told.split())
     assert ("'tirg' composes points" in points) == (composer == "tirg")
     assert "no config.yaml" in points

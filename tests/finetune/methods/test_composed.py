@@ -179,11 +179,11 @@ def test_it_learns_validates_and_its_model_composes(run, drawn):
     assert loaded.model.composer is not None
     data = find_compositions(drawn, "val")
     embedder = Embedder(loaded.model.eval(), loaded.tokenizer, loaded.transforms.evaluate)
-    found = measure_composed(
-        embedder.images(data.images), data, embed_queries(embedder, data, data.sampled_queries(60))
-    )
+    gallery, queries = embedder.images(data.images), embed_queries(embedder, data, data.sampled_queries(60))
+    found = measure_composed(gallery, data, queries, "density")
     best = max(told, key=lambda one: one["r_precision"])
     assert 100 * found["all"]["r_precision"] == pytest.approx(best["r_precision"], rel=1e-4)
+    assert found["all"]["r_precision"] != measure_composed(gallery, data, queries, "cosine")["all"]["r_precision"]
     assert found["all"]["queries"] == sum(found[kind]["queries"] for kind in ("images", "mixed", "texts")) == 60
 
 
@@ -205,6 +205,7 @@ def test_it_resumes_exactly(run, drawn, tmp_path):
         ("infonce", {"compose.parts": 3}, "has no queries of several parts"),
         ("mpc", {"compose.parts": 1}, "compose.parts"),
         ("mpc", {"mix.ratio": 0.5}, "cannot learn from mixed images"),
+        ("tirg", {"compose.ranking": "density"}, "so compose.ranking cannot be density"),
     ],
 )
 def test_what_has_no_use_is_refused(drawn, tmp_path, method, more, message, capsys):
