@@ -284,7 +284,7 @@ def _inputs(
     model: DualEncoder, rows: int, text_tokens: int, patch_dropout: float, copies: bool
 ) -> tuple[Tensor, Tensor, Masks]:
     with model.fake_mode:
-        images = torch.empty(rows, 3, model.image_size, model.image_size)
+        images = torch.empty(rows, 3, model.image_size, model.image_size, dtype=torch.uint8)
         tokens = torch.empty(rows, text_tokens, dtype=torch.int64)
         return images, tokens, masks_of(model, images, tokens, patch_dropout, copies)
 

@@ -52,7 +52,7 @@ def make(config: Config):
 def inputs(model, rows: int):
     tokens = torch.randint(1, 1000, (rows, model.context_length))
     tokens[:, -1] = 49407  # end of text
-    return torch.randn(rows, 3, model.image_size, model.image_size), tokens
+    return torch.randint(256, (rows, 3, model.image_size, model.image_size), dtype=torch.uint8), tokens
 
 
 def config_of(name: str, batch: int, head: str = "clip", own: int = 2, **engine) -> Config:

@@ -57,7 +57,7 @@ def peak(config: Config, place: Place) -> int:
     before = torch.cuda.memory_allocated() if place.gpu else 0
     trainer = make_trainer(config, "bf16" if place.gpu else "fp32", place.device)
     images, tokens = next(Pool.of(model_of(trainer), config.batch_size, place.device).batches(1))
-    images, tokens = images.clone(), tokens.clone()
+    images, tokens = (images * 50 + 128).clamp(0, 255).to(torch.uint8), tokens.clone()  # as the stream gives them
     trainer.train_step(images, tokens)  # Adam's moments appear
     gc.collect()
     if place.gpu:
