@@ -182,7 +182,8 @@ class Selection:
     def _pieces(self) -> Iterator[tuple[int, int]]:
         """Runs of shards whose numbers lie one after the other, of about `_PIECE` samples."""
         stops = self._starts + self._samples
-        breaks = (self._starts[1:] != stops[:-1]) | [a is not b for a, b in zip(self._columns, self._columns[1:])]
+        others = np.array([a is not b for a, b in pairwise(self._columns)], bool)
+        breaks = (self._starts[1:] != stops[:-1]) | others
         runs = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(self._shards)]
         for run, end in pairwise(runs):
             while run < end:

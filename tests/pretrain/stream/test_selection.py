@@ -113,6 +113,8 @@ def test_a_part_of_the_shards_and_pieces_of_any_size(corpus, monkeypatch):
     assert chosen(part) == {
         ({3: 0, 1: 1}[s], i) for s, i in (one["place"] for one in truth if keeps(one)) if s in (1, 3)
     }
+    one_shard = Selection([read_index([folder / "2.tar"])], rules)
+    assert chosen(one_shard) == {(0, i) for s, i in (one["place"] for one in truth if keeps(one)) if s == 2}
     for piece in (1, 25, 50):
         monkeypatch.setattr("pretrain.stream.selection._PIECE", piece)
         other = Selection([read_index(folder)], rules)
