@@ -177,7 +177,7 @@ class Selection:
                     "Write one key a line as the tars have it: KEY, or SHARD.tar/KEY.",
                 )
         if not self.kept:
-            raise UserError(f"The filter leaves none of {self.describe()}.", "Loosen the rules of data.filter.")
+            raise UserError(f"The filter leaves no sample: {self.describe()}.", "Loosen the rules of data.filter.")
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         """Runs of shards whose numbers lie one after the other, of about `_PIECE` samples."""
