@@ -207,7 +207,7 @@ def test_identity_follows_what_is_kept(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("rules", "what", "remedy"),
     [
-        (dict(min_side=1000), "none of 0 of 79 samples kept", "Loosen"),
+        (dict(min_side=1000), "no sample: 0 of 79 samples kept", "Loosen"),
         (dict(score="other", min_score=1), "no column score.other", "--columns --score other"),
         (dict(score="clip_l14"), "min_score", "bound"),
         (dict(min_score=0.2), "min_score", "bound"),
