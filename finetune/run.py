@@ -65,7 +65,9 @@ def train(config: Config, preemption: Preemption) -> int:
             print(line, flush=True)
 
     # Everything that can be wrong with the command is found before anything is written.
-    earlier = newest_checkpoint(config.out, config.resume, Config, tell=lambda line: say(f"resume  {line}"))
+    earlier = newest_checkpoint(
+        config.out, config.resume, Config, lambda line: say(f"resume  {line}"), config.engine.timeout
+    )
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
     composes = METHODS[config.method].composes

@@ -68,7 +68,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     if copy and config.resume:
         # Any rank may be the one that fetches, and says so.
         fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
-    earlier = newest_checkpoint(config.out, config.resume, Config, tell)
+    earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
     if config.engine.deterministic:
         make_deterministic()
     device, precision = pick_device(config), training_precision(config.engine.precision)

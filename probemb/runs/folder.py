@@ -17,16 +17,21 @@ BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and
 
 
 def newest_checkpoint(
-    out: str | Path, resume: bool, config_class: type, tell: Callable[[str], object] | None = None
+    out: str | Path,
+    resume: bool,
+    config_class: type,
+    tell: Callable[[str], object] | None = None,
+    minutes: float = 0.0,
 ) -> Path | None:
     """The checkpoint to resume from, or None for a new run; writes nothing.
 
     With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
-    ones. `config_class` is the dataclass that a run of this stage writes to config.yaml. Raises UserError: a new run
-    would overwrite something, or another job writes the folder.
+    ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `config_class` is
+    the dataclass that a run of this stage writes to config.yaml. Raises UserError: a new run would overwrite something,
+    or another job writes the folder.
     """
     run = Path(out)
-    refuse_locked(run)
+    refuse_locked(run, minutes if resume else 0.0, tell)
     if resume:
         newest = find_checkpoint(run, verify=True, tell=tell)
         if newest is None and not _may_begin(run, config_class):

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from probemb.errors import UserError
@@ -49,19 +50,40 @@ class RunLock:
         self._file.close()
 
 
-def refuse_locked(run: Path) -> None:
-    """Refuse a folder that another job writes; writes nothing. Raises UserError, which names the host and process."""
+def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object] | None = None) -> None:
+    """Refuse a folder that another job writes; writes nothing.
+
+    Where Slurm has started this job again, the other one may be its earlier start, on a machine that Slurm has lost but
+    that still runs. Its watchdog ends it; so this waits up to `minutes`, and says it through `tell`.
+
+    Raises UserError, which names the host and process.
+    """
     try:
         file = open(run / NAME, encoding="utf-8")  # noqa: SIM115
     except OSError:
         return
     with file:
-        if not _take(file, fcntl.LOCK_SH, run):
-            raise _in_use(run, _holder(file))
+        if _take(file, fcntl.LOCK_SH, run):
+            return
+        holder = _holder(file)
+        if minutes and started_again():
+            if tell:
+                tell(
+                    f"{run} is in use: {holder} is writing it. If it is an earlier start of this job, on a machine "
+                    f"that was lost, it ends by itself; waiting up to {minutes:g} minutes (engine.timeout)"
+                )
+            if _take(file, fcntl.LOCK_SH, run, 60 * minutes):
+                return
+        raise _in_use(run, holder)
 
 
-def _take(file, kind: int, run: Path) -> bool:
-    until = time.monotonic() + PATIENCE
+def started_again() -> bool:
+    """Whether Slurm has requeued this job at least once."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def _take(file, kind: int, run: Path, patience: float | None = None) -> bool:
+    until = time.monotonic() + (PATIENCE if patience is None else patience)
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

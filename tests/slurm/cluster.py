@@ -17,7 +17,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -159,6 +160,18 @@ class Cluster:
     def separate_networks(self) -> bool:
         """Whether every node has a network of its own."""
         return self.network is not None
+
+    @contextmanager
+    def cut_off(self, node: str) -> Iterator[None]:
+        """Take a node off the network; its processes and its disk stay. It is usable again afterwards."""
+        link = f"slurm{self.network}v{self.nodes.index(node)}"
+        self.run("ip", "link", "set", link, "down")
+        try:
+            yield
+        finally:
+            self.run("ip", "link", "set", link, "up")
+            self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+            self.until("all nodes are back", lambda: self._idle() == len(self.nodes))
 
     def _address(self, node: int) -> str:
         """Of node i; -1 is the controller."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import torch
+
+from probemb import load_model
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +77,24 @@ class Jobs:
         """Wait until the run has logged `step`."""
         self.cluster.until(f"step {step}", lambda: any(m["step"] >= step for m in self.metrics(run)), job)
 
+    def until_waits(self, run: str, seconds: float) -> None:
+        """Wait until the run has logged nothing for so long."""
+        seen, since = len(self.metrics(run)), time.monotonic()
+        while time.monotonic() - since < seconds:
+            time.sleep(0.1)
+            if (now := len(self.metrics(run))) != seen:
+                seen, since = now, time.monotonic()
+
+    def trainers(self, job: str, rank: int) -> list[int]:
+        """Processes that run pretrain.run as this rank of the job; not the shell around them."""
+        found = []
+        for pid in self.cluster.leftovers(job):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if words[1:3] == [b"-m", b"pretrain.run"] and f"RANK={rank}".encode() in environ:
+                found.append(pid)
+        return found
+
     def ended(self, job: str, state: str) -> dict[str, str]:
         """Wait for the job's end, which must be `state`."""
         seen = self.cluster.until_ended(job)
@@ -84,3 +106,14 @@ class Jobs:
         for job in self.submitted:
             self.cluster.run("scancel", job, check=False)
             print(f"===== {job}", *self.log(job).splitlines()[-40:], sep="\n")
+
+
+def assert_same_run(jobs: Jobs, run: str, reference: str) -> None:
+    """The same loss at every step, and the same weights, bit for bit."""
+    losses = [(m["step"], m["loss"]) for m in jobs.metrics(run)]
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    assert losses == [(m["step"], m["loss"]) for m in jobs.metrics(reference)]
+    models = [load_model(jobs.folder / name).model.state_dict() for name in (run, reference)]
+    assert models[0].keys() == models[1].keys()
+    for name, weight in models[0].items():
+        assert torch.equal(weight, models[1][name]), name

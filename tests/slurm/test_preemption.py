@@ -11,21 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from probemb import load_model
-from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES, Jobs
-
-
-def assert_same_run(jobs: Jobs, run: str, reference: str) -> None:
-    """The same loss at every step, and the same weights, bit for bit."""
-    losses = [(m["step"], m["loss"]) for m in jobs.metrics(run)]
-    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
-    assert losses == [(m["step"], m["loss"]) for m in jobs.metrics(reference)]
-    models = [load_model(jobs.folder / name).model.state_dict() for name in (run, reference)]
-    assert models[0].keys() == models[1].keys()
-    for name, weight in models[0].items():
-        assert torch.equal(weight, models[1][name]), name
+from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES, assert_same_run
 
 
 def test_preempted_requeued_finished_and_equal_to_an_undisturbed_run(jobs):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES, Jobs
+from tests.slurm.jobs import CPU, ROOT, STEPS, TWO_NODES
 
 
 def test_a_failed_node_leads_to_a_requeue_and_a_finished_run(jobs):
@@ -48,7 +47,7 @@ def test_a_rank_that_fails_ends_the_others_and_the_job(jobs):
     """Killed like by the kernel when memory runs out: no peer is told."""
     job = jobs.submit(*jobs.arguments("run", samples=16 * 10_000), **CPU)
     jobs.until_step(job, "run", 2)
-    trainers = trainers_of_rank(jobs, job, rank=1)
+    trainers = jobs.trainers(job, rank=1)
     assert trainers
     for pid in trainers:
         os.kill(pid, signal.SIGKILL)
@@ -126,14 +125,3 @@ def test_the_nodes_are_apart(cluster):
         python3 -c "{find}" localhost && exit 4; exit 0"""
     done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", script, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-
-
-def trainers_of_rank(jobs: Jobs, job: str, rank: int) -> list[int]:
-    """Processes that run pretrain.run as this rank of the job; not the shell around them."""
-    found = []
-    for pid in jobs.cluster.leftovers(job):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if words[1:3] == [b"-m", b"pretrain.run"] and f"RANK={rank}".encode() in environ:
-            found.append(pid)
-    return found

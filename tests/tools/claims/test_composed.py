@@ -1,6 +1,7 @@
 """The comparison of composers: a tiny real run that is taken up again, its parts, and what its options refuse."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -18,7 +19,7 @@ from probemb.models import create_tokenizer, create_transforms
 from tools.claims import command as claims
 from tools.claims.composed import findings
 from tools.claims.composed.findings import average
-from tools.claims.composed.measuring import chance, embed, retrieval
+from tools.claims.composed.measuring import chance, embed, rarity_auc, retrieval
 from tools.claims.composed.study import Composed
 from tools.claims.composed.training import Settings, config_of, create, repeats_of, settings_of
 from tools.claims.composed.trunk import batches, train_trunk
@@ -34,14 +35,14 @@ from tools.claims.composed.variants import (
     neighbours,
     training_of,
 )
-from tools.claims.composed.world import Files, KeptRows, Loader, make_model, read_world
+from tools.claims.composed.world import INFEASIBLE, Files, KeptRows, Loader, make_model, read_world
 from tools.claims.queue import Archive
 from tools.make_scenes import Plan, make
 
 IMAGES = 360
 SETTINGS = Settings(
     embed_dim=16, batch_size=16, repeats=1, epochs=1, images=IMAGES, pixels=32, pictures=32, trunk_batch=8,
-    validation_queries=12, test_queries=32,
+    validation_queries=12, test_queries=128,
 )  # fmt: skip
 TRAINED_APART = 20  # pairs
 NAMES = ["mpc", "pcme-addition", "tirg", "mpc unseen", "tirg unseen"]
@@ -217,6 +218,29 @@ def test_chance_is_that_of_random_rankings(world):
         assert expected[name] == pytest.approx(sum(values) / len(values), abs=0.04)
 
 
+def test_rarity_is_the_share_of_pairs_of_combinations_in_the_right_order(world):
+    train, asked = world.train[2], world.test[2]
+    images = {name: len(train.targets([index])) for index, name in enumerate(train.concepts)}
+
+    def rarity(query) -> float:
+        return -sum(math.log(1 + images[asked.data.concepts[concept]]) for concept in query.concepts)
+
+    low, high = ([rarity(q) for q in asked.queries[which]] for which in (UNSEEN, INFEASIBLE))
+    right = sum((b > a) + (b == a) / 2 for a in low for b in high) / (len(low) * len(high))
+    assert rarity_auc(world, asked.queries[UNSEEN], asked.queries[INFEASIBLE]) == pytest.approx(right, abs=1e-9)
+
+
+def test_a_kind_with_few_queries_is_left_out():
+    """Of the photographs' seen pairs four queries are of images alone."""
+    numbers = {"images": {"r@5": 0.25, "queries": 4}, "mixed": {"r@5": 0.4, "queries": 10},
+               "texts": {"r@5": 0.2, "queries": 900}}  # fmt: skip
+    one = {"retrieval": {"seen 2": numbers}}
+    assert findings.of_kind("seen 2", "images", "r@5")(one) is None
+    assert findings.of_kind("seen 2", "mixed", "r@5")(one) == 0.4
+    assert average("seen 2", "r@5")(one) == pytest.approx(0.3)
+    assert average("seen 3", "r@5")(one) is None
+
+
 @pytest.fixture(scope="module")
 def study(out, world):
     study = Composed(SETTINGS, variants=NAMES)
@@ -231,7 +255,7 @@ def test_trains_measures_and_reports(study, out):
     for one in first["retrieval"].values():
         assert all(0 <= of["r_precision"] <= of["queries"] for of in one.values())
     assert set(first["feasibility"]) > set(findings.SCORES)
-    assert set(point["feasibility"]) == {"distance"}
+    assert set(point["feasibility"]) == {"distance", "rarity"}
     assert set(first["density"]) == set(first["retrieval"])
     assert "density" not in point
     titles = [one["title"][:2] for one in content["claims"]]

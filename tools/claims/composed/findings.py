@@ -13,20 +13,28 @@ RIVALS = (*BEST_RIVALS, "film", "relationship")
 POINTS = ("tirg", "mrn")  # of the paper's Fig. 5
 FORMS = ("mpc", "mpc expected", "mpc code")
 SCORES = {"distance": "distance", "variance": "Σσ²", "log-variance": "mean log σ²", "normaliser": "log Z"}
+MIN_QUERIES = 10  # of a kind; the photographs have four seen pairs of images
 COSINE, DENSITY = "retrieval", "density"  # what ranks; keys of a training's numbers
 DENSE = ("mpc", "mpc" + THREE, "mpc" + APART, "mpc-mlp")  # learn by a density
 
 
 def of_kind(where: str, kind: str, metric: str, ranking: str = COSINE) -> Get:
-    return lambda one: one.get(ranking, {}).get(where, {}).get(kind, {}).get(metric)
+    """None where there are too few such queries."""
+
+    def get(one: dict) -> float | None:
+        found = one.get(ranking, {}).get(where, {}).get(kind, {})
+        return found.get(metric) if found.get("queries", 0) >= MIN_QUERIES else None
+
+    return get
 
 
 def average(where: str, metric: str, ranking: str = COSINE) -> Get:
-    """Over the kinds of queries, as the paper's Tables 3 and 4 have it."""
+    """Over the kinds of queries that there are enough of, as the paper's Tables 3 and 4 have it."""
 
     def get(one: dict) -> float | None:
         found = [of_kind(where, kind, metric, ranking)(one) for kind in KINDS]
-        return None if None in found else sum(found) / len(found)
+        there = [number for number in found if number is not None]
+        return sum(there) / len(there) if there else None
 
     return get
 
@@ -120,7 +128,8 @@ def _seen_pairs(found: Found, there: set[str]) -> dict | None:
     return _claim(
         "1. Two parts, seen combinations (Table 1)",
         "MPC is ahead of every rival, for images only, mixed queries and texts only.",
-        head, rows, _by_both(found, "mpc", rivals, _of_kinds("seen 2")), [_chance(found, there, 2)],
+        head, rows, _by_both(found, "mpc", rivals, _of_kinds("seen 2")),
+        [_chance(found, there, 2), f"A dash here and below: fewer than {MIN_QUERIES} such queries."],
     )  # fmt: skip
 
 
@@ -241,6 +250,12 @@ def _feasible(found: Found, there: set[str]) -> dict | None:
         if a in papers and b in papers and a != b
     ]  # fmt: skip
     comparisons.append(compare("AUC: MPC's uncertainty over chance", papers["mpc"], half, "", 1.0))
+    rarity = found.of("mpc", auc("rarity"))
+    guess = (
+        [f"A guess from how rare the parts are in the training images, without any model, has {_cell(rarity, 1.0, 3)}."]
+        if rarity
+        else []
+    )
     return _claim(
         "6. Feasible or not (Fig. 5)",
         "A composition's uncertainty tells pairs that occur together from pairs that never do: MPC 0.96, ahead of "
@@ -249,7 +264,8 @@ def _feasible(found: Found, there: set[str]) -> dict | None:
         [
             "Area under the ROC curve, 0.5 is chance. Feasible: unseen pairs with targets; infeasible: pairs that no "
             "image has. The paper's score is the uncertainty, taken here as Σσ² (the paper samples it), of points the "
-            "distance of their parts. Z is the normaliser of the parts' product."
+            "distance of their parts. Z is the normaliser of the parts' product.",
+            *guess,
         ],
     )  # fmt: skip
 

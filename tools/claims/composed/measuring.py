@@ -5,6 +5,7 @@ Q queries of k parts, D dimensions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -20,7 +21,7 @@ from probemb.evaluation.composed import (
     positives_of,
 )
 from probemb.evaluation.embedding import EmbeddedImages, encode_images, encode_texts
-from probemb.evaluation.feasibility import measure_feasibility
+from probemb.evaluation.feasibility import auc_estimate, combinations_of, measure_feasibility
 from probemb.gaussian import Gaussian
 from probemb.metrics import composed_metrics, uncertainty_bins
 from tools.claims.composed.variants import SEEN, UNSEEN, Training
@@ -73,7 +74,8 @@ def measure(model, tokenizer, world: World, training: Training) -> dict:
     """Plain numbers of the test split.
 
     "retrieval": "seen 2", "unseen 2", "seen 3", "seen 4" -> kind -> metrics, by the cosine; "density": the same by the
-    expected density, of probabilistic models; "chance": by number of parts; "feasibility": ROC AUC by score and kind;
+    expected density, of probabilistic models; "chance": by number of parts; "feasibility": ROC AUC by score and kind,
+    and by "rarity", for which no model is needed;
     "bins", "spearman": of the composition's uncertainty and R-Precision, of seen pairs. Trainings of the setup "unseen"
     have the first three alone, of "apart 2".
     """
@@ -101,7 +103,23 @@ def measure(model, tokenizer, world: World, training: Training) -> dict:
         out["feasibility"] = {
             score: {kind: one["value"] for kind, one in kinds.items()} for score, kinds in measured.items()
         }
+        out["feasibility"]["rarity"] = {"all": rarity_auc(world, composed[f"{UNSEEN} 2"].queries, never.queries)}
     return out
+
+
+def rarity_auc(world: World, feasible: Sequence[Query], infeasible: Sequence[Query]) -> float:
+    """ROC AUC of a guess from how few training images have each concept: the sum of their negative logarithms."""
+    train, tested = world.train[2], world.test[2].data
+    number = {name: index for index, name in enumerate(train.concepts)}
+
+    def rarity(query: Query) -> float:
+        counts = [len(train.targets([number[tested.concepts[concept]]])) for concept in query.concepts]
+        return -sum(math.log(1 + count) for count in counts)
+
+    sides = [
+        (torch.tensor([rarity(query) for query in some]), combinations_of(some)) for some in (feasible, infeasible)
+    ]
+    return auc_estimate([sides])["value"]
 
 
 def quality(items: EmbeddedImages, data, found: ComposedQueries) -> dict:
