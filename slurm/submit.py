@@ -14,6 +14,7 @@ Words after `--` go to the stage. Several methods, the lines of a sweep, or part
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import re
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from jsonargparse.typing import PositiveInt
@@ -188,8 +190,21 @@ def make_stage(stage: str, given: Submission, arguments: list[str]):
     if stage in TRAINERS:
         arguments = ["--resume", f"--engine.threads={given.cpus_per_task}", *arguments]
     kind = ResumableStage if stage in (*TRAINERS, "embed") else Stage  # embed always resumes
-    kind = RestartableStage if stage == "build-index" else kind
+    if stage == "build-index":
+        return RestartableStage(STAGES[stage], arguments, gpus, progress=partial(complete_files, arguments))
     return kind(STAGES[stage], arguments, gpus)
+
+
+def complete_files(arguments: Sequence[str]) -> list[str]:
+    """The complete files of the index, or of the part of one, that a build-index job builds."""
+    from probemb.search import unfinished
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part")
+    given, _ = parser.parse_known_args(arguments)
+    share = unfinished.Share(*map(int, given.part.split("/"))) if given.part else None
+    return unfinished.complete_files(given.out, share)
 
 
 def parameters(stage: str, given: Submission, after: str | None = None) -> dict:

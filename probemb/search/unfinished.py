@@ -51,6 +51,21 @@ def _folder(out: Path) -> Path:
     return out.parent / f".{out.name}.unfinished"
 
 
+def complete_files(out: Path, share: Share | None = None) -> list[str]:
+    """Names of the complete files of an unfinished index that `share` needs or builds; with None, of all."""
+    folder = _folder(out)
+    numbers = sorted(_numbers(folder))
+    if share and share.number:
+        numbers = [number for number in numbers if number % share.of == share.number - 1]
+    names = [TRAINED, *(f"part-{number:05d}.faiss" for number in numbers)]
+    return [name for name in names if (folder / name).exists()]
+
+
+def _numbers(folder: Path) -> set[int]:
+    names = [re.fullmatch(r"part-(\d{5,9})\.faiss", path.name) for path in folder.glob("part-*.faiss")]
+    return {int(name[1]) for name in names if name}
+
+
 class Unfinished:
     """`.NAME.unfinished` beside the index NAME: one command builds in it alone, or several each build their share.
 
@@ -146,8 +161,7 @@ class Unfinished:
 
     def built(self) -> set[int]:
         """Numbers of the complete parts."""
-        names = [re.fullmatch(r"part-(\d{5,9})\.faiss", path.name) for path in self.folder.glob("part-*.faiss")]
-        return {int(name[1]) for name in names if name}
+        return _numbers(self.folder)
 
     def keep(self, path: Path, write: Callable[[Path], object], first: bool = False) -> None:
         """Let `write` fill a complete file of the folder. If it is to be the `first`, one that is there stays.

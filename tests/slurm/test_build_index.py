@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from probemb.runs.lock import RunLock
 from probemb.search import load_index
 from probemb.search.embeddings import Embeddings
+from slurm.submit import complete_files
 from tests.search.test_folder import DIM, SIZES, contents, fill
 from tests.slurm.jobs import ROOT
 from tools.build_index import main
@@ -103,6 +105,43 @@ def test_a_preempted_job_is_requeued_and_resumes(jobs, embeddings):
     ended(jobs, merge, "COMPLETED")
     assert jobs.cluster.job(train)["Restarts"] == "1"
     assert not unfinished.exists()
+
+
+def test_a_job_that_never_completes_a_file_ends_after_three_starts(jobs, embeddings):
+    """As if training took longer than the job's time; here it waits for a lock that is never released."""
+    arguments = words(jobs, embeddings)
+    assert main([*arguments, "--train-for=3"]) == 0
+    unfinished = jobs.folder / ".index.unfinished"
+    (unfinished / "trained.faiss").unlink()
+    lock = RunLock(unfinished / "training")
+    train, _, merge = submit(jobs, arguments)
+    path = jobs.folder / "submitit" / f"{train}_0_log.out"
+    waits = "waiting for another process"
+    for start in (1, 2, 3):
+        began = partial(lambda n: path.is_file() and path.read_text().count(waits) == n, start)
+        jobs.cluster.until(f"start {start}", began, train)
+        jobs.cluster.run("scancel", "--signal=USR2", train)
+    ended(jobs, train, "FAILED")
+    lock.release()
+    assert jobs.cluster.job(train)["Restarts"] == "2"
+    assert "3 starts of tools.build_index in a row were asked to stop" in path.read_text()
+    jobs.cluster.until("the cancelled merge", lambda: jobs.cluster.job(merge)["JobState"] == "CANCELLED", merge)
+    _, _, merge = submit(jobs, arguments)
+    ended(jobs, merge, "COMPLETED")
+
+
+def test_progress_is_what_this_part_completes(tmp_path):
+    unfinished = tmp_path / ".index.unfinished"
+    unfinished.mkdir()
+    out = [f"--out={tmp_path}/index", "--factory", "Flat"]
+    assert complete_files(out) == []
+    for name in ("part-00000.faiss", "part-00001.faiss", "part-00003.faiss", "plan.json"):
+        (unfinished / name).touch()
+    assert complete_files(out) == ["part-00000.faiss", "part-00001.faiss", "part-00003.faiss"]
+    assert complete_files([*out, "--part=2/2"]) == ["part-00001.faiss", "part-00003.faiss"]
+    (unfinished / "trained.faiss").touch()
+    assert complete_files([*out, "--part", "1/2"]) == ["trained.faiss", "part-00000.faiss"]
+    assert complete_files([*out, "--train-for=2"])[0] == "trained.faiss"
 
 
 @pytest.mark.parametrize("more", [(), ("--parts=2",)])
