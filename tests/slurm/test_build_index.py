@@ -43,6 +43,17 @@ def submit(jobs, arguments):
     return numbers
 
 
+def submit_to_wait(jobs, embeddings):
+    """Submit while another process, this one, seems to train; returns its lock and the numbers of two jobs."""
+    arguments = words(jobs, embeddings)
+    assert main([*arguments, "--train-for=3"]) == 0
+    unfinished = jobs.folder / ".index.unfinished"
+    (unfinished / "trained.faiss").unlink()
+    lock = RunLock(unfinished / "training")
+    train, _, merge = submit(jobs, arguments)
+    return lock, train, merge
+
+
 def log(jobs, job):
     return (jobs.folder / "submitit" / f"{job}_0_log.out").read_text()
 
@@ -90,12 +101,7 @@ def test_a_failed_part_ends_the_rest_and_the_next_submission_finishes_it(jobs, e
 
 def test_a_preempted_job_is_requeued_and_resumes(jobs, embeddings):
     """It is preempted while it waits to train, which takes as long as the test holds the lock."""
-    arguments = words(jobs, embeddings)
-    assert main([*arguments, "--train-for=3"]) == 0
-    unfinished = jobs.folder / ".index.unfinished"
-    (unfinished / "trained.faiss").unlink()
-    lock = RunLock(unfinished / "training")
-    train, _, merge = submit(jobs, arguments)
+    lock, train, merge = submit_to_wait(jobs, embeddings)
     path = jobs.folder / "submitit" / f"{train}_0_log.out"
     waits = "waiting for another process"
     jobs.cluster.until("the wait", lambda: path.is_file() and waits in path.read_text(), train)
@@ -104,17 +110,12 @@ def test_a_preempted_job_is_requeued_and_resumes(jobs, embeddings):
     lock.release()
     ended(jobs, merge, "COMPLETED")
     assert jobs.cluster.job(train)["Restarts"] == "1"
-    assert not unfinished.exists()
+    assert not (jobs.folder / ".index.unfinished").exists()
 
 
 def test_a_job_that_never_completes_a_file_ends_after_three_starts(jobs, embeddings):
     """As if training took longer than the job's time; here it waits for a lock that is never released."""
-    arguments = words(jobs, embeddings)
-    assert main([*arguments, "--train-for=3"]) == 0
-    unfinished = jobs.folder / ".index.unfinished"
-    (unfinished / "trained.faiss").unlink()
-    lock = RunLock(unfinished / "training")
-    train, _, merge = submit(jobs, arguments)
+    lock, train, merge = submit_to_wait(jobs, embeddings)
     path = jobs.folder / "submitit" / f"{train}_0_log.out"
     waits = "waiting for another process"
     for start in (1, 2, 3):
@@ -126,7 +127,7 @@ def test_a_job_that_never_completes_a_file_ends_after_three_starts(jobs, embeddi
     assert jobs.cluster.job(train)["Restarts"] == "2"
     assert "3 starts of tools.build_index in a row were asked to stop" in path.read_text()
     jobs.cluster.until("the cancelled merge", lambda: jobs.cluster.job(merge)["JobState"] == "CANCELLED", merge)
-    _, _, merge = submit(jobs, arguments)
+    _, _, merge = submit(jobs, words(jobs, embeddings))
     ended(jobs, merge, "COMPLETED")
 
 
