@@ -112,6 +112,7 @@ rank() {
   local code=0
   if [ "$LOCAL_RANK" = 0 ]; then torch_sees "$LOCAL_WORLD_SIZE" || code=$?; fi
   [ "$code" != 0 ] || "$PYTHON" -m "$@" || code=$?
+  [ "$code" != 140 ] || exit 1  # USR2 of a failed rank has reached Python before this shell
   if [ "$code" != 0 ] && [ "$code" != "$PREEMPTED" ]; then
     echo "rank $RANK on $(hostname) ended with code $code" >&2
     trap '' USR2

@@ -93,7 +93,13 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
+    """Before a test too: what an earlier file left would be inherited by the ranks."""
+    forget_accelerator()
     yield
+    forget_accelerator()
+
+
+def forget_accelerator() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
