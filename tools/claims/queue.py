@@ -189,6 +189,8 @@ def _end_with_parent(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
+        if "study" in _INHERITED:
+            _INHERITED["study"].interrupt()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

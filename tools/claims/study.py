@@ -73,6 +73,9 @@ class Study(ABC):
     ) -> dict:
         """Train and measure: plain numbers, "validation" among them; `test` False measures nothing else."""
 
+    def interrupt(self) -> None:  # noqa: B027
+        """End the processes that this worker's training has started: the command was killed."""
+
     def measure_again(self, world: Any, training, found: dict, archive: Archive) -> dict:
         """What `--report` measures of a finished training; by default what is kept."""
         return found

@@ -20,10 +20,12 @@ from probemb.data.captions.dataset import (
     resolve_split,
 )
 from probemb.data.captions.image_files import is_inside, locate
+from probemb.data.captions.webdataset import read_scenes
 from probemb.data.regions import ENDING, read_regions
 from probemb.data.shards.samples import MAX_CAPTION_CHARS
 from probemb.errors import UserError
 
+SCENES = "_scenes.jsonl"
 PER_IMAGE = 5  # captions of an image in a precomp file
 _CAPS = re.compile(r"(?P<prefix>.*?)(?P<name>[A-Za-z0-9]+)_caps\.txt(\.gz)?")
 _PRECOMP_SPLITS = {"test": ("testall", "test"), "val": ("dev", "val"), "train": ("train",)}
@@ -46,12 +48,28 @@ def read_with_regions(path: Path, split: str | None, images: Path | None) -> Cap
     path, split = _find_caps(path, split, with_regions=True)
     regions = regions_beside(path)
     found = read_precomp(path, split, None, locate_images=False)
-    return replace(found, located=read_regions(regions, list(map(str, found.image_ids)), PER_IMAGE), missing=())
+    found = replace(found, located=read_regions(regions, list(map(str, found.image_ids)), PER_IMAGE), missing=())
+    return replace(found, scenes=_scenes_beside(path, found))
 
 
 def regions_beside(caps: Path) -> Path:
     """The array that belongs to a caption file."""
     return caps.with_name(caps.name.partition("_caps.")[0] + ENDING)
+
+
+def _scenes_beside(caps: Path, found: CaptionDataset) -> list[tuple] | None:
+    """Scenes and stated captions, from `NAME_scenes.jsonl` of the embedded world. Raises UserError: other captions."""
+    path = caps.with_name(caps.name.partition("_caps.")[0] + SCENES)
+    if not path.is_file():
+        return None
+    try:
+        metas = [json.loads(line) for line in read_text(path).decode().splitlines()]
+    except ValueError:
+        metas = []
+    scenes = read_scenes(metas, found.captions) if len(metas) == len(found) else None
+    if scenes is None:
+        raise UserError(f"{path} does not describe the scenes of {caps.name}.", "Write both again, or remove it.")
+    return scenes
 
 
 def read_precomp(path: Path, split: str | None, images: Path | None, locate_images: bool = True) -> CaptionDataset:

@@ -11,7 +11,9 @@ from probemb.data.captions.find import find_captions
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, in_both
 from probemb.errors import UserError
+from probemb.evaluation.embed_pairs import exact_match
 from tools.bench.timing import peak_memory
+from tools.make_scenes import main as make_scenes
 
 R, W = 4, 6
 
@@ -53,6 +55,20 @@ def test_splits_ids_and_folders(tmp_path):
     assert len(find_captions(tmp_path, "test", format="precomp")) == 2  # testall
     with pytest.raises(UserError, match="no split 'cub'"):
         find_captions(tmp_path, "cub", format="regions")
+
+
+def test_scenes_as_regions_have_every_true_match(tmp_path):
+    """The same truth as the shards of the same scenes; that of other captions is refused."""
+    make_scenes([str(tmp_path / "scenes"), "--train", "0", "--val", "12", "--classes-images", "0", "--boxes"])
+    regions, shards = find_captions(tmp_path / "scenes/regions", "val"), find_captions(tmp_path / "scenes/val")
+    assert (regions.captions, regions.scenes) == (shards.captions, shards.scenes)
+    assert torch.equal(exact_match(regions, range(12)), exact_match(shards, range(12)))
+    truth = tmp_path / "scenes/regions/dev_scenes.jsonl"
+    lines = truth.read_text().splitlines()
+    for wrong in (lines[:-1], lines[::-1], ["{}"] * 12, ["no json"] * 12):
+        truth.write_text("\n".join(wrong) + "\n")
+        with pytest.raises(UserError, match=r"does not describe the scenes of dev_caps\.txt"):
+            find_captions(tmp_path / "scenes/regions", "val")
 
 
 def test_rows_of_two_splits_are_told_apart(tmp_path):

@@ -1,6 +1,9 @@
 """The comparison of methods: the commands themselves on a few scenes, and what its options refuse."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -23,7 +26,11 @@ def test_variants_name_methods_of_finetune_and_papers():
     assert chosen_variants("all") == list(VARIANTS)
     assert chosen_variants("vse, infonce,vse") == ["vse", "infonce"]
     assert rankings_of("pcmepp-clip") == ["csd", "mean"]
-    assert rankings_of("vse") == ["mean"]
+    assert rankings_of("vse") == rankings_of("jwae-mh") == ["mean"]
+    assert rankings_of("pcme") == ["match-probability", "csd", "mean"]
+    assert rankings_of("order") == ["order", "mean"]
+    assert rankings_of("prob-vsepp") == ["wasserstein2", "csd", "mean"]
+    assert rankings_of("prob-vsepp KL") == ["kl", "csd", "mean"]
 
 
 @pytest.mark.parametrize(
@@ -45,23 +52,27 @@ def test_refusals(argv, message, tmp_path):
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    study = Methods(NOTHING, ["pcmepp-clip"], Settings("scenes", epochs=1, batch_size=16, scenes=32, test_scenes=24))
+    """Of what reads pixels, and of what reads regions."""
+    study = Methods(
+        NOTHING, ["pcmepp-clip", "prob-vsrn"], Settings("scenes", epochs=1, batch_size=16, scenes=32, test_scenes=24)
+    )
     out = tmp_path_factory.mktemp("methods")
     return study, out, claims.run(study, out, n_seeds=1, workers=1)
 
 
 def test_trains_measures_and_reports(study):
     study, out, content = study
-    (one,) = content["trainings"]
-    assert one["ranking"] == "csd"
-    assert len(one["validation"]) == 1
-    for positives in (findings.OWN, findings.TRUE):
-        assert 0 <= one["retrieval"][positives]["t2i"]["map_at_r"] <= 1
+    one, other = content["trainings"]
+    assert (one["ranking"], other["ranking"]) == ("csd", "wasserstein2")
+    for found in (one, other):
+        assert len(found["validation"]) == 1
+        for positives in (findings.OWN, findings.TRUE):
+            assert 0 <= found["retrieval"][positives]["t2i"]["map_at_r"] <= 1
     results = json.loads((out / "measured" / "pcmepp-clip-seed-0" / "results.json").read_text())
     assert one["retrieval"][findings.OWN]["rsum"] == results["rows"][0]["rsum"]
     assert one["ambiguity"] == results["uncertainty"]["ambiguity_spearman"]
     (table,) = content["claims"]
-    assert table["rows"][0][0] == "PCME++ and CLIP"
+    assert [row[0] for row in table["rows"]] == ["PCME++ and CLIP", "VSRN, 2-Wasserstein"]
     assert "All methods" in (out / "report.html").read_text(encoding="utf-8")
 
 
@@ -88,3 +99,29 @@ def test_a_training_that_fails_says_where_to_read(tmp_path):
     with pytest.raises(UserError, match=r"vse, seed 0, ended with code 2: error: .*5000.* Use ") as error:
         claims.run(study, tmp_path / "out", n_seeds=1, workers=1)
     assert "logs" in error.value.remedy
+
+
+def test_a_killed_command_leaves_no_training_behind(tmp_path):
+    """Its training saves and ends, so that the next start does not meet it."""
+    code = (
+        "import sys; from pathlib import Path; from tools.claims import command; "
+        "from tools.claims.flickr8k.world import Files; from tools.claims.methods.study import Methods, Settings; "
+        "settings = Settings('scenes', epochs=500, batch_size=8, scenes=32, test_scenes=24); "
+        "study = Methods(Files(None, None, None, None, None), ['vse'], settings); "
+        "command.run(study, Path(sys.argv[1]), n_seeds=1, workers=1)"
+    )
+    command = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL)
+    log = tmp_path / "logs" / "vse-seed-0.log"
+    try:
+        wait_for(lambda: log.is_file() and "step " in log.read_text(), 120)
+    finally:
+        command.kill()
+        command.wait()
+    wait_for(lambda: "stopped by SIGTERM" in log.read_text(), 60)
+
+
+def wait_for(what, seconds):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.2)

@@ -23,15 +23,17 @@ from tools.claims.flickr8k.world import Files
 from tools.claims.methods import findings
 from tools.claims.methods.training import (
     HERE,
+    Inputs,
     Training,
     World,
     measure,
     seconds_per_step,
     steps_done,
+    terminate,
     train,
     validated,
 )
-from tools.claims.methods.variants import rankings_of, training_of
+from tools.claims.methods.variants import VARIANTS, rankings_of, training_of
 from tools.claims.study import Study, Tell
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from tools.claims.verdicts import Found
 
 MIN_COUNT = 4  # occurrences of a word of the vocabulary
-STEP_COST = {"scan": 4.0, "jwae-scan": 5.0, "pcme": 1.5}  # others: about 1
+ARCHITECTURES = {"flickr8k": "vsrn-grid-gru", "scenes": "vsrn-scenes-gru"}  # of what reads regions
+GRID = ("--model", "tf_efficientnet_lite0", "--image-size", "128", "--grid", "4")
 
 
 @dataclass(frozen=True)
@@ -94,19 +97,26 @@ class Methods(Study):
             from probemb.data.words import count_words, frequent_words, write_vocabulary
 
             write_vocabulary(vocabulary, frequent_words(count_words(train.flat()), MIN_COUNT))
-        options = [
-            *(f"--data.path={data}", f"--model.vocabulary={vocabulary}", f"--epochs={self.epochs}"),
+        shared = [
+            *(f"--model.vocabulary={vocabulary}", f"--epochs={self.epochs}"),
             f"--batch-size={self.settings.batch_size}",
         ]
+        shared += [f"--model.word-vectors={self.files.word_vectors}"] if self.files.word_vectors else []
+        judged = ["--judgements", str(self.files.judgements)] if self.files.judgements else []
+        options = [f"--data.path={data}", *shared]
         if self.settings.world == "flickr8k":
             options += [
                 f"--model.image-weights={self.files.images_weights or 'timm'}",
                 f"--data.cache-features={out / 'features'}",
             ]
-        options += [f"--model.word-vectors={self.files.word_vectors}"] if self.files.word_vectors else []
-        measuring = ["--data", str(test), "--split", test_split]
-        measuring += ["--judgements", str(self.files.judgements)] if self.files.judgements else []
-        return World(self.config, tuple(options), tuple(measuring), train.n_captions)
+        pixels = Inputs(self.config, tuple(options), ("--data", str(test), "--split", test_split, *judged))
+        regions = None
+        if any(VARIANTS[name].regions for name in self.variants):
+            data, test = self._regions(data, test, out, tell)
+            options = [f"--data.path={data}", f"--model.name={ARCHITECTURES[self.settings.world]}", *shared]
+            options += ["--model.lock-image=false", "--model.image-weights=null"]
+            regions = Inputs(self.config, tuple(options), ("--data", str(test), "--split", test_split, *judged))
+        return World(pixels, regions, train.n_captions)
 
     def _data(self, out: Path, tell: Tell) -> tuple[Path, Path, str]:
         """Data with the splits train and val, and the data and split of the test."""
@@ -117,12 +127,34 @@ class Methods(Study):
 
         scenes, test, size = out / "scenes", out / "scenes-test", str(self.settings.test_scenes)
         tell(f"scenes in {scenes} and {test}")
-        make_scenes([str(scenes), "--train", str(self.settings.scenes), "--val", size, "--classes-images", "0"])
-        make_scenes([str(test), "--train", "0", "--val", size, "--classes-images", "0", "--seed", "1"])
+        shared = ["--val", size, "--classes-images", "0", "--boxes"]
+        make_scenes([str(scenes), "--train", str(self.settings.scenes), *shared])
+        make_scenes([str(test), "--train", "0", "--seed", "1", *shared])
         return scenes, test, "val"
 
+    def _regions(self, data: Path, test: Path, out: Path, tell: Tell) -> tuple[Path, Path]:
+        """The same images as regions: data with the splits train and val, and the data of the test."""
+        if self.settings.world == "scenes":
+            return data / "regions", test / "regions"
+        from tools.write_regions.arrays import CAPTIONS, REGIONS, file_of
+        from tools.write_regions.command import main as write_regions
+
+        regions = out / "regions"
+        missing = [split for split in ("train", "val", "test") if not file_of(regions, split, CAPTIONS).is_file()]
+        if missing:
+            tell(f"regions in {regions}")
+            for split in missing:
+                file_of(regions, split, REGIONS).unlink(
+                    missing_ok=True
+                )  # of a start that was ended before its captions
+            weights = str(self.files.images_weights or "timm")
+            write_regions(
+                ["--data", str(data), "--split", *missing, "--out", str(regions), "--weights", weights, *GRID]
+            )
+        return regions, regions
+
     def step_cost(self, training: Training) -> float:
-        return STEP_COST.get(training.method, 1.0)
+        return VARIANTS[training.name].step
 
     def steps(self, world: World, training: Training) -> float:
         return world.pairs // self.settings.batch_size * self.epochs * self.step_cost(training)
@@ -132,12 +164,17 @@ class Methods(Study):
 
     def train(self, world: World, training: Training, start, step_done: Callable, archive: Archive, test: bool) -> dict:
         name = archive.name(training)
-        train(world, training, name, archive.out, step_done)
+        inputs = world.regions if VARIANTS[training.name].regions else world.pixels
+        assert inputs is not None
+        train(inputs, training, name, archive.out, step_done)
         run = archive.out / "runs" / name
         found: dict = {"validation": validated(run), "step": seconds_per_step(run, self.settings.batch_size)}
         if test:
-            found |= findings.extract(measure(world, training, name, archive.out, rankings_of(training.name)))
+            found |= findings.extract(measure(inputs, training, name, archive.out, rankings_of(training.name)))
         return found
+
+    def interrupt(self) -> None:
+        terminate()
 
     def judge(self, found: Found, archive: Archive) -> list[dict]:
         return findings.judge(found, self.variants)

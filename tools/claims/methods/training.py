@@ -19,6 +19,7 @@ from probemb.errors import UserError
 
 HERE = Path(__file__).parent
 POLL = 2.0  # seconds between two looks at a training's log
+_STARTED: list[subprocess.Popen] = []  # commands of this process
 NO_CUDA = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -36,25 +37,33 @@ class Training:
 
 
 @dataclass(frozen=True)
-class World:
-    """Data and settings that all trainings share.
+class Inputs:
+    """What images are read as, pixels or regions, and the settings of trainings that read them.
 
-    config: the YAML; options: of finetune's command line; measuring: of zeroshot.retrieval's; pairs: training captions.
+    config: the YAML; options: of finetune's command line; measuring: of zeroshot.retrieval's.
     """
 
     config: Path
     options: tuple[str, ...]
     measuring: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class World:
+    """Data that all trainings share; pairs: training captions; regions: None where no variant reads them."""
+
+    pixels: Inputs
+    regions: Inputs | None
     pairs: int
 
 
-def train(world: World, training: Training, name: str, out: Path, step_done: Callable[[], object]) -> float:
+def train(inputs: Inputs, training: Training, name: str, out: Path, step_done: Callable[[], object]) -> float:
     """Train, calling `step_done` for every step; returns the seconds. Raises UserError: the command failed."""
     run = out / "runs" / name
     given = [f"--{option}={value}" for option, value in training.options]
     command = [
-        *("-m", "finetune.run", "--config", str(world.config), "--method", training.method),
-        *("--seed", str(training.seed), "--out", str(run), "--resume", *world.options, *given),
+        *("-m", "finetune.run", "--config", str(inputs.config), "--method", training.method),
+        *("--seed", str(training.seed), "--out", str(run), "--resume", *inputs.options, *given),
     ]
     log, began, done = out / "logs" / f"{name}.log", time.perf_counter(), steps_done(run)
     with _start(command, log) as process:
@@ -72,12 +81,12 @@ def train(world: World, training: Training, name: str, out: Path, step_done: Cal
     return time.perf_counter() - began
 
 
-def measure(world: World, training: Training, name: str, out: Path, rankings: Sequence[str]) -> dict:
+def measure(inputs: Inputs, training: Training, name: str, out: Path, rankings: Sequence[str]) -> dict:
     """The results.json of the test split. Raises UserError: the command failed."""
     results, log = out / "measured" / name, out / "logs" / f"{name}.log"
     command = [
         *("-m", "zeroshot.retrieval", "--model", str(out / "runs" / name), "--out", str(results)),
-        *("--rankings", ",".join(rankings), *world.measuring),
+        *("--rankings", ",".join(rankings), "--erased", "0", *inputs.measuring),
     ]
     with _start(command, log) as process:
         process.wait()
@@ -97,13 +106,21 @@ def seconds_per_step(run: Path, batch_size: int) -> float | None:
     return batch_size / late[len(late) // 2] if late else None
 
 
+def terminate() -> None:
+    """Tell the started commands to save and end."""
+    for process in _STARTED:
+        process.terminate()
+
+
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             env={**os.environ, **NO_CUDA},
         )  # fmt: skip
+    _STARTED[:] = [*(one for one in _STARTED if one.poll() is None), process]
+    return process
 
 
 def _refuse(code: int, training: Training, log: Path) -> None:

@@ -17,13 +17,16 @@ from tools.claims.methods.training import Training
 class Variant:
     """A method with its options.
 
-    title: in tables; method: of finetune; paper: where it is from; options: of finetune's command line.
+    title: in tables; method: of finetune; paper: where it is from; options: of finetune's command line; regions: it
+    reads precomputed regions in place of pixels; step: what a step costs, in steps of VSE∞, for the time that is left.
     """
 
     title: str
     method: str
     paper: str
     options: dict[str, str] = field(default_factory=dict)
+    regions: bool = False
+    step: float = 1.0
 
 
 PAPERS = {
@@ -39,30 +42,35 @@ SAYS_WORDS = {**MLP, "loss.text_weight": "0.005"}  # the paper's weight 1 is for
 SCAN = {"model.head": "average"}
 # Towers from random weights collapse with the hardest negatives alone; the GRU again for the variance, as in the paper.
 PROB = {"loss.warmup_epochs": "1", "model.n_unc_layers": "[0, 1]"}
+VSRN = {"loss.warmup_epochs": "1"}
 VARIANTS: dict[str, Variant] = {
     "infonce": Variant("InfoNCE", "infonce", "pcmepp", {"loss.temperature": "14"}),
     "vse": Variant("VSE∞", "vse", "pcmepp"),
     "pcmepp-mu": Variant("PCME++, means alone", "pcmepp-mu", "pcmepp", SCALE),
     "pcmepp": Variant("PCME++", "pcmepp", "pcmepp", {**SCALE, "loss.pseudo_positive": "0"}),
     "pcmepp-clip": Variant("PCME++ and CLIP", "pcmepp-clip", "pcmepp", {**SCALE, "loss.clip": "0.3"}),
-    "pcme": Variant("PCME", "pcme", "pcme", SCALE),
+    "pcme": Variant("PCME", "pcme", "pcme", SCALE, step=1.5),
     "vse0": Variant("VSE0", "vse0", "pcme"),
     "vsepp": Variant("VSE++", "vsepp", "pcme"),
     "order": Variant("order embeddings", "order", "pcme"),
-    "pvse K=1": Variant("PVSE, K = 1", "pvse", "pcme", {**PIE, "loss.embeddings": "1"}),
-    "pvse K=2": Variant("PVSE, K = 2", "pvse", "pcme", {**PIE, "loss.embeddings": "2"}),
-    "pvse K=4": Variant("PVSE, K = 4", "pvse", "pcme", {**PIE, "loss.embeddings": "4"}),
+    "pvse K=1": Variant("PVSE, K = 1", "pvse", "pcme", {**PIE, "loss.embeddings": "1"}, step=1.5),
+    "pvse K=2": Variant("PVSE, K = 2", "pvse", "pcme", {**PIE, "loss.embeddings": "2"}, step=1.7),
+    "pvse K=4": Variant("PVSE, K = 4", "pvse", "pcme", {**PIE, "loss.embeddings": "4"}, step=1.9),
     "prob-vsepp": Variant("VSE++, 2-Wasserstein", "prob-vsepp", "prob", PROB),
     "prob-vsepp min-KL": Variant("VSE++, min-KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "min-kl"}),
     "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "kl"}),
-    "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}),
-    "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}),
-    "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN),
-    "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae", MLP),
-    "vae-mh": Variant("VAE-MH", "vae-mh", "jwae", MLP),
-    "mse": Variant("MSE", "mse", "jwae", SAYS_WORDS),
-    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae", SAYS_WORDS),
-    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae", SAYS_WORDS),
+    "vsrn": Variant(
+        "VSRN", "vsrn", "prob", {**VSRN, "loss.hidden": "256", "loss.word_width": "100"}, regions=True, step=4.0
+    ),
+    "prob-vsrn": Variant("VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**VSRN, "model.n_unc_layers": "1"}, regions=True),
+    "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}, step=1.8),
+    "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}, step=1.8),
+    "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN, step=6.8),
+    "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae", MLP, step=3.3),
+    "vae-mh": Variant("VAE-MH", "vae-mh", "jwae", MLP, step=3.5),
+    "mse": Variant("MSE", "mse", "jwae", SAYS_WORDS, step=3.7),
+    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae", SAYS_WORDS, step=3.6),
+    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae", SAYS_WORDS, step=3.5),
 }
 
 
@@ -88,11 +96,14 @@ def training_of(name: str, seed: int) -> Training:
 
 
 def rankings_of(name: str) -> list[str]:
-    """The rankings measured: the method's own first, then the means, and the tolerance where there are variances."""
-    method = METHODS[VARIANTS[name].method]
-    if VARIANTS[name].options.get("loss.embeddings") == "1":
+    """The rankings measured: the method's own first, then by CSD and the means where there are such."""
+    variant = VARIANTS[name]
+    method = METHODS[variant.method]
+    if variant.options.get("loss.embeddings") == "1":
         return ["mean"]
     if method.ranking in ("multi-instance", "attention"):
         return [method.ranking]
-    more = ("csd", "mean") if method.probabilistic else ("mean",)
-    return list(dict.fromkeys([method.ranking if method.ranking != "csd" else more[0], *more]))
+    own = method.ranking if method.probabilistic or method.ranking != "csd" else "mean"
+    if hasattr(method.Options, "similarity"):  # the ranking is what the loss compares
+        own = variant.options.get("loss.similarity", method.Options.similarity)
+    return list(dict.fromkeys([own, *(["csd"] if method.probabilistic else []), "mean"]))
