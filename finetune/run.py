@@ -71,7 +71,7 @@ def train(config: Config, preemption: Preemption) -> int:
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
     composes = METHODS[config.method].composes
-    networks = make_networks(config, earlier, say, texts=clean.concepts if composes else None)
+    networks = make_networks(config, earlier, say, texts=clean.texts if composes else None)
     clean, validation, transforms, tokenizer = prepare_inputs(config, networks, clean, validation, accelerator)
     kind, out = ComposedValidator if composes else Validator, Path(config.out)
     validator = kind(validation, tokenizer, transforms, config, accelerator) if validation is not None else None

@@ -162,11 +162,11 @@ def _nothing_left(powers: Gaussian, above: Gaussian, weights: Tensor, left: Tens
     rest_D = 1 - (share_KD.sum(0) - share_KD[part])
     most = float((rest_D / share_KD[part]).min()) * -float(weight_K[part])
     most = math.floor(100 * most - 1e-3) / 100
-    closer = f" above {-most:g}" if most > 0 else " closer to 0"
+    less = f"a weight of at most {most:g}" if most > 0 else "less weight"
     return UserError(
         f"Taking away part {part + 1} of the query leaves no density: in {int(empty.sum())} of {dim} dimensions it is "
         "at least as certain as the parts that stay.",
-        f"Leave part {part + 1} out, or give it a weight{closer}.",
+        f"Leave part {part + 1} out, or take it away with {less}.",
     )
 
 

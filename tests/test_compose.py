@@ -173,7 +173,7 @@ def test_division_without_anything_left_is_refused():
     wide = Gaussian(torch.zeros(1, 3), torch.zeros(1, 3))
     narrow = Gaussian(torch.zeros(1, 3), torch.tensor([[1.0, -1.0, 1.0]]))
     parts = Gaussian.stack([wide, narrow, wide])
-    with pytest.raises(UserError, match=r"part 2 of the query.* 1 of 3 dimensions.*above -0.73") as found:
+    with pytest.raises(UserError, match=r"part 2 of the.* 1 of 3 dimensions.*a weight of at most 0.73") as found:
         compose(parts, weights=[1, -1, 1])
     allowed = compose(parts, weights=[1, -0.73, 1]).gaussian
     assert torch.isfinite(allowed.log_var).all()

@@ -20,7 +20,6 @@ from probemb.gaussian import Gaussian
 from probemb.metrics import average_ranks, roc_auc
 from probemb.metrics.prediction import cluster_standard_error
 from probemb.models.composers import Composer
-from probemb.models.composers.product import ProductComposer
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def scores_for(composer: Composer) -> list[str]:
     has = {"nothing"}
     if composer.probabilistic:
         has.add("variance")
-    if isinstance(composer, ProductComposer):
+    if composer.normalises:
         has.add("normaliser")
     return [name for name, score in SCORES.items() if score.needs in has]
 

@@ -121,8 +121,8 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
 
     The trunk, the mean branch's blocks and the scalars always; the heads if both models have the same kind; the
     uncertainty branch if both have as many blocks in it (or the token, if both have one), and its head if that is of
-    the same kind and size too. What
-    is not copied stays as it is (random in a new model), as the heads do on the way from "clip" to "gpo".
+    the same kind and size too; the composer if both have the same one. What is not copied stays as it is (random in a
+    new model), as the heads do on the way from "clip" to "gpo".
 
     Args:
         where: what to call the source in errors.
@@ -138,6 +138,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
         and ours["uncertainty"] == theirs["uncertainty"]
         and per_tower(ours["n_unc_layers"]) == per_tower(theirs["n_unc_layers"])
     )
+    same_composer = type(model.composer) is type(source.composer) and ours["embed_dim"] == theirs["embed_dim"]
     same_size = (ours["covariance"] == "spherical") == (theirs["covariance"] == "spherical")  # as many outputs
     _check_architecture(ours, theirs, where)
     if ours["head"] == "clip" != theirs["head"]:
@@ -164,6 +165,8 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
 
     def taken(key: str) -> bool:
         tower, _, name = key.partition(".")
+        if tower == "composer":
+            return same_composer
         if tower not in ("visual", "text"):
             return tower not in SCALARS or tower in given  # models differ in which they have
         if name.startswith("mean_head."):

@@ -30,7 +30,8 @@ class QueryComposer:
         has_variances = self._module.probabilistic if self.trained else True
         self.measure = None
         if has_variances and getattr(model, "probabilistic", True):
-            self.measure = "log_normaliser" if self.name == "product" else "uncertainty"
+            normalises = not self.trained or self._module.normalises
+            self.measure = "log_normaliser" if normalises else "uncertainty"
 
     def __call__(self, parts: Gaussian, weights: Sequence[float] | None = None) -> Product:
         """Compose parts (K, D), or (K, N, D) for N queries; on the CPU.

@@ -79,6 +79,11 @@ class Compositions:
         return self.tuples.shape[1]
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts with all words of text parts, of which a vocabulary is made."""
+        return self.concepts
+
+    @property
     def n_examples(self) -> int:
         """Different training examples to draw: one for each combination."""
         return len(self.tuples)

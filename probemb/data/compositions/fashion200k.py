@@ -30,6 +30,7 @@ from probemb.data.randomness import stream_of
 from probemb.errors import UserError
 
 QUERIES = "test_queries.txt"
+CHANGE = "replace {} with {}"
 MAX_LINES = 2_000_000  # of a split
 MAX_WORDS, MAX_WORD = 64, 100  # of a description, and its characters
 _FETCH = "Fetch the labels of Fashion200k again."
@@ -58,6 +59,10 @@ class AttributeChanges(Compositions):
         return np.array(rows, dtype=np.int64)
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        return *self.concepts, CHANGE.format("", "")
+
+    @property
     def n_examples(self) -> int:
         return len(self.sources)
 
@@ -76,7 +81,7 @@ class AttributeChanges(Compositions):
     def change(self, source: int, mine: int, changed: int) -> tuple[Part, Part]:
         """The parts of a query: the image, and "replace x with y"."""
         before, after = _difference(self.concepts[mine], self.concepts[changed])
-        return Part(mine, source), Part(-1, text=f"replace {before} with {after}")
+        return Part(mine, source), Part(-1, text=CHANGE.format(before, after))
 
     def sampled_queries(self, number: int = 10_000, seed: int = 0, tuples: np.ndarray | None = None) -> list[Query]:
         """So many changes, drawn as for training. `tuples` is of no meaning here."""
@@ -96,6 +101,11 @@ def read_fashion200k(path: Path, split: str, images: Path | None = None) -> Attr
     """The images of "train" or "test", and the published test queries. Raises UserError."""
     files = sorted((path / "labels").glob("*_detect_all.txt"))
     named = {file: file.name.removesuffix("_detect_all.txt").rpartition("_")[2] for file in files}
+    if split == "val" and "val" not in named.values():
+        raise UserError(
+            f"{path} is Fashion200k, which has no validation split.",
+            "Finetune with --data.validation null, and measure the split test.",
+        )
     choose_split(split, named.values(), str(path))
     names, texts = [], []
     for file in (file for file in files if named[file] == split):

@@ -73,7 +73,7 @@ def find_compositions(
     result = _build(found, split, setup, read, notes)
     if split != "test" or setup == "unseen":
         return result
-    queries, left_out = published_queries(result, found.split(split), folder)
+    queries, left_out = published_queries(result, found.split(split), folder, read.seen)
     return replace(result, queries=queries, notes=(*result.notes, *left_out))
 
 

@@ -57,28 +57,35 @@ def published_tuples(found: ConceptImages, lists: Path, k: int, split: str) -> t
 
 
 def published_queries(
-    data: Compositions, here: ConceptImages, lists: Path
+    data: Compositions, here: ConceptImages, lists: Path, seen: np.ndarray
 ) -> tuple[list[Query] | None, tuple[str, ...]]:  # fmt: skip
     """The published test queries whose images and targets are here; None where there is no list of them.
 
     A part that is an image is the largest crop of its category in the published image.
+
+    Args:
+        seen: (T, k) combinations that training images have; queries of others would pass for seen ones.
     """
     cases = read_test_cases(lists, data.k)
     if cases is None:
         return None, ()
     rows = {name: row for row, name in enumerate(here.names)}
     numbers = {one: place for place, one in enumerate(here.concept_ids)}
-    found = []
+    trained, found = set(map(tuple, seen.tolist())), []
     for case in cases:
         concepts = tuple(numbers.get(one, -1) for one in case.categories)
         parts = [
             _part(data, concept, rows.get(str(image))) if shown else _text(data, concept)
             for concept, image, shown in zip(concepts, case.images, case.is_image)
         ]
-        if None not in parts and len(data.targets(concepts)):
-            found.append(Query(tuple(parts), tuple(sorted(concepts)), kind_of(parts)))
+        asked = tuple(sorted(concepts))
+        if None not in parts and asked in trained and len(data.targets(asked)):
+            found.append(Query(tuple(parts), asked, kind_of(parts)))
     left_out = len(cases) - len(found)
-    note = f"{left_out:,} of {len(cases):,} published queries are left out: their images or targets are not here."
+    note = (
+        f"{left_out:,} of {len(cases):,} published queries are left out: their images or targets are not here, or no "
+        "training image has their combination."
+    )
     return found or None, (note,) if left_out else ()
 
 

@@ -21,11 +21,13 @@ class Composer(nn.Module):
     Attributes:
         probabilistic: whether the log-variances of the parts are read, and those of the result mean anything.
         weighs: whether parts can have weights.
+        normalises: whether the log-normaliser means anything.
         dim: D.
     """
 
     probabilistic: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
+    normalises: ClassVar[bool] = False
 
     def __init__(self, dim: int):
         super().__init__()

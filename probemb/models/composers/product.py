@@ -15,7 +15,7 @@ from probemb.models.composers.composer import Composer
 class ProductComposer(Composer):
     """`probemb.compose.compose` with its normaliser. Source: MPC Eqs. 2 to 4."""
 
-    weighs = True
+    weighs = normalises = True
 
     def compose_parts(self, parts: Gaussian) -> Product:
         return compose(_parts_first(parts))

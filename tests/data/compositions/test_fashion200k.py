@@ -5,6 +5,7 @@ import pytest
 
 from probemb.data.compositions import find_compositions
 from probemb.data.randomness import stream_of
+from probemb.data.words import split_words
 from probemb.errors import UserError
 from tests.data.compositions.fashion import TRAIN, write_fashion200k
 
@@ -39,6 +40,13 @@ def test_training_examples_change_one_word(folder):
     assert pairs == NEIGHBOURS | {(b, a) for a, b in NEIGHBOURS}
 
 
+def test_texts_have_every_word_of_a_query(folder):
+    data = find_compositions(folder, "train")
+    known = {word for text in data.texts for word in split_words(text)}
+    asked = {word for query in data.sampled_queries(6) for word in split_words(query.parts[1].text)}
+    assert {"replace", "with"} < asked <= known
+
+
 def test_published_queries_and_their_targets(folder):
     data = find_compositions(folder, "test")
     one, two = data.queries
@@ -63,7 +71,7 @@ def test_the_order_of_drawing_does_not_depend_on_set_order(folder):
 
 
 def test_what_is_wrong_with_the_files_is_said(folder):
-    with pytest.raises(UserError, match="has no split 'val', only test and train"):
+    with pytest.raises(UserError, match=r"no validation split.*--data.validation null"):
         find_compositions(folder, "val")
     file = folder / "labels" / "top_train_detect_all.txt"
     good = file.read_text()

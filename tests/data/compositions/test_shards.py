@@ -132,6 +132,24 @@ def test_published_lists_are_used_as_far_as_the_images_have_them(tmp_path):
             find_compositions(folder, "test", lists=lists)
 
 
+def test_published_queries_of_combinations_without_a_training_image_are_left_out(tmp_path):
+    """They would count as seen in the training."""
+    rows = [row(i) for i in range(N)]
+    rows[3]["categories"] = [2, 4, 9]  # the only image with ring and fox
+    folder = folder_of(tmp_path, rows)
+    cases = [{"images": [1004, 1004], "categories": [4, 2]}, {"images": [1003, 1003], "categories": [4, 9]}]
+    for name, content in (
+        ("2_cat_combinations", [[4, 2], [4, 9]]), ("test_imgs", [1003, 1004]), ("2_test_cases", {"text_text": cases}),
+    ):  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    data = find_compositions(folder, "test")
+    trained = {tuple(one) for one in find_compositions(folder, "train").tuples.tolist()}
+    assert [data.named(query.concepts) for query in data.queries] == ["bear + ring"]
+    assert {query.concepts for query in data.queries} <= trained
+    assert len(data.targets([1, 2])) == 1  # the other query has an answer
+    assert any("1 of 2 published queries are left out" in note for note in data.notes)
+
+
 def test_what_is_not_there_is_said(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         find_compositions(tmp_path / "nowhere", "test")

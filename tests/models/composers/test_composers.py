@@ -5,6 +5,7 @@ import torch
 from torch.distributions import Normal
 
 from probemb import Gaussian, UserError
+from probemb.models import create_model, save_model
 from probemb.models.composers import ALIASES, COMPOSERS, create_composer
 from probemb.models.composers.mrn import MRNComposer
 
@@ -170,3 +171,23 @@ def test_names():
     for shape in ((3, 4), (3, 0, 4), (3, 2, 5)):
         with pytest.raises(ValueError, match="give"):
             create_composer("product", 4)(Gaussian(torch.zeros(shape), torch.zeros(shape)))
+
+
+@pytest.mark.parametrize("name", COMPOSERS)
+def test_encoders_of_a_run_take_any_composer(tmp_path, name):
+    """The run's own composer is taken where it is the same one; else the new one stays random."""
+
+    def make(seed, composer, **options):
+        torch.manual_seed(seed)
+        return create_model("ViT-Micro-32", composer=composer, **options)
+
+    for source in (None, "tirg"):
+        run = make(0, source)
+        save_model(run, tmp_path / str(source))
+        model = make(1, name, pretrained=str(tmp_path / str(source)))
+        for tower in ("visual", "text"):
+            for key, tensor in getattr(run, tower).state_dict().items():
+                assert torch.equal(getattr(model, tower).state_dict()[key], tensor)
+        expected = run.composer if source == name else make(1, name).composer
+        for key, tensor in expected.state_dict().items():
+            assert torch.equal(model.composer.state_dict()[key], tensor)

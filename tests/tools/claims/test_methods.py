@@ -37,6 +37,7 @@ def test_variants_name_methods_of_finetune_and_papers():
     ("argv", "message"),
     [
         (["--methods", "vze"], "no method 'vze' to compare. Did you mean 'vse'"),
+        (["--methods", "compsed"], "no method 'compsed' to compare. Did you mean 'composed'"),
         (["--methods", "vse", "--world", "ambiguity"], "no use with --world ambiguity"),
         (["--methods", "vse", "--world", "flickr8k"], "--data is missing"),
         (["--methods", "vse", "--world", "flickr8k", "--data", "x", "--coco", "y"], "--coco has no use"),

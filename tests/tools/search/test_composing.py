@@ -11,7 +11,7 @@ from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models import LoadedModel, create_model, create_tokenizer, create_transforms
-from probemb.models.composers import COMPOSERS
+from probemb.models.composers import ALIASES, COMPOSERS
 from tests.searching import N, gallery, searcher  # noqa: F401 - fixtures
 from tests.world import run_folder  # noqa: F401 - a fixture
 from tools.search.command import main
@@ -36,7 +36,7 @@ def with_composer(name, index, **more):
     return Searcher(index, QueryEncoder(LoadedModel(model, create_tokenizer(model), create_transforms(model)), "x"))
 
 
-@pytest.mark.parametrize("name", COMPOSERS)
+@pytest.mark.parametrize("name", [*COMPOSERS, *ALIASES])
 def test_a_trained_composer_composes(name):
     torch.manual_seed(0)
     model = create_model("ViT-Micro-32", composer=name).eval()
@@ -47,7 +47,9 @@ def test_a_trained_composer_composes(name):
     torch.testing.assert_close(product.gaussian.mean, truth.mean)
     torch.testing.assert_close(composer(given[2]).gaussian.mean, truth.mean[2], atol=1e-5, rtol=1e-4)
     assert composer.name == name
-    assert composer.weighs == (name == "product")
+    product_of_densities = ALIASES.get(name, name) == "product"
+    assert composer.weighs == product_of_densities
+    assert (composer.measure == "log_normaliser") == product_of_densities
     if model.composer.probabilistic:
         torch.testing.assert_close(product.gaussian.log_var, truth.log_var)
     else:

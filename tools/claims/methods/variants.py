@@ -83,8 +83,8 @@ def chosen_variants(text: str) -> list[str]:
         keys = [key for key, variant in VARIANTS.items() if name in (key, variant.method)]
         if not keys:
             known = list(dict.fromkeys([*VARIANTS, *(one.method for one in VARIANTS.values())]))
-            what = f"There is no method '{name}' to compare.{nearest(name, known)}"
-            raise UserError(what, f"Name all, or some of {', '.join(known)}.")
+            what = f"There is no method '{name}' to compare.{nearest(name, [*known, 'composed'])}"
+            raise UserError(what, f"Name all, composed (MPC and its rivals), or some of {', '.join(known)}.")
         found += keys
     return list(dict.fromkeys(found))
 
