@@ -161,6 +161,10 @@ def test_classes_in_the_form_of_cub(made):
         assert not words & (set(COLOURS) - {colour})
 
 
+def test_the_set_itself_is_read_beside_its_forms(made):
+    assert len(find_captions(made, "train")) == 20
+
+
 def test_the_form_of_cub_is_read(made):
     split = {name: find_captions(made / "cub", name) for name in ("train", "test")}
     assert {name: len(found) for name, found in split.items()} == {"train": 48 + 4, "test": 16 + 2}

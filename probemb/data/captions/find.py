@@ -97,11 +97,16 @@ def _kind_of_files(data: str | Path) -> str:
             "webdataset": find_tars(path) or any(path.glob("*/*.tar")),
             "precomp": any(path.glob("*_caps.txt*")) or any(path.glob("precomp/*_caps.txt*")),
             "karpathy": any(path.glob("dataset*.json*")),
-            "cub": any(path.glob("text_c10")) or any(path.glob("*/text_c10")),
+            "cub": (path / "text_c10").is_dir(),
         }
         found = [name for name, there in holds.items() if there]
+        if not found and any(path.glob("*/text_c10")):  # scenes with --boxes have a folder cub beside their shards
+            found = ["cub"]
         if len(found) > 1:
-            raise UserError(f"{path} holds captions in several formats: {listed(found)}.", "Name one with the format.")
+            raise UserError(
+                f"{path} holds captions in several formats: {listed(found)}.",
+                f"Name the files of one, or {listed(found, 'or')} as the format where the command takes one.",
+            )
         if not found:
             raise UserError(
                 f"{path} holds no webdataset shards, no *_caps.txt, no Karpathy json and no text_c10.",

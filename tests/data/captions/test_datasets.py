@@ -477,6 +477,9 @@ def test_the_format_is_seen_from_the_content(coco, tmp_path):
         find_captions(mixed, "test")
     assert len(find_captions(mixed, "test", format="precomp")) == 3
     assert len(find_captions(mixed, "test", format="webdataset")) == 1
+    (mixed / "test_caps.txt").unlink()
+    (mixed / "cub" / "text_c10").mkdir(parents=True)
+    assert len(find_captions(mixed, "test")) == 1  # the folder's own shards, not a data set of another folder in it
 
 
 # ----------------------------------------------------------------------------------------------------------- real data
