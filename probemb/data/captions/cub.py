@@ -19,6 +19,7 @@ from probemb.data.captions.dataset import (
     assemble,
     check_unique,
     choose_split,
+    listed,
     read_text,
     resolve_split,
 )
@@ -49,11 +50,17 @@ def read_cub(path: Path, split: str | None, images: Path | None) -> CaptionDatas
     texts = caption_folder(path) if path.is_dir() else None
     if texts is None:
         raise UserError(f"{path} holds no folder {CAPTIONS}.", _FETCH)
-    listed = _read_images(_find("images.txt", [path, path / PUBLISHED]))
+    every = _read_images(_find("images.txt", [path, path / PUBLISHED]))
     splits = _read_splits(path, texts.parent)
     split = resolve_split(split, splits)
+    if split == "val" and split not in splits:
+        numbered = "name train1 and val1 as the splits, " if "val1" in splits else ""
+        raise UserError(
+            f"{path} has no split 'val', only {listed(sorted(splits))}: {HELD_OUT} names no image.",
+            f"Put that file there, {numbered}or train without validation (--no-data.validation).",
+        )
     parts = choose_split(split, splits, str(path))
-    chosen = [name for name in listed if any(_is_in(name, *splits[part]) for part in parts)]
+    chosen = [name for name in every if any(_is_in(name, *splits[part]) for part in parts)]
     entries = [Entry(str(PurePosixPath(name).with_suffix("")), _captions_of(texts, name)) for name in chosen]
     folders = [path, path / PUBLISHED]
     located, missing = locate([(name,) for name in chosen], chosen, str(path), images, folders)

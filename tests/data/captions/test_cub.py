@@ -73,8 +73,9 @@ def test_what_is_refused(cub, file, content, message):
 
 
 def test_other_mistakes(cub, tmp_path):
-    with pytest.raises(UserError, match="no split 'val', only test, train, train1 and val1"):
+    with pytest.raises(UserError, match="no split 'val', only test, train, train1 and val1") as caught:
         find_captions(cub, "val")
+    assert "name train1 and val1 as the splits, or train without validation" in caught.value.remedy
     with pytest.raises(UserError, match="holds no folder text_c10"):
         find_captions(tmp_path, "test", format="cub")
     save(tmp_path / "plain_caps.txt", "a\nb\nc\nd\ne\n")
