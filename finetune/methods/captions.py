@@ -13,6 +13,7 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from finetune.config import Config
     from probemb.losses.output import LossOutput
     from probemb.models import DualEncoder
 
@@ -49,6 +50,17 @@ class Captioned(Method):
         width, options = model.image_tower.token_width, self.options
         decoder = RegionDecoder(n_words(model), width, options.word_width, options.hidden)
         self.module.decoders = nn.ModuleDict({"caption": decoder})
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if not config.loss.caption_weight:
+            cls.refuse_unused(
+                config,
+                ("word_width", "hidden"),
+                "loss.caption_weight is 0, so no captions are said",
+                "set loss.caption_weight above 0",
+            )
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         from probemb.losses.output import LossOutput

@@ -136,3 +136,5 @@ class PVSE(Method):
                 "with one embedding of an item the triplet loss is alone",
                 "set loss.embeddings to 2 or more",
             )
+        elif not config.loss.mmd:
+            cls.refuse_unused(config, ("gamma", "kernel"), "loss.mmd is 0", "set loss.mmd above 0")

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from probemb.models import DualEncoder
 
 
+TEXT_DECODER = ("word_dropout", "word_width", "hidden")  # its options
+
+
 class MSE(Method):
     """Two autoencoders whose codes of a pair are pulled together."""
 
@@ -129,12 +132,18 @@ class MSE(Method):
             raise UserError(
                 f"{config.method} reconstructs whole captions, and SizeAugment changes them.", "Set size_augment to 0."
             )
+        o = config.loss
+        if not o.image_weight:
+            cls.refuse_unused(config, ["image_norm"], "loss.image_weight is 0", "set loss.image_weight above 0")
+        if not o.text_weight:
+            because = "loss.text_weight is 0, so no captions are said"
+            cls.refuse_unused(config, TEXT_DECODER, because, "set loss.text_weight above 0")
         from probemb.models.architectures import read_architecture, reads_vectors
 
         if not cls.wants_tokens and reads_vectors(read_architecture(config.model.name)):
             cls.refuse_unused(
                 config,
-                ("word_dropout", "word_width", "hidden"),
+                TEXT_DECODER,
                 f"{config.model.name} has mean word vectors as text, and they are reconstructed without words",
                 "choose a model that reads words one by one, such as resnet152-bigru",
             )
@@ -160,6 +169,12 @@ class MMDMSE(MSE):
 
         found = mmd(batch.images.codes, batch.texts.codes, self.options.kernel)
         return super().parts(batch, model) | {"mmd": (self.options.mmd_weight, found)}
+
+    @classmethod
+    def check(cls, config) -> None:
+        super().check(config)
+        if not config.loss.mmd_weight:
+            cls.refuse_unused(config, ["kernel"], "loss.mmd_weight is 0", "set loss.mmd_weight above 0")
 
 
 class JWAEMSE(MSE):
@@ -189,6 +204,17 @@ class JWAEMSE(MSE):
         super().__init__(config, model, pairs)
         self.aside.discriminator = Discriminator(model.embed_dim, self.options.discriminator_hidden)
         self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
+
+    @classmethod
+    def check(cls, config) -> None:
+        super().check(config)
+        if not (config.loss.image_prior or config.loss.text_prior):
+            cls.refuse_unused(
+                config,
+                ("discriminator_lr", "discriminator_hidden"),
+                "loss.image_prior and loss.text_prior are 0",
+                "set one of them above 0",
+            )
 
     def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """All codes of images and of texts that are held to the prior, (…, D) each."""

@@ -10,6 +10,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from finetune.methods.base import Batch, Method
 
 if TYPE_CHECKING:
+    from finetune.config import Config
     from probemb.losses.output import LossOutput
     from probemb.models import DualEncoder
 
@@ -46,6 +47,12 @@ class PCME(Method):
     ranking = "match-probability"
     soft_labels = True
     trains = ("scale", "shift")
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if not config.loss.vib:
+            cls.refuse_unused(config, ["vib_form"], "loss.vib is 0", "set loss.vib above 0")
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         from probemb.losses import pcme_loss

@@ -73,3 +73,10 @@ class ProbVSEPlusPlus(Method):
                 f"The variances are to lie between loss.smallest {o.smallest:g} and loss.largest {o.largest:g}.",
                 "Set loss.smallest below loss.largest.",
             )
+        if o.negatives == "all":
+            cls.refuse_unused(
+                config,
+                ["warmup_epochs"],
+                "loss.negatives is all in every epoch",
+                "set loss.negatives to hardest or semi-hard",
+            )

@@ -192,6 +192,29 @@ REFUSED = {
         )
         for option, value in (("diversity", 0.2), ("mmd", 0.5), ("gamma", 2.0), ("kernel", "unsquared"))
     },
+    **{
+        f"{option} of {method} without {' and '.join(off)}": (
+            {"method": method, "size-augment": 0, **dict.fromkeys(off, 0), f"loss.{option}": value},
+            f"{method} does not use loss.{option}, which is {value}: {off[0]}",
+            f"Leave loss.{option} out, or set",
+        )
+        for method, off, option, value in (
+            ("pvse", ["loss.mmd"], "gamma", 2.0),
+            ("pcme", ["loss.vib"], "vib_form", "sum"),
+            ("prob-vsrn", ["loss.caption_weight"], "hidden", 8),
+            ("vsrn", ["loss.caption_weight"], "word_width", 8),
+            ("jwae-mh", ["loss.text_weight"], "hidden", 8),
+            ("vae-mh", ["loss.image_weight"], "image_norm", "l1"),
+            ("mmd-mse", ["loss.mmd_weight"], "kernel", "imq"),
+            ("jwae-mse", ["loss.image_prior", "loss.text_prior"], "discriminator_lr", 0.1),
+            ("jwae-scan", ["loss.image_prior", "loss.text_prior"], "discriminator_hidden", 8),
+        )
+    },
+    "warm-up of all negatives": (
+        {"method": "prob-vsepp", "loss.negatives": "all", "loss.warmup_epochs": 1},
+        "prob-vsepp does not use loss.warmup_epochs, which is 1: loss.negatives is all",
+        "set loss.negatives to hardest or semi-hard",
+    ),
     "lambda of a sum": (
         {"method": "scan", "loss.aggregation": "sum", "loss.lambda_lse": 3.0},
         "scan does not use loss.lambda_lse, which is 3.0: loss.aggregation is sum",

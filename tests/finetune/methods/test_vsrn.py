@@ -31,11 +31,11 @@ def regions(tmp_path_factory):
     return write_regions(tmp_path_factory.mktemp("regions"), train=24)
 
 
-def options(regions, out, method="vsrn", **more):
+def options(regions, out, method="vsrn", caption_weight=1, **more):
+    decoder = {"loss.hidden": 12, "loss.word_width": 8} if caption_weight else {}
     return {
         "method": method, "data.path": regions, "out": out, "model.name": "vsrn-scenes-gru", "model.embed_dim": "null",
-        "batch-size": 24, "loss.caption_weight": 1, "loss.hidden": 12, "loss.word_width": 8,
-        "optimizer.freeze-epochs": 0, **more,
+        "batch-size": 24, "loss.caption_weight": caption_weight, "optimizer.freeze-epochs": 0, **decoder, **more,
     }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_several_processes_equal_one(regions, tmp_path, ranks):
 
 
 def test_without_the_weight_there_is_no_decoder(regions, tmp_path):
-    assert run_here(options(regions, tmp_path / "run", **{"loss.caption_weight": 0}, **ONE_EPOCH)) == 0
+    assert run_here(options(regions, tmp_path / "run", caption_weight=0, **ONE_EPOCH)) == 0
     (*_, line) = (line for line in metrics(tmp_path / "run") if "loss" in line)
     assert "caption" not in line
     assert METHODS["vsrn"].Options().caption_weight == 1.0
@@ -138,9 +138,9 @@ def test_an_earlier_run_resumes_without_the_captions():
 
 @pytest.mark.parametrize("method", ["vsrn", "prob-vsrn"])
 def test_pixels_have_no_regions_to_reason_over(method, scenes, tmp_path):
-    settings = options(scenes, tmp_path / "run", method, **{"model.name": "ViT-Micro-32", "model.embed_dim": 16})
+    settings = options(scenes, tmp_path / "run", method, 0, **{"model.name": "ViT-Micro-32", "model.embed_dim": 16})
     with pytest.raises(UserError, match=f"{method} reasons over .* regions, and ViT-Micro-32 reads none") as error:
-        run_here({**settings, "loss.caption_weight": 0})
+        run_here(settings)
     assert "vsrn-regions-gru" in str(error.value)
     assert not (tmp_path / "run").exists()
 
