@@ -132,6 +132,7 @@ def make_networks(config: Config, earlier: Path | None, say, texts=None) -> list
     import torch
 
     from probemb.models import fill_word_vectors
+    from probemb.models.architectures import reads_vectors
 
     torch.manual_seed(config.seed)
     method, networks = METHODS[config.method], []
@@ -148,6 +149,8 @@ def make_networks(config: Config, earlier: Path | None, say, texts=None) -> list
         )
         if config.model.word_vectors and not earlier:
             say(f"words   {fill_word_vectors(networks[-1], config.model.word_vectors)}")
+        elif not (earlier or config.model.pretrained) and reads_vectors(networks[-1].config["architecture"]):
+            say("words   have random vectors, which do not train: name word vectors with --model.word-vectors")
     return networks
 
 

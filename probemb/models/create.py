@@ -245,7 +245,7 @@ def _starting_point(config: dict, name: str, o: ModelOptions, source: DualEncode
     if o.image_weights and (tower_kind(config, "vision_cfg") != "timm" or source is not None):
         raise UserError(
             "image_weights are for a new model with an image tower from timm.",
-            "Leave image_weights out, or name an architecture such as resnet-gru without pretrained.",
+            "Set image_weights to null, or name an architecture such as resnet-gru without pretrained.",
         )
     if source is not None:
         return build_stock(config), source.config["preprocess"]

@@ -92,5 +92,6 @@ def test_word_vectors(tmp_path):
     assert fill_word_vectors(model, tmp_path / "v.txt").startswith("1 of 5 words start from a vector")
     assert_close(model.text.embedding.weight[3].detach(), torch.tensor(vector, dtype=torch.float32))
     (tmp_path / "narrow.txt").write_text("red 1 2\n")
-    with pytest.raises(UserError, match="2 numbers"):
+    with pytest.raises(UserError, match="2 numbers, the model's 96") as caught:
         fill_word_vectors(model, tmp_path / "narrow.txt")
+    assert "Name vectors of 96 numbers" in caught.value.remedy

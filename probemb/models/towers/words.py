@@ -75,7 +75,7 @@ def fill_rows(table: Tensor, vocabulary: list[str], vectors: Mapping[str, np.nda
             if len(vector) != table.shape[1]:
                 raise UserError(
                     f"The word vectors have {len(vector)} numbers, the model's {table.shape[1]}.",
-                    f"Set text_cfg.width of the architecture to {len(vector)}.",
+                    f"Name vectors of {table.shape[1]} numbers, or an architecture whose text width is {len(vector)}.",
                 )
             table[row] = vector
             found += 1

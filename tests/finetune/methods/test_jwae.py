@@ -174,10 +174,11 @@ def test_a_run_resumes_bit_for_bit_with_its_discriminator(name, scenes, tmp_path
 
 
 @pytest.mark.parametrize("name", ["jwae-mse", "jwae-mh", "mmd-mse"])
-def test_mean_word_vectors_and_cached_features_through_the_command(name, scenes, tmp_path):
+def test_mean_word_vectors_and_cached_features_through_the_command(name, scenes, tmp_path, capsys):
     out = tmp_path / "run"
     options = {"method": name, "data.path": scenes, "out": out, "data.cache-features": tmp_path / "features", **WORDS}
     assert run_here({**options, "optimizer.lr": 0.003}) == 0
+    assert "random vectors, which do not train: name word vectors with --model.word-vectors" in capsys.readouterr().out
     lines = [line for line in metrics(out) if "loss" in line]
     assert lines[-1]["image"] < lines[0]["image"]
     assert lines[-1]["text"] < lines[0]["text"]
