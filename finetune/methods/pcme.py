@@ -27,7 +27,8 @@ class PCME(Method):
         """Match probability of samples. Source: PCME++ §B.2 (scale, shift and bottleneck as PCME++'s).
 
         Args:
-            scale: initial a of the match probability sigmoid(-a d + b).
+            scale: initial a of the match probability, the mean over sample pairs of sigmoid(2 (b - a d)). The 2 is the
+                public code's, to which the published a and b belong; the paper has sigmoid(b - a d).
             shift: initial b.
             samples: drawn of each item.
             vib: weight beta of the information bottleneck.
