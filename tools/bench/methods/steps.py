@@ -4,7 +4,8 @@
     python -m tools.bench.methods.steps --methods vse,pcme,scan
 
 A step is the text tower, both heads, the loss, backward and the optimizers, with the same D for every method; the
-methods take turns in one run.
+methods take turns in one run. Those that reason over regions are timed with all that they have, from regions to said
+captions, on another architecture (`REGIONS`), beside `vse` on it. Methods that compose queries have their own bench.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from probemb.errors import UserError, nearest
 PEER = "vse"
 OWN_COST = ("scan", "jwae-scan")  # attention over all pairs: their ratio is stated, not limited
 SMALL = "scenes-cnn-gru"
+REGIONS = "vsrn-grid-gru"  # regions and words of about the widths of effnet-lite0-gru
+ON_REGIONS = f"{PEER} on regions"
 WORDS, LENGTH, CAPTIONS = 2000, 16, 5
 
 
@@ -29,14 +32,17 @@ def main() -> None:
     from finetune.methods.registry import METHODS
     from tools.bench.timing import report, time_in_turn
 
-    names = [name for name in METHODS if METHODS[name].trained]
+    names = [name for name in METHODS if METHODS[name].trained and not METHODS[name].composes]
     if options.methods != "all":
         chosen = options.methods.split(",")
         for name in chosen:
             if name not in names:
                 raise UserError(f"There is no method '{name}' to time.{nearest(name, names)}", "Leave --methods out.")
         names = list(dict.fromkeys([PEER, *chosen]))
-    variants = {name: step(name, options.model, options.batch) for name in names}
+    on_regions = {name for name in names if METHODS[name].over_regions}
+    variants = {name: step(name, REGIONS if name in on_regions else options.model, options.batch) for name in names}
+    if on_regions:
+        variants[ON_REGIONS] = step(PEER, REGIONS, options.batch)
     title = f"training step of {options.model} on frozen features, B = {options.batch}"
     target = f"at most 2 times {PEER}'s step, {' and '.join(OWN_COST)} excepted"
     report(title, time_in_turn(variants, options.repeats, warmup=2), PEER, target)
@@ -58,24 +64,31 @@ def step(name: str, architecture: str, b: int):
     from tools.bench.timing import device
 
     argv = ["--method", name, "--data.path", "none", "--model.lock-image", "true", "--size-augment", "0"]
-    argv += ["--loss.caption_weight", "0"] if hasattr(METHODS[name].Options, "caption_weight") else []  # no regions
     config = parse_config(Config, "finetune", "", with_method_file([*argv, "--mix.ratio", "0"]))
     method_class, torch_device = METHODS[name], device()
     torch.manual_seed(0)
     head = config.model.head if getattr(method_class, "wants_tokens", False) or config.model.head == "pie" else "clip"
     words = [f"w{i}" for i in range(WORDS)]
+    branch = config.model.n_unc_layers  # [0, 1] of prob-vsepp: the text's variance has a GRU of its own
+    if method_class.over_regions:
+        branch = int(method_class.probabilistic)
+    elif not isinstance(branch, tuple):
+        branch = 0
     networks = [
         create_model(
-            architecture, embed_dim=read_architecture(architecture)["embed_dim"], head=head, n_unc_layers=0,
+            architecture, embed_dim=read_architecture(architecture)["embed_dim"], head=head, n_unc_layers=branch,
             vocabulary=words, init_scale=5.0, init_shift=5.0, **method_class.model_options(config),
         )
         for _ in range(method_class.networks)
     ]  # fmt: skip
     model = networks[0]
-    height, width = model.image_tower.image_size
-    layout = model.image_tower.layout(torch.linspace(-1, 1, 6 * height * width).view(2, 3, height, width))
-    for network in networks:
-        network.image_tower.feature_layout = layout
+    shape = getattr(model.image_tower, "region_shape", None)
+    if shape is None:
+        height, width = model.image_tower.image_size
+        layout = model.image_tower.layout(torch.linspace(-1, 1, 6 * height * width).view(2, 3, height, width))
+        shape = (layout.width,)
+        for network in networks:
+            network.image_tower.feature_layout = layout
     captions = CaptionDataset([[f"w{i} w{j}" for j in range(CAPTIONS)] for i in range(b)], list(range(b)))
     method = method_class(config, model, captions)
     optimizer = make_optimizer(config, networks, method)
@@ -85,7 +98,7 @@ def step(name: str, architecture: str, b: int):
         network.to(torch_device)
     method.freeze(model, epoch=1, first_phase=True)
     method.begin_epoch(1)
-    images = torch.randn(b, layout.width, device=torch_device)
+    images = torch.randn(b, *shape, device=torch_device)
     tokens = torch.randint(2, WORDS, (b, LENGTH), device=torch_device)
     number = torch.arange(b)
     match = labels.same_image(number, number).to(torch_device)
