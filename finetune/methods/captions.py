@@ -1,4 +1,4 @@
-"""Captions said from an image's regions, the loss that VSRN (Li et al., ICCV 2019) has beside its triplets."""
+"""Captions generated from an image's regions, the loss that VSRN (Li et al., ICCV 2019) has beside its triplets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """Options of the decoder that says captions from regions.
+    """Options of the decoder that generates captions from regions.
 
     Args:
         caption_weight: of the captions' negative log-likelihood, a mean over captions; 0 for no decoder.
         word_width: of the decoder's word embeddings.
-        hidden: of the GRUs that read the regions and say the words.
+        hidden: of the GRUs that read the regions and generate the words.
     """
 
     caption_weight: NonNegativeFloat = 1.0
@@ -58,7 +58,7 @@ class Captioned(Method):
             cls.refuse_unused(
                 config,
                 ("word_width", "hidden"),
-                "loss.caption_weight is 0, so no captions are said",
+                "loss.caption_weight is 0, so no captions are generated",
                 "set loss.caption_weight above 0",
             )
 
@@ -73,7 +73,7 @@ class Captioned(Method):
         return LossOutput(loss, {"triplet": out.loss.detach(), **out.terms, "caption": caption.detach()})
 
     def caption_loss(self, batch: Batch, model: DualEncoder) -> Tensor:
-        """Mean −log p of all ranks' captions, (); a rank says its own."""
+        """Mean −log p of all ranks' captions, (); a rank decodes its own."""
         from probemb import distributed
         from probemb.cross_attention import Tokens
 
@@ -86,7 +86,7 @@ class Captioned(Method):
 
 
 def n_words(model: DualEncoder) -> int:
-    """How many ids a model's tokens have. Raises UserError: the text tower does not say."""
+    """How many ids a model's tokens have. Raises UserError: the text tower does not tell."""
     from probemb.models.word_tokenizer import FIRST_WORD
 
     text = model.config["architecture"]["text_cfg"]

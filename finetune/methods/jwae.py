@@ -61,8 +61,8 @@ class MSE(Method):
 
         super().__init__(config, model, pairs)
         d, text = model.embed_dim, model.text_tower
-        self.says_words = self.wants_tokens or not reads_vectors(model.config["architecture"])
-        if self.says_words:
+        self.generates_words = self.wants_tokens or not reads_vectors(model.config["architecture"])
+        if self.generates_words:
             decoder = WordDecoder(n_words(model), d, self.options.word_width, self.options.hidden)
         else:
             decoder = FeatureDecoder(d, text.target_width(self.wants_tokens), (d,))
@@ -111,7 +111,7 @@ class MSE(Method):
         from probemb.losses.jwae import drop_words, reconstruction
 
         decoder = self.module.decoders["text"]
-        if not self.says_words:
+        if not self.generates_words:
             return reconstruction(batch.texts.features[own], decoder(text[own]), "squared")
         words = model.cut_padding(batch.words)
         seen = drop_words(words, self.options.word_dropout, batch.generator)  # drawn for the batch of all ranks
@@ -136,7 +136,7 @@ class MSE(Method):
         if not o.image_weight:
             cls.refuse_unused(config, ["image_norm"], "loss.image_weight is 0", "set loss.image_weight above 0")
         if not o.text_weight:
-            because = "loss.text_weight is 0, so no captions are said"
+            because = "loss.text_weight is 0, so no captions are generated"
             cls.refuse_unused(config, TEXT_DECODER, because, "set loss.text_weight above 0")
         from probemb.models.architectures import read_architecture, reads_vectors
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class JWAESCAN(JWAEMH, SCAN):
     """jWAE-MH with SCAN's scores: every region and word has a code, reconstructed and held to the prior.
 
-    A caption is said from the mean of its words' codes.
+    A caption is generated from the mean of its words' codes.
     """
 
     @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class JWAESCAN(JWAEMH, SCAN):
 
         Args:
             published: as in the public code: unit codes of one region and one word of each item before the
-                discriminator, which has two layers and keeps all gradients, also the encoders'; each word said from its
-                own code and from itself.
+                discriminator, which has two layers and keeps all gradients, also the encoders'; each word predicted
+                from its own code and from itself.
         """
 
         image_weight: NonNegativeFloat = 0.5

@@ -12,11 +12,11 @@ from finetune.methods.vse import VSE
 
 
 class VSRN(Captioned, VSE):
-    """Graph reasoning over regions and a GRU, with VSE++'s hardest negatives and captions said from the regions."""
+    """Graph reasoning over regions and a GRU, with VSE++'s hardest negatives and captions generated from regions."""
 
     @dataclass(frozen=True)
     class Options(CaptionOptions, VSE.Options):
-        """Triplet loss, and captions said from regions. Source: VSRN, joint matching and generation.
+        """Triplet loss, and captions generated from regions. Source: VSRN, joint matching and generation.
 
         Args:
             warmup_epochs: first epochs, with all negatives.

@@ -1,7 +1,7 @@
 """What jWAE trains beside the encoders: decoders from codes to features and to captions, and a discriminator.
 
 Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", §4.2. With `published` a
-module is built as in the public code, which differs. VSRN's decoder says a caption from an image's regions.
+module is built as in the public code, which differs. VSRN's decoder generates a caption from an image's regions.
 Shapes: N items, D code, P features, L words, V ids of words, H hidden, R regions of W numbers.
 """
 
@@ -40,10 +40,11 @@ class FeatureDecoder(nn.Module):
 
 
 class CaptionDecoder(nn.Module):
-    """Says a caption word by word: p(w_m | w_0 … w_m−1, source). A subclass has `embedding`, `start`, `out`, `states`.
+    """Generates a caption word by word: p(w_m | w_0 … w_m−1, source).
 
-    The first input is a learned start vector, and then word by word what was said before; without a start vector
-    (`published`) word m is read when word m is to be said, and a caption has no empty first word.
+    A subclass has `embedding`, `start`, `out`, `states`.
+    The first input is a learned start vector, then the words before, one by one; without a start vector
+    (`published`) word m is read when word m is to be predicted, and a caption has no empty first word.
     """
 
     embedding: nn.Embedding
@@ -51,16 +52,16 @@ class CaptionDecoder(nn.Module):
     out: nn.Linear
 
     def states(self, source: Tensor | Tokens, seen_NL: Tensor) -> Tensor:
-        """The decoder's states before each word is said, (N, L, H).
+        """The decoder's states before each word, (N, L, H).
 
         Args:
-            source: what the captions are said from.
+            source: what the captions are generated from.
             seen_NL: the caption's words with the dropped ones as 0.
         """
         raise NotImplementedError
 
     def before(self, seen_NL: Tensor) -> Tensor:
-        """The vectors read before each word is said, (N, L, E): the start vector, and the words but the last one."""
+        """The vectors read before each word, (N, L, E): the start vector, and the words but the last one."""
         read = self.embedding(seen_NL)
         return torch.cat([self.start.expand(len(read), 1, -1), read[:, :-1]], 1)
 
@@ -69,17 +70,17 @@ class CaptionDecoder(nn.Module):
         return self.out(self.states(source, seen_NL)).log_softmax(-1)
 
     def nll(self, source: Tensor | Tokens, words_NL: Tensor, seen_NL: Tensor) -> Tensor:
-        """−log p of each caption, summed over its words, (N,); padding (id 0) is not said."""
-        said = words_NL != 0
+        """−log p of each caption, summed over its words, (N,); padding (id 0) does not count."""
+        counts = words_NL != 0
         if self.start is not None:
-            said = said | (torch.arange(words_NL.shape[1], device=words_NL.device) == 0)  # id 0 may begin a caption
-        logits = self.out(self.states(source, seen_NL)[said])  # of the words alone: V is large
-        each = F.cross_entropy(logits, words_NL[said], reduction="none")
-        return torch.zeros(words_NL.shape, dtype=each.dtype, device=each.device).masked_scatter(said, each).sum(1)
+            counts = counts | (torch.arange(words_NL.shape[1], device=words_NL.device) == 0)  # id 0 may begin a caption
+        logits = self.out(self.states(source, seen_NL)[counts])  # of the words alone: V is large
+        each = F.cross_entropy(logits, words_NL[counts], reduction="none")
+        return torch.zeros(words_NL.shape, dtype=each.dtype, device=each.device).masked_scatter(counts, each).sum(1)
 
 
 class WordDecoder(CaptionDecoder):
-    """A GRU that says a caption from its code. Source: Eq. 5.
+    """A GRU that generates a caption from its code. Source: Eq. 5.
 
     The code, through a linear map and tanh, is the GRU's first state. The public code differs (`published`): two
     layers, the mapped code is concatenated to every input, and there is no start vector.
@@ -109,7 +110,7 @@ class WordDecoder(CaptionDecoder):
 
 
 class RegionDecoder(CaptionDecoder):
-    """A GRU that says a caption from the sequence of an image's regions, and attends to them before every word.
+    """A GRU that generates a caption from the sequence of an image's regions, and attends to them before every word.
 
     One GRU reads the regions; its last state is the first one of the GRU that speaks. Before word m that one reads word
     m−1 and Σ_r a_r e_r, with the reader's states e and a = softmax_r of v · tanh(W [e_r, h_m−1]).

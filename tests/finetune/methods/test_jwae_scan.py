@@ -117,7 +117,7 @@ def test_every_region_and_word_that_there_is_has_a_code():
     close(out.terms["image_prior"], encoder_loss(method.aside.discriminator(there)).detach())
     error = looks - method.module.decoders["image"](tokens)
     close(out.terms["image"], (error.norm(dim=2) * mask).sum().detach() / 3)
-    assert method.decoded(batch)[1] is codes  # a caption is said from the mean of its words
+    assert method.decoded(batch)[1] is codes  # a caption is generated from the mean of its words
     assert out.terms["text"] > 0
 
 

@@ -4,8 +4,9 @@
     python -m tools.bench.methods.steps --methods vse,pcme,scan
 
 A step is the text tower, both heads, the loss, backward and the optimizers, with the same D for every method; the
-methods take turns in one run. Those that reason over regions are timed with all that they have, from regions to said
-captions, on another architecture (`REGIONS`), beside `vse` on it. Methods that compose queries have their own bench.
+methods take turns in one run. Those that reason over regions are timed with all that they have, from regions to the
+captions' decoder, on another architecture (`REGIONS`), beside `vse` on it. Methods that compose queries have their own
+bench.
 """
 
 from __future__ import annotations
