@@ -28,8 +28,8 @@ class ProbVSEPlusPlus(Method):
             similarity: wasserstein2 (the paper's choice for COCO), min-kl (with a trained image tower), or kl, of the
                 image from the caption (Flickr30k).
             margin: of the hinges, in units of the similarity.
-            negatives: hardest, as the paper's Eq. 3; semi-hard, as its text: the hardest one that is farther than the
-                pair; or all.
+            negatives: hardest (the paper's Eq. 3), semi-hard (its text: the hardest one that is farther than the pair)
+                or all.
             warmup_epochs: first epochs, with all negatives; towers from random weights collapse with the hardest alone.
             covariance: ellipsoidal (a variance for each dimension), spherical-mean (their mean), or spherical (one
                 predicted value).
