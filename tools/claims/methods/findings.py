@@ -106,7 +106,7 @@ def _table(found: Found, there: Sequence[str], exact: bool) -> dict:
     ]
     return {
         "title": "1. All methods",
-        "claim": "The papers' retrieval methods that read pixels, trained alike and ranked by their own similarity.",
+        "claim": "The papers' retrieval methods, trained alike and ranked by their own similarity.",
         "head": ["method", *(column[0] for column in columns)],
         "rows": rows,
         "comparisons": [],

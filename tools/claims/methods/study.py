@@ -1,4 +1,4 @@
-"""The papers' retrieval methods that read pixels, under one recipe, on photographs or on scenes with exact positives.
+"""The papers' retrieval methods under one recipe, on photographs or on scenes with exact positives.
 
     python -m tools.claims --methods all --world flickr8k --data data/flickr8k --word-vectors glove.6B.100d.txt \\
         --images-weights tf_efficientnet_lite0.safetensors --judgements judgements.tsv.gz --out claims-methods
