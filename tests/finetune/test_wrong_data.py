@@ -78,7 +78,7 @@ CASES = {
     "objects": (objects, {}, "holds Python objects", "float32 or float16"),
     "pickled ids": (pickled_ids, {}, "is no row of ids", "Fetch that file again"),
     "vocabulary": (other_vocabulary, {}, "% of the words of", "tools.build_vocabulary"),
-    "vectors": (short_vectors, VECTORS, "The word vectors have 2 numbers, the model's 96", "text_cfg.width"),
+    "vectors": (short_vectors, VECTORS, "The word vectors have 2 numbers, the model's 96", "Name vectors of 96"),
     "vectors of two sizes": (uneven_vectors, VECTORS, "Line 2 of", "GloVe"),
     "another shape": (nothing, {"model.name": "scan-regions-gru"}, "reads 36 regions of 2048 numbers", "of that shape"),
     "no tokens": (nothing, {"model.head": "clip"}, "compares tokens, and head clip pools", "model.head to average"),
