@@ -56,13 +56,17 @@ VARIANTS: dict[str, Variant] = {
     "pvse K=1": Variant("PVSE, K = 1", "pvse", "pcme", {**PIE, "loss.embeddings": "1"}, step=1.5),
     "pvse K=2": Variant("PVSE, K = 2", "pvse", "pcme", {**PIE, "loss.embeddings": "2"}, step=1.7),
     "pvse K=4": Variant("PVSE, K = 4", "pvse", "pcme", {**PIE, "loss.embeddings": "4"}, step=1.9),
-    "prob-vsepp": Variant("VSE++, 2-Wasserstein", "prob-vsepp", "prob", PROB),
-    "prob-vsepp min-KL": Variant("VSE++, min-KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "min-kl"}),
-    "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "kl"}),
-    "vsrn": Variant(
-        "VSRN", "vsrn", "prob", {**VSRN, "loss.hidden": "256", "loss.word_width": "100"}, regions=True, step=4.0
+    "prob-vsepp": Variant("VSE++, 2-Wasserstein", "prob-vsepp", "prob", PROB, step=1.8),
+    "prob-vsepp min-KL": Variant(
+        "VSE++, min-KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "min-kl"}, step=1.8
     ),
-    "prob-vsrn": Variant("VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**VSRN, "model.n_unc_layers": "1"}, regions=True),
+    "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "kl"}, step=1.8),
+    "vsrn": Variant(
+        "VSRN", "vsrn", "prob", {**VSRN, "loss.hidden": "256", "loss.word_width": "100"}, regions=True, step=7.4
+    ),
+    "prob-vsrn": Variant(
+        "VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**VSRN, "model.n_unc_layers": "1"}, regions=True, step=1.9
+    ),
     "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}, step=1.8),
     "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}, step=1.8),
     "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN, step=6.8),
