@@ -30,9 +30,9 @@ def count_parameters(model: DualEncoder) -> dict[str, int]:
     return counts | {"scalars": total - sum(counts.values())}
 
 
-def padded_elements(model: DualEncoder, s: Setting) -> int:
-    """Elements of all parameters; ZeRO 3 pads each to a multiple of the ranks."""
-    each = [q.numel() for q in model.parameters()]
+def padded_elements(model: DualEncoder, s: Setting, trained: bool = False) -> int:
+    """Elements of all parameters, or of the trained ones; ZeRO 3 pads each to a multiple of the ranks."""
+    each = [q.numel() for q in model.parameters() if q.requires_grad or not trained]
     return sum(-(-n // s.world) * s.world for n in each) if s.zero_stage == 3 else sum(each)
 
 
@@ -68,7 +68,7 @@ def memory(model: DualEncoder, s: Setting, exact: bool = True) -> Memory:
     towers, loss = trace_part(model, s, exact), trace_loss(model, s)
     p = FP32 * padded_elements(model, s)
     stage, several = s.zero_stage, s.parts > 1
-    trained = FP32 * sum(q.numel() for q in model.parameters() if q.requires_grad)
+    trained = FP32 * padded_elements(model, s, trained=True)
     weights = p // s.world if stage == 3 else p
     whole, p = p, trained  # of frozen parameters there are the weights alone
     share = p // s.world  # of one rank
