@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pretrain.config import Config
 from pretrain.engine.average import Average
-from pretrain.engine.checkpoint import take_snapshot
+from pretrain.engine.checkpoint import read_exported, take_snapshot
 from pretrain.engine.nonfinite import culprits
 from pretrain.evaluation_sets import lower_is_better, split_set
 from pretrain.sample_log import SampleLog
@@ -23,7 +23,7 @@ from probemb.files import replace_file
 from probemb.models import DualEncoder, save_model
 from probemb.runs.best import NAME as BEST
 from probemb.runs.best import Best, read_best
-from probemb.runs.checkpoints import Snapshot, prune
+from probemb.runs.checkpoints import Snapshot, prune, read_state
 from probemb.runs.copies.copier import Copier
 from probemb.runs.copies.store import Store
 from probemb.runs.lock import RunLock
@@ -53,6 +53,7 @@ FREE_TO_CHANGE = (
 
 DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
 TERMS = ("clip", "siglip", "ppcl", "match", "vib", "pseudo_positive", "inclusion", "image_inclusion", "text_inclusion")
+MODEL, BEST_MODEL = "model", "model-best"
 
 
 class RunFolder(RunOutput):
@@ -97,6 +98,8 @@ class RunFolder(RunOutput):
         found = distributed.all_of(read_best(self.path, step) if self.is_main else None)[0]
         if found:
             self.protected = frozenset([found.step])
+            if self.is_main:
+                restore_model(self.path, found.step, BEST_MODEL)
         if metric is None or (found and found.metric == metric):
             return found if metric else None
         if found and self.is_main:
@@ -128,9 +131,9 @@ class RunFolder(RunOutput):
         if self.writer.failed:
             return
         best.write(self.path)
-        for file in sorted((self.path / "model").iterdir()):
+        for file in sorted((self.path / MODEL).iterdir()):
             if not file.name.startswith("."):
-                replace_file(self.path / "model-best" / file.name, partial(shutil.copyfile, file))
+                replace_file(self.path / BEST_MODEL / file.name, partial(shutil.copyfile, file))
         self.protected = frozenset([best.step])
         self.prune()
         if self.copier:
@@ -141,7 +144,7 @@ class RunFolder(RunOutput):
         if not self.best or self.best.step is None:
             return ""
         where, value = self.path / "checkpoints" / f"step-{self.best.step}", self.best.values[self.best.step]
-        return f"best    step {self.best.step}, {self.best.metric} {value:.4g}: {where} and {self.path / 'model-best'}"
+        return f"best    step {self.best.step}, {self.best.metric} {value:.4g}: {where} and {self.path / BEST_MODEL}"
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
@@ -206,10 +209,10 @@ class RunFolder(RunOutput):
         prefix = "model."
         weights = {n.removeprefix(prefix): t for n, t in snapshot.whole.items() if n.startswith(prefix)}
         self.model.load_state_dict(weights, assign=True)
-        save_model(self.model, self.path / "model", overwrite=True)
+        save_model(self.model, self.path / MODEL, overwrite=True)
         if self.copier:
             self.copier.wake()
-        return f" and {self.path / 'model'}"
+        return f" and {self.path / MODEL}"
 
     def finish_copy(self, seconds: float) -> None:
         """Wait so long until the remote copy is up to date, or given up; not collective, never raises."""
@@ -234,11 +237,28 @@ def make_copier(config: Config, step: int, protected: Callable[[], frozenset[int
     return copier
 
 
-def complete_copy(config: Config, step: int) -> None:
-    """Copy what is missing elsewhere of a run that is finished."""
+def complete_finished(config: Config, step: int) -> None:
+    """Make what is missing of a run that is finished: models here, if it was fetched, and what a copy lacks."""
     best = read_best(Path(config.out), step)
+    restore_model(Path(config.out), step, MODEL)
+    if best:
+        restore_model(Path(config.out), best.step, BEST_MODEL)
     if copier := make_copier(config, step, lambda: frozenset([best.step] if best else [])):
         copier.close(30 * config.engine.timeout)
+
+
+def restore_model(run: Path, step: int, name: str) -> None:
+    """Write a step's weights to a folder of the run, if that is missing: copies elsewhere hold checkpoints alone."""
+    import torch
+
+    if (run / name / "config.json").exists():
+        return
+    checkpoint = run / "checkpoints" / f"step-{step}"
+    with torch.random.fork_rng(devices=[]):
+        model = DualEncoder(read_state(checkpoint)["model"])
+    weights = {key.removeprefix("model."): tensor for key, tensor in read_exported(checkpoint).items()}
+    model.load_state_dict(weights)
+    save_model(model, run / name)
 
 
 def _empty_model(model_config: dict) -> DualEncoder:

@@ -53,7 +53,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     """
     from pretrain.engine.randomness import make_deterministic
     from pretrain.evaluation_sets import make_evaluators
-    from pretrain.folder import complete_copy
+    from pretrain.folder import complete_finished
     from probemb.cli.device import training_precision
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
@@ -93,7 +93,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     if step >= steps:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         if rank == 0:
-            complete_copy(config, step)
+            complete_finished(config, step)
         return None
     refuse_full_disk(config.out, model, 1 + bool(config.evaluate.best), bool(config.ema.half_life_samples))
     evaluators = make_evaluators(config, transforms.evaluate, tokenizer, device, rank, world_size)

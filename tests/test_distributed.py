@@ -46,9 +46,10 @@ def loss_of(model, image, text, all_image, all_text, ids, all_ids, offset, dista
     options = dict(scale=scale, shift=shift, distance=distance, pseudo_positive=0.2, vib=0.01, offset=offset)
     gathered = dict(all_image=all_image, all_text=all_text)
     identity = pairwise_match_loss(image, text, **options, **gathered).loss
+    alone = pairwise_match_loss(image, text, **{**options, "pseudo_positive": 0.0}, **gathered).loss
     match = labels.same_image(ids, all_ids)
     multi = pairwise_match_loss(image, text, match, text_match=match, **options, **gathered).loss
-    return torch.stack([clip, identity, multi])
+    return torch.stack([clip, identity, alone, multi])
 
 
 def on_one_rank(rank, world, distance):
@@ -80,6 +81,7 @@ def on_one_process(world, distance):
     losses = [
         clip_loss(image.mean, text.mean, logit_scale).loss,
         pairwise_match_loss(image, text, **options).loss,
+        pairwise_match_loss(image, text, **{**options, "pseudo_positive": 0.0}).loss,
         pairwise_match_loss(image, text, labels.same_image(ids, ids), **options).loss,
     ]
     grads = []

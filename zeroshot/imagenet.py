@@ -212,7 +212,8 @@ def _check_selection(
     if selection.on != "oracle" and not choosing(filters, options):
         raise UserError(
             f"--select-on {config.select_on} has no effect: --filter {config.filter} chooses nothing.",
-            "Say --filter topk, best-topk, reweighted or every, or leave --select-on out.",
+            "Say --filter topk, best-topk, class-deviation, threshold or quantile without a value, reweighted or "
+            "every, or leave --select-on out.",
         )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from pretrain.engine.average import Average
 from pretrain.engine.randomness import choose_random_state, random_state, set_random_state
@@ -143,6 +144,19 @@ def load_checkpoint(engine, path: Path | str, verified: bool = False, average: A
     set_random_state(generators)
     distributed.barrier()
     return {**content["state"], "step": content["step"]}
+
+
+def read_exported(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint's module as they are exported: their average, if it has one. Raises Damaged."""
+    try:
+        with _open(path, WEIGHTS) as live, _open(path, OPTIMIZER) as moments:
+            averaged = {name for name in moments.keys() if name.startswith(AVERAGE)}  # noqa: SIM118 - not a dict
+            return {
+                name: moments.get_tensor(mean) if (mean := f"{AVERAGE}{name}") in averaged else live.get_tensor(name)
+                for name in live.keys()  # noqa: SIM118
+            }
+    except (OSError, SafetensorError) as error:
+        raise Damaged(path, str(error)) from error
 
 
 def _open(path: Path, name: str):

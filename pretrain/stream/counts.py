@@ -23,7 +23,7 @@ import numpy as np
 
 from probemb.files import replace_file
 
-FORMAT = 1
+FORMAT = 2  # also when a rule means something else than before
 _MAX_LINE = 1 << 16
 _MOST = 16  # files in a folder; the oldest ones go first
 

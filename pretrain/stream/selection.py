@@ -249,7 +249,7 @@ def _make_rules(filter: Filter) -> list[Rule]:
     score = () if f.score is None else (score_column(f.score),)
     possible = {
         "min_side": (size, lambda w, h: np.minimum(w, h) >= f.min_side),
-        "max_side": (size, lambda w, h: np.maximum(w, h) <= f.max_side),
+        "max_side": (size, lambda w, h: (np.maximum(w, h) <= f.max_side) & (w > 0)),  # 0 is unreadable
         "max_aspect": (size, lambda w, h: (np.maximum(w, h) <= f.max_aspect * np.minimum(w, h)) & (w > 0)),
         "min_words": (("fewest_words",), lambda n: n >= f.min_words),
         "max_words": (("most_words",), lambda n: n <= f.max_words),

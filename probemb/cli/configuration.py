@@ -193,7 +193,8 @@ def known_keys(config_class: type, prefix: str = "", only: type | None = None) -
     hints = get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]
-        if only is None or hint is only or (only is list and any(get_origin(one) is list for one in get_args(hint))):
+        several = only is list and any(get_origin(one) in (list, tuple) for one in (hint, *get_args(hint)))
+        if only is None or hint is only or several:
             keys.append(prefix + field.name)
         if dataclasses.is_dataclass(hint):
             keys += known_keys(hint, f"{prefix}{field.name}.", only)

@@ -40,6 +40,8 @@ def describe(hint: Any) -> str:
     choices = [one for one in get_args(hint) if one is not type(None)]
     if get_origin(hint) is Literal:
         return f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+    if get_origin(hint) is tuple and Ellipsis not in choices:
+        return f"a list of {len(choices)}, each {describe(choices[0])}"
     if get_origin(hint) in (tuple, list):
         return f"a list, each of it {describe(choices[0])}"
     if choices:
@@ -101,4 +103,7 @@ def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> U
                 f"{key} is {shown}, which is not {_KINDS[kind]}.", f"Set it to {describe(hint)}; see `{prog} --help`."
             )
         return UserError(f"{key} is {number}.", f"Set it to {describe(hint)}.")
-    return UserError(f"{key} is {shown}, which is not {describe(hint)}.", f"See `{prog} --help` for what it takes.")
+    remedy = f"See `{prog} --help` for what it takes."
+    if kind is tuple and not isinstance(value, list):
+        remedy = "Give several values: 1 2 on the command line, [1, 2] in a file."
+    return UserError(f"{key} is {shown}, which is not {describe(hint)}.", remedy)

@@ -86,7 +86,8 @@ def find_vocabulary(folders: Iterable[str | Path]) -> Path:
     tried = []
     for data in folders:
         folder = Path(data) if Path(data).is_dir() else Path(data).parent
-        if not folder.is_dir() and not is_remote(str(data)):
+        exists = folder.is_dir() if re.search(r"[*?\[{]", Path(data).name) else Path(data).exists()
+        if not exists and not is_remote(str(data)):
             raise UserError(
                 f"The data path {data} does not exist.",
                 "Name a folder with data, or make the embedded data with `python -m tools.make_scenes data/scenes`.",

@@ -65,7 +65,9 @@ def pairwise_match_loss(
     with torch.autocast(image.mean.device.type, enabled=False):
         logits = match_logits(image, all_text if gathered else text, scale, shift, distance)
         i2t = _direction(logits, match, offset, pseudo_positive)
-        if gathered:
+        if gathered and match is None and not pseudo_positive:
+            t2i = i2t  # over all ranks both are the mean over the same pairs, so each rank counts its images' twice
+        elif gathered:
             reverse = match_logits(text, all_image, scale, shift, distance, reverse=True)
             t2i = _direction(reverse, text_match, offset, pseudo_positive)
         else:

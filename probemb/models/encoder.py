@@ -136,7 +136,7 @@ class Encoder(nn.Module):
         """
         raise UserError(
             f"{type(self).__name__} reads its inputs as a whole: they have no parts that could be left out.",
-            "Leave masked inclusion and patch dropout out, or choose an open_clip transformer such as ViT-B-16.",
+            "Set patch_dropout and masked_inclusion to 0, or choose an open_clip transformer such as ViT-B-16.",
         )
 
     def features_of_parts(self, inputs: Tensor, kept: Tensor) -> tuple[Features, Features | None]:

@@ -75,7 +75,7 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
     file.write_text("name: y\npart:\n  rate: 0.25\n")
     assert parse("--config", str(file)) == Whole("y", part=Part(0.25))
     assert parse("--config", str(file), "--part.rate", "1") == Whole("y", part=Part(1.0))
-    assert parse("--part.sizes", "[3,4]").part.sizes == (3, 4)
+    assert parse("--part.sizes", "[3,4]").part.sizes == parse("--part.sizes", "3", "4").part.sizes == (3, 4)
 
 
 def test_hyphens_and_bare_switches():
@@ -111,6 +111,12 @@ class Listed:
 )
 def test_a_list_takes_several_values(words, paths):
     assert parse_config(Listed, "it", "about", words.split()).paths == paths
+
+
+@pytest.mark.parametrize("words", ["3", "3 x", "3 4 5"])
+def test_a_list_of_another_length_is_refused(words):
+    with pytest.raises(UserError, match=r"--part\.sizes is .*, which is not a list of 2, each a whole number\."):
+        parse("--part.sizes", *words.split())
 
 
 def test_what_is_no_list_takes_one_value():

@@ -120,7 +120,8 @@ def test_vectors_that_cannot_be_read(tmp_path):
 
 
 def test_data_that_does_not_exist_is_named_before_its_vocabulary(tmp_path):
-    with pytest.raises(UserError, match=r"data path .*train does not exist[\s\S]*make_scenes"):
-        find_vocabulary([tmp_path / "absent" / "train"])
+    for path in (tmp_path / "absent" / "train", tmp_path / "train", tmp_path / "absent" / "*.tar"):
+        with pytest.raises(UserError, match=r"data path .* does not exist[\s\S]*make_scenes"):
+            find_vocabulary([path])
     with pytest.raises(UserError, match="no vocabulary"):  # what lies elsewhere cannot be looked at
         find_vocabulary(["https://host/data/train"])

@@ -105,11 +105,13 @@ def draw_parts(
         chance = chance(n_parts)
     chance = chance.masked_fill(required, -1.0).masked_fill(~(optional | required), 2.0)
     rank = chance.argsort(1).argsort(1)
-    shares = [min(n, max(1, round(share * n))) for n in range(n_parts + 1)]
-    n_kept = torch.tensor(shares, device=inputs.device)[optional.sum(1)] + required.sum(1)
+    n_optional = optional.sum(1)
+    n_drawn = (share * n_optional.double()).round().long().clamp(min=1)  # as `round` below, half to even
+    n_kept = torch.minimum(n_drawn, n_optional) + required.sum(1)
     position = torch.arange(n_parts, device=inputs.device).expand_as(rank)
     kept = torch.where(rank < n_kept[:, None], position, n_parts).sort(1).values
-    kept = kept[:, : shares[max(n_parts - always, 0)] + always]
+    most = max(n_parts - always, 0)
+    kept = kept[:, : min(most, max(1, round(share * most))) + always]
     return torch.where(kept == n_parts, -1, kept)
 
 

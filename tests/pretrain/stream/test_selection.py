@@ -67,7 +67,7 @@ def sizes_of(one: dict) -> tuple[int, int]:
 
 RULES = [
     (dict(min_side=20), lambda one: sizes_of(one)[0] >= 20),
-    (dict(max_side=40), lambda one: sizes_of(one)[1] <= 40),
+    (dict(max_side=40), lambda one: 0 < sizes_of(one)[1] <= 40),
     (dict(max_aspect=1.5), lambda one: sizes_of(one)[0] and sizes_of(one)[1] / sizes_of(one)[0] <= 1.5),
     (dict(min_words=3), lambda one: all(len(caption.split()) >= 3 for caption in one["captions"])),
     (dict(max_words=6), lambda one: all(len(caption.split()) <= 6 for caption in one["captions"])),
