@@ -33,6 +33,7 @@ from probemb.runs.output import RunOutput
 
 FREE_TO_CHANGE = (
     "engine",
+    "loss.exchange",  # the same loss
     "data",  # the resulting samples and their order are compared
     "out",
     "resume",

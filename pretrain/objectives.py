@@ -1,7 +1,7 @@
 """Pretraining objectives by name; each has its own frozen `Options`, which are `loss` in the configuration.
 
-An objective gets this rank's pairs and exchanges what it needs itself: all embeddings in one collective (CLIP, PCME++),
-or texts in a ring, with memory that does not grow with the ranks (SigLIP, ProLIP).
+An objective gets this rank's pairs and exchanges what it needs itself: texts in a ring, with memory that does not grow
+with the ranks, or (CLIP, PCME++) all embeddings in one collective.
 torch and the losses are imported inside functions: `--help` reads the options of an objective and nothing else.
 Letters: B items of this rank's share of the batch, W ranks, D dimensions.
 """
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from probemb.gaussian import Gaussian
     from probemb.losses import LossOutput
 
+Exchange = Literal["ring", "gather"]
+RING_RANKS = 64  # up to so many ranks a ring's hops, one after the other, are taken for its memory
 MASKED_EVERY = 8  # of so many items one has masked copies
 
 
@@ -51,7 +53,6 @@ class Objective:
     Attributes:
         probabilistic: whether log-variances are trained; otherwise the model is a point model.
         scalars: those of `Pairs` that the loss reads, for the log.
-        ring: whether texts go round the ranks; otherwise all ranks' items are gathered.
     """
 
     @dataclass(frozen=True)
@@ -60,16 +61,19 @@ class Objective:
 
     probabilistic: ClassVar[bool] = True
     scalars: ClassVar[tuple[str, ...]] = ()
-    ring: ClassVar[bool] = False
 
     def __init__(self, options: Any):
         self.options = options
 
+    def ring(self, world: int) -> bool:
+        """Whether texts go round `world` ranks; otherwise all ranks' items are gathered."""
+        return True
+
     def __call__(self, pairs: Pairs) -> LossOutput:
         raise NotImplementedError
 
-    def travels(self, dim: int) -> int:
-        """Numbers of a pair that every other rank gets."""
+    def travels(self, dim: int, world: int) -> tuple[int, int]:
+        """Numbers of a pair that each of the other ranks gets, and that come back from all of them."""
         raise NotImplementedError
 
     @classmethod
@@ -97,6 +101,8 @@ class PCMEPlusPlus(Objective):
             shift: initial b.
             pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
             vib: weight beta of the information bottleneck, inside the PCME++ loss.
+            exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
+                more than 64 ranks, and for pseudo-positives and match-probability.
         """
 
         clip: NonNegativeFloat = 1.0
@@ -106,6 +112,7 @@ class PCMEPlusPlus(Objective):
         shift: float = 1.0
         pseudo_positive: NonNegativeFloat = 0.0
         vib: NonNegativeFloat = 1e-4
+        exchange: Exchange | None = None
 
     scalars = ("logit_scale", "scale", "shift")
 
@@ -113,11 +120,31 @@ class PCMEPlusPlus(Objective):
     def check(cls, options: Any) -> None:
         if not (options.clip or options.match):
             raise UserError("Both losses have weight 0.", "Set loss.clip or loss.match to more than zero.")
+        if options.exchange == "ring" and _needs_rows(options):
+            what = "Pseudo-positives need" if options.pseudo_positive else "The match-probability's samples need"
+            raise UserError(f"{what} all pairs of an item at once.", "Set loss.exchange to gather.")
 
-    def travels(self, dim: int) -> int:
-        return 4 * dim
+    def ring(self, world: int) -> bool:
+        return not _needs_rows(self.options) and _ring(self.options.exchange, world)
+
+    def travels(self, dim: int, world: int) -> tuple[int, int]:
+        # In the ring: means and log-variances, and the means of the CLIP loss twice, with its normalisers.
+        return (4 * dim + 1, 3 * dim + 1) if self.ring(world) else (4 * dim, 4 * dim)
 
     def __call__(self, pairs: Pairs) -> LossOutput:
+        from probemb import distributed
+        from probemb.losses import LossOutput, ring_clip_loss, ring_match_loss
+
+        if not self.ring(distributed.world_size()):
+            return self._gathered(pairs)
+        o = self.options
+        clip = ring_clip_loss(pairs.image.mean, pairs.text.mean, pairs.logit_scale)
+        match = ring_match_loss(
+            pairs.image, pairs.text, scale=pairs.scale, shift=pairs.shift, distance=o.distance, vib=o.vib
+        )
+        return LossOutput(o.clip * clip.loss + o.match * match.loss, {**clip.terms, **match.terms})
+
+    def _gathered(self, pairs: Pairs) -> LossOutput:
         from probemb import distributed
         from probemb.losses import LossOutput, clip_loss, pairwise_match_loss
 
@@ -140,6 +167,14 @@ class PCMEPlusPlus(Objective):
         return LossOutput(weights.clip * clip.loss + weights.match * match.loss, {**clip.terms, **match.terms})
 
 
+def _ring(exchange: Exchange | None, world: int) -> bool:
+    return world <= RING_RANKS if exchange is None else exchange == "ring"
+
+
+def _needs_rows(options: Any) -> bool:
+    return bool(options.pseudo_positive) or options.distance == "match-probability"
+
+
 class CLIP(Objective):
     """The CLIP loss of points: open_clip's InfoNCE over the whole batch, with its gradient through all embeddings."""
 
@@ -150,25 +185,33 @@ class CLIP(Objective):
         Args:
             logit_scale: initial inverse temperature, at most 100 later; null for that of model.pretrained, or of the
                 architecture (1 / 0.07).
+            exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
+                more than 64 ranks.
         """
 
         logit_scale: PositiveFloat | None = None
+        exchange: Exchange | None = None
 
     probabilistic = False
     scalars = ("logit_scale",)
+
+    def ring(self, world: int) -> bool:
+        return _ring(self.options.exchange, world)
 
     @classmethod
     def model_options(cls, options: Any) -> dict[str, Any]:
         return {"probabilistic": False, "init_logit_scale": options.logit_scale}
 
-    def travels(self, dim: int) -> int:
-        return 2 * dim
+    def travels(self, dim: int, world: int) -> tuple[int, int]:
+        return (2 * dim + 1, dim + 1) if self.ring(world) else (2 * dim, 2 * dim)
 
     def __call__(self, pairs: Pairs) -> LossOutput:
         from probemb import distributed
-        from probemb.losses import clip_loss
+        from probemb.losses import clip_loss, ring_clip_loss
 
         means = pairs.image.mean, pairs.text.mean
+        if self.ring(distributed.world_size()):
+            return ring_clip_loss(*means, pairs.logit_scale)
         offset = distributed.rank() * len(pairs.image)
         return clip_loss(*means, pairs.logit_scale, *distributed.gather_together(means), offset)
 
@@ -180,7 +223,6 @@ class _Sigmoid(Objective):
     """
 
     scalars = ("logit_scale", "scale", "shift")
-    ring = True
     max_logit_scale: ClassVar[float | None] = None
 
     @classmethod
@@ -193,8 +235,8 @@ class _Sigmoid(Objective):
             "max_logit_scale": cls.max_logit_scale,
         }
 
-    def travels(self, dim: int) -> int:
-        return dim + 1
+    def travels(self, dim: int, world: int) -> tuple[int, int]:
+        return dim + 1, dim + 1
 
     @staticmethod
     def scale_and_bias(pairs: Pairs) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ def network(model: DualEncoder, s: Setting) -> dict[str, int]:
     """
     elements = padded_elements(model, s)
     others, share = s.world - 1, FP32 * elements * (s.world - 1) // s.world
-    items = s.rows * s.objective.travels(model.embed_dim) * FP32
+    there, back = (FP32 * s.rows * numbers for numbers in s.objective.travels(model.embed_dim, s.world))
     stage = s.zero_stage
     times = s.parts if stage >= 2 else 1  # stages 2 and 3 reduce after every part
     if stage == 3:
@@ -46,7 +46,7 @@ def network(model: DualEncoder, s: Setting) -> dict[str, int]:
         weights = share if stage else 0  # every rank sends its updated part
     # Gradients of gathered items are a reduce-scatter with NCCL, and an all-reduce with gloo; in a ring they go round
     # with the items, and come home.
-    back = s.world * items * (others > 0) if s.objective.ring else others * items * (1 if s.gpu else 2)
-    parts = {"gaussians_forward": others * items, "gaussians_backward": back}
+    back *= s.world * (others > 0) if s.objective.ring(s.world) else others * (1 if s.gpu else 2)
+    parts = {"gaussians_forward": others * there, "gaussians_backward": back}
     parts |= {"gradients": gradients, "weights": weights}
     return {**parts, "total": sum(parts.values())}

@@ -298,7 +298,7 @@ def input_bytes(model: DualEncoder, s: Setting) -> tuple[int, int]:
 def trace_loss(model: DualEncoder, s: Setting) -> Trace:
     """The loss of one rank's rows among all ranks', from the Gaussians on."""
     start_autograd()
-    hops = min(s.world, 3) if s.objective.ring else s.world  # a ring's memory is that of its second hop
+    hops = min(s.world, 3) if s.objective.ring(s.world) else s.world  # a ring's memory is that of its second hop
     with FakeTensorMode(), distributed.pretend(hops):
         leaves = [torch.empty(s.rows, model.embed_dim, requires_grad=True) for _ in range(4)]
         leaves.append(torch.empty(3, requires_grad=True))

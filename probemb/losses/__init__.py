@@ -1,8 +1,8 @@
 """Losses, one file per family of methods. Each returns a LossOutput: the scalar to minimise and its parts."""
 
-from probemb.losses.clip import ClipLoss, InfoNCELoss, clip_loss, infonce_loss
+from probemb.losses.clip import ClipLoss, InfoNCELoss, clip_loss, infonce_loss, ring_clip_loss
 from probemb.losses.composed import SampledCosineLoss, ScaledCosineLoss, target_softmax
-from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, vib_kl
+from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, ring_match_loss, vib_kl
 from probemb.losses.mpc import MPCLoss, expected_similarity, sampled_similarity
 from probemb.losses.noisy.daa import CaptionSimilarity, DAALoss, caption_tfidf, daa_loss
 from probemb.losses.noisy.decl import DECLLoss, decl_correspondence, decl_loss
@@ -57,6 +57,8 @@ __all__ = [
     "point_to_rectangle",
     "prob_triplet_loss",
     "refine_labels",
+    "ring_clip_loss",
+    "ring_match_loss",
     "sampled_similarity",
     "scan_loss",
     "siglip_loss",

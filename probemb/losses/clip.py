@@ -6,11 +6,14 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from probemb.gaussian import Gaussian
+from probemb import distributed
+from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
 from probemb.losses.pairs import cosine_similarity
+from probemb.losses.ring import BLOCK, Exchange, number
 
 
 def clip_loss(
@@ -40,6 +43,90 @@ def clip_loss(
         t2i = F.cross_entropy(scaled_text @ all_image_ND.T, target)
     loss = 0.5 * (i2t + t2i)
     return LossOutput(loss, {"clip": loss.detach()})
+
+
+def ring_clip_loss(image_BD: Tensor, text_BD: Tensor, logit_scale: Tensor | float, block: int = BLOCK) -> LossOutput:
+    """`clip_loss` over all ranks' items, B on each: texts go round, so memory is O(B * block + B D) on any W ranks.
+
+    The mean over the ranks is the loss of one process on the whole batch, in value and gradient; a text's gradient is
+    the sum over the ranks, as with `distributed.gather`. There are no gradients of second order.
+
+    Args:
+        image_BD, text_BD: unit rows; item i of one matches item i of the other.
+        logit_scale: the inverse temperature itself, not its logarithm.
+        block: texts that are compared at a time.
+    """
+    with torch.autocast(image_BD.device.type, enabled=False):
+        image_BD, text_BD = at_least_float32(image_BD), at_least_float32(text_BD)
+        scale = number(logit_scale, image_BD)
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (image_BD, text_BD, scale))
+        loss = _RingCrossEntropy.apply(block, wanted, image_BD, text_BD, scale)
+    return LossOutput(loss, {"clip": loss.detach()})
+
+
+class _RingCrossEntropy(torch.autograd.Function):
+    """Two rounds: the log-normalisers of rows and columns, and then, with these, the gradients.
+
+    The second round computes the logits again, so that nothing of the size of the pairs is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, block: int, wanted: bool, image_BD: Tensor, text_BD: Tensor, scale: Tensor) -> Tensor:
+        image_BD, text_BD, scale = image_BD.detach(), text_BD.detach(), scale.detach()
+        row_B, column_B = _normalisers(image_BD, text_BD, scale, block)
+        own_B = (image_BD * text_BD).sum(1)
+        if wanted:
+            ctx.save_for_backward(*_gradients(image_BD, text_BD, scale, row_B, column_B, own_B, block))
+        return 0.5 * (row_B + column_B).mean() - scale * own_B.mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return None, None, *(grad * kept for kept in ctx.saved_tensors)
+
+
+def _normalisers(image_BD: Tensor, text_BD: Tensor, scale: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Log-normalisers of this rank's images over all texts, and of its texts over all images, (B,) each."""
+    row_B, column_B = (image_BD.new_full((len(image_BD),), -math.inf) for _ in range(2))
+    scaled_BD, world = scale * image_BD, distributed.world_size()
+    for hop in range(world):
+        coming = Exchange([text_BD]) if hop + 1 < world else None
+        for start in range(0, len(text_BD), block):
+            rows = slice(start, start + block)
+            logits = scaled_BD @ text_BD[rows].T  # (B, block)
+            row_B = torch.logaddexp(row_B, logits.logsumexp(1))
+            column_B[rows] = torch.logaddexp(column_B[rows], logits.logsumexp(0))
+        if world > 1:
+            (column_B,) = Exchange([column_B]).wait()  # after the last hop they are at home
+        if coming:
+            (text_BD,) = coming.wait()
+    return row_B, column_B
+
+
+def _gradients(
+    image_BD: Tensor, text_BD: Tensor, scale: Tensor, row_B: Tensor, column_B: Tensor, own_B: Tensor, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of images, of this rank's texts by all ranks, and of the scale by this rank's images."""
+    n, world = len(image_BD), distributed.world_size()
+    of_image, of_text, of_scale = -scale * text_BD / n, -scale * image_BD / n, -own_B.mean()
+    for hop in range(world):
+        coming = Exchange([text_BD, column_B]) if hop + 1 < world else None
+        for start in range(0, n, block):
+            rows = slice(start, start + block)
+            cosine = image_BD @ text_BD[rows].T  # (B, block)
+            logits = scale * cosine
+            weight = (logits - row_B[:, None]).exp_()
+            weight += logits.sub_(column_B[None, rows]).exp_()
+            weight /= 2 * n  # of each logit in the sum of all ranks' losses
+            of_scale = of_scale + cosine.mul_(weight).sum()
+            weight *= scale
+            of_image.addmm_(weight, text_BD[rows])
+            of_text[rows] += weight.T @ image_BD
+        if world > 1:
+            (of_text,) = Exchange([of_text]).wait()
+        if coming:
+            text_BD, column_B = coming.wait()
+    return of_image, of_text, of_scale
 
 
 class ClipLoss(nn.Module):

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probemb import labels
+from probemb import distributed, labels
 from probemb.distances import get_distance, match_probability
 from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
+from probemb.losses.ring import BLOCK, sum_over_pairs
+
+OWN_BLOCK = 64  # own pairs that are compared at a time, with one another too
 
 
 def vib_kl(g: Gaussian, zero_above: float | None = None) -> Tensor:
@@ -80,6 +83,49 @@ def pairwise_match_loss(
             loss = loss + pseudo_positive * terms["pseudo_positive"]
             terms["n_pseudo"] = i2t["n_pseudo"] + t2i["n_pseudo"]
     return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+
+
+def ring_match_loss(
+    image: Gaussian,
+    text: Gaussian,
+    *,
+    scale: Tensor | float,
+    shift: Tensor | float,
+    distance: str = "csd",
+    vib: float = 0.0,
+    block: int = BLOCK,
+) -> LossOutput:
+    """`pairwise_match_loss` over all ranks' items, B on each: texts go round, so memory is O(B * block + B D).
+
+    Item i of image matches item i of text, and nothing else; there are no pseudo-positives. The mean over the ranks is
+    the loss of one process on the whole batch, in value and gradient.
+
+    Args:
+        image, text: (B, D), on every rank as many.
+        scale, shift, distance, vib: as of `pairwise_match_loss`.
+        block: texts that are compared at a time.
+    """
+    with torch.autocast(image.mean.device.type, enabled=False):
+        image, text = image.float(), text.float()
+        numbers = [
+            torch.as_tensor(x, device=image.mean.device).to(image.mean.dtype).reshape(()) for x in (scale, shift)
+        ]
+
+        def softplus_of_pairs(mean_i, log_var_i, mean_t, log_var_t, a, b) -> Tensor:
+            return F.softplus(
+                match_logits(Gaussian(mean_i, log_var_i), Gaussian(mean_t, log_var_t), a, b, distance)
+            ).sum()
+
+        items = (image.mean, image.log_var), (text.mean, text.log_var)
+        total = sum_over_pairs(softplus_of_pairs, *items, numbers, block)
+        own = [
+            match_logits(image[i : i + OWN_BLOCK], text[i : i + OWN_BLOCK], *numbers, distance).diagonal().sum()
+            for i in range(0, len(image), OWN_BLOCK)
+        ]
+        # The mean over the pairs of this rank's images, in both directions, which have the same pairs over all ranks.
+        match = 2 * (total - sum(own)) / (len(image) * distributed.world_size() * len(image))
+        bottleneck = vib_kl(image) + vib_kl(text)
+    return LossOutput(match + vib * bottleneck, {"match": match.detach(), "vib": bottleneck.detach()})
 
 
 def match_logits(

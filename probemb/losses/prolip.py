@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.match import vib_kl
 from probemb.losses.output import LossOutput
-from probemb.losses.ring import BLOCK, sum_over_pairs
+from probemb.losses.ring import BLOCK, number, sum_over_pairs
 
 Form = Literal["exact", "code"]
 
@@ -148,7 +148,7 @@ def _sigmoid_loss(image_BD, u_image_B, text_BD, u_text_B, scale, bias, block: in
     with torch.autocast(image_BD.device.type, enabled=False):
         u_text_B = torch.zeros_like(u_image_B) if u_text_B is None else u_text_B
         image_BD, u_image_B, text_BD, u_text_B = map(at_least_float32, (image_BD, u_image_B, text_BD, u_text_B))
-        scale, bias = (torch.as_tensor(x, device=image_BD.device).to(image_BD.dtype).reshape(()) for x in (scale, bias))
+        scale, bias = number(scale, image_BD), number(bias, image_BD)
         if match_BB is not None:
             logits = _logits(image_BD, u_image_B, text_BD, u_text_B, scale, bias)
             return (F.softplus(logits) - match_BB.to(logits.dtype) * logits).sum() / len(image_BD)

@@ -17,6 +17,12 @@ from probemb import distributed
 BLOCK = 1024  # texts that are compared at a time
 
 
+def number(x: Tensor | float, like: Tensor) -> Tensor:
+    """A number as a tensor (), of the type and on the device of `like`; the host waits for no copy."""
+    x = x if isinstance(x, Tensor) else like.new_full((), x)
+    return x.to(like.dtype).reshape(())
+
+
 def sum_over_pairs(
     term: Callable[..., Tensor],
     image: Sequence[Tensor],
@@ -50,7 +56,7 @@ class _SumOverPairs(torch.autograd.Function):
         travelling = [torch.zeros_like(x) for x in text]
         total = image[0].new_zeros(())
         for hop in range(distributed.world_size()):
-            coming = _Exchange(text) if hop + 1 < distributed.world_size() else None
+            coming = Exchange(text) if hop + 1 < distributed.world_size() else None
             for start in range(0, len(text[0]), block):
                 rows = slice(start, start + block)
                 value, grads = _with_gradients(term, image, [x[rows] for x in text], scalars, wanted)
@@ -62,7 +68,7 @@ class _SumOverPairs(torch.autograd.Function):
                     for kept, grad in zip(travelling, of_text):
                         kept[rows] += grad
             if wanted and distributed.world_size() > 1:
-                travelling = _Exchange(travelling).wait()  # after the last hop they are at home
+                travelling = Exchange(travelling).wait()  # after the last hop they are at home
             text = coming.wait() if coming else text
         ctx.save_for_backward(*staying[:n_image], *travelling, *staying[n_image:])
         return total
@@ -83,8 +89,8 @@ def _with_gradients(term, image, text, scalars, wanted: bool) -> tuple[Tensor, t
     return value.detach(), grads
 
 
-class _Exchange:
-    """Send tensors to the next rank, and receive the previous one's, in one message."""
+class Exchange:
+    """Send tensors of one type to the next rank, and receive the previous one's, in one message."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.shapes = [x.shape for x in tensors]
@@ -99,6 +105,7 @@ class _Exchange:
         self.requests = dist.batch_isend_irecv([there, back])
 
     def wait(self) -> list[Tensor]:
+        """The previous rank's tensors."""
         for request in self.requests:
             request.wait()
         parts = self.received.split([shape.numel() for shape in self.shapes])

@@ -19,6 +19,8 @@ from probemb import Gaussian, distributed, load_model
 from probemb.cli.configuration import to_dict
 from probemb.data.captions.find import find_captions
 from probemb.distances import csd
+from probemb.errors import UserError
+from probemb.losses import clip_loss, pairwise_match_loss, ring_clip_loss, ring_match_loss
 from probemb.losses.prolip import inclusion_per_dimension
 from probemb.models import create_tokenizer, create_transforms
 from tests.losses.points import pairs
@@ -30,15 +32,24 @@ STEPS = 100  # of a short training
 SCALE, BIAS = 7.0, -3.0
 SCALARS = {"distance": (SCALE, 2.0, 1.5), "cosine": (SCALE, SCALE / 2, SCALE + BIAS)}
 LOSSES = {
-    "pcmepp": PCMEPlusPlus.Options(pseudo_positive=0.1, vib=1e-2),
+    "pcmepp": PCMEPlusPlus.Options(clip=0.7, match=0.4, vib=1e-2),
+    "pcmepp, gathered": PCMEPlusPlus.Options(clip=0.7, match=0.4, vib=1e-2, exchange="gather"),
+    "pcmepp, pseudo-positives": PCMEPlusPlus.Options(pseudo_positive=0.1, vib=1e-2),
+    "pcmepp, wasserstein2": PCMEPlusPlus.Options(distance="wasserstein2"),
     "clip": CLIP.Options(),
+    "clip, gathered": CLIP.Options(exchange="gather"),
     "siglip": SigLIP.Options(),
     "prolip": ProLIP.Options(vib=0.1, inclusion=0.2, inclusion_scale=3.0),
 }
+GATHERED = {"pcmepp, gathered", "pcmepp, pseudo-positives", "clip, gathered"}
+
+
+def objective_of(name: str) -> str:
+    return name.partition(",")[0]
 
 
 def scalars_of(name: str) -> torch.Tensor:
-    options = OBJECTIVES[name].model_options(LOSSES[name])
+    options = OBJECTIVES[objective_of(name)].model_options(LOSSES[name])
     return torch.tensor(SCALARS[options.get("match", "distance")], dtype=torch.float64)
 
 
@@ -49,8 +60,10 @@ def looped(name: str, image: Gaussian, text: Gaussian) -> torch.Tensor:
     for i, j in product(range(n), range(n)):
         u = image.var[i].sum() + text.var[j].sum()
         cosine = image.mean[i] @ text.mean[j]
-        logit[i, j] = SCALE * (cosine - (0.5 * u if name == "prolip" else 0)) + (0 if name == "clip" else BIAS)
-    if name == "clip":
+        logit[i, j] = SCALE * (cosine - (0.5 * u if name == "prolip" else 0)) + (
+            0 if objective_of(name) == "clip" else BIAS
+        )
+    if objective_of(name) == "clip":
         for i in range(n):
             row, column = torch.stack([logit[i, j] for j in range(n)]), torch.stack([logit[j, i] for j in range(n)])
             total -= 0.5 * (row[i] - row.logsumexp(0) + column[i] - column.logsumexp(0)) / n
@@ -68,13 +81,13 @@ def through_the_trainer(name: str, image: Gaussian, text: Gaussian):
     """This rank's loss, terms and gradients."""
     leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
     leaves.append(scalars_of(name).requires_grad_())
-    fit = Trainer(None, None, Config(objective=name, loss=LOSSES[name]), torch.device("cpu"), 1)
+    fit = Trainer(None, None, Config(objective=objective_of(name), loss=LOSSES[name]), torch.device("cpu"), 1)
     loss, terms = fit.loss(Forward.of(tuple(leaves)))
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return loss.item(), terms, [g.numpy() for g in grads]
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip", "prolip"])
+@pytest.mark.parametrize("name", ["clip", "clip, gathered", "siglip", "prolip"])
 def test_values_and_gradients_equal_the_loops(name):
     image, text = pairs()
     value, terms, grads = through_the_trainer(name, image, text)
@@ -84,15 +97,15 @@ def test_values_and_gradients_equal_the_loops(name):
     expected = torch.autograd.grad(truth, leaves, allow_unused=True, materialize_grads=True)
     for grad, one in zip(grads, expected):
         np.testing.assert_allclose(grad, one, atol=1e-12)
-    assert ("u_image" in terms) == OBJECTIVES[name].probabilistic
-    assert ("scale" in terms) == (name != "clip")
+    assert ("u_image" in terms) == OBJECTIVES[objective_of(name)].probabilistic
+    assert ("scale" in terms) == (objective_of(name) != "clip")
 
 
 def share(rank: int, world: int, total: int) -> dict:
     """Every objective on this rank's items, and one of them by rank 0 alone."""
     image, text = pairs(total, 4, seed=3)
     rows = slice(rank * total // world, (rank + 1) * total // world)
-    found = {name: through_the_trainer(name, image[rows], text[rows])[::2] for name in OBJECTIVES}
+    found = {name: through_the_trainer(name, image[rows], text[rows])[::2] for name in LOSSES}
     with distributed.pretend(1):  # as the validation loss
         alone = through_the_trainer("prolip", image, text)[0] if rank == 0 else None
     return {**found, "alone": alone}
@@ -103,7 +116,7 @@ def test_ranks_equal_one_process(world):
     total = 3 * world
     whole, found = share(0, 1, total), run_ranks(world, share, total)
     assert found[0]["alone"] == pytest.approx(whole["prolip"][0], rel=1e-12)
-    for name in OBJECTIVES:
+    for name in LOSSES:
         value, grads = whole[name]
         assert np.mean([one[name][0] for one in found]) == pytest.approx(value, rel=1e-12), name
         for i, expected in enumerate(grads[:4]):
@@ -120,13 +133,53 @@ def test_a_ring_gathers_nothing(monkeypatch):
     image, text = pairs()
     for name in ("gather_pairs", "gather_together"):
         monkeypatch.setattr(distributed, name, gathered)
-    for name, objective in OBJECTIVES.items():
-        given = Pairs(image, text, *scalars_of(name).unbind())
-        if objective.ring:
-            assert objective(LOSSES[name])(given).loss.isfinite()
+    for name, options in LOSSES.items():
+        objective, given = OBJECTIVES[objective_of(name)](options), Pairs(image, text, *scalars_of(name).unbind())
+        assert objective.ring(8) == (name not in GATHERED)
+        assert objective.ring(1024) == (objective_of(name) in ("siglip", "prolip"))
+        if objective.ring(8):
+            assert objective(given).loss.isfinite()
         else:
             with pytest.raises(AssertionError, match="gathered"):
-                objective(LOSSES[name])(given)
+                objective(given)
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+@pytest.mark.parametrize("distance", ["csd", "min-kl", "elk"])
+def test_rings_of_pcmepp_equal_its_gathered_losses(block, distance):
+    """Blocks that do not divide the items, and single ones; values and all gradients."""
+    image, text = pairs(10, 4)
+    found = []
+    for ring in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
+        numbers = scalars_of("pcmepp").requires_grad_()
+        i, t, (tau, a, b) = Gaussian(*leaves[:2]), Gaussian(*leaves[2:]), numbers.unbind()
+        options = {"scale": a, "shift": b, "distance": distance, "vib": 0.1}
+        if ring:
+            losses = ring_clip_loss(i.mean, t.mean, tau, block), ring_match_loss(i, t, **options, block=block)
+        else:
+            losses = clip_loss(i.mean, t.mean, tau), pairwise_match_loss(i, t, **options)
+        value = losses[0].loss + 2 * losses[1].loss
+        found.append((value.item(), *torch.autograd.grad(value, [*leaves, numbers])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    for one, other in zip(found[0][1:], found[1][1:]):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_a_ring_without_gradients_has_the_value_alone():
+    image, text = pairs(10, 4)
+    with torch.no_grad():
+        value = ring_clip_loss(image.mean, text.mean, 7.0).loss
+    assert not value.requires_grad
+    assert value.item() == pytest.approx(clip_loss(image.mean, text.mean, 7.0).loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("option", [{"pseudo_positive": 0.1}, {"distance": "match-probability"}])
+def test_what_needs_whole_rows_refuses_the_ring(option):
+    with pytest.raises(UserError, match="need all pairs") as error:
+        PCMEPlusPlus.check(PCMEPlusPlus.Options(**option, exchange="ring"))
+    assert "gather" in error.value.remedy
+    assert not PCMEPlusPlus(PCMEPlusPlus.Options(**option)).ring(1)
 
 
 def test_each_makes_its_kind_of_model():
@@ -138,8 +191,9 @@ def test_each_makes_its_kind_of_model():
         assert model.probabilistic == objective.probabilistic
         assert model.config["n_unc_layers"] == (2 if objective.probabilistic else 0)
         scalars = {n for n, _ in model.named_parameters() if "." not in n}
-        assert scalars == {"logit_scale", *(["logit_bias"] if objective.ring else ["scale", "shift"])}
-        if objective.ring:
+        sigmoid = name in ("siglip", "prolip")
+        assert scalars == {"logit_scale", *(["logit_bias"] if sigmoid else ["scale", "shift"])}
+        if sigmoid:
             assert model.inverse_temperature().item() == pytest.approx(10)
             assert model.match_numbers() == pytest.approx((5, 0), abs=1e-5)
         assert to_dict(config)["loss"] == vars(loss)
@@ -183,7 +237,7 @@ def test_a_short_training_on_scenes_learns(name, drawn):
     (found,) = run_ranks(1, learnt, name, drawn)
     assert found["last"] < 0.5 * found["first"]
     assert found["right"] > 0.7
-    if OBJECTIVES[name].ring:  # they learn the match probability, and the saved a and b are its
+    if name in ("siglip", "prolip"):  # they learn the match probability, and the saved a and b are its
         assert found["p"] > 0.5
 
 

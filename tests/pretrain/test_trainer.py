@@ -149,7 +149,7 @@ def reads_of_steps(rank, world, stage, parts):
     with Reads() as reads:
         for images, tokens in data[1:]:
             fit.queue_step(images, tokens)
-    return reads.seen
+    return [name for name in reads.seen if name != "lift_fresh"]  # of the generators' states, which stay on the host
 
 
 @pytest.mark.parametrize(("stage", "parts"), [(0, 1), (0, 2), (1, 1), (2, 2)])

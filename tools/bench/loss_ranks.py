@@ -72,7 +72,7 @@ def step(name: str, rank: int, world: int, batch: int, dim: int):
             from pretrain.objectives import OBJECTIVES, Pairs
 
             objective = OBJECTIVES[name]
-            a, b = (scale / 2, scale + bias) if objective.ring else (scale, bias)
+            a, b = (scale / 2, scale + bias) if name in ("siglip", "prolip") else (scale, bias)
             pairs = Pairs(Gaussian(means[0], log_vars[0]), Gaussian(means[1], log_vars[1]), scale, a, b)
             return objective(objective.Options())(pairs).loss
         from open_clip.loss import ClipLoss, SigLipLoss

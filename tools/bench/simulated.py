@@ -38,8 +38,10 @@ class Traffic(TorchDispatchMode):
                 sent = others * total(flat(args[0]))
             elif "allreduce" in name:
                 sent = 2 * others * total(flat(args[0])) // self.world
+            elif name in ("broadcast_", "send"):
+                sent = total(flat(args[0]))
             else:
-                sent = total(flat(args[0])) if name == "broadcast_" else 0 if name == "barrier" else float("nan")
+                sent = 0 if name in ("barrier", "recv_") else float("nan")
             self.bytes[name] = self.bytes.get(name, 0) + sent
             self.calls[name] = self.calls.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
