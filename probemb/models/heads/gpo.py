@@ -78,7 +78,7 @@ class GPO(nn.Module):
         states_LT2H, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=longest)
         forward_LTH, backward_LTH = states_LT2H.chunk(2, dim=-1)
         scores_LT = at_least_float32(self.linear((forward_LTH + backward_LTH) / 2).squeeze(-1))
-        valid_LT = length_mask(torch.tensor(lengths, device=scores_LT.device), longest)
+        valid_LT = length_mask(torch.tensor(lengths).to(scores_LT.device, non_blocking=True), longest)
         return (scores_LT / TEMPERATURE).masked_fill(~valid_LT, -torch.inf).softmax(dim=-1)
 
 
