@@ -139,7 +139,7 @@ DAMAGE = {
     "no JSON": lambda path: path.write_bytes(b"[" * 50_000),
     "a long line": lambda path: path.write_bytes(b" " * (1 << 20)),
     "another key": lambda path: spoil(path, key="0" * 64),
-    "another format": lambda path: spoil(path, format=2),
+    "another format": lambda path: spoil(path, format=counts.FORMAT + 1),
     "other rules": lambda path: spoil(path, left_out={"min_side": 3}),
     "a wrong number": lambda path: spoil(path, left_out={"min_side": 3, "min_words": "4"}),
     "too many": lambda path: spoil(path, left_out={"min_side": 80, "min_words": 4}),
