@@ -96,6 +96,7 @@ def simulate(world: int, rows: int, name: str, stage: int) -> dict:
 
     from pretrain.config import Config, Engine, Model
     from pretrain.engine.engine import import_deepspeed, make_engine
+    from pretrain.objectives import PCMEPlusPlus
     from pretrain.plan import cost, memory, trace
     from pretrain.trainer import Trainer
     from probemb import create_model, distributed
@@ -103,6 +104,7 @@ def simulate(world: int, rows: int, name: str, stage: int) -> dict:
     torch.set_num_threads(1)
     config = Config(
         batch_size=world * rows,
+        loss=PCMEPlusPlus.Options(exchange="gather"),  # a ring would compute with what the fake group never receives
         model=Model(name=name, n_unc_layers=1),
         engine=Engine(zero_stage=stage, precision="fp32"),
     )
