@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from probemb import distributed
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.losses.output import LossOutput
 from probemb.losses.pairs import cosine_similarity
-from probemb.losses.ring import BLOCK, Exchange, number
+from probemb.losses.ring import BLOCK, number, pass_on, round_trip
 
 
 def clip_loss(
@@ -88,18 +87,14 @@ class _RingCrossEntropy(torch.autograd.Function):
 def _normalisers(image_BD: Tensor, text_BD: Tensor, scale: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Log-normalisers of this rank's images over all texts, and of its texts over all images, (B,) each."""
     row_B, column_B = (image_BD.new_full((len(image_BD),), -math.inf) for _ in range(2))
-    scaled_BD, world = scale * image_BD, distributed.world_size()
-    for hop in range(world):
-        coming = Exchange([text_BD]) if hop + 1 < world else None
+    scaled_BD = scale * image_BD
+    for (visitor_BD,) in round_trip([text_BD]):
         for start in range(0, len(text_BD), block):
             rows = slice(start, start + block)
-            logits = scaled_BD @ text_BD[rows].T  # (B, block)
+            logits = scaled_BD @ visitor_BD[rows].T  # (B, block)
             row_B = torch.logaddexp(row_B, logits.logsumexp(1))
             column_B[rows] = torch.logaddexp(column_B[rows], logits.logsumexp(0))
-        if world > 1:
-            (column_B,) = Exchange([column_B]).wait()  # after the last hop they are at home
-        if coming:
-            (text_BD,) = coming.wait()
+        (column_B,) = pass_on([column_B])  # after the last hop they are at home
     return row_B, column_B
 
 
@@ -107,25 +102,21 @@ def _gradients(
     image_BD: Tensor, text_BD: Tensor, scale: Tensor, row_B: Tensor, column_B: Tensor, own_B: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of images, of this rank's texts by all ranks, and of the scale by this rank's images."""
-    n, world = len(image_BD), distributed.world_size()
+    n = len(image_BD)
     of_image, of_text, of_scale = -scale * text_BD / n, -scale * image_BD / n, -own_B.mean()
-    for hop in range(world):
-        coming = Exchange([text_BD, column_B]) if hop + 1 < world else None
+    for visitor_BD, visitor_B in round_trip([text_BD, column_B]):
         for start in range(0, n, block):
             rows = slice(start, start + block)
-            cosine = image_BD @ text_BD[rows].T  # (B, block)
+            cosine = image_BD @ visitor_BD[rows].T  # (B, block)
             logits = scale * cosine
             weight = (logits - row_B[:, None]).exp_()
-            weight += logits.sub_(column_B[None, rows]).exp_()
+            weight += logits.sub_(visitor_B[None, rows]).exp_()
             weight /= 2 * n  # of each logit in the sum of all ranks' losses
             of_scale = of_scale + cosine.mul_(weight).sum()
             weight *= scale
-            of_image.addmm_(weight, text_BD[rows])
+            of_image.addmm_(weight, visitor_BD[rows])
             of_text[rows] += weight.T @ image_BD
-        if world > 1:
-            (of_text,) = Exchange([of_text]).wait()
-        if coming:
-            text_BD, column_B = coming.wait()
+        (of_text,) = pass_on([of_text])
     return of_image, of_text, of_scale
 
 

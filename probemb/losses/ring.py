@@ -5,7 +5,7 @@ B items of a rank, W ranks. Memory is O(B * block) for the pairs and O(B D) for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,11 +55,10 @@ class _SumOverPairs(torch.autograd.Function):
         staying = [torch.zeros_like(x) for x in (*image, *scalars)]  # gradients
         travelling = [torch.zeros_like(x) for x in text]
         total = image[0].new_zeros(())
-        for hop in range(distributed.world_size()):
-            coming = Exchange(text) if hop + 1 < distributed.world_size() else None
-            for start in range(0, len(text[0]), block):
+        for visitors in round_trip(text):
+            for start in range(0, len(visitors[0]), block):
                 rows = slice(start, start + block)
-                value, grads = _with_gradients(term, image, [x[rows] for x in text], scalars, wanted)
+                value, grads = _with_gradients(term, image, [x[rows] for x in visitors], scalars, wanted)
                 total = total + value
                 if wanted:
                     of_image, of_text, of_scalars = grads[:n_image], grads[n_image:][:n_text], grads[n_image + n_text :]
@@ -67,9 +66,8 @@ class _SumOverPairs(torch.autograd.Function):
                         kept += grad
                     for kept, grad in zip(travelling, of_text):
                         kept[rows] += grad
-            if wanted and distributed.world_size() > 1:
-                travelling = Exchange(travelling).wait()  # after the last hop they are at home
-            text = coming.wait() if coming else text
+            if wanted:
+                travelling = pass_on(travelling)  # after the last hop they are at home
         ctx.save_for_backward(*staying[:n_image], *travelling, *staying[n_image:])
         return total
 
@@ -89,7 +87,21 @@ def _with_gradients(term, image, text, scalars, wanted: bool) -> tuple[Tensor, t
     return value.detach(), grads
 
 
-class Exchange:
+def round_trip(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """This rank's tensors, then every other rank's; the next ones are under way meanwhile. Collective."""
+    for hop in range(distributed.world_size()):
+        coming = _Exchange(tensors) if hop + 1 < distributed.world_size() else None
+        yield tensors
+        if coming:
+            tensors = coming.wait()
+
+
+def pass_on(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The previous rank's tensors for these, which the next rank gets. Collective."""
+    return _Exchange(tensors).wait() if distributed.world_size() > 1 else tensors
+
+
+class _Exchange:
     """Send tensors of one type to the next rank, and receive the previous one's, in one message."""
 
     def __init__(self, tensors: Sequence[Tensor]):

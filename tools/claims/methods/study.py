@@ -144,9 +144,7 @@ class Methods(Study):
         if missing:
             tell(f"regions in {regions}")
             for split in missing:
-                file_of(regions, split, REGIONS).unlink(
-                    missing_ok=True
-                )  # of a start that was ended before its captions
+                file_of(regions, split, REGIONS).unlink(missing_ok=True)  # written before captions: a start was ended
             weights = str(self.files.images_weights or "timm")
             write_regions(
                 ["--data", str(data), "--split", *missing, "--out", str(regions), "--weights", weights, *GRID]

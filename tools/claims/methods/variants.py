@@ -17,16 +17,20 @@ from tools.claims.methods.training import Training
 class Variant:
     """A method with its options.
 
-    title: in tables; method: of finetune; paper: where it is from; options: of finetune's command line; regions: it
-    reads precomputed regions in place of pixels; step: what a step costs, in steps of VSE∞, for the time that is left.
+    title: in tables; method: of finetune; paper: where it is from; options: of finetune's command line; step: what
+    a step costs, in steps of VSE∞, for the time that is left.
     """
 
     title: str
     method: str
     paper: str
     options: dict[str, str] = field(default_factory=dict)
-    regions: bool = False
     step: float = 1.0
+
+    @property
+    def regions(self) -> bool:
+        """Whether it reads precomputed regions in place of pixels."""
+        return METHODS[self.method].over_regions
 
 
 PAPERS = {
@@ -61,12 +65,8 @@ VARIANTS: dict[str, Variant] = {
         "VSE++, min-KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "min-kl"}, step=1.8
     ),
     "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "kl"}, step=1.8),
-    "vsrn": Variant(
-        "VSRN", "vsrn", "prob", {**VSRN, "loss.hidden": "256", "loss.word_width": "100"}, regions=True, step=7.4
-    ),
-    "prob-vsrn": Variant(
-        "VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**VSRN, "model.n_unc_layers": "1"}, regions=True, step=1.9
-    ),
+    "vsrn": Variant("VSRN", "vsrn", "prob", {**VSRN, "loss.hidden": "256", "loss.word_width": "100"}, step=7.4),
+    "prob-vsrn": Variant("VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**VSRN, "model.n_unc_layers": "1"}, step=1.9),
     "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}, step=1.8),
     "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}, step=1.8),
     "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN, step=6.8),
