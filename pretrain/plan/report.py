@@ -21,7 +21,7 @@ MEMORY_ROWS = (
     ("peak", "most at one moment"),
 )
 NETWORK_ROWS = (
-    ("gaussians_forward", "Gaussians, gathered"),
+    ("gaussians_forward", "Gaussians"),
     ("gaussians_backward", "Gaussians, gradients"),
     ("gradients", "gradients"),
     ("weights", "weights"),
