@@ -19,7 +19,7 @@ from pretrain.evaluation_sets import lower_is_better, split_set
 from pretrain.sample_log import SampleLog
 from probemb import distributed
 from probemb.cli.configuration import to_dict, with_absolute_paths
-from probemb.files import replace_file
+from probemb.files import replace_file, replace_text
 from probemb.models import DualEncoder, save_model
 from probemb.runs.best import NAME as BEST
 from probemb.runs.best import Best, read_best
@@ -55,6 +55,7 @@ FREE_TO_CHANGE = (
 DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
 TERMS = ("clip", "siglip", "ppcl", "match", "vib", "pseudo_positive", "inclusion", "image_inclusion", "text_inclusion")
 MODEL, BEST_MODEL = "model", "model-best"
+STEP = ".step"  # of model-best/, written when the folder is complete
 
 
 class RunFolder(RunOutput):
@@ -100,7 +101,7 @@ class RunFolder(RunOutput):
         if found:
             self.protected = frozenset([found.step])
             if self.is_main:
-                restore_model(self.path, found.step, BEST_MODEL)
+                restore_best(self.path, found.step)
         if metric is None or (found and found.metric == metric):
             return found if metric else None
         if found and self.is_main:
@@ -135,6 +136,7 @@ class RunFolder(RunOutput):
         for file in sorted((self.path / MODEL).iterdir()):
             if not file.name.startswith("."):
                 replace_file(self.path / BEST_MODEL / file.name, partial(shutil.copyfile, file))
+        replace_text(self.path / BEST_MODEL / STEP, f"{best.step}\n")
         self.protected = frozenset([best.step])
         self.prune()
         if self.copier:
@@ -243,7 +245,7 @@ def complete_finished(config: Config, step: int) -> None:
     best = read_best(Path(config.out), step)
     restore_model(Path(config.out), step, MODEL)
     if best:
-        restore_model(Path(config.out), best.step, BEST_MODEL)
+        restore_best(Path(config.out), best.step)
     if copier := make_copier(config, step, lambda: frozenset([best.step] if best else [])):
         copier.close(30 * config.engine.timeout)
 
@@ -260,6 +262,18 @@ def restore_model(run: Path, step: int, name: str) -> None:
     weights = {key.removeprefix("model."): tensor for key, tensor in read_exported(checkpoint).items()}
     model.load_state_dict(weights)
     save_model(model, run / name)
+
+
+def restore_best(run: Path, step: int) -> None:
+    """Write the best step's weights to model-best/, if it is missing, or the run was killed before it was complete."""
+    try:
+        is_complete = (run / BEST_MODEL / STEP).read_text(encoding="utf-8").strip() == str(step)
+    except (OSError, ValueError):
+        is_complete = False
+    if not is_complete:
+        shutil.rmtree(run / BEST_MODEL, ignore_errors=True)
+        restore_model(run, step, BEST_MODEL)
+        replace_text(run / BEST_MODEL / STEP, f"{step}\n")
 
 
 def _empty_model(model_config: dict) -> DualEncoder:

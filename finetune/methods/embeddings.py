@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from finetune.methods.base import Batch, Method
 from probemb.errors import UserError
@@ -88,6 +88,7 @@ class PVSE(Method):
             embeddings: K of every item; 1, 2 and 4 in PCME's comparison. With 1 the triplet loss is alone.
             margin: of the hinges, in units of the cosine.
             hardest: the hardest negative alone.
+            warmup_epochs: first epochs, with all negatives; towers from random weights collapse with the hardest alone.
             diversity: weight of the cosines of an item's residuals.
             mmd: weight of the discrepancy of images and captions.
             gamma: of its kernel exp(-gamma |x - y|^2).
@@ -97,6 +98,7 @@ class PVSE(Method):
         embeddings: PositiveInt = 2
         margin: PositiveFloat = 0.1
         hardest: bool = True
+        warmup_epochs: NonNegativeInt = 0
         diversity: NonNegativeFloat = 0.1
         mmd: NonNegativeFloat = 0.01
         gamma: PositiveFloat = 0.5
@@ -119,7 +121,9 @@ class PVSE(Method):
         return {**super().model_options(config), "n_embeddings": n, **more}
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
-        return self.module.loss(batch.image, batch.text, batch.match, (batch.images.tokens, batch.texts.tokens))
+        tokens = batch.images.tokens, batch.texts.tokens
+        hardest = self.options.hardest and batch.epoch >= self.options.warmup_epochs
+        return self.module.loss(batch.image, batch.text, batch.match, tokens, hardest=hardest)
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -138,3 +142,5 @@ class PVSE(Method):
             )
         elif not config.loss.mmd:
             cls.refuse_unused(config, ("gamma", "kernel"), "loss.mmd is 0", "set loss.mmd above 0")
+        if not config.loss.hardest:
+            cls.refuse_unused(config, ["warmup_epochs"], "loss.hardest is false", "set loss.hardest to true")

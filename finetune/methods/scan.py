@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse.typing import PositiveFloat
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from finetune.methods.base import Batch, Method
 from probemb.errors import UserError
@@ -34,6 +34,7 @@ class SCAN(Method):
             lambda_lse: of the aggregation lse; empty for 6 (t2i) or 5 (i2t).
             margin: of the hinges, in units of the score.
             hardest: the hardest negative's hinge rather than the sum of all.
+            warmup_epochs: first epochs, with all negatives; then the hardest.
         """
 
         direction: Literal["t2i", "i2t"] = "t2i"
@@ -45,6 +46,7 @@ class SCAN(Method):
         lambda_lse: PositiveFloat | None = None
         margin: PositiveFloat = 0.2
         hardest: bool = True
+        warmup_epochs: NonNegativeInt = 0
 
     wants_tokens = True
     ranking = "attention"
@@ -59,7 +61,8 @@ class SCAN(Method):
 
         images, texts = (unit_tokens(side.tokens, side.mask) for side in (batch.images, batch.texts))
         how, options = cross_attention(self.options), self.options
-        return scan_loss(images, texts, batch.match, how, options.margin, options.hardest)
+        hardest = options.hardest and batch.epoch >= options.warmup_epochs
+        return scan_loss(images, texts, batch.match, how, options.margin, hardest)
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -82,6 +85,8 @@ class SCAN(Method):
                 f"loss.aggregation is {config.loss.aggregation}",
                 "set loss.aggregation to lse",
             )
+        if not config.loss.hardest:
+            cls.refuse_unused(config, ["warmup_epochs"], "loss.hardest is false", "set loss.hardest to true")
 
 
 def cross_attention(options: SCAN.Options) -> CrossAttention:

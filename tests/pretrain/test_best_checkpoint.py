@@ -19,6 +19,9 @@ def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path): 
     for stop in (3, 0):
         part = start({**options, "out": runs["parts"], "stop-at-step": stop}, "--resume")
         assert part.returncode == 0, part.stderr
+        if stop:  # as if killed while model-best/ was being written
+            (runs["parts"] / "model-best" / ".step").write_text("0\n")
+            (runs["parts"] / "model-best" / "model.safetensors").write_bytes(b"half")
     for run, said in ((runs["whole"], done.stdout), (runs["parts"], part.stdout)):
         values = {line["step"]: line["v/rsum"] for line in metrics(run) if "v/rsum" in line}
         assert sorted(values) == [1, 2, 3, 4, 5, 6]
@@ -32,4 +35,5 @@ def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path): 
         for name, value in load_model(run / "model-best").model.state_dict().items():
             assert torch.equal(value, weights.get(f"model.{name}", value)), name
         assert f"best    step {best}, v/rsum {values[best]:.4g}: {run}/checkpoints/step-{best}" in said
+    assert best <= 3  # so that it was restored when the second part began
     assert (runs["whole"] / "best.json").read_text() == (runs["parts"] / "best.json").read_text()

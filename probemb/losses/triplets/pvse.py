@@ -119,12 +119,15 @@ class PVSELoss(nn.Module):
         text: Gaussian,
         match: Tensor | None = None,
         residuals: tuple[Tensor, Tensor] | None = None,
+        *,
+        hardest: bool | None = None,
     ) -> LossOutput:
         """N pairs, (N, K, D) each, or (N, D) for K = 1. Terms "triplet", and "diversity" and "mmd" where they count.
 
         Args:
             residuals: what the attention adds to the images' and the texts' features, (N, K, D) each; needed where
                 K > 1 and diversity has a weight.
+            hardest: in place of the loss' own, as in the first epochs.
 
         Raises:
             ValueError: residuals are missing.
@@ -132,7 +135,8 @@ class PVSELoss(nn.Module):
         mean_i, mean_t = _several(image.mean), _several(text.mean)
         n, k, _ = mean_i.shape
         similarity = multi_instance_similarity(mean_i, mean_t, self.similarity)
-        terms = {"triplet": triplet_loss(similarity, match, self.margin, self.hardest, self.reduce).loss}
+        hardest = self.hardest if hardest is None else hardest
+        terms = {"triplet": triplet_loss(similarity, match, self.margin, hardest, self.reduce).loss}
         loss = terms["triplet"]
         if k > 1 and self.diversity:
             if residuals is None:

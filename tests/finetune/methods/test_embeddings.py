@@ -66,6 +66,16 @@ def test_pvse_is_its_three_parts(kernel):
     torch.testing.assert_close(method("pvse", f"--loss.kernel={kernel}").loss(b, None).loss, expected)
 
 
+def test_pvse_begins_with_all_negatives_where_asked():
+    b = batch(k=2)
+    similarity = multi_instance_similarity(b.image.mean, b.text.mean)
+    made = method("pvse", "--loss.warmup_epochs=2", "--loss.diversity=0", "--loss.mmd=0")
+    for epoch, hardest in ((0, False), (1, False), (2, True)):
+        b.epoch = epoch
+        expected = triplet_loss(similarity, b.match, 0.1, hardest, "mean").loss
+        torch.testing.assert_close(made.loss(b, None).loss, expected)
+
+
 RANKED = [("order", 0, "order"), ("pvse", 4, "multi-instance"), ("pvse", 1, "mean"), ("vsepp", 0, "mean")]
 
 

@@ -215,6 +215,14 @@ REFUSED = {
         "prob-vsepp does not use loss.warmup_epochs, which is 1: loss.negatives is all",
         "set loss.negatives to hardest or semi-hard",
     ),
+    **{
+        f"warm-up of all negatives of {method}": (
+            {"method": method, "loss.hardest": False, "loss.warmup_epochs": 1},
+            f"{method} does not use loss.warmup_epochs, which is 1: loss.hardest is false",
+            "set loss.hardest to true",
+        )
+        for method in ("pvse", "scan", "jwae-scan")
+    },
     "lambda of a sum": (
         {"method": "scan", "loss.aggregation": "sum", "loss.lambda_lse": 3.0},
         "scan does not use loss.lambda_lse, which is 3.0: loss.aggregation is sum",

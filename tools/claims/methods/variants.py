@@ -40,13 +40,13 @@ PAPERS = {
     "jwae": "SCAN and jWAE (003)",
 }
 SCALE = {"loss.scale": "13", "loss.shift": "13"}
-PIE = {"model.head": "pie"}
 MLP = {"model.head": "mlp"}  # encoders of two layers
 SAYS_WORDS = {**MLP, "loss.text_weight": "0.005"}  # the paper's weight 1 is for mean word vectors
-SCAN = {"model.head": "average"}
-# Towers from random weights collapse with the hardest negatives alone; the GRU again for the variance, as in the paper.
-PROB = {"loss.warmup_epochs": "1", "model.n_unc_layers": "[0, 1]"}
-VSRN = {"loss.warmup_epochs": "1"}
+# Towers from random weights collapse with the hardest negatives alone; VSE++ is trained with them all the same.
+WARM = {"loss.warmup_epochs": "1"}
+PIE = {**WARM, "model.head": "pie"}
+SCAN = {**WARM, "model.head": "average"}
+PROB = {**WARM, "model.n_unc_layers": "[0, 1]"}  # the GRU again for the variance, as in the paper
 VARIANTS: dict[str, Variant] = {
     "infonce": Variant("InfoNCE", "infonce", "pcmepp", {"loss.temperature": "14"}),
     "vse": Variant("VSE∞", "vse", "pcmepp"),
@@ -65,8 +65,8 @@ VARIANTS: dict[str, Variant] = {
         "VSE++, min-KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "min-kl"}, step=1.8
     ),
     "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "kl"}, step=1.8),
-    "vsrn": Variant("VSRN", "vsrn", "prob", {**VSRN, "loss.hidden": "256", "loss.word_width": "100"}, step=7.4),
-    "prob-vsrn": Variant("VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**VSRN, "model.n_unc_layers": "1"}, step=1.9),
+    "vsrn": Variant("VSRN", "vsrn", "prob", {**WARM, "loss.hidden": "256", "loss.word_width": "100"}, step=7.4),
+    "prob-vsrn": Variant("VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**WARM, "model.n_unc_layers": "1"}, step=1.9),
     "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}, step=1.8),
     "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}, step=1.8),
     "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN, step=6.8),
