@@ -35,7 +35,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
     known = list(known)
     lower = {k.lower(): k for k in known}
-    found = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    found = get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
     return f" Did you mean '{lower[found[0]]}'?" if found else ""
 
 
