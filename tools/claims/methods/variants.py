@@ -40,7 +40,8 @@ PAPERS = {
     "jwae": "SCAN and jWAE (003)",
 }
 SCALE = {"loss.scale": "13", "loss.shift": "13"}
-MLP = {"model.head": "mlp"}  # encoders of two layers
+CAPTIONS = {"loss.hidden": "256", "loss.word_width": "100"}  # decoders of half the width of the default, for time
+MLP = {**CAPTIONS, "model.head": "mlp"}  # encoders of two layers
 SAYS_WORDS = {**MLP, "loss.text_weight": "0.005"}  # the paper's weight 1 is for mean word vectors
 # Towers from random weights collapse with the hardest negatives alone; VSE++ is trained with them all the same.
 WARM = {"loss.warmup_epochs": "1"}
@@ -65,11 +66,11 @@ VARIANTS: dict[str, Variant] = {
         "VSE++, min-KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "min-kl"}, step=1.8
     ),
     "prob-vsepp KL": Variant("VSE++, KL", "prob-vsepp", "prob", {**PROB, "loss.similarity": "kl"}, step=1.8),
-    "vsrn": Variant("VSRN", "vsrn", "prob", {**WARM, "loss.hidden": "256", "loss.word_width": "100"}, step=7.4),
+    "vsrn": Variant("VSRN", "vsrn", "prob", {**WARM, **CAPTIONS}, step=7.4),
     "prob-vsrn": Variant("VSRN, 2-Wasserstein", "prob-vsrn", "prob", {**WARM, "model.n_unc_layers": "1"}, step=1.9),
     "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}, step=1.8),
     "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}, step=1.8),
-    "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", SCAN, step=6.8),
+    "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", {**SCAN, **CAPTIONS}, step=6.8),
     "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae", MLP, step=3.3),
     "vae-mh": Variant("VAE-MH", "vae-mh", "jwae", MLP, step=3.5),
     "mse": Variant("MSE", "mse", "jwae", SAYS_WORDS, step=3.7),
