@@ -69,24 +69,27 @@ def bce(method, codes):
     return F.binary_cross_entropy(logits.sigmoid(), torch.ones_like(logits))
 
 
+@pytest.mark.parametrize("over_items", ["sum", "mean"])
 @pytest.mark.parametrize("name", ["mse", "mmd-mse", "jwae-mse", "jwae-mh"])
-def test_the_loss_is_what_the_paper_adds_up(name):
-    method, model = method_of(name)
+def test_the_loss_is_what_the_paper_adds_up(name, over_items):
+    """Eq. 6 sums errors over items, and the public code averages them; Eq. 7 is a mean."""
+    default = "mean" if name == "jwae-mh" else "sum"
+    words = () if over_items == default else (f"--loss.over_items={over_items}",)
+    method, model = method_of(name, "resnet-gru-small", *words)
+    items = N if over_items == "sum" else 1
     b = batch(model)
     image, text = b.images.codes, b.texts.codes
     decoded = method.module.decoders["image"](image)
     of_images = sum(math.hypot(*row) for row in (b.images.features - decoded).tolist()) / N
     of_texts = said(method, text, b, model)
+    errors = items * (of_images + of_texts)
     expected = {
-        "mse": lambda: code_mse(image, text) + of_images + of_texts,
-        "mmd-mse": lambda: code_mse(image, text) + of_images + of_texts + 0.2 * mmd(image, text),
-        "jwae-mse": lambda: (
-            code_mse(image, text) + of_images + of_texts + 0.2 * bce(method, image) + 0.2 * bce(method, text)
-        ),
+        "mse": lambda: code_mse(image, text) + errors,
+        "mmd-mse": lambda: code_mse(image, text) + errors + 0.2 * mmd(image, text),
+        "jwae-mse": lambda: code_mse(image, text) + errors + 0.2 * (bce(method, image) + bce(method, text)),
         "jwae-mh": lambda: (
             triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2).loss
-            + 0.5 * of_images
-            + 0.005 * of_texts
+            + items * (0.5 * of_images + 0.005 * of_texts)
             + 0.01 * (bce(method, image) + bce(method, text))
         ),
     }[name]()
