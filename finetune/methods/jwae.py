@@ -140,7 +140,7 @@ class MSE(Method):
         if not o.image_weight:
             cls.refuse_unused(config, ["image_norm"], "loss.image_weight is 0", "set loss.image_weight above 0")
         if not o.image_weight and not o.text_weight:
-            cls.refuse_unused(config, ["over_items"], "nothing is reconstructed", "set a weight above 0")
+            cls.refuse_unused(config, ["over_items"], "loss.image_weight and loss.text_weight are 0", "set one above 0")
         if not o.text_weight:
             because = "loss.text_weight is 0, so no captions are generated"
             cls.refuse_unused(config, TEXT_DECODER, because, "set loss.text_weight above 0")
