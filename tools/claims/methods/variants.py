@@ -72,11 +72,11 @@ VARIANTS: dict[str, Variant] = {
     "scan t2i": Variant("SCAN, t-i", "scan", "jwae", {**SCAN, "loss.direction": "t2i"}, step=1.8),
     "scan i2t": Variant("SCAN, i-t", "scan", "jwae", {**SCAN, "loss.direction": "i2t"}, step=1.8),
     "jwae-scan": Variant("jWAE-SCAN, t-i", "jwae-scan", "jwae", {**SCAN, **CAPTIONS}, step=6.8),
-    "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae", MLP, step=3.3),
-    "vae-mh": Variant("VAE-MH", "vae-mh", "jwae", MLP, step=3.5),
-    "mse": Variant("MSE", "mse", "jwae", SAYS_WORDS, step=3.7),
-    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae", SAYS_WORDS, step=3.6),
-    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae", SAYS_WORDS, step=3.5),
+    "jwae-mh": Variant("jWAE-MH", "jwae-mh", "jwae", MLP, step=2.4),
+    "vae-mh": Variant("VAE-MH", "vae-mh", "jwae", MLP, step=2.5),
+    "mse": Variant("MSE", "mse", "jwae", SAYS_WORDS, step=2.5),
+    "jwae-mse": Variant("jWAE-MSE", "jwae-mse", "jwae", SAYS_WORDS, step=2.5),
+    "mmd-mse": Variant("MMD-MSE", "mmd-mse", "jwae", SAYS_WORDS, step=2.5),
 }
 
 
