@@ -1,6 +1,7 @@
 """VSE0, VSE++, order embeddings and PVSE: what they minimise, and how their models are ranked."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from finetune.config import Config, with_method_file
 from finetune.methods import METHODS, Batch
 from probemb import Gaussian, load_model
 from probemb.cli.configuration import parse_config
-from probemb.losses import diversity, mmd, multi_instance_similarity, order_similarity, triplet_loss
+from probemb.cross_attention import CrossAttention, unit_tokens
+from probemb.losses import diversity, mmd, multi_instance_similarity, order_similarity, scan_loss, triplet_loss
 from probemb.models import Encoded
 from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 from zeroshot.retrieval import main as retrieval
@@ -74,6 +76,22 @@ def test_pvse_begins_with_all_negatives_where_asked():
         b.epoch = epoch
         expected = triplet_loss(similarity, b.match, 0.1, hardest, "mean").loss
         torch.testing.assert_close(made.loss(b, None).loss, expected)
+
+
+def test_scan_begins_with_all_negatives_where_asked():
+    b, g, mask = batch(), torch.Generator().manual_seed(1), torch.ones(6, 3, dtype=torch.bool)
+    b.images, b.texts = (
+        replace(side, tokens=torch.randn(6, 3, 5, generator=g), mask=mask) for side in (b.images, b.texts)
+    )
+    tokens = [unit_tokens(side.tokens, side.mask) for side in (b.images, b.texts)]
+    made = method("scan", "--loss.warmup_epochs=2")
+    losses = []
+    for epoch, hardest in ((1, False), (2, True)):
+        b.epoch = epoch
+        losses.append(made.loss(b, None).loss)
+        expected = scan_loss(*tokens, b.match, CrossAttention("t2i", lambda_softmax=9.0, lambda_lse=6.0), 0.2, hardest)
+        torch.testing.assert_close(losses[-1], expected.loss)
+    assert losses[0] > losses[1]
 
 
 RANKED = [("order", 0, "order"), ("pvse", 4, "multi-instance"), ("pvse", 1, "mean"), ("vsepp", 0, "mean")]
