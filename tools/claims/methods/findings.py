@@ -115,8 +115,9 @@ def _table(found: Found, there: Sequence[str], exact: bool) -> dict:
             "Test images. Retrieval in percent, RSUM the sum of recall at 1, 5 and 10 of own captions in both "
             "directions. u and R@1: Spearman over single queries of u with a hit, below 0 where uncertain ones fail. "
             "A step's time is the run's own log, beside other trainings. VSE∞ is VSE++ after an epoch with all "
-            "negatives, as all others with the hardest ones begin here, and what the claims below mean by VSE++; the "
-            "row VSE++ has the hardest ones from its first step, and towers with random weights then hardly learn."
+            "negatives, as all others with the hardest ones begin here (VSRN after two), and what the claims below "
+            "mean by VSE++; the row VSE++ has the hardest ones from its first step, and towers with random weights "
+            "then hardly learn."
         ],
     }
 
