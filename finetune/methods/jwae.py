@@ -37,7 +37,7 @@ class MSE(Method):
             image_weight: of the reconstruction of image features.
             text_weight: of the reconstruction of captions.
             image_norm: of the image features' error, l1 or l2.
-            over_items: of both errors: sum (Eq. 6; the codes' distance of Eq. 7 is a mean), or mean (public code).
+            reduce: of both errors: sum (Eq. 6; the codes' distance of Eq. 7 is a mean), or mean (public code).
                 With the mean and norm l2 the distance outweighs them, and all codes become one.
             word_dropout: share of the words that the text decoder does not see (public code). Mean word vectors are
                 reconstructed by two layers, which none of these three options concerns.
@@ -48,7 +48,7 @@ class MSE(Method):
         image_weight: NonNegativeFloat = 1.0
         text_weight: NonNegativeFloat = 1.0
         image_norm: Literal["l1", "l2"] = "l2"
-        over_items: Literal["sum", "mean"] = "sum"
+        reduce: Literal["sum", "mean"] = "sum"
         word_dropout: ClosedUnitInterval = 0.2
         word_width: PositiveInt = 300
         hidden: PositiveInt = 512
@@ -98,7 +98,7 @@ class MSE(Method):
         n = len(image) // distributed.world_size()
         own = slice(distributed.rank() * n, (distributed.rank() + 1) * n)
         errors = {"image": self.image_error(batch, image, own), "text": self.text_error(batch, model, text, own)}
-        items = len(image) if self.options.over_items == "sum" else 1
+        items = len(image) if self.options.reduce == "sum" else 1
         weights = {"image": items * self.options.image_weight, "text": items * self.options.text_weight}
         return {side: (weights[side], distributed.gather(error[None]).mean()) for side, error in errors.items()}
 
@@ -140,7 +140,7 @@ class MSE(Method):
         if not o.image_weight:
             cls.refuse_unused(config, ["image_norm"], "loss.image_weight is 0", "set loss.image_weight above 0")
         if not o.image_weight and not o.text_weight:
-            cls.refuse_unused(config, ["over_items"], "loss.image_weight and loss.text_weight are 0", "set one above 0")
+            cls.refuse_unused(config, ["reduce"], "loss.image_weight and loss.text_weight are 0", "set one above 0")
         if not o.text_weight:
             because = "loss.text_weight is 0, so no captions are generated"
             cls.refuse_unused(config, TEXT_DECODER, because, "set loss.text_weight above 0")
@@ -276,10 +276,10 @@ class JWAEMH(JWAEMSE):
         """Triplet loss and Gaussian regularisation. Source: jWAE Eqs. 1 and 9, §5.1.
 
         Args:
-            over_items: of the reconstructions' errors: mean (public code, of which these weights are), or sum (Eq. 6).
+            reduce: of the reconstructions' errors: mean (public code, of which these weights are), or sum (Eq. 6).
         """
 
-        over_items: Literal["sum", "mean"] = "mean"
+        reduce: Literal["sum", "mean"] = "mean"
         image_weight: NonNegativeFloat = 0.5
         text_weight: NonNegativeFloat = 0.005
         image_prior: NonNegativeFloat = 0.01
@@ -299,10 +299,10 @@ class VAEMH(MSE):
         Args:
             image_prior: weight of the images' KL divergence from the prior.
             text_prior: weight of the captions'.
-            over_items: of the reconstructions' errors: mean, as in jWAE-MH, or sum.
+            reduce: of the reconstructions' errors: mean, as in jWAE-MH, or sum.
         """
 
-        over_items: Literal["sum", "mean"] = "mean"
+        reduce: Literal["sum", "mean"] = "mean"
         image_weight: NonNegativeFloat = 0.5
         text_weight: NonNegativeFloat = 0.005
         image_prior: NonNegativeFloat = 0.01

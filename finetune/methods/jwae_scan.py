@@ -29,13 +29,13 @@ class JWAESCAN(JWAEMH, SCAN):
         """SCAN and Gaussian regularisation. Source: jWAE §5.1; SCAN.
 
         Args:
-            over_items: of the reconstructions' errors: mean (public code), or sum (Eq. 6).
+            reduce: of the reconstructions' errors: mean (public code), or sum (Eq. 6).
             published: as in the public code: unit codes of one region and one word of each item before the
                 discriminator, which has two layers and keeps all gradients, also the encoders'; each word predicted
                 from its own code and from itself.
         """
 
-        over_items: Literal["sum", "mean"] = "mean"
+        reduce: Literal["sum", "mean"] = "mean"
         image_weight: NonNegativeFloat = 0.5
         text_weight: NonNegativeFloat = 0.005
         image_prior: NonNegativeFloat = 0.01

@@ -69,14 +69,14 @@ def bce(method, codes):
     return F.binary_cross_entropy(logits.sigmoid(), torch.ones_like(logits))
 
 
-@pytest.mark.parametrize("over_items", ["sum", "mean"])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("name", ["mse", "mmd-mse", "jwae-mse", "jwae-mh"])
-def test_the_loss_is_what_the_paper_adds_up(name, over_items):
+def test_the_loss_is_what_the_paper_adds_up(name, reduce):
     """Eq. 6 sums errors over items, and the public code averages them; Eq. 7 is a mean."""
     default = "mean" if name == "jwae-mh" else "sum"
-    words = () if over_items == default else (f"--loss.over_items={over_items}",)
+    words = () if reduce == default else (f"--loss.reduce={reduce}",)
     method, model = method_of(name, "resnet-gru-small", *words)
-    items = N if over_items == "sum" else 1
+    items = N if reduce == "sum" else 1
     b = batch(model)
     image, text = b.images.codes, b.texts.codes
     decoded = method.module.decoders["image"](image)

@@ -205,7 +205,7 @@ REFUSED = {
             ("vsrn", ["loss.caption_weight"], "word_width", 8),
             ("jwae-mh", ["loss.text_weight"], "hidden", 8),
             ("vae-mh", ["loss.image_weight"], "image_norm", "l1"),
-            ("mse", ["loss.image_weight", "loss.text_weight"], "over_items", "mean"),
+            ("mse", ["loss.image_weight", "loss.text_weight"], "reduce", "mean"),
             ("mmd-mse", ["loss.mmd_weight"], "kernel", "imq"),
             ("jwae-mse", ["loss.image_prior", "loss.text_prior"], "discriminator_lr", 0.1),
             ("jwae-scan", ["loss.image_prior", "loss.text_prior"], "discriminator_hidden", 8),
