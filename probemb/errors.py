@@ -32,10 +32,15 @@ class LostRank(UserError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
+    """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close.
+
+    Of dotted names the last part must be close by itself, as most of a long name may be what all share.
+    """
     known = list(known)
     lower = {k.lower(): k for k in known}
-    found = get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    last = name.lower().rpartition(".")[2]
+    found = get_close_matches(name.lower(), lower, n=len(known) or 1, cutoff=0.6)
+    found = [one for one in found if get_close_matches(last, [one.rpartition(".")[2]], cutoff=0.6)]
     return f" Did you mean '{lower[found[0]]}'?" if found else ""
 
 

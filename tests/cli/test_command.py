@@ -76,6 +76,8 @@ def test_torchrun_s_own_report_ends_with_the_error(tmp_path):
 def test_nearest_says_nothing_where_nothing_is_near():
     assert nearest("wasserstien2", ["csd", "wasserstein2"]) == " Did you mean 'wasserstein2'?"
     assert nearest("zzz", ["csd"]) == ""
+    assert nearest("--loss.over_items", ["--loss.word_width", "--loss.reduce"]) == ""  # only what all share is alike
+    assert nearest("--optimiser.lr", ["--optimizer.eps", "--optimizer.lr"]) == " Did you mean '--optimizer.lr'?"
 
 
 COMMANDS = ["pretrain.run", "zeroshot.imagenet", "zeroshot.retrieval", "tools.make_scenes", "tools.index_shards"]
