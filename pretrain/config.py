@@ -72,6 +72,7 @@ class Data:
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
         resize: who crops and resizes, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
             there was a choice).
+        decode: who decodes JPEGs of training: workers, or device, on a GPU beside its steps (tried on CPUs only).
         augmentation: random crops and colours, as open_clip's.
         verify_hash: compare each shard with its index' SHA-256, in the background; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
@@ -88,6 +89,7 @@ class Data:
     failure_share: ClosedUnitInterval = 0.05
     exif: bool = False
     resize: Resize = "tensor"
+    decode: Literal["workers", "device"] = "workers"
     augmentation: Augmentation = field(default_factory=Augmentation)
     verify_hash: bool = False
     cache: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pretrain.config import Config, Model
+from pretrain.config import Config, Data, Model
 from pretrain.schedules import check_schedule
 from probemb.errors import UserError
 
@@ -83,10 +83,10 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         refuse_another_copy(copy, state["step"] if earlier else None, tell)
     # Samples seen are the position; if the batch size has changed, a batch seen in part is repeated.
     step, samples = state["step"], state["samples"] // config.batch_size * config.batch_size
-    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device.type == "cuda")
+    stream = make_stream(config, transforms.train, tokenizer, rank, world_size, samples, device)
     steps = step + max(0, whole_steps(config, stream) - samples // config.batch_size)
     check_schedule(config.optimizer, samples + (steps - step) * config.batch_size)
-    identity = {**stream.identity, **words_identity(model), **pixels_identity(config)}
+    identity = {**stream.identity, **words_identity(model), **pixels_identity(config.data)}
     if earlier and (changed := changes_since(config, state, identity, earlier)):
         then = f"the data resumes after {samples:,} samples seen, in its present order"
         say(f"resume  changed {'; '.join(changed)}; {then}")
@@ -112,6 +112,7 @@ def changes_since(config: Config, state: dict, identity: dict, earlier: Path) ->
     state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
     if config.model.n_unc_layers is None and state["config"]["model"]["n_unc_layers"] == Model.DEFAULT_LAYERS:
         state["config"]["model"]["n_unc_layers"] = None  # once the default was written out
+    state["data"] = pixels_identity(Data(resize="pil")) | state["data"]  # as it was before there was a choice
     for group in ("model", "optimizer", "ema"):  # options that the run's version did not have
         state["config"][group] = to_dict(Config())[group] | state["config"].get(group, {})
     return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)
@@ -134,19 +135,18 @@ def words_identity(model) -> dict[str, str]:
     return {"vocabulary": hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]} if words else {}
 
 
-def pixels_identity(config: Config) -> dict:
-    """Who resizes, and the augmentation, as far as they are not those of runs before there was a choice."""
+def pixels_identity(data: Data) -> dict:
+    """Who decodes and resizes, and the augmentation."""
     from probemb.models.dual_encoder import plain
 
-    chosen = {"resize": config.data.resize, "augmentation": plain(vars(config.data.augmentation))}
-    before = {"resize": "pil", "augmentation": plain(vars(type(config.data.augmentation)()))}
-    return {key: value for key, value in chosen.items() if value != before[key]}
+    return {"resize": data.resize, "decode": data.decode, "augmentation": plain(vars(data.augmentation))}
 
 
-def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, pin_memory: bool):
+def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int, samples: int, device: torch.device):
     """This rank's batches from position `samples` on."""
+    from pretrain.stream.corpora import Corpus
     from pretrain.stream.settings import Settings
-    from pretrain.stream.stream import Corpus, Stream
+    from pretrain.stream.stream import Stream
     from probemb.data.shards.index import read_index
 
     data = config.data
@@ -159,8 +159,9 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         window=data.window,
         caption=data.captions,
         workers=data.workers,
-        pin_memory=pin_memory,
+        pin_memory=device.type == "cuda",
         draft=True,
+        decode=data.decode,
         failure_share=data.failure_share,
         exif=data.exif,
         verify_hash=data.verify_hash,
@@ -168,7 +169,8 @@ def make_stream(config: Config, transform, tokenizer, rank: int, world_size: int
         cache_gib=data.cache_gib,
         filter=data.filter,
     )
-    return Stream(corpora, settings, transform, tokenizer, rank=rank, world_size=world_size, start_samples=samples)
+    place = {"rank": rank, "world_size": world_size, "start_samples": samples, "device": device}
+    return Stream(corpora, settings, transform, tokenizer, **place)
 
 
 def pick_device(config: Config):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from pretrain.stream.decoding import Jpeg, crop_of, undecoded
 from pretrain.stream.jpeg_draft import CropDraft
 from pretrain.stream.open_shards import OpenShards
 from pretrain.stream.order import Order, draw
@@ -39,6 +40,7 @@ class Rows(NamedTuple):
     tokens: torch.Tensor  # (b, L) int64
     slots: torch.Tensor  # (b, 2) int64: shard and index of the slot
     replaced: torch.Tensor  # (b,) bool: the slot's own sample is unusable
+    jpegs: torch.Tensor  # (b, 7) int64: of rows whose image holds a JPEG's bytes (see `decoding`); zeros for pixels
 
     def part(self, start: int, stop: int) -> "Rows":
         """Views of rows [start, stop)."""
@@ -53,8 +55,10 @@ class Report(NamedTuple):
     notices: list[str]  # what is odd about shards that can be used
 
 
-class _Example(NamedTuple):
-    image: torch.Tensor
+class Example(NamedTuple):
+    """What a row shows."""
+
+    image: torch.Tensor | Jpeg
     tokens: torch.Tensor
     key: str
 
@@ -88,6 +92,7 @@ class SampleMaker:
         self.order, self.shards, self.labels, self.start, self.stop = order, shards, labels, start, stop
         self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
         self._draft = CropDraft(transform) if settings.draft else None
+        self._crop = crop_of(transform) if settings.decode == "device" else None
         self._lanes = range(start // order.share, (stop - 1) // order.share + 1)
         self._open = OpenShards(limit=len(self._lanes) + 16, spare=16, cache=cache, check=settings.verify_hash)
         self._remote = cache is not None
@@ -133,29 +138,44 @@ class SampleMaker:
             self._prepare(epoch, step)
         report = Report([], [], [])
         slots = self.order.rows(epoch, step, self.start, self.stop)
+        rows.jpegs.zero_()
         rows.slots.copy_(torch.from_numpy(np.stack([slots.shard, slots.index], axis=1)))
         for i, (shard, index, visit) in enumerate(zip(*(column.tolist() for column in slots), strict=True)):
             try:
-                example = self._example(shard, index, visit)
+                example = self._example(shard, index, visit, room=rows.images[i].nbytes if self._crop else 0)
                 rows.replaced[i] = False
                 self._good[i] = step, self.start + i
             except BadSample as error:
                 report.failures.append((shard, printable(str(error))))
                 example = self._stand_in(epoch, step, i)
                 rows.replaced[i] = True
-            if example.image.shape != rows.images.shape[1:]:
+            if isinstance(example.image, Jpeg):
+                data = np.frombuffer(example.image.data, np.uint8)
+                rows.images[i].permute(1, 2, 0).view(-1).numpy()[: len(data)] = data
+                rows.jpegs[i] = torch.tensor(example.image.entry)
+            elif example.image.shape != rows.images.shape[1:]:
                 shapes = tuple(example.image.shape), tuple(rows.images.shape[1:])
                 raise UserError(
                     f"The transform gave an image of shape {shapes[0]} where others have {shapes[1]}.",
                     "Use a transform that crops or resizes every image to the same size.",
                 )
-            rows.images[i].copy_(example.image)
+            else:
+                rows.images[i].copy_(example.image)
             rows.tokens[i].copy_(example.tokens)
             report.keys.append(example.key)
         self._now[0] = -1
         report.notices.extend(map(printable, self._open.notices))
         self._open.notices.clear()
         return report
+
+    def stand_in(self, samples_seen: int, row: int) -> Example:
+        """A decoded example for a row of that batch of which only decoding has shown that it cannot be used.
+
+        Draws from the global random numbers, as `fill`.
+        """
+        epoch, step = self.order.locate(samples_seen)
+        self._good[row - self.start] = -1
+        return self._stand_in(epoch, step, row - self.start)
 
     @property
     def reading(self) -> str:
@@ -171,7 +191,8 @@ class SampleMaker:
         ahead = [self.order.shards_ahead(epoch, lane, step * self.order.share) for lane in self._lanes]
         self._open.prepare(self.shards[shard] for column in zip(*ahead, strict=True) for shard in column)
 
-    def _example(self, shard: int, index: int, visit: int) -> _Example:
+    def _example(self, shard: int, index: int, visit: int, room: int = 0) -> Example:
+        """Read a sample; a JPEG of at most `room` bytes that the device may decode stays as it is."""
         self._now[0] = shard
         reader = self._open.get(self.shards[shard])
         if index >= len(reader):
@@ -180,24 +201,27 @@ class SampleMaker:
         try:
             sample = parse_sample(parts, key)
             seed = partial(seed_all, draw(self.order.seed, _TRANSFORM, shard, index, visit))
-            draft = self._draft and partial(self._draft.needed, seed=seed)
-            image = decode_image(sample.image, draft, exif=self.settings.exif)
+            image = undecoded(sample.image, self._crop, seed, room, self.settings.exif) if room else None
+            if image is None:
+                draft = self._draft and partial(self._draft.needed, seed=seed)
+                image = decode_image(sample.image, draft, exif=self.settings.exif)
             which = draw(self.order.seed, _CAPTION, shard, index, visit) % len(sample.captions)
             caption = sample.captions[which if self.settings.caption == "random" else 0]
             seed()
-            return _Example(*self._tensors(image, caption), printable(f"{self.labels[shard]}/{key}"))
+            return Example(*self._tensors(image, caption), printable(f"{self.labels[shard]}/{key}"))
         except BadSample as error:
             raise BadSample(f"{key}: {error}") from None
 
-    def _tensors(self, image: Image.Image, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tensors(self, image: Image.Image | Jpeg, caption: str) -> tuple[torch.Tensor | Jpeg, torch.Tensor]:
         try:
-            return self.transform(image), torch.as_tensor(self.tokenizer([caption]))[0]
+            pixels = image if isinstance(image, Jpeg) else self.transform(image)
+            return pixels, torch.as_tensor(self.tokenizer([caption]))[0]
         except (UserError, MemoryError):
             raise
         except Exception as error:  # one bad image or caption must not stop a run
             raise BadSample(f"the transform or tokenizer failed ({type(error).__name__}: {error})") from None
 
-    def _stand_in(self, epoch: int, step: int, i: int) -> _Example:
+    def _stand_in(self, epoch: int, step: int, i: int) -> Example:
         """The last good sample of the same row in this epoch, or the first good one if there is none before.
 
         Not of the same lane: its last sample may be in this batch, where a repeat would be a false negative. It is

@@ -12,8 +12,8 @@ size that divides the lanes and for any number of workers, and the position is o
 import hashlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,31 +23,25 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 
-from pretrain.stream.order import Order
-from pretrain.stream.samples import Report, Rows, SampleMaker
-from pretrain.stream.selection import Selection, select
+from pretrain.stream.corpora import Corpus, labels_of, make_order, refuse_repeats, refuse_uneven_shares
+from pretrain.stream.decoding import ENTRY, Decoded, DeviceDecoder, crop_of
+from pretrain.stream.samples import Report, Rows, SampleMaker, printable
+from pretrain.stream.selection import select
 from pretrain.stream.settings import Settings
 from pretrain.stream.workers import Team, shared_tensors
 from probemb.data.failures import Failure, Tally
 from probemb.data.randomness import isolated_randomness
 from probemb.data.remote.cache import GIB, ShardCache, TemporaryCache
 from probemb.data.remote.sources import Remote
-from probemb.data.shards.index import Shard, repeated
+from probemb.data.shards.index import Shard
 from probemb.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 
-class Corpus(NamedTuple):
-    """Shards that belong together in a mixture, and how often an epoch goes through them (see `Order`)."""
-
-    shards: Sequence[Shard]
-    weight: float = 1.0
-
-
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of one global batch, b = batch_size / world_size.
+    """This rank's rows of one global batch, b = batch_size / world_size; on the CPU, but for images that a GPU decodes.
 
     images        (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
     tokens        (b, L) int64
@@ -65,6 +59,14 @@ class Batch:
     samples_seen: int
 
 
+class _Decoding(NamedTuple):
+    """A batch that is being decoded."""
+
+    rows: Rows
+    reports: list[Report]
+    decoded: Future[Decoded]
+
+
 class Stream:
     """Endless batches for one rank, as an iterator and a context manager; see the module for what they depend on.
 
@@ -76,6 +78,7 @@ class Stream:
         rank, world_size: of this process; `world_size` divides the lanes.
         start_samples: position to start from, a multiple of the batch size.
         steps: number of batches after which to stop, None for no end.
+        device: which decodes, with `decode: device`; the CPU if None.
 
     Attributes:
         selection: the samples that the filter keeps; None without one.
@@ -100,21 +103,17 @@ class Stream:
         world_size: int = 1,
         start_samples: int = 0,
         steps: int | None = None,
+        device: torch.device | None = None,
     ):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
         corpora = list(shards) if shards and isinstance(shards[0], Corpus) else [Corpus(shards)]
         self.shards = [shard for corpus in corpora for shard in corpus.shards]
         self.settings = settings
-        _refuse_repeats(self.shards)
+        refuse_repeats(self.shards)
         self.selection = select([corpus.shards for corpus in corpora], settings.filter)
-        self.order = _make_order(corpora, settings, self.selection)
-        if self.order.lanes % world_size:
-            fits = [n for n in range(1, self.order.lanes + 1) if self.order.lanes % n == 0]
-            raise UserError(
-                f"{world_size} processes cannot share the data's {self.order.lanes} lanes evenly.",
-                f"Start {_listed(fits)} processes, or start a new run with lanes that {world_size} divides.",
-            )
+        self.order = make_order(corpora, settings, self.selection)
+        refuse_uneven_shares(self.order.lanes, world_size)
         self.order.locate(start_samples)  # refuses a position inside a batch
         batch_size = settings.batch_size
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
@@ -156,7 +155,12 @@ class Stream:
             ((self.rows, tokens.shape[1]), torch.int64),
             ((self.rows, 2), torch.int64),
             ((self.rows,), torch.bool),
+            ((self.rows, ENTRY), torch.int64),
         )
+        self._decoder: DeviceDecoder | None = None
+        if settings.decode == "device":
+            self._decoder = DeviceDecoder(device or torch.device("cpu"), crop_of(transform))
+        self._decoding: _Decoding | None = None
         self._prefetch = settings.prefetch if settings.workers else 0
         self._ring: list[Rows] = []
         self._team: Team | None = None
@@ -219,6 +223,8 @@ class Stream:
         self._closed = True
         if self._team is not None:
             self._team.close()
+        if self._decoder is not None:
+            self._decoder.close()
         for maker in self._makers:
             maker.close()
         if self._temporary_cache is not None:
@@ -249,24 +255,58 @@ class Stream:
         began = time.perf_counter()
         try:
             self.start()
-            pin = self.settings.pin_memory
-            rows = self._rows([torch.empty(shape, dtype=dtype, pin_memory=pin) for shape, dtype in self._kinds])
-            if self._team is None:
-                with isolated_randomness():
-                    reports = [self._makers[0].fill(self.samples_seen, rows, while_waiting)]
-            else:
-                reports = self._team.collect(while_waiting)
-                step = (self.samples_seen - self._start) // self.order.batch_size
-                for tensor, ready in zip(rows, self._ring[step % self._prefetch], strict=True):
-                    tensor.copy_(ready)
-                self._team.release()
+            made = self._make if self._decoder is None else self._make_and_decode
+            rows, reports = made(self.samples_seen, while_waiting)
             self._count(reports)
         except BaseException:
             self.close()
             raise
         self.samples_seen += self.order.batch_size
         self.wait_seconds += time.perf_counter() - began
-        return Batch(*rows, [key for report in reports for key in report.keys], self.samples_seen)
+        keys = [key for report in reports for key in report.keys]
+        return Batch(rows.images, rows.tokens, rows.slots, rows.replaced, keys, self.samples_seen)
+
+    def _make(self, samples_seen: int, while_waiting: Callable[[], None] | None) -> tuple[Rows, list[Report]]:
+        """The batch at this position, each once and in order."""
+        pin = self.settings.pin_memory
+        rows = self._rows([torch.empty(shape, dtype=dtype, pin_memory=pin) for shape, dtype in self._kinds])
+        if self._team is None:
+            with isolated_randomness():
+                return rows, [self._makers[0].fill(samples_seen, rows, while_waiting)]
+        reports = self._team.collect(while_waiting)
+        step = (samples_seen - self._start) // self.order.batch_size
+        for tensor, ready in zip(rows, self._ring[step % self._prefetch], strict=True):
+            tensor.copy_(ready)
+        self._team.release()
+        return rows, reports
+
+    def _make_and_decode(self, samples_seen: int, while_waiting: Callable[[], None] | None):
+        """The same, decoded on the device; the batch after it is begun, to be decoded until the next call."""
+        now = self._decoding or self._begin_decoding(samples_seen, while_waiting)
+        self._decoding, after = None, samples_seen + self.order.batch_size
+        if after != self._end:
+            self._decoding = self._begin_decoding(after, while_waiting)
+        decoded = self._decoder.finish(now.decoded, while_waiting)
+        rows, reports = now.rows._replace(images=decoded.images), now.reports
+        for row, reason in decoded.failures.items():
+            self._replace(samples_seen, row, reason, rows, reports)
+        return rows, reports
+
+    def _begin_decoding(self, samples_seen: int, while_waiting: Callable[[], None] | None) -> "_Decoding":
+        rows, reports = self._make(samples_seen, while_waiting)
+        return _Decoding(rows, reports, self._decoder.start(rows.images, rows.jpegs))
+
+    def _replace(self, samples_seen: int, row: int, reason: str, rows: Rows, reports: list[Report]) -> None:
+        """Put another sample in the place of one that could not be decoded on the device."""
+        part = next(part for part, (_, stop) in enumerate(self._parts) if row < stop)
+        maker, report, at = self._makers[part], reports[part], row - self._parts[part][0]
+        with isolated_randomness():
+            example = maker.stand_in(samples_seen, maker.start + at)
+        rows.images[row].copy_(example.image)
+        rows.tokens[row].copy_(example.tokens)
+        rows.replaced[row] = True
+        report.failures.append((int(rows.slots[row, 0]), printable(f"{report.keys[at].partition('/')[2]}: {reason}")))
+        report.keys[at] = example.key
 
     def waiting_for(self) -> str:
         """What keeps `load` from its batch: workers and the shards they read; for another thread."""
@@ -305,36 +345,3 @@ class Stream:
                 f"the worst shards are {named}.",
                 "Repair these shards or leave them out, or allow a larger failure share.",
             )
-
-
-def labels_of(shards: Sequence[Shard]) -> list[str]:
-    """Readable names of the shards: the file name, or the whole path where several shards share it."""
-    counts = Counter(shard.name for shard in shards)
-    return [shard.name if counts[shard.name] == 1 else str(shard.path) for shard in shards]
-
-
-def _refuse_repeats(shards: Sequence[Shard]) -> None:
-    """Raise UserError if a shard is named twice."""
-    if twice := repeated(shards):
-        raise UserError(
-            f"The shard {twice[0]} is named {twice[1]} times.",
-            "Name every shard once, and say with data.weights what is to be seen more often.",
-        )
-
-
-def _make_order(corpora: Sequence[Corpus], settings: Settings, selection: Selection | None) -> Order:
-    """The order of all samples, or of the selected ones."""
-    return Order(
-        selection.sizes if selection else [shard.samples for corpus in corpora for shard in corpus.shards],
-        batch_size=settings.batch_size,
-        lanes=settings.lanes,
-        window=settings.window,
-        seed=settings.seed,
-        corpus=[number for number, corpus in enumerate(corpora) for _ in corpus.shards],
-        weights=[corpus.weight for corpus in corpora],
-        places=selection.places if selection else None,
-    )
-
-
-def _listed(numbers: list[int]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

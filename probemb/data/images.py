@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
-from probemb.data.jpeg import load_jpeg
+from probemb.data.jpeg import is_complete, load_jpeg
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,6 +58,19 @@ def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
     """Refuse what `decode_image` refuses by its header alone. Raises BadSample."""
     with _opened(data, max_pixels):
         pass
+
+
+def size_of_plain_jpeg(data: bytes, *, exif: bool = False) -> tuple[int, int] | None:
+    """Width and height of a JPEG that every decoder reads alike, by its header and markers; None for any other image.
+
+    It has the colours YCbCr in Huffman coding, all its scans end with a marker, and with `exif` it is stored upright.
+    Raises BadSample for what `decode_image` refuses by the header alone.
+    """
+    with _opened(data, MAX_PIXELS) as image:
+        plain = image.format == "JPEG" and image.mode == "RGB" and image.info.get("adobe_transform", 1) == 1
+        if not plain or image.layer[0][0] == ord("R") or not is_complete(data):
+            return None
+        return None if exif and _orientation(image) != UPRIGHT else image.size
 
 
 def _orientation(image: Image.Image) -> int:

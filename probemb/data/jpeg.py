@@ -71,6 +71,12 @@ def find_scans(data: bytes) -> Iterator[tuple[int, int]]:
         position = following
 
 
+def is_complete(data: bytes) -> bool:
+    """Whether a Huffman-coded JPEG has scans, a marker after each, and its end after the last; nothing is decoded."""
+    scans = list(find_scans(data))
+    return bool(scans) and data.find(bytes((0xFF, _END)), scans[-1][1]) >= 0
+
+
 class _Decoder:
     """Pillow's decoder of an opened image, fed by hand."""
 

@@ -1,7 +1,5 @@
 """Options of the augmentation: what reaches the crops and colours, and what is refused."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -49,10 +47,10 @@ def test_shares_of_images_lose_or_change_their_colours(resize):
     assert 8 < (gray[:, 0] == gray[:, 2]).flatten(1).all(1).sum() < 32
 
 
-def test_the_identity_of_a_run_has_what_is_not_the_default():
-    data = Data(resize="pil")
-    assert pixels_identity(Config(data=data)) == {}
-    found = pixels_identity(Config(data=replace(data, augmentation=Augmentation(scale=(0.5, 1.0)))))
+def test_the_identity_of_a_run_has_all_that_changes_pixels():
+    data = Data(decode="device", augmentation=Augmentation(scale=(0.5, 1.0)))
+    found = pixels_identity(data)
+    assert (found["resize"], found["decode"]) == ("tensor", "device")
     assert found["augmentation"]["scale"] == [0.5, 1.0]
 
 

@@ -268,6 +268,7 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
     refused_here({**longer, "batch-size": 8}, "--resume", what="batch_size", remedy="--out")
     refused_here({**longer, "model.n_unc_layers": 1}, "--resume", what="model.n_unc_layers", remedy="config.yaml")
     refused_here({**longer, "data.resize": "pil"}, "--resume", what="data.resize: tensor", remedy="config.yaml")
+    refused_here({**longer, "data.decode": "device"}, "--resume", what="data.decode: workers -> device", remedy=".yaml")
     other.mkdir()
     (other / "thesis.tex").write_text("precious")
     refused_here({**options, "out": other}, what="holds something else", remedy="--out")

@@ -19,9 +19,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from probemb.cli.command import Parser, run_command
 from probemb.cli.ranges import Workers
+
+if TYPE_CHECKING:
+    import torch
 
 IMAGE_SIZE = 224
 
@@ -145,15 +149,23 @@ def report_stages(size: int, repeats: int, images: int = 32) -> None:
     report(title, seconds, "decode", "the whole at most 1.3 times decoding", extra)
 
 
-def stream_batches(folder: str, batch: int, workers: int, draft: bool = True, resize: str = "tensor") -> Iterator:
-    """Infinite batches of the stream."""
+def stream_batches(
+    folder: str,
+    batch: int,
+    workers: int,
+    draft: bool = True,
+    resize: str = "tensor",
+    device: torch.device | None = None,
+) -> Iterator:
+    """Infinite batches of the stream; `device` decodes, or the workers if it is None."""
     from pretrain.stream.settings import Settings
     from pretrain.stream.stream import Stream
     from probemb.data.shards.index import read_index
 
     transform, tokenizer = parts(resize)
-    settings = Settings(batch_size=batch, workers=workers, draft=draft)
-    with Stream(read_index(folder), settings, transform, tokenizer) as stream:
+    decode, pin = ("device", device.type == "cuda") if device else ("workers", False)
+    settings = Settings(batch_size=batch, workers=workers, draft=draft, decode=decode, pin_memory=pin)
+    with Stream(read_index(folder), settings, transform, tokenizer, device=device) as stream:
         for one in stream:
             yield one.images, one.tokens
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.stream.corpora import Corpus
 from pretrain.stream.filter import Filter
 from pretrain.stream.selection import Selection
 from pretrain.stream.settings import Settings
-from pretrain.stream.stream import Corpus, Stream
+from pretrain.stream.stream import Stream
 from probemb.data.shards.index import read_index
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError

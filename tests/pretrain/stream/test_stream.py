@@ -18,8 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.stream.corpora import Corpus, labels_of
 from pretrain.stream.settings import Settings
-from pretrain.stream.stream import Corpus, Stream, labels_of
+from pretrain.stream.stream import Stream
 from pretrain.stream.workers import Team
 from probemb.data.shards.index import Shard
 from probemb.data.shards.samples import list_samples

@@ -41,6 +41,7 @@ CHECKS = {  # the longest first
     "faiss": Check("stages.search_on_the_gpu", 70),
     "devices": Check("devices.placement", 60),
     "attention": Check("devices.attention", 45),
+    "decoding": Check("loading.decoding", 60),
     "waits": Check("waits.host_waits", 60),
     "loader": Check("loading.loader", 60, alone=True),
     "speed-B-32": Check("throughput.vit_b_32", 60, alone=True),

@@ -1,4 +1,4 @@
-"""The stream's images per second, against what a GPU takes."""
+"""The stream's images per second, against what a GPU takes, and decoding on the GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tools.bench.gpu.steps import configured
 from tools.bench.gpu.throughput import MFU
 
 SIDE = 256  # pixels of the JPEGs
+LEVELS = 3  # of 255, that other decoders' pixels may be away in the mean
 
 
 def loader(place: Place, notes: Notes) -> None:
@@ -29,6 +30,9 @@ def loader(place: Place, notes: Notes) -> None:
             seconds = time_batches(stream, batches, warmup=2 if place.small else 2 * workers + 4)
             speeds[workers] = batch * batches / seconds
             notes.value(f"{workers} workers, images/s", speeds[workers])
+        stream = stream_batches(folder, batch, workers, device=place.device)
+        seconds = time_batches(stream, batches, warmup=2 if place.small else 2 * workers + 4)
+        notes.value(f"decoded on the {place.device.type}, images/s", batch * batches / seconds)
     notes.value("cores", cores())
     peak = peak_flops(torch.cuda.get_device_name(), "bf16") if place.gpu else None
     if peak:
@@ -38,3 +42,32 @@ def loader(place: Place, notes: Notes) -> None:
     else:
         notes.skip("whether it feeds a GPU", "the peak of this device is not known")
         notes.claim("every setting gave its batches", min(speeds.values()) > 0)
+
+
+def decoding(place: Place, notes: Notes) -> None:
+    """`data.decode: device` beside a busy device: pixels like the workers', and the same ones every time."""
+    from itertools import islice
+
+    from tools.bench.loader import draw_shards, stream_batches
+
+    images, batch, readings = (16, 4, 2) if place.small else (512, 64, 20)
+    with tempfile.TemporaryDirectory() as folder:
+        draw_shards(Path(folder), SIDE, images, shards=2)
+        count = images // batch
+        by_workers = [one for one, _ in islice(stream_batches(folder, batch, 2, draft=False), count)]
+        first: list[torch.Tensor] = []
+        same, away, work = True, 0.0, torch.randn(256 if place.small else 8192, 64, device=place.device)
+        for _ in range(readings):
+            stream = stream_batches(folder, batch, 2, draft=False, device=place.device)
+            for number, (pixels, _) in enumerate(islice(stream, count)):
+                for _ in range(4):  # queued, and reading what was allocated
+                    work = (work @ (work.T @ work)).clamp(-1, 1)
+                if len(first) < count:
+                    first.append(pixels.clone())
+                    away += (pixels.cpu().float() - by_workers[number].float()).abs().mean().item() / count
+                else:
+                    same &= torch.equal(pixels, first[number])
+            stream.close()
+    notes.value("levels of 255 from the workers' pixels, mean", away)
+    notes.claim(f"pixels decoded on the device are the workers' to {LEVELS} levels in the mean", away <= LEVELS)
+    notes.claim(f"{readings} readings beside the device's other work give the same pixels", same)

@@ -29,7 +29,7 @@ def test_the_reduced_form_passes_on_a_cpu(name):
     if torch.cuda.is_available():
         pytest.skip("the whole form runs here")
     # Its data workers are children, which a rank of `run_ranks` may not have.
-    notes = check_here(0, 1, name) if name == "loader" else run_ranks(1, check_here, name)[0]
+    notes = check_here(0, 1, name) if name in ("loader", "decoding") else run_ranks(1, check_here, name)[0]
     assert [sentence for sentence, held in notes.claims if not held] == []
     assert notes.claims
     assert notes.values

@@ -1,0 +1,210 @@
+"""Decoding on the device: the same crops and samples as by workers, nothing of a damaged image, and nothing hidden."""
+
+import io
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pretrain.stream.decoding import crop_of, undecoded
+from pretrain.stream.settings import Settings
+from pretrain.stream.stream import Stream
+from probemb.data.images import size_of_plain_jpeg
+from probemb.data.shards.index import Shard
+from probemb.errors import UserError
+from probemb.models.inputs import Augmentation, create_transforms
+from tests.orientation import stored
+from tests.pretrain.stream.test_jpeg_draft import jpeg, photograph
+from tests.pretrain.stream.test_stream import assert_same, tokenize
+from tests.world import write_tar
+
+SIZE, BATCH = 64, 8
+
+
+def transform(**augmentation):
+    return create_transforms({"preprocess": {"size": SIZE}}, Augmentation(**augmentation), "tensor").train
+
+
+def other(image, kind) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def damaged(data: bytes) -> bytes:
+    """A JPEG that no decoder can read, although its markers are as they were."""
+    counts = data.index(b"\xff\xc4") + 5  # of the codes in the first Huffman table, which would be too many
+    return data[:counts] + b"\xff" * 16 + data[counts + 16 :]
+
+
+def shard(folder, images: list[bytes], name="a.tar") -> Shard:
+    folder.mkdir(exist_ok=True)
+    files = [
+        (f"{i:03d}.{ext}", data)
+        for i, image in enumerate(images)
+        for ext, data in (("jpg", image), ("txt", f"caption {i}".encode()))
+    ]
+    path = write_tar(folder / name, files)
+    return Shard(path.name, path, len(images), path.stat().st_size)
+
+
+def read(shards, decode, steps=4, crop=None, **settings):
+    place = {name: settings.pop(name) for name in ("rank", "world_size", "start_samples", "device") if name in settings}
+    settings = {"batch_size": BATCH, "lanes": 2, "window": 4, "seed": 3, "draft": True} | settings
+    crop = crop or transform()
+    with Stream(shards, Settings(decode=decode, **settings), crop, tokenize, steps=steps, **place) as stream:
+        return list(stream), stream.failures
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Image.Image]:
+    return [photograph(70 + 9 * i, 150 - 5 * i, i) for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def shards(pictures, tmp_path_factory) -> list[Shard]:
+    """JPEGs of all kinds, PNGs, and one that does not fit in the place of its pixels."""
+    kinds = [
+        lambda one: jpeg(one),
+        lambda one: jpeg(one, progressive=True),
+        lambda one: jpeg(one, subsampling=0),
+        lambda one: jpeg(one.convert("L")),
+        lambda one: jpeg(one.convert("CMYK")),
+        lambda one: other(one, "PNG"),
+    ]
+    images = [kinds[i % len(kinds)](one) for i, one in enumerate(pictures)]
+    noise = np.random.default_rng(0).integers(0, 256, (120, 130, 3), dtype=np.uint8)
+    images.append(jpeg(Image.fromarray(noise)))
+    assert len(images[-1]) > 3 * SIZE * SIZE
+    folder = tmp_path_factory.mktemp("decoding")
+    return [shard(folder, images[:11], "a.tar"), shard(folder, images[11:], "b.tar")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pixels_are_those_of_the_workers_but_for_rounding(shards, workers):
+    expected, _ = read(shards, "workers", workers=workers)
+    found, failures = read(shards, "device", workers=workers)
+    assert not failures
+    assert [batch.keys for batch in found] == [batch.keys for batch in expected]
+    for one, by_workers in zip(found, expected, strict=True):
+        assert torch.equal(one.tokens, by_workers.tokens)
+        away = (one.images.int() - by_workers.images.int()).abs()
+        assert one.images.shape == (BATCH, 3, SIZE, SIZE)
+        assert one.images.dtype == torch.uint8
+        assert away.max() <= 2  # torch's resizing of uint8 rounds weights, that of floats does not
+        assert away.float().mean() < 0.3
+
+
+def test_only_plain_jpegs_are_left_undecoded(shards, pictures):
+    one = pictures[0]
+    crop, seed = crop_of(transform()), partial(torch.manual_seed, 0)
+    plain = partial(undecoded, crop=crop, seed=seed, room=10**6, exif=False)
+    for data in (jpeg(one), jpeg(one, progressive=True), jpeg(one, restart_marker_rows=1)):
+        found = plain(data)
+        assert found.data == data
+        assert found.size == one.size
+        seed()
+        assert found.box == tuple(crop.get_params(one, crop.scale, crop.ratio))
+        assert found.entry == (len(data), *one.size, *found.box)
+    whole = jpeg(one)
+    assert undecoded(whole, crop, seed, len(whole) - 1, False) is None
+    for data in (
+        jpeg(one.convert("L")),
+        jpeg(one.convert("CMYK")),
+        other(one, "PNG"),
+        other(one, "WEBP"),
+        whole[: len(whole) // 2],
+        whole[:-2],
+        jpeg(one, keep_rgb=True),
+    ):
+        assert plain(data) is None
+    assert plain(jpeg(photograph(4001, 4000))) is None
+
+
+def test_sideways_images_are_turned_by_workers(pictures, tmp_path):
+    one = pictures[0]
+    assert size_of_plain_jpeg(stored(one, 6)) == one.size[::-1]
+    assert size_of_plain_jpeg(stored(one, 6), exif=True) is None
+    assert size_of_plain_jpeg(stored(one, 1), exif=True) == one.size
+    turned = [shard(tmp_path, [stored(one, 1 + i % 8) for i, one in enumerate(pictures)])]
+    expected, found = (read(turned, decode, exif=True, steps=2)[0] for decode in ("workers", "device"))
+    for a, b in zip(found, expected, strict=True):
+        assert (a.images.int() - b.images.int()).abs().max() <= 2
+
+
+def test_batches_do_not_depend_on_ranks_workers_and_restarts(shards):
+    expected, _ = read(shards, "device")
+    assert_same(read(shards, "device", workers=2)[0], expected)
+    assert_same(read(shards, "device", steps=2, start_samples=2 * BATCH, workers=1)[0], expected[2:])
+    ranks = [read(shards, "device", rank=rank, world_size=2)[0] for rank in range(2)]
+    for batch, *parts in zip(expected, *ranks, strict=True):
+        assert torch.equal(batch.images, torch.cat([part.images for part in parts]))
+        assert batch.keys == [key for part in parts for key in part.keys]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_only_decoding_finds_damaged_is_replaced_and_counted(pictures, tmp_path, workers):
+    images = [jpeg(one) for one in pictures]
+    images[3], images[12] = damaged(images[3]), damaged(images[12])
+    assert size_of_plain_jpeg(images[3]) == pictures[3].size  # nothing that its markers tell
+    shards = [shard(tmp_path, images[:10], "a.tar"), shard(tmp_path, images[10:], "b.tar")]
+    settings = {"failure_share": 0.5, "workers": workers, "steps": 6}
+    expected, by_workers = read(shards, "workers", **settings)
+    found, failures = read(shards, "device", **settings)
+    assert sum(int(batch.replaced.sum()) for batch in expected) >= 4
+    for one, other_one in zip(found, expected, strict=True):
+        assert one.keys == other_one.keys
+        assert torch.equal(one.tokens, other_one.tokens)
+        assert torch.equal(one.replaced, other_one.replaced)
+        assert (one.images.int() - other_one.images.int()).abs().max() <= 2
+    assert {name: failure.count for name, failure in failures.items()} == {
+        name: failure.count for name, failure in by_workers.items()
+    }
+    assert [failure.reason for failure in failures.values()] == [failure.reason for failure in by_workers.values()]
+    with pytest.raises(UserError, match="cannot be used"):
+        read(shards, "device", failure_share=0.01, failure_minimum=8, workers=workers)
+
+
+def test_damage_that_the_markers_show_is_found_by_workers(pictures, tmp_path):
+    images = [jpeg(one) for one in pictures]
+    images[5] = images[5][: len(images[5]) // 2]
+    shards = [shard(tmp_path, images)]
+    expected, by_workers = read(shards, "workers", lanes=1, failure_share=0.5)
+    found, failures = read(shards, "device", lanes=1, failure_share=0.5)
+    assert [batch.keys for batch in found] == [batch.keys for batch in expected]
+    assert failures == by_workers
+
+
+def test_a_batch_is_decoded_while_the_one_before_is_used(shards):
+    settings = Settings(batch_size=BATCH, lanes=2, decode="device")
+    with Stream(shards, settings, transform(), tokenize, steps=3) as stream:
+        first = next(stream)
+        begun = stream._decoding
+        assert stream.samples_seen == BATCH == first.samples_seen
+        second = next(stream)
+        assert torch.equal(second.images, begun.decoded.result().images)
+        next(stream)
+        assert stream._decoding is None
+        with pytest.raises(StopIteration):
+            next(stream)
+
+
+@pytest.mark.parametrize(
+    "crop",
+    [
+        transform(color_jitter=(0.1, 0.1, 0.1, 0.1), color_jitter_prob=0.5),
+        create_transforms({"preprocess": {"size": SIZE}}, resize="pil").train,
+        create_transforms({"preprocess": {"size": SIZE}}, resize="tensor").evaluate,
+    ],
+)
+def test_a_transform_that_does_more_is_refused(shards, crop):
+    with pytest.raises(UserError, match="only cropped and resized") as error:
+        read(shards, "device", crop=crop)
+    assert "data.decode" in error.value.remedy
+
+
+def test_an_unknown_decoder_is_refused():
+    with pytest.raises(UserError, match=r"'devise' cannot decode images\. Did you mean 'device'\?"):
+        Settings(batch_size=1, decode="devise")
