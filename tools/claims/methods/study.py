@@ -81,8 +81,13 @@ class Methods(Study):
         self.epochs = settings.epochs or yaml.safe_load(self.config.read_text(encoding="utf-8"))["epochs"]
 
     def plan(self, seeds: Sequence[int]) -> list[Training]:
-        """Seed after seed, so that a first seed is complete early."""
-        return [training_of(name, seed) for seed in seeds for name in self.variants]
+        """Seed after seed, so that a first seed is complete early.
+
+        In a batch of scenes the hardest negative of an image is a caption that is true of it: those who would go on
+        with the hardest ones keep to all.
+        """
+        all_negatives = self.epochs if self.settings.world == "scenes" else None
+        return [training_of(name, seed, all_negatives) for seed in seeds for name in self.variants]
 
     def identity(self, training: Training) -> dict:
         return {"epochs": self.epochs, "rankings": rankings_of(training.name)}
