@@ -13,7 +13,7 @@ COLOURS = dict(zip(PAPERS, (BLUE, ORANGE, GREEN, PURPLE), strict=True))
 MARKERS = dict(zip(PAPERS, "osD^", strict=True))
 # What each paper says: better variant, worse variant. In place of VSE++, which takes the hardest negatives from its
 # first step on and hardly learns from random weights in a few epochs, stands "vse": the same loss after an epoch with
-# all negatives, as all others with the hardest ones begin. On scenes, where all keep to all negatives, it is "vse0".
+# all negatives, as all others with the hardest ones begin.
 SAYS: dict[str, list[tuple[str, str]]] = {
     "pcmepp": [("pcmepp", "infonce"), ("pcmepp", "vse"), ("pcmepp", "pcme"), ("pcmepp", "pcmepp-mu"),
                ("pcmepp-clip", "infonce")],
@@ -24,23 +24,6 @@ SAYS: dict[str, list[tuple[str, str]]] = {
     "jwae": [("jwae-mse", "mse"), ("jwae-mse", "mmd-mse"), ("jwae-mh", "vse"), ("jwae-mh", "vae-mh"),
              ("scan t2i", "vse"), ("jwae-scan", "scan t2i")],
 }  # fmt: skip
-
-
-READING = (
-    "Test images. Retrieval in percent, RSUM the sum of recall at 1, 5 and 10 of own captions in both directions. "
-    "u and R@1: Spearman over single queries of u with a hit, below 0 where uncertain ones fail. A step's time is the "
-    "run's own log, beside other trainings."
-)
-PHOTOGRAPHS = (
-    "VSE∞ is VSE++ after an epoch with all negatives, as all others with the hardest ones begin here (VSRN after two), "
-    "and what the claims below mean by VSE++; the row VSE++ has the hardest ones from its first step, and towers with "
-    "random weights then hardly learn."
-)
-SCENES = (
-    "Of 128 images every one has a caption of another image in its batch that is true of it, and hardest negatives "
-    "are mostly such captions. VSE++ has them from its first step, VSE∞ after an epoch of all negatives; all others "
-    "keep to all negatives, and what the claims below mean by VSE++ is VSE0, the same loss with all of them."
-)
 
 
 def extract(results: dict) -> dict:
@@ -82,15 +65,11 @@ def judge(found: Found, variants: Sequence[str]) -> list[dict]:
     """A table of all variants, then what each paper says."""
     there = [name for name in variants if found.has(name)]
     exact = any(TRUE in one["retrieval"] for name in there for one in found.all(name))
-    return [
-        _table(found, there, exact),
-        *(_paper(found, paper, there, exact) for paper in PAPERS if _of(paper, there, exact)),
-    ]
+    return [_table(found, there, exact), *(_paper(found, paper, there, exact) for paper in PAPERS if _of(paper, there))]
 
 
-def _of(paper: str, there: Sequence[str], exact: bool) -> list[tuple[str, str]]:
-    pairs = [(better, "vse0" if exact and worse == "vse" else worse) for better, worse in SAYS[paper]]
-    return [pair for pair in dict.fromkeys(pairs) if set(pair) <= set(there)]
+def _of(paper: str, there: Sequence[str]) -> list[tuple[str, str]]:
+    return [pair for pair in SAYS[paper] if set(pair) <= set(there)]
 
 
 def _columns(exact: bool) -> list[tuple[str, Get, float, int, str]]:
@@ -122,6 +101,7 @@ def _cell(one: Value | None, factor: float, digits: int, sign: str) -> str:
 
 def _table(found: Found, there: Sequence[str], exact: bool) -> dict:
     columns = _columns(exact)
+    begin = "half of the epochs with all negatives" if exact else "an epoch with all negatives (VSRN two)"
     ordered = sorted(there, key=lambda name: list(PAPERS).index(VARIANTS[name].paper))
     rows = [
         [VARIANTS[name].title, *(_cell(found.of(name, get), *form) for _, get, *form in columns)] for name in ordered
@@ -132,7 +112,13 @@ def _table(found: Found, there: Sequence[str], exact: bool) -> dict:
         "head": ["method", *(column[0] for column in columns)],
         "rows": rows,
         "comparisons": [],
-        "notes": [f"{READING} {SCENES if exact else PHOTOGRAPHS}"],
+        "notes": [
+            "Test images. Retrieval in percent, RSUM the sum of recall at 1, 5 and 10 of own captions in both "
+            "directions. u and R@1: Spearman over single queries of u with a hit, below 0 where uncertain ones fail. "
+            f"A step's time is the run's own log, beside other trainings. VSE∞ is VSE++ after {begin}, as all others "
+            "with the hardest negatives begin here, and what the claims below mean by VSE++; the row VSE++ has the "
+            "hardest ones from its first step, and towers with random weights then hardly learn."
+        ],
     }
 
 
@@ -141,7 +127,7 @@ def _paper(found: Found, paper: str, there: Sequence[str], exact: bool) -> dict:
     if exact:
         metrics += [(f"mAP@R {arrow}", _own(way, "map_at_r", TRUE), 100.0, "points")
                     for way, arrow in (("i2t", "i→t"), ("t2i", "t→i"))]  # fmt: skip
-    pairs = _of(paper, there, exact)
+    pairs = _of(paper, there)
     comparisons, rows = [], []
     for better, worse in pairs:
         title = f"{VARIANTS[better].title} over {VARIANTS[worse].title}"

@@ -83,10 +83,10 @@ class Methods(Study):
     def plan(self, seeds: Sequence[int]) -> list[Training]:
         """Seed after seed, so that a first seed is complete early.
 
-        In a batch of scenes the hardest negative of an image is a caption that is true of it: those who would go on
-        with the hardest ones keep to all.
+        On scenes, of which a batch has captions that are true of several, embeddings become one if the hardest
+        negatives begin after an epoch (validation RSUM of VSE++ 192 to 8); after half of the epochs they do not.
         """
-        all_negatives = self.epochs if self.settings.world == "scenes" else None
+        all_negatives = max(1, self.epochs // 2) if self.settings.world == "scenes" else None
         return [training_of(name, seed, all_negatives) for seed in seeds for name in self.variants]
 
     def identity(self, training: Training) -> dict:

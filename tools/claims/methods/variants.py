@@ -50,7 +50,6 @@ PIE = {**WARM, "model.head": "pie", "loss.margin": "0.2"}
 SCAN = {**WARM, "model.head": "average"}
 VSRN = {"loss.warmup_epochs": "2"}  # after one its images fall together again: their graph and GRU are random too
 PROB = {**WARM, "model.n_unc_layers": "[0, 1]"}  # the GRU again for the variance, as in the paper
-HARDEST = ("vse", "vsepp")  # what shows the hardest negatives in every world
 VARIANTS: dict[str, Variant] = {
     "infonce": Variant("InfoNCE", "infonce", "pcmepp", {"loss.temperature": "14"}),
     "vse": Variant("VSE∞", "vse", "pcmepp"),
@@ -101,12 +100,11 @@ def training_of(name: str, seed: int, all_negatives: int | None = None) -> Train
     """The training of a variant.
 
     Args:
-        all_negatives: epochs with all negatives, of those that would begin with some and go on with the hardest ones;
-            None for what the variant says.
+        all_negatives: epochs with all negatives, before the hardest ones; None for what the variant says.
     """
     variant = VARIANTS[name]
     options = dict(variant.options)
-    if all_negatives and name not in HARDEST and hasattr(METHODS[variant.method].Options, "warmup_epochs"):
+    if all_negatives and hasattr(METHODS[variant.method].Options, "warmup_epochs"):
         options["loss.warmup_epochs"] = str(all_negatives)
     return Training(name, seed, variant.method, tuple(options.items()))
 
