@@ -39,6 +39,7 @@ def check(config: Config, world_size: int) -> None:
     _check_average(config.ema)
     config.data.augmentation.check()
     _check_profile(config)
+    _check_decoding(config)
     if config.remote_copy is not None:
         check_address(config.remote_copy, config.out)
     check_evaluation(config.evaluate)
@@ -91,6 +92,22 @@ def _check_locks(config: Config) -> None:
                 f"model.unlocked_{tower}_groups is {groups}, and the {tower} tower is not locked.",
                 f"Set model.lock_{tower}, or leave unlocked_{tower}_groups out.",
             )
+
+
+def _check_decoding(config: Config) -> None:
+    """Refuse what only workers do to images, where the device decodes them."""
+    if config.data.decode == "workers":
+        return
+    if config.data.resize == "pil":
+        raise UserError(
+            "data.resize pil cannot be used with data.decode device, which crops and resizes there.",
+            "Set data.decode to workers, or data.resize to tensor.",
+        )
+    if config.data.augmentation.color_jitter or config.data.augmentation.gray_scale_prob:
+        raise UserError(
+            "Colours of data.augmentation cannot be changed with data.decode device.",
+            "Set data.decode to workers, or leave color_jitter, color_jitter_prob and gray_scale_prob out.",
+        )
 
 
 def _check_profile(config: Config) -> None:

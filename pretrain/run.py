@@ -100,6 +100,7 @@ def train(config: Config, preemption: Preemption) -> int:
             if profiler:
                 profiler.close()
             folder.close()
+        report_decoding(stream, say)
         report_failures(stream, say)
     if stopped:
         say(f"step {trainer.step}/{run.steps} | stopped by {preemption.description}; continue with --resume")
@@ -108,6 +109,12 @@ def train(config: Config, preemption: Preemption) -> int:
         any_host([False])
     finish(lock)
     return REQUEUE if stopped else 0
+
+
+def report_decoding(stream, say) -> None:
+    """Say which of rank 0's images were decoded where."""
+    if d := stream.decoder:
+        say(f"data    {d.decoded:,} images decoded on {d.device}, {d.by_workers:,} by workers, {d.refused:,} refused")
 
 
 def report_failures(stream, say) -> None:

@@ -18,6 +18,7 @@ def make_deterministic() -> None:
     """Let every operator give the same bits again, or fail; call before the GPU is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write into what nvJPEG decodes
 
 
 def random_state() -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Decode JPEGs on the device, and crop and resize them there, while the step before is computed.
 
 A worker hands over the bytes of a JPEG in the place of its pixels, with the crop that it drew. What a device's decoder
-may read otherwise than libjpeg, or cannot read, workers decode as ever (`crop_of`).
+may read otherwise than libjpeg, or cannot read, workers decode as ever (`undecoded`).
 
 torchvision's decoder on CUDA writes its results without regard for kernels that are queued and still read that memory
 (pytorch/vision pull request 9606). So a thread decodes, with a CUDA stream of its own, and waits for all that it has
@@ -10,10 +10,12 @@ queued there before it decodes again; neither the training's thread nor its stre
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import nullcontext
 from functools import partial
+from threading import Event, Thread
 from typing import NamedTuple
 
 import torch
@@ -27,8 +29,12 @@ from probemb.errors import UserError
 
 ENTRY = 7  # numbers that describe a JPEG
 MAX_PIXELS = 16_000_000  # of a JPEG that is decoded on the device
+MAX_REDUCTION = 32  # of a crop's side; CUDA's resizing ends with an error beyond 47
 _PIXELS_AT_ONCE = 64_000_000  # 192 MB
+_REFUSED_AT_ONCE = 16  # JPEGs in a group that is decoded again where one of more is refused
 _LOOK_UP_SECONDS = 0.5
+_CLOSING_SECONDS = 5.0
+_log = logging.getLogger(__name__)
 
 
 class Jpeg(NamedTuple):
@@ -62,8 +68,8 @@ def crop_of(transform: Callable) -> RandomCrop:
     if len(steps) == 1 and isinstance(steps[0], RandomCrop):
         return steps[0]
     raise UserError(
-        "Images are decoded on the device where they are only cropped and resized, by torch.",
-        "Set data.decode to workers, or use data.resize tensor without colour augmentation, for a model of pixels.",
+        "A device decodes images of which the transform only crops and resizes pixels, as torch does.",
+        "Set data.decode to workers.",
     )
 
 
@@ -76,7 +82,10 @@ def undecoded(data: bytes, crop: RandomCrop, seed: Callable[[], None], room: int
     if size is None or size[0] * size[1] > MAX_PIXELS:
         return None
     seed()
-    return Jpeg(data, size, random_box(*size, crop.scale, crop.ratio))
+    box = random_box(*size, crop.scale, crop.ratio)
+    if box[2] > MAX_REDUCTION * crop.size[0] or box[3] > MAX_REDUCTION * crop.size[1]:
+        return None
+    return Jpeg(data, size, box)
 
 
 class DeviceDecoder:
@@ -86,13 +95,19 @@ class DeviceDecoder:
         device: where; a CPU's decoder is libjpeg, as PIL's.
         crop: what the workers drew boxes for.
 
+    Attributes:
+        decoded, refused, by_workers: images that the device has decoded, that it could not decode, and that came as
+            pixels.
+        awaited: whether somebody waits for a batch at present.
+
     Raises:
-        UserError: torchvision has no such decoder.
+        UserError: torchvision has no such decoder; from `finish`: it decodes nothing, or has no memory.
     """
 
     def __init__(self, device: torch.device, crop: RandomCrop):
         self.device, self.size, self.interpolation = device, crop.size, crop.interpolation
-        self._thread = ThreadPoolExecutor(1, "decoding")
+        self.decoded, self.refused, self.by_workers, self.awaited = 0, 0, 0, False
+        self._closed, self._thread = Event(), None
         self._queue: torch.cuda.Stream | None = None  # made by the thread: workers fork before CUDA is in use
         try:
             from torchvision.io import decode_jpeg
@@ -104,21 +119,29 @@ class DeviceDecoder:
         self._decode_jpegs = partial(decode_jpeg, mode="RGB", device=device)
 
     def start(self, images: Tensor, jpegs: Tensor) -> Future[Decoded]:
-        """Begin with a batch.
+        """Begin with a batch; the one before is finished.
 
         Args:
             images: (b, 3, H, W) uint8 on the CPU, the channels of a pixel beside each other; a JPEG's bytes are the
                 first ones of its row.
             jpegs: (b, 7) int64, `Jpeg.entry` of each row; zeros for pixels.
         """
-        return self._thread.submit(self._decode_batch, images, jpegs)
+        self.by_workers += int((jpegs[:, 0] == 0).sum())
+        batch: Future[Decoded] = Future()
+        self._thread = Thread(target=self._run, args=(batch, images, jpegs), name="decoding", daemon=True)
+        self._thread.start()
+        return batch
 
     def finish(self, batch: Future[Decoded], while_waiting: Callable[[], None] | None = None) -> Decoded:
         """The decoded batch, for the stream of the caller; `while_waiting` is called about every half second."""
-        while not wait([batch], _LOOK_UP_SECONDS).done:
-            if while_waiting:
-                while_waiting()
-        found = batch.result()
+        self.awaited = True
+        try:
+            while not wait([batch], _LOOK_UP_SECONDS).done:
+                if while_waiting:
+                    while_waiting()
+            found = batch.result()
+        finally:
+            self.awaited = False
         if found.ready is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_event(found.ready)
@@ -126,12 +149,21 @@ class DeviceDecoder:
         return found
 
     def close(self) -> None:
-        """End the thread, after the batch that it is at."""
-        self._thread.shutdown()
+        """End with the group of images that is being decoded; waits no longer than a few seconds for that."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSING_SECONDS)
+
+    def _run(self, batch: Future[Decoded], images: Tensor, jpegs: Tensor) -> None:
+        try:
+            batch.set_result(self._decode_batch(images, jpegs))
+        except BaseException as error:  # for the thread that waits for the batch
+            batch.set_exception(error)
 
     def _decode_batch(self, images: Tensor, jpegs: Tensor) -> Decoded:
-        if self._queue is None and self.device.type == "cuda":
-            self._queue = torch.cuda.Stream(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own
+            self._queue = self._queue or torch.cuda.Stream(self.device)
         stored = images.permute(0, 2, 3, 1).flatten(1)  # a view
         with torch.cuda.stream(self._queue) if self._queue else nullcontext():
             out = images.to(self.device, non_blocking=True, copy=True)
@@ -147,17 +179,34 @@ class DeviceDecoder:
 
     def _decode(self, data: Sequence[Tensor]) -> list[Tensor | None]:
         """(3, H, W) uint8 each; None for what the decoder refuses."""
+        if self._closed.is_set():
+            raise CancelledError
         if self._queue:
             self._queue.synchronize()
         try:
-            return self._decode_jpegs(list(data))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # of any of them
+            found = self._decode_jpegs(list(data))
+        except RuntimeError as error:  # of any of them
             if len(data) == 1:
+                self._refuse(str(error))
                 return [None]
-            half = len(data) // 2
-            return self._decode(data[:half]) + self._decode(data[half:])
+            step = _REFUSED_AT_ONCE if len(data) > _REFUSED_AT_ONCE else 1
+            parts = [self._decode(data[i : i + step]) for i in range(0, len(data), step)]
+            return [one for part in parts for one in part]
+        self.decoded += len(found)
+        return found
+
+    def _refuse(self, reason: str) -> None:
+        """Count a refusal. Raises UserError if it comes from the machine and not from the image."""
+        self.refused += 1
+        first = " ".join(reason.split())[:300]
+        if "out of memory" in reason:
+            remedy = "Lower batch_size, or set data.decode to workers."
+            raise UserError(f"There is no memory for decoding on {self.device}: {first}", remedy)
+        if self.refused == _REFUSED_AT_ONCE and not self.decoded:
+            what = f"{self.device} has decoded none of the first {self.refused} JPEGs: {first}"
+            raise UserError(what, "Set data.decode to workers.")
+        if self.refused == 1:
+            _log.warning("data: %s does not decode a JPEG, and the CPU reads it instead: %s", self.device, first)
 
     def _cropped(self, pixels: Tensor, w: int, h: int, top: int, left: int, height: int, width: int) -> Tensor:
         """The box of decoded pixels, resized to (3, H, W) uint8 on the device."""

@@ -168,14 +168,19 @@ class SampleMaker:
         self._open.notices.clear()
         return report
 
-    def stand_in(self, samples_seen: int, row: int) -> Example:
+    def stand_in(self, samples_seen: int, row: int, while_waiting: Callable[[], None] | None = None) -> Example:
         """A decoded example for a row of that batch of which only decoding has shown that it cannot be used.
 
-        Draws from the global random numbers, as `fill`.
+        Draws from the global random numbers, as `fill`; that batch is the last one that was filled here, if any was.
         """
+        self._open.while_waiting = while_waiting
         epoch, step = self.order.locate(samples_seen)
         self._good[row - self.start] = -1
-        return self._stand_in(epoch, step, row - self.start)
+        reading = int(self._now[0])  # in a worker
+        try:
+            return self._stand_in(epoch, step, row - self.start)
+        finally:
+            self._now[0] = reading
 
     @property
     def reading(self) -> str:

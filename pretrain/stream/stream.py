@@ -82,6 +82,7 @@ class Stream:
 
     Attributes:
         selection: the samples that the filter keeps; None without one.
+        decoder: the `DeviceDecoder`; None if workers decode.
         order: the `Order`: steps in an epoch, what is dropped.
         samples_seen: the position after the last batch handed out, over all ranks.
         rows: rows of every global batch that this rank gets, b.
@@ -157,10 +158,10 @@ class Stream:
             ((self.rows,), torch.bool),
             ((self.rows, ENTRY), torch.int64),
         )
-        self._decoder: DeviceDecoder | None = None
+        self.decoder: DeviceDecoder | None = None
         if settings.decode == "device":
-            self._decoder = DeviceDecoder(device or torch.device("cpu"), crop_of(transform))
-        self._decoding: _Decoding | None = None
+            self.decoder = DeviceDecoder(device or torch.device("cpu"), crop_of(transform))
+        self._decoding: _Decoding | UserError | None = None  # the batch after the one that was handed out
         self._prefetch = settings.prefetch if settings.workers else 0
         self._ring: list[Rows] = []
         self._team: Team | None = None
@@ -223,8 +224,8 @@ class Stream:
         self._closed = True
         if self._team is not None:
             self._team.close()
-        if self._decoder is not None:
-            self._decoder.close()
+        if self.decoder is not None:
+            self.decoder.close()
         for maker in self._makers:
             maker.close()
         if self._temporary_cache is not None:
@@ -243,8 +244,10 @@ class Stream:
     def __next__(self) -> Batch:
         return self.load()
 
-    def load(self, while_waiting: Callable[[], None] | None = None) -> Batch:
+    def load(self, while_waiting: Callable[[], None] | None = None, last: bool = False) -> Batch:
         """The next batch; `while_waiting` is called about every half second until it is ready.
+
+        With `last` none is begun after it.
 
         An error, of `while_waiting` too, closes the stream; `samples_seen` then is the position before that batch.
         Raises StopIteration after the last batch, and what `Team.collect` and the reader raise.
@@ -255,8 +258,12 @@ class Stream:
         began = time.perf_counter()
         try:
             self.start()
-            made = self._make if self._decoder is None else self._make_and_decode
-            rows, reports = made(self.samples_seen, while_waiting)
+            if self.decoder is None:
+                rows, reports = self._make(self.samples_seen, while_waiting)
+            else:
+                rows, reports = self._decoded(while_waiting)
+                last |= self.samples_seen + self.order.batch_size == self._end
+                self._decoding = None if last else self._begin_decoding(while_waiting)
             self._count(reports)
         except BaseException:
             self.close()
@@ -280,28 +287,33 @@ class Stream:
         self._team.release()
         return rows, reports
 
-    def _make_and_decode(self, samples_seen: int, while_waiting: Callable[[], None] | None):
-        """The same, decoded on the device; the batch after it is begun, to be decoded until the next call."""
-        now = self._decoding or self._begin_decoding(samples_seen, while_waiting)
-        self._decoding, after = None, samples_seen + self.order.batch_size
-        if after != self._end:
-            self._decoding = self._begin_decoding(after, while_waiting)
-        decoded = self._decoder.finish(now.decoded, while_waiting)
-        rows, reports = now.rows._replace(images=decoded.images), now.reports
+    def _decoded(self, while_waiting: Callable[[], None] | None) -> tuple[Rows, list[Report]]:
+        """The next batch, with what the device has decoded."""
+        if self._decoding is None:
+            rows, reports = self._make(self.samples_seen, while_waiting)
+            self._decoding = _Decoding(rows, reports, self.decoder.start(rows.images, rows.jpegs))
+        elif isinstance(self._decoding, UserError):
+            raise self._decoding
+        decoded = self.decoder.finish(self._decoding.decoded, while_waiting)
+        rows, reports = self._decoding.rows._replace(images=decoded.images), self._decoding.reports
         for row, reason in decoded.failures.items():
-            self._replace(samples_seen, row, reason, rows, reports)
+            self._replace(row, reason, rows, reports, while_waiting)
         return rows, reports
 
-    def _begin_decoding(self, samples_seen: int, while_waiting: Callable[[], None] | None) -> "_Decoding":
-        rows, reports = self._make(samples_seen, while_waiting)
-        return _Decoding(rows, reports, self._decoder.start(rows.images, rows.jpegs))
+    def _begin_decoding(self, while_waiting: Callable[[], None] | None) -> "_Decoding | UserError":
+        """The batch after the next, begun; an error belongs to the call that asks for it."""
+        try:
+            rows, reports = self._make(self.samples_seen + self.order.batch_size, while_waiting)
+        except UserError as error:
+            return error
+        return _Decoding(rows, reports, self.decoder.start(rows.images, rows.jpegs))
 
-    def _replace(self, samples_seen: int, row: int, reason: str, rows: Rows, reports: list[Report]) -> None:
+    def _replace(self, row: int, reason: str, rows: Rows, reports: list[Report], while_waiting) -> None:
         """Put another sample in the place of one that could not be decoded on the device."""
         part = next(part for part, (_, stop) in enumerate(self._parts) if row < stop)
         maker, report, at = self._makers[part], reports[part], row - self._parts[part][0]
         with isolated_randomness():
-            example = maker.stand_in(samples_seen, maker.start + at)
+            example = maker.stand_in(self.samples_seen, maker.start + at, while_waiting)
         rows.images[row].copy_(example.image)
         rows.tokens[row].copy_(example.tokens)
         rows.replaced[row] = True
@@ -310,6 +322,8 @@ class Stream:
 
     def waiting_for(self) -> str:
         """What keeps `load` from its batch: workers and the shards they read; for another thread."""
+        if self.decoder is not None and self.decoder.awaited:
+            return f"waiting for {self.decoder.device}, which decodes"
         late = self._team.late() if self._team else [(0, "")]
         each = [(worker, self._makers[part].reading or "no shard at present") for part, worker in late]
         return ", ".join(

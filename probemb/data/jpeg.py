@@ -19,6 +19,7 @@ _READ_AHEAD = b"\xff\x00" * 8 + b"\0"  # ones, which are no code, in place of a 
 # After coded data: neither stuffing nor a restart. Without fill bytes, \xff+, it is found 24 times faster.
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
 _SCAN, _END, _HUFFMAN = 0xDA, 0xD9, (0xC0, 0xC1, 0xC2)
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # but for tables
 
 
 def load_jpeg(image, data: bytes) -> None:
@@ -49,6 +50,22 @@ def find_scans(data: bytes) -> Iterator[tuple[int, int]]:
 
     Nothing for other codings; where the markers stop making sense, the scans end.
     """
+    return ((start, end) for kind, start, end in _segments(data) if kind == _SCAN)
+
+
+def is_complete(data: bytes) -> bool:
+    """Whether a Huffman-coded JPEG has one frame, a marker after each scan, and its end after the last.
+
+    Nothing is decoded.
+    """
+    segments = list(_segments(data))
+    ends = [end for kind, _, end in segments if kind == _SCAN]
+    frames = sum(kind in _FRAMES for kind, _, _ in segments)
+    return bool(ends) and frames == 1 and data.find(bytes((0xFF, _END)), ends[-1]) >= 0
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Markers and what belongs to them, from offset to offset; of scans it is the coded data."""
     position, known = 2, False
     while position + 4 <= len(data) and data[position] == 0xFF:
         kind = data[position + 1]
@@ -59,22 +76,18 @@ def find_scans(data: bytes) -> Iterator[tuple[int, int]]:
         known |= kind in _HUFFMAN
         if kind == _END or (kind == _SCAN and not known):
             return
-        if kind == _SCAN:
+        if kind != _SCAN:
+            yield kind, position, following
+        else:
             marker = _MARKER.search(data, following)
             if marker is None:
                 return
             end = marker.start()
             while data[end - 1] == 0xFF and end > following:  # fill
                 end -= 1
-            yield following, end
+            yield kind, following, end
             following = end
         position = following
-
-
-def is_complete(data: bytes) -> bool:
-    """Whether a Huffman-coded JPEG has scans, a marker after each, and its end after the last; nothing is decoded."""
-    scans = list(find_scans(data))
-    return bool(scans) and data.find(bytes((0xFF, _END)), scans[-1][1]) >= 0
 
 
 class _Decoder:

@@ -68,3 +68,16 @@ def test_the_identity_of_a_run_has_all_that_changes_pixels():
 def test_contradictions_are_refused(options, says):
     with pytest.raises(UserError, match=says):
         check(Config(data=Data(train="x", augmentation=Augmentation(**options))), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"resize": "pil"}, "data.resize pil cannot be used with data.decode device"),
+        ({"augmentation": Augmentation(gray_scale_prob=0.1)}, "Colours of data.augmentation cannot be changed"),
+        ({"augmentation": Augmentation(color_jitter=JITTER, color_jitter_prob=0.8)}, "Colours of data.augmentation"),
+    ],
+)
+def test_what_only_workers_do_is_refused_where_the_device_decodes(options, says):
+    with pytest.raises(UserError, match=says):
+        check(Config(data=Data(train="x", decode="device", **options)), world_size=1)

@@ -27,6 +27,8 @@ from probemb.cli.ranges import Workers
 if TYPE_CHECKING:
     import torch
 
+    from pretrain.stream.stream import Stream
+
 IMAGE_SIZE = 224
 
 
@@ -158,6 +160,15 @@ def stream_batches(
     device: torch.device | None = None,
 ) -> Iterator:
     """Infinite batches of the stream; `device` decodes, or the workers if it is None."""
+    with open_stream(folder, batch, workers, draft, resize, device) as stream:
+        for one in stream:
+            yield one.images, one.tokens
+
+
+def open_stream(
+    folder: str, batch: int, workers: int, draft: bool, resize: str = "tensor", device: torch.device | None = None
+) -> Stream:
+    """The stream over `draw_shards`' folder, for as many batches as are asked for."""
     from pretrain.stream.settings import Settings
     from pretrain.stream.stream import Stream
     from probemb.data.shards.index import read_index
@@ -165,9 +176,7 @@ def stream_batches(
     transform, tokenizer = parts(resize)
     decode, pin = ("device", device.type == "cuda") if device else ("workers", False)
     settings = Settings(batch_size=batch, workers=workers, draft=draft, decode=decode, pin_memory=pin)
-    with Stream(read_index(folder), settings, transform, tokenizer, device=device) as stream:
-        for one in stream:
-            yield one.images, one.tokens
+    return Stream(read_index(folder), settings, transform, tokenizer, device=device)
 
 
 def webdataset_batches(folder: str, batch: int, workers: int) -> Iterator:

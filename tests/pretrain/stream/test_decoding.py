@@ -1,7 +1,9 @@
-"""Decoding on the device: the same crops and samples as by workers, nothing of a damaged image, and nothing hidden."""
+"""Decoding on the device: the same crops and samples as by workers, and what cannot be decoded is replaced."""
 
 import io
+import threading
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -48,6 +50,10 @@ def shard(folder, images: list[bytes], name="a.tar") -> Shard:
     ]
     path = write_tar(folder / name, files)
     return Shard(path.name, path, len(images), path.stat().st_size)
+
+
+def damaged_markers(data: bytes) -> bytes:
+    return data[: len(data) // 2]
 
 
 def read(shards, decode, steps=4, crop=None, **settings):
@@ -147,24 +153,34 @@ def test_batches_do_not_depend_on_ranks_workers_and_restarts(shards):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_only_decoding_finds_damaged_is_replaced_and_counted(pictures, tmp_path, workers):
     images = [jpeg(one) for one in pictures]
-    images[3], images[12] = damaged(images[3]), damaged(images[12])
+    for i in (3, 12):
+        images[i] = damaged(images[i])
     assert size_of_plain_jpeg(images[3]) == pictures[3].size  # nothing that its markers tell
+    for i in (4, 5, 15):
+        images[i] = damaged_markers(images[i])
     shards = [shard(tmp_path, images[:10], "a.tar"), shard(tmp_path, images[10:], "b.tar")]
-    settings = {"failure_share": 0.5, "workers": workers, "steps": 6}
+    settings = {"failure_share": 0.5, "workers": workers, "steps": 9}  # of several epochs
     expected, by_workers = read(shards, "workers", **settings)
     found, failures = read(shards, "device", **settings)
-    assert sum(int(batch.replaced.sum()) for batch in expected) >= 4
+    assert sum(int(batch.replaced.sum()) for batch in expected) >= 10
+    assert_alike(found, expected)
+    assert {name: failure.count for name, failure in failures.items()} == {
+        name: failure.count for name, failure in by_workers.items()
+    }
+    assert [failure.reason for failure in failures.values()] == [failure.reason for failure in by_workers.values()]
+    for done in range(1, 5):
+        later, _ = read(shards, "device", **{**settings, "steps": 9 - done}, start_samples=done * BATCH)
+        assert_alike(later, found[done:])
+    with pytest.raises(UserError, match="cannot be used"):
+        read(shards, "device", failure_share=0.01, failure_minimum=8, workers=workers)
+
+
+def assert_alike(found, expected) -> None:
     for one, other_one in zip(found, expected, strict=True):
         assert one.keys == other_one.keys
         assert torch.equal(one.tokens, other_one.tokens)
         assert torch.equal(one.replaced, other_one.replaced)
         assert (one.images.int() - other_one.images.int()).abs().max() <= 2
-    assert {name: failure.count for name, failure in failures.items()} == {
-        name: failure.count for name, failure in by_workers.items()
-    }
-    assert [failure.reason for failure in failures.values()] == [failure.reason for failure in by_workers.values()]
-    with pytest.raises(UserError, match="cannot be used"):
-        read(shards, "device", failure_share=0.01, failure_minimum=8, workers=workers)
 
 
 def test_damage_that_the_markers_show_is_found_by_workers(pictures, tmp_path):
@@ -177,18 +193,127 @@ def test_damage_that_the_markers_show_is_found_by_workers(pictures, tmp_path):
     assert failures == by_workers
 
 
+def open_stream(shards, **settings):
+    return Stream(shards, Settings(batch_size=BATCH, lanes=2, decode="device", **settings), transform(), tokenize)
+
+
 def test_a_batch_is_decoded_while_the_one_before_is_used(shards):
-    settings = Settings(batch_size=BATCH, lanes=2, decode="device")
-    with Stream(shards, settings, transform(), tokenize, steps=3) as stream:
+    with open_stream(shards) as stream:
         first = next(stream)
         begun = stream._decoding
         assert stream.samples_seen == BATCH == first.samples_seen
         second = next(stream)
         assert torch.equal(second.images, begun.decoded.result().images)
-        next(stream)
+        stream.load(last=True)
         assert stream._decoding is None
-        with pytest.raises(StopIteration):
+    assert stream.decoder.decoded > 0
+    assert stream.decoder.by_workers > 0
+    assert stream.decoder.refused == 0
+    assert stream.decoder.decoded + stream.decoder.by_workers == 3 * BATCH
+
+
+def test_an_error_of_the_batch_ahead_belongs_to_the_call_that_asks_for_it(shards):
+    with open_stream(shards) as stream:
+        wait = stream._make
+        stream._make = lambda at, waiting: wait(at, waiting) if at < BATCH else gone()
+        assert len(next(stream).keys) == BATCH
+        with pytest.raises(UserError, match=r"a\.tar is gone"):
             next(stream)
+        assert stream.samples_seen == BATCH
+
+
+def gone():
+    raise UserError("a.tar is gone.", "Find it.")
+
+
+def test_a_decoder_that_decodes_nothing_ends_the_run(shards):
+    with open_stream(shards) as stream:
+        stream.decoder._decode_jpegs = refuse
+        with pytest.raises(UserError, match="has decoded none of the first 16 JPEGs: no nvJPEG here") as error:
+            list(islice(stream, 4))
+        assert "data.decode" in error.value.remedy
+
+
+def refuse(data, among: int = 1):
+    if len(data) >= among:
+        raise RuntimeError("no nvJPEG here")
+    return io_decode(data)
+
+
+def io_decode(data):
+    from torchvision.io import decode_jpeg
+
+    return decode_jpeg(data, mode="RGB")
+
+
+def test_what_the_device_refuses_the_cpu_reads(shards, caplog):
+    expected, _ = read(shards, "device", steps=2)
+    with open_stream(shards, window=4, seed=3, draft=True) as stream:
+        stream.decoder._decode_jpegs = partial(refuse, among=2)  # several at once
+        found = [next(stream) for _ in range(2)]
+    assert_alike(found, expected)
+    assert stream.decoder.refused == 0
+    assert not caplog.records
+    with open_stream(shards, window=4, seed=3, draft=True) as stream:
+        small = min(len(data) for data in plain_jpegs(shards))
+        stream.decoder._decode_jpegs = lambda data: refuse(data, 99 if min(map(len, data)) > small else 1)
+        found = [next(stream) for _ in range(4)]
+    assert stream.decoder.refused >= 1
+    assert "no nvJPEG here" in caplog.text
+    assert_alike(found[:2], expected)
+
+
+def plain_jpegs(shards):
+    import tarfile
+
+    for one in shards:
+        with tarfile.open(one.path) as tar:
+            for member in tar:
+                data = tar.extractfile(member).read()
+                if member.name.endswith("jpg") and len(data) <= 3 * SIZE * SIZE and size_of_plain_jpeg(data):
+                    yield data
+
+
+def test_missing_memory_is_said(shards):
+    def no_memory(data):
+        raise RuntimeError("Error while decoding JPEG images: CUDA out of memory. Tried to allocate 9 GiB")
+
+    with open_stream(shards) as stream:
+        stream.decoder._decode_jpegs = no_memory
+        with pytest.raises(UserError, match="no memory for decoding on cpu"):
+            next(stream)
+
+
+def test_closing_does_not_wait_for_a_decoder_that_hangs(shards, monkeypatch):
+    monkeypatch.setattr("pretrain.stream.decoding._CLOSING_SECONDS", 0.2)
+    held = threading.Event()
+    stream = open_stream(shards)
+    stream.decoder._decode_jpegs = lambda data: held.wait(60) and io_decode(data)
+
+    def stop():
+        assert stream.waiting_for() == "waiting for cpu, which decodes"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream.load(while_waiting=stop)
+    held.set()
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_hostile_headers_are_left_to_the_workers():
+    one = jpeg(photograph(200, 150))
+    frame = one.index(b"\xff\xc0")
+    length = int.from_bytes(one[frame + 2 : frame + 4], "big") + 2
+    huge = bytearray(one[frame : frame + length])
+    huge[5:9] = (65500).to_bytes(2, "big") * 2
+    assert size_of_plain_jpeg(one) == (200, 150)
+    assert size_of_plain_jpeg(one[:frame] + bytes(huge) + one[frame:]) is None  # two frames
+    crop, seed = crop_of(transform()), partial(torch.manual_seed, 0)
+    wide = jpeg(photograph(40 * SIZE, SIZE))
+    assert size_of_plain_jpeg(wide) == (40 * SIZE, SIZE)
+    crop.ratio = (30.0, 40.0)
+    assert undecoded(wide, crop, seed, 10**6, False) is None  # reduced too much for CUDA's resizing
 
 
 @pytest.mark.parametrize(
@@ -200,7 +325,7 @@ def test_a_batch_is_decoded_while_the_one_before_is_used(shards):
     ],
 )
 def test_a_transform_that_does_more_is_refused(shards, crop):
-    with pytest.raises(UserError, match="only cropped and resized") as error:
+    with pytest.raises(UserError, match="only crops and resizes") as error:
         read(shards, "device", crop=crop)
     assert "data.decode" in error.value.remedy
 

@@ -48,26 +48,47 @@ def decoding(place: Place, notes: Notes) -> None:
     """`data.decode: device` beside a busy device: pixels like the workers', and the same ones every time."""
     from itertools import islice
 
-    from tools.bench.loader import draw_shards, stream_batches
+    from pretrain.engine.randomness import make_deterministic
+    from tools.bench.loader import draw_shards, open_stream
 
     images, batch, readings = (16, 4, 2) if place.small else (512, 64, 20)
-    with tempfile.TemporaryDirectory() as folder:
-        draw_shards(Path(folder), SIDE, images, shards=2)
-        count = images // batch
-        by_workers = [one for one, _ in islice(stream_batches(folder, batch, 2, draft=False), count)]
-        first: list[torch.Tensor] = []
-        same, away, work = True, 0.0, torch.randn(256 if place.small else 8192, 64, device=place.device)
-        for _ in range(readings):
-            stream = stream_batches(folder, batch, 2, draft=False, device=place.device)
-            for number, (pixels, _) in enumerate(islice(stream, count)):
-                for _ in range(4):  # queued, and reading what was allocated
-                    work = (work @ (work.T @ work)).clamp(-1, 1)
-                if len(first) < count:
-                    first.append(pixels.clone())
-                    away += (pixels.cpu().float() - by_workers[number].float()).abs().mean().item() / count
-                else:
-                    same &= torch.equal(pixels, first[number])
-            stream.close()
+    count, refused = images // batch, 0
+    make_deterministic()  # which would fill new memory, if it were let
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            draw_shards(Path(folder), SIDE, images, shards=2)
+            with open_stream(folder, batch, 2, draft=False) as stream:
+                by_workers = [one.images for one in islice(stream, count)]
+            busy, sums, away = Busy(place, by_workers[0]), [], 0.0
+            for reading in range(readings):
+                with open_stream(folder, batch, 2, draft=False, device=place.device) as stream:
+                    for number in range(count):
+                        pixels = stream.load(last=number + 1 == count).images
+                        sums.append(busy.sums(pixels))
+                        if reading == 0:
+                            away += (pixels.cpu().float() - by_workers[number].float()).abs().mean().item() / count
+                        del pixels  # its memory may be decoded into, once it is read
+                    refused += stream.decoder.refused
+    finally:
+        torch.use_deterministic_algorithms(False)
+    first, *others = torch.stack(sums).reshape(readings, images)
     notes.value("levels of 255 from the workers' pixels, mean", away)
+    notes.claim(f"the {place.device.type} decodes every JPEG", refused == 0 and stream.decoder.decoded == images)
     notes.claim(f"pixels decoded on the device are the workers' to {LEVELS} levels in the mean", away <= LEVELS)
+    same = all(torch.equal(first, one) for one in others)
     notes.claim(f"{readings} readings beside the device's other work give the same pixels", same)
+
+
+class Busy:
+    """Work of some milliseconds on a GPU, and behind it sums of pixels that tell any change of them."""
+
+    def __init__(self, place: Place, images: torch.Tensor):
+        side = 64 if place.small else 4096
+        self.work = torch.randn(side, side, device=place.device) / side**0.5
+        self.weight = torch.randint(1, 1 << 20, images.shape[1:], device=place.device)
+
+    def sums(self, pixels: torch.Tensor) -> torch.Tensor:
+        """(b,) int64 of (b, 3, H, W) pixels, queued."""
+        for _ in range(8):
+            self.work = (self.work @ self.work).clamp(-1, 1)
+        return (pixels.long() * self.weight).sum((1, 2, 3))
