@@ -33,18 +33,6 @@ def test_variants_name_methods_of_finetune_and_papers():
     assert rankings_of("prob-vsepp KL") == ["kl", "csd", "mean"]
 
 
-def test_hardest_negatives_begin_later_on_scenes():
-    study = Methods(NOTHING, chosen_variants("all"), Settings("scenes", epochs=4))
-    options = {one.name: dict(one.options) for one in study.plan([0])}
-    late = {options[name]["loss.warmup_epochs"] for name in ("vse", "pvse K=2", "scan i2t", "prob-vsrn", "jwae-mh")}
-    assert late == {"2"}
-    assert not any("loss.warmup_epochs" in options[name] for name in ("vsepp", "vse0", "order", "infonce"))
-    study = Methods(NOTHING, ["scan i2t"], Settings("scenes", epochs=1))
-    assert dict(study.plan([0])[0].options)["loss.warmup_epochs"] == "1"
-    assert dict(training_of("scan i2t", 0).options)["loss.warmup_epochs"] == "1"
-    assert "loss.warmup_epochs" not in dict(training_of("vse", 0).options)
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -86,6 +74,9 @@ def test_trains_measures_and_reports(study):
     assert one["ambiguity"] == results["uncertainty"]["ambiguity_spearman"]
     (table,) = content["claims"]
     assert [row[0] for row in table["rows"]] == ["PCME++ and CLIP", "VSRN, 2-Wasserstein"]
+    logs = [(out / "logs" / f"{name}-seed-0.log").read_text() for name in ("pcmepp-clip", "prob-vsrn")]
+    assert f"from {out / 'start'}" in logs[0]
+    assert "from random weights" in logs[1]
     assert "All methods" in (out / "report.html").read_text(encoding="utf-8")
 
 

@@ -101,7 +101,6 @@ def _cell(one: Value | None, factor: float, digits: int, sign: str) -> str:
 
 def _table(found: Found, there: Sequence[str], exact: bool) -> dict:
     columns = _columns(exact)
-    begin = "half of the epochs with all negatives" if exact else "an epoch with all negatives (VSRN two)"
     ordered = sorted(there, key=lambda name: list(PAPERS).index(VARIANTS[name].paper))
     rows = [
         [VARIANTS[name].title, *(_cell(found.of(name, get), *form) for _, get, *form in columns)] for name in ordered
@@ -115,9 +114,11 @@ def _table(found: Found, there: Sequence[str], exact: bool) -> dict:
         "notes": [
             "Test images. Retrieval in percent, RSUM the sum of recall at 1, 5 and 10 of own captions in both "
             "directions. u and R@1: Spearman over single queries of u with a hit, below 0 where uncertain ones fail. "
-            f"A step's time is the run's own log, beside other trainings. VSE∞ is VSE++ after {begin}, as all others "
-            "with the hardest negatives begin here, and what the claims below mean by VSE++; the row VSE++ has the "
-            "hardest ones from its first step, and towers with random weights then hardly learn."
+            "A step's time is the run's own log, beside other trainings. VSE∞ is VSE++ after an epoch with all "
+            "negatives, as all others with the hardest ones begin here (VSRN after two), and what the claims below "
+            "mean by VSE++; the row VSE++ has the hardest ones from its first step, and towers with random weights "
+            "then hardly learn."
+            + (" What reads pixels starts from towers that the CLIP loss alone has trained." if exact else "")
         ],
     }
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from probemb.errors import UserError
 
 HERE = Path(__file__).parent
+START = HERE.parents[2] / "pretrain" / "configs" / "scenes.yaml"
+START_EPOCHS, START_BATCH = 8, 64
 POLL = 2.0  # seconds between two looks at a training's log
 _STARTED: list[subprocess.Popen] = []  # commands of this process
 NO_CUDA = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -57,6 +59,27 @@ class World:
     pairs: int
 
 
+def pretrain(shards: Path, vocabulary: Path, scenes: int, batch_size: int, out: Path) -> Path:
+    """A run of the CLIP loss alone on drawn scenes, that towers start from; made if it is not there.
+
+    Raises UserError: the command failed.
+    """
+    run, log, batch_size = out / "start", out / "logs" / "start.log", min(START_BATCH, batch_size, scenes)
+    if (run / "model").is_dir():
+        return run
+    command = [
+        *("-m", "pretrain.run", "--config", str(START), "--objective", "clip", "--out", str(run)),
+        *("--data.train", str(shards), "--model.vocabulary", str(vocabulary), "--no-evaluate.classes"),
+        *("--epochs", str(START_EPOCHS), "--batch-size", str(batch_size), "--engine.threads", "1"),
+        *("--optimizer.warmup_samples", str(scenes * START_EPOCHS // 16)),
+        *(["--resume"] if run.exists() else []),
+    ]
+    with _start(command, log) as process:
+        process.wait()
+    _refuse(process.returncode, "the pretraining", log)
+    return run
+
+
 def train(inputs: Inputs, training: Training, name: str, out: Path, step_done: Callable[[], object]) -> float:
     """Train, calling `step_done` for every step; returns the seconds. Raises UserError: the command failed."""
     run = out / "runs" / name
@@ -77,7 +100,7 @@ def train(inputs: Inputs, training: Training, name: str, out: Path, step_done: C
         except BaseException:
             process.terminate()  # it saves, and ends
             raise
-    _refuse(process.returncode, training, log)
+    _refuse(process.returncode, f"{training.name}, seed {training.seed},", log)
     return time.perf_counter() - began
 
 
@@ -90,7 +113,7 @@ def measure(inputs: Inputs, training: Training, name: str, out: Path, rankings: 
     ]
     with _start(command, log) as process:
         process.wait()
-    _refuse(process.returncode, training, log)
+    _refuse(process.returncode, f"{training.name}, seed {training.seed},", log)
     return json.loads((results / "results.json").read_text(encoding="utf-8"))
 
 
@@ -123,12 +146,12 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
     return process
 
 
-def _refuse(code: int, training: Training, log: Path) -> None:
+def _refuse(code: int, what: str, log: Path) -> None:
     if code:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = [line.strip() for line in lines[-2:]]  # what is wrong, and what to do
         raise UserError(
-            f"{training.name}, seed {training.seed}, ended with code {code}: {' '.join(last)[:400]}",
+            f"{what} ended with code {code}: {' '.join(last)[:400]}",
             f"Read {log}; start again when it is mended: finished trainings are kept.",
         )
 

@@ -96,17 +96,10 @@ def chosen_variants(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def training_of(name: str, seed: int, all_negatives: int | None = None) -> Training:
-    """The training of a variant.
-
-    Args:
-        all_negatives: epochs with all negatives, before the hardest ones; None for what the variant says.
-    """
+def training_of(name: str, seed: int) -> Training:
+    """The training of a variant."""
     variant = VARIANTS[name]
-    options = dict(variant.options)
-    if all_negatives and hasattr(METHODS[variant.method].Options, "warmup_epochs"):
-        options["loss.warmup_epochs"] = str(all_negatives)
-    return Training(name, seed, variant.method, tuple(options.items()))
+    return Training(name, seed, variant.method, tuple(variant.options.items()))
 
 
 def rankings_of(name: str) -> list[str]:
