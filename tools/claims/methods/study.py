@@ -10,7 +10,8 @@ differs between methods stands in `variants.py`; everything else is the YAML of 
 
 On scenes what reads pixels starts from towers that the CLIP loss alone has trained (OUT/start), as the papers' towers
 come trained: from random weights the match losses of PCME and PCME++ do not leave the constant answer in 936 steps
-(validation RSUM 8 and 22, where InfoNCE has 445), and the hinges' embeddings become one with the hardest negatives.
+(validation RSUM 8 and 22, where InfoNCE has 445), and VSE++'s embeddings become one if the hardest negatives begin
+after an epoch (192, then 8).
 """
 
 from __future__ import annotations

@@ -60,13 +60,11 @@ class World:
 
 
 def pretrain(shards: Path, vocabulary: Path, scenes: int, batch_size: int, out: Path) -> Path:
-    """A run of the CLIP loss alone on drawn scenes, that towers start from; made if it is not there.
+    """A run of the CLIP loss alone on drawn scenes, that towers start from; one that is there goes on or is finished.
 
     Raises UserError: the command failed.
     """
     run, log, batch_size = out / "start", out / "logs" / "start.log", min(START_BATCH, batch_size, scenes)
-    if (run / "model").is_dir():
-        return run
     command = [
         *("-m", "pretrain.run", "--config", str(START), "--objective", "clip", "--out", str(run)),
         *("--data.train", str(shards), "--model.vocabulary", str(vocabulary), "--no-evaluate.classes"),
@@ -75,7 +73,11 @@ def pretrain(shards: Path, vocabulary: Path, scenes: int, batch_size: int, out: 
         *(["--resume"] if run.exists() else []),
     ]
     with _start(command, log) as process:
-        process.wait()
+        try:
+            process.wait()
+        except BaseException:
+            process.terminate()  # it saves, and ends
+            raise
     _refuse(process.returncode, "the pretraining", log)
     return run
 
