@@ -70,7 +70,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
     earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
     if config.engine.deterministic:
-        make_deterministic()
+        make_deterministic(fill=config.data.decode == "workers")
     device, precision = pick_device(config), training_precision(config.engine.precision)
     seed_everything(config.seed)
     model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)

@@ -262,8 +262,9 @@ class Stream:
                 rows, reports = self._make(self.samples_seen, while_waiting)
             else:
                 rows, reports = self._decoded(while_waiting)
-                last |= self.samples_seen + self.order.batch_size == self._end
-                self._decoding = None if last else self._begin_decoding(while_waiting)
+                after = self.samples_seen + self.order.batch_size
+                last |= after == self._end
+                self._decoding = None if last else self._begin_decoding(after, while_waiting)
             self._count(reports)
         except BaseException:
             self.close()
@@ -289,21 +290,19 @@ class Stream:
 
     def _decoded(self, while_waiting: Callable[[], None] | None) -> tuple[Rows, list[Report]]:
         """The next batch, with what the device has decoded."""
-        if self._decoding is None:
-            rows, reports = self._make(self.samples_seen, while_waiting)
-            self._decoding = _Decoding(rows, reports, self.decoder.start(rows.images, rows.jpegs))
-        elif isinstance(self._decoding, UserError):
-            raise self._decoding
-        decoded = self.decoder.finish(self._decoding.decoded, while_waiting)
-        rows, reports = self._decoding.rows._replace(images=decoded.images), self._decoding.reports
+        begun = self._decoding or self._begin_decoding(self.samples_seen, while_waiting)
+        if isinstance(begun, UserError):
+            raise begun
+        decoded = self.decoder.finish(begun.decoded, while_waiting)
+        rows, reports = begun.rows._replace(images=decoded.images), begun.reports
         for row, reason in decoded.failures.items():
             self._replace(row, reason, rows, reports, while_waiting)
         return rows, reports
 
-    def _begin_decoding(self, while_waiting: Callable[[], None] | None) -> "_Decoding | UserError":
-        """The batch after the next, begun; an error belongs to the call that asks for it."""
+    def _begin_decoding(self, samples_seen: int, while_waiting) -> "_Decoding | UserError":
+        """The batch at this position, begun; an error belongs to the call that asks for the batch."""
         try:
-            rows, reports = self._make(self.samples_seen + self.order.batch_size, while_waiting)
+            rows, reports = self._make(samples_seen, while_waiting)
         except UserError as error:
             return error
         return _Decoding(rows, reports, self.decoder.start(rows.images, rows.jpegs))

@@ -33,6 +33,13 @@ def test_variants_name_methods_of_finetune_and_papers():
     assert rankings_of("prob-vsepp KL") == ["kl", "csd", "mean"]
 
 
+def test_regions_are_compared_with_pixels_only_where_both_start_alike():
+    everyone = list(VARIANTS)
+    assert ("scan t2i", "vse") in findings._of("jwae", everyone, exact=False)
+    assert ("scan t2i", "vse") not in findings._of("jwae", everyone, exact=True)
+    assert ("jwae-scan", "scan t2i") in findings._of("jwae", everyone, exact=True)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

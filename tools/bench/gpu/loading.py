@@ -53,7 +53,7 @@ def decoding(place: Place, notes: Notes) -> None:
 
     images, batch, readings = (16, 4, 2) if place.small else (512, 64, 20)
     count, refused = images // batch, 0
-    make_deterministic()  # which would fill new memory, if it were let
+    make_deterministic(fill=False)
     try:
         with tempfile.TemporaryDirectory() as folder:
             draw_shards(Path(folder), SIDE, images, shards=2)
@@ -71,6 +71,7 @@ def decoding(place: Place, notes: Notes) -> None:
                     refused += stream.decoder.refused
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
     first, *others = torch.stack(sums).reshape(readings, images)
     notes.value("levels of 255 from the workers' pixels, mean", away)
     notes.claim(f"the {place.device.type} decodes every JPEG", refused == 0 and stream.decoder.decoded == images)
