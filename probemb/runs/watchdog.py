@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from probemb import distributed
+from probemb.data.worker_stacks import of_workers
 from probemb.errors import LostRank, UserError
 
 WARN_SECONDS = 60.0  # without a step
@@ -55,7 +56,7 @@ class Watchdog:
 
     Args:
         progress: of this rank.
-        run: the run folder, which gets stacks/rank-R.txt when the run is ended.
+        run: the run folder, which gets stacks/rank-R.txt, of this process and its workers, when the run is ended.
         minutes: longest phase; a longer one ends the process with code 2.
         clean_up: called before the process is ended.
     """
@@ -177,6 +178,7 @@ class Watchdog:
             with open(folder / f"rank-{self.rank}.txt", "w", encoding="utf-8") as file:
                 print(f"rank {self.rank}, step {self.progress.step}: {self.progress.describe()}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
+                print(f"\n{of_workers()}", file=file)
 
         _with_patience(dump)
 

@@ -1,14 +1,19 @@
 """Worker processes that cannot hand over what they have read: in a process of its own, as it would wait for ever."""
 
+import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from probemb.data.workers import shorten_sockets
+from probemb.data.worker_stacks import of_workers
+from probemb.data.workers import make_loader, read, shorten_sockets
 from probemb.errors import UserError
 
 SCRIPT = """
@@ -73,3 +78,49 @@ def test_nowhere_to_put_a_socket(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="too long for sockets"):
         shorten_sockets()
     assert tempfile.tempdir == str(tmp_path / ("n" * 100))
+
+
+class Waiting:
+    """Rows of which the second worker's first one waits for an event."""
+
+    def __init__(self):
+        self.event = multiprocessing.get_context("fork").Event()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        if row == 4:
+            self.wait_for_the_event()
+        return row
+
+    def wait_for_the_event(self):
+        self.event.wait()
+
+
+@pytest.mark.chaos
+def test_a_waiting_worker_tells_where_it_is_and_a_stopped_one_does_not_answer():
+    rows = Waiting()
+    batches = read(make_loader(rows, 2, batch_size=4, multiprocessing_context="fork"))
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    idle, waiting = sorted(worker.pid for worker in multiprocessing.active_children())
+    try:
+        until = time.monotonic() + 60
+        while "in wait_for_the_event" not in stacks_by_worker()[waiting]:
+            assert time.monotonic() < until
+        os.kill(idle, signal.SIGSTOP)
+        assert stacks_by_worker()[idle] == "no answer"
+        os.kill(idle, signal.SIGCONT)
+        while "in _worker_loop" not in (said := stacks_by_worker()[idle]):
+            assert time.monotonic() < until
+        assert "in wait_for_the_event" not in said
+    finally:
+        os.kill(idle, signal.SIGCONT)
+        rows.event.set()
+    assert next(batches).tolist() == [4, 5, 6, 7]
+    batches.close()
+
+
+def stacks_by_worker():
+    parts = re.split(r"^\S+ \(pid (\d+)\):\n", of_workers(), flags=re.M)[1:]
+    return {int(pid): text.strip() for pid, text in zip(parts[::2], parts[1::2])}

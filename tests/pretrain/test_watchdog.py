@@ -1,6 +1,7 @@
 """Runs in which nothing moves: stopped ranks and workers, silent servers, ranks that are gone; with real signals."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -55,6 +56,7 @@ def test_stopped_data_workers_are_named_and_end_the_run(options, tmp_path):
         assert f"rank {rank}, step " in stacks
         assert "in _load" in stacks  # the main thread
         assert "in _watch" in stacks
+        assert f"data-worker-0 (pid {workers[rank]}):\nno answer" in stacks
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
 
 
@@ -96,6 +98,19 @@ def test_a_rank_does_not_wait_forever_for_the_data_of_another(silent, options, t
     states = "rank 0: waiting for the data of another rank; rank 1: reading http://127.0.0.1:"
     assert any(line.startswith("step 2 | no step for ") and states in line for line in text.splitlines())
     assert f"There was no progress for 0.1 minutes (engine.timeout): {states}" in text
+
+
+def test_a_worker_that_waits_for_a_server_tells_its_stacks(silent, options, tmp_path):
+    job = Job({**options, "data.workers": 2, "engine.timeout": 0.1}, ranks=2, output=tmp_path / "log")
+    assert job.wait() == [2, 2], job.text()
+    assert ": waiting for data-worker-" in job.text()
+    workers = []
+    for rank in (0, 1):
+        stacks = (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
+        workers += re.split(r"^data-worker-\d \(pid \d+\):\n", stacks, flags=re.M)[1:]
+    assert len(workers) == 4
+    assert all("workers.py" in worker and "in _work" in worker for worker in workers)
+    assert any("in open_web" in worker for worker in workers)  # the others wait for this one's file
 
 
 def test_a_killed_rank_is_named_without_a_launcher(options, tmp_path):
