@@ -15,22 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from PIL import Image
 
+from pretrain.stream.batches import Batches
 from pretrain.stream.corpora import Corpus, labels_of, make_order, refuse_repeats, refuse_uneven_shares
-from pretrain.stream.decoding import ENTRY, Decoded, DeviceDecoder, crop_of
-from pretrain.stream.samples import Report, Rows, SampleMaker, printable
+from pretrain.stream.decoding import Decoded, DeviceDecoder, crop_of
+from pretrain.stream.samples import Report, Rows
 from pretrain.stream.selection import select
 from pretrain.stream.settings import Settings
-from pretrain.stream.workers import Team, shared_tensors
 from probemb.data.failures import Failure, Tally
-from probemb.data.randomness import isolated_randomness
 from probemb.data.remote.cache import GIB, ShardCache, TemporaryCache
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
@@ -118,7 +115,7 @@ class Stream:
         self.order.locate(start_samples)  # refuses a position inside a batch
         batch_size = settings.batch_size
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
-        self._start, self._end = start_samples, None if steps is None else start_samples + steps * batch_size
+        self._end = None if steps is None else start_samples + steps * batch_size
         self._labels = labels_of(self.shards)
         minimum = min(settings.failure_minimum, self.order.steps * self.rows)
         self._tally = Tally(settings.failure_share, minimum)
@@ -130,41 +127,14 @@ class Stream:
                 unknown,
                 len(self.shards),
             )
-        shard_cache = self._make_cache()
-        parts = max(1, min(settings.workers, self.rows))
-        cuts = [self.rows * i // parts for i in range(parts + 1)]
-        self._parts = list(pairwise(cuts))
-        self._makers = [
-            SampleMaker(
-                self.order,
-                self.shards,
-                self._labels,
-                rank * self.rows + start,
-                rank * self.rows + stop,
-                transform=transform,
-                tokenizer=tokenizer,
-                settings=settings,
-                cache=shard_cache,
-            )
-            for start, stop in self._parts
-        ]
-        image, tokens = self._makers[0].forms()
-        # Pixels whose channels lie beside each other are copied ten times faster into such memory than into planes.
-        self._interleaved = image.stride(0) == 1
-        self._kinds = (
-            ((self.rows, *(image.permute(1, 2, 0) if self._interleaved else image).shape), image.dtype),
-            ((self.rows, tokens.shape[1]), torch.int64),
-            ((self.rows, 2), torch.int64),
-            ((self.rows,), torch.bool),
-            ((self.rows, ENTRY), torch.int64),
-        )
+        self._batches = Batches(
+            self.order, self.shards, self._labels, rank * self.rows, (rank + 1) * self.rows, start_samples,
+            transform=transform, tokenizer=tokenizer, settings=settings, cache=self._make_cache(),
+        )  # fmt: skip
         self.decoder: DeviceDecoder | None = None
         if settings.decode == "device":
             self.decoder = DeviceDecoder(device or torch.device("cpu"), crop_of(transform))
         self._decoding: _Decoding | UserError | None = None  # the batch after the one that was handed out
-        self._prefetch = settings.prefetch if settings.workers else 0
-        self._ring: list[Rows] = []
-        self._team: Team | None = None
         self._closed = False
 
     def _make_cache(self) -> ShardCache | None:
@@ -215,22 +185,17 @@ class Stream:
 
     def start(self) -> None:
         """Start the workers now, not with the first batch: forking is safest before a GPU or network is in use."""
-        if self._team is None and self._prefetch and not self._closed:
-            self._ring = [self._rows(shared_tensors(*self._kinds)) for _ in range(self._prefetch)]
-            self._team = Team([partial(self._job, part) for part in range(len(self._parts))], ahead=self._prefetch)
+        if not self._closed:
+            self._batches.start()
 
     def close(self) -> None:
         """End the workers and close the shards; dropping the stream does the same."""
         self._closed = True
-        if self._team is not None:
-            self._team.close()
         if self.decoder is not None:
             self.decoder.close()
-        for maker in self._makers:
-            maker.close()
+        self._batches.close()
         if self._temporary_cache is not None:
             self._temporary_cache.close()
-        self._ring = []
 
     def __enter__(self) -> "Stream":
         return self
@@ -259,7 +224,7 @@ class Stream:
         try:
             self.start()
             if self.decoder is None:
-                rows, reports = self._make(self.samples_seen, while_waiting)
+                rows, reports = self._batches.make(self.samples_seen, while_waiting)
             else:
                 rows, reports = self._decoded(while_waiting)
                 after = self.samples_seen + self.order.batch_size
@@ -274,20 +239,6 @@ class Stream:
         keys = [key for report in reports for key in report.keys]
         return Batch(rows.images, rows.tokens, rows.slots, rows.replaced, keys, self.samples_seen)
 
-    def _make(self, samples_seen: int, while_waiting: Callable[[], None] | None) -> tuple[Rows, list[Report]]:
-        """The batch at this position, each once and in order."""
-        pin = self.settings.pin_memory
-        rows = self._rows([torch.empty(shape, dtype=dtype, pin_memory=pin) for shape, dtype in self._kinds])
-        if self._team is None:
-            with isolated_randomness():
-                return rows, [self._makers[0].fill(samples_seen, rows, while_waiting)]
-        reports = self._team.collect(while_waiting)
-        step = (samples_seen - self._start) // self.order.batch_size
-        for tensor, ready in zip(rows, self._ring[step % self._prefetch], strict=True):
-            tensor.copy_(ready)
-        self._team.release()
-        return rows, reports
-
     def _decoded(self, while_waiting: Callable[[], None] | None) -> tuple[Rows, list[Report]]:
         """The next batch, with what the device has decoded."""
         begun = self._decoding or self._begin_decoding(self.samples_seen, while_waiting)
@@ -296,48 +247,22 @@ class Stream:
         decoded = self.decoder.finish(begun.decoded, while_waiting)
         rows, reports = begun.rows._replace(images=decoded.images), begun.reports
         for row, reason in decoded.failures.items():
-            self._replace(row, reason, rows, reports, while_waiting)
+            self._batches.replace(row, reason, rows, reports, self.samples_seen, while_waiting)
         return rows, reports
 
     def _begin_decoding(self, samples_seen: int, while_waiting) -> "_Decoding | UserError":
         """The batch at this position, begun; an error belongs to the call that asks for the batch."""
         try:
-            rows, reports = self._make(samples_seen, while_waiting)
+            rows, reports = self._batches.make(samples_seen, while_waiting)
         except UserError as error:
             return error
         return _Decoding(rows, reports, self.decoder.start(rows.images, rows.jpegs))
-
-    def _replace(self, row: int, reason: str, rows: Rows, reports: list[Report], while_waiting) -> None:
-        """Put another sample in the place of one that could not be decoded on the device."""
-        part = next(part for part, (_, stop) in enumerate(self._parts) if row < stop)
-        maker, report, at = self._makers[part], reports[part], row - self._parts[part][0]
-        with isolated_randomness():
-            example = maker.stand_in(self.samples_seen, maker.start + at, while_waiting)
-        rows.images[row].copy_(example.image)
-        rows.tokens[row].copy_(example.tokens)
-        rows.replaced[row] = True
-        report.failures.append((int(rows.slots[row, 0]), printable(f"{report.keys[at].partition('/')[2]}: {reason}")))
-        report.keys[at] = example.key
 
     def waiting_for(self) -> str:
         """What keeps `load` from its batch: workers and the shards they read; for another thread."""
         if self.decoder is not None and self.decoder.awaited:
             return f"waiting for {self.decoder.device}, which decodes"
-        late = self._team.late() if self._team else [(0, "")]
-        each = [(worker, self._makers[part].reading or "no shard at present") for part, worker in late]
-        return ", ".join(
-            f"waiting for {worker}, which reads {shard}" if worker else f"reading {shard}" for worker, shard in each
-        )
-
-    def _rows(self, tensors: list[torch.Tensor]) -> Rows:
-        """Tensors of `_kinds` as rows of a batch."""
-        images, *others = tensors
-        return Rows(images.permute(0, 3, 1, 2) if self._interleaved else images, *others)
-
-    def _job(self, part: int, step: int) -> Report:
-        """In a worker: fill its rows of the step's place in the ring."""
-        rows = self._ring[step % self._prefetch].part(*self._parts[part])
-        return self._makers[part].fill(self._start + step * self.order.batch_size, rows)
+        return self._batches.waiting_for()
 
     @property
     def failures(self) -> dict[str, Failure]:

@@ -214,8 +214,8 @@ def test_a_batch_is_decoded_while_the_one_before_is_used(shards):
 
 def test_an_error_of_the_batch_ahead_belongs_to_the_call_that_asks_for_it(shards):
     with open_stream(shards) as stream:
-        wait = stream._make
-        stream._make = lambda at, waiting: wait(at, waiting) if at < BATCH else gone()
+        wait = stream._batches.make
+        stream._batches.make = lambda at, waiting: wait(at, waiting) if at < BATCH else gone()
         assert len(next(stream).keys) == BATCH
         with pytest.raises(UserError, match=r"a\.tar is gone"):
             next(stream)

@@ -91,7 +91,7 @@ def test_the_next_shard_of_a_lane_is_fetched_before_it_is_needed(folder, tmp_pat
             order = [stream.order.rows(0, step, 0, 1).shard[0] for step in range(stream.order.steps)]
             next(stream)
             first, second = list(dict.fromkeys(order))[:2]
-            stream._makers[0]._open._prefetcher._requests[shards[second].path].ended.wait(20)
+            stream._batches._makers[0]._open._prefetcher._requests[shards[second].path].ended.wait(20)
             tars = [name for name, _ in site.requests if name.endswith(".tar")]
             assert sorted(tars) == sorted([f"{first:05d}.tar", f"{second:05d}.tar"])  # and nothing beyond it
             for _ in range(stream.order.steps - 1):

@@ -91,7 +91,7 @@ def test_shared_memory_holds_a_byte_a_value(corpus, transforms, monkeypatch):  #
         taken.append(sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds[:1]))
         return shared_tensors(*kinds)
 
-    monkeypatch.setattr("pretrain.stream.stream.shared_tensors", measured)
+    monkeypatch.setattr("pretrain.stream.batches.shared_tensors", measured)
     for transform in (transforms["tensor"], open_clips()):
         with make(corpus, transform=transform, workers=1) as stream:
             next(stream)
