@@ -94,8 +94,9 @@ class ShardCache:
                 self.versions[remote] = state.version
                 os.fsync(file.fileno())
                 _mark_used(file)
-                with self._making_room():  # which lists the names
+                with self._making_room():  # which lists the names, and removes what nobody has locked
                     part.rename(path)
+                    fcntl.flock(file, fcntl.LOCK_SH)
             except BaseException as error:
                 if isinstance(error, BadShard):
                     part.with_suffix(".failed").write_text(str(error), errors="replace")
@@ -104,7 +105,6 @@ class ShardCache:
                 file.close()
                 raise
             part.with_suffix(".failed").unlink(missing_ok=True)
-            fcntl.flock(file, fcntl.LOCK_SH)
             return file
 
     def path(self, remote: Remote, size: int) -> Path:
@@ -178,11 +178,18 @@ def _mark_used(file: BinaryIO) -> None:
 
 
 def _lock_part(part: Path) -> BinaryIO | None:
-    """The file to fetch into, locked exclusively; None if it was removed before the lock was acquired."""
+    """The file to fetch into, locked exclusively; None after another process' fetch has ended.
+
+    A process that has fetched keeps the file open with a shared lock, for as long as it reads the shard: whoever waits
+    for it asks for a shared one, too.
+    """
     file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    if _is_at(file, part):
-        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(file, part):
+            return file
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_SH)
     file.close()
     return None
 

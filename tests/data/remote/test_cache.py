@@ -145,6 +145,28 @@ def test_one_process_fetches_and_the_others_wait(served, tmp_path):
     assert len(served.requests) == 1
 
 
+def _open_and_keep(remote, folder, queue, end) -> None:
+    with ShardCache(folder, 4 * SIZE, QUICK).open(remote, SIZE) as file:
+        queue.put(digest(file))
+        end.wait(60)
+
+
+def test_who_waits_for_a_fetch_gets_the_shard_while_the_fetcher_reads_it(tmp_path):
+    (tmp_path / "0.tar").write_bytes(random.Random(0).randbytes(SIZE))
+    queue, end, folder = fork.Queue(), fork.Event(), tmp_path / "cache"
+    remote = Remote(f"pipe:sleep 1; cat {tmp_path / '0.tar'}")
+    team = [fork.Process(target=_open_and_keep, args=(remote, folder, queue, end)) for _ in range(3)]
+    for process in team:
+        process.start()
+    try:
+        assert [queue.get(timeout=20) for _ in team] == [expected(0)] * 3
+    finally:
+        end.set()
+        for process in team:
+            process.join(20)
+            process.kill()
+
+
 def test_a_fetcher_that_is_killed_leaves_a_usable_cache(served, tmp_path):
     folder = tmp_path / "cache"
     served.troubles["0.tar"] = ["stall"]
