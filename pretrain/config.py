@@ -180,7 +180,7 @@ class Evaluate:
         best: a metric of the evaluations, as it is logged (rsum, flickr/rsum, zeroshot_top1, validation_loss, …); the
             checkpoint with its best value is kept beside the newest, and its weights in model-best/.
         templates: single ("a photo of a {}.") or all (CLIP's 80).
-        max_images: number of images, spread evenly over the data; 0 for all.
+        max_images: number of images of each set, spread evenly over its data; 0 for all.
         batch_size: images or texts encoded at a time.
         max_bad: largest share of images that may be unreadable.
     """

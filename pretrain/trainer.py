@@ -189,10 +189,12 @@ class Trainer:
                 break  # there may be no time for an evaluation
             if evaluating:  # ---------------------------------------------------------------------------- evaluate
                 self.progress.doing("evaluating")
+                state = random_state()
                 with self.average.in_place() if self.average else nullcontext():
                     for evaluate in evaluators:
                         self.progress.doing("evaluating")
                         recorder.report(self.step, {"samples": self.samples, **evaluate()})
+                set_random_state(state)  # as in a run that was resumed from what has just been saved
                 self.progress.doing("saving")
                 recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
                 window.restart()
@@ -272,6 +274,7 @@ class Trainer:
         leaves = [torch.cat(e).requires_grad_() for e in embeddings] + [scalars[0].clone().requires_grad_()]
         loss, terms = self.loss(Forward.of(tuple(leaves)))
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        after = random_state()  # the loss may draw, too
         slices = zip(*(g.chunk(parts) for g in grads[:-1]))
         for part, (chunk, state, slice_grads) in enumerate(zip(chunks, states, slices), 1):
             set_random_state(state)
@@ -281,6 +284,7 @@ class Trainer:
             self.engine.backward(parts * carried + (scalars * grads[-1]).sum())
             if part < parts:
                 self.engine.step()  # only counts the part
+        set_random_state(after)
         self._finish_step(Evidence(loss, terms, leaves[:4], list(grads[:4]), gradient_norm(self.engine)), tokens, keys)
 
     def _finish_step(self, evidence: Evidence, tokens: Tensor, keys: list[str] | None) -> None:

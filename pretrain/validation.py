@@ -50,12 +50,13 @@ class Validator:
         self.device, self.batch_size, self.loss_batch = device, given.batch_size, config.batch_size
         self.objective = OBJECTIVES[config.objective](config.loss)
         captions = find_captions(path, split, exif=config.data.exif)
-        n = len(captions)
+        n = min(len(captions), given.max_images or len(captions))
         if n < world_size:
             raise UserError(
                 f"There are {n} images with captions to evaluate for {world_size} ranks.",
-                "Name more pairs, or leave evaluate.pairs out.",
+                "Raise evaluate.max_images, name more pairs, or leave evaluate.pairs out.",
             )
+        captions = captions.only([i * len(captions) // n for i in range(n)])
         self.captions, self.tokens = captions.captions, tokenizer(captions.flat())  # (M, L)
         self.mine = list(range(rank, n, world_size))
         images = replace(captions.images, places=[captions.images.places[i] for i in self.mine])

@@ -14,6 +14,7 @@ from functools import wraps
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from probemb.errors import UserError, nearest
@@ -173,6 +174,29 @@ def match_probability(
     return match_probability_of_samples(a.sample(n_samples, generator), b.sample(n_samples, generator), scale, shift)
 
 
+@_full_precision
+def match_log_odds(
+    a: Gaussian,
+    b: Gaussian,
+    scale: Tensor | float = 1.0,
+    shift: Tensor | float = 0.0,
+    n_samples: int = 8,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Log-odds of `match_probability`, (N, M), with a gradient also where the probability rounds to 0 or 1."""
+    z_a_NJD, z_b_MKD = a.sample(n_samples, generator), b.sample(n_samples, generator)
+    (n, _, d), (m, k, _) = z_a_NJD.shape, z_b_MKD.shape
+    flat_b = z_b_MKD.reshape(m * k, d)
+
+    def one_sample(z_a_ND: Tensor) -> Tensor:
+        logit = 2 * (shift - scale * _euclidean(z_a_ND, flat_b)).view(n, m, k)
+        return F.logsigmoid(torch.stack([logit, -logit])).logsumexp(-1)  # (2, N, M)
+
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    log_sums = torch.stack([checkpoint(one_sample, z_a_ND, **options) for z_a_ND in z_a_NJD.unbind(1)]).logsumexp(0)
+    return log_sums[0] - log_sums[1]
+
+
 def match_probability_of_samples(
     z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
 ) -> Tensor:
@@ -195,14 +219,17 @@ def _mean_over_samples(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor
     flat_b = z_b_MKD.reshape(m * k, d)
 
     def one_sample(z_a_ND: Tensor) -> Tensor:
-        squared = squared_euclidean(z_a_ND, flat_b)
-        distance = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
-        return value(distance).view(n, m, k).mean(2)
+        return value(_euclidean(z_a_ND, flat_b)).view(n, m, k).mean(2)
 
     total = z_a_NJD.new_zeros(n, m)
     for i in range(j):
         total = total + checkpoint(one_sample, z_a_NJD[:, i], use_reentrant=False, preserve_rng_state=False)
     return total / j
+
+
+def _euclidean(x_ND: Tensor, y_MD: Tensor) -> Tensor:
+    squared = squared_euclidean(x_ND, y_MD)
+    return squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()  # the root has no slope at zero
 
 
 @_full_precision

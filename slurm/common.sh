@@ -92,7 +92,9 @@ take_arguments() {
   [ -n "${SLURM_ARRAY_TASK_ID:-}" ] || refuse "--sweep works in job arrays only." "Add --array=1-N to sbatch."
   line=$(grep -Ev '^[[:space:]]*(#|$)' "$sweep" | sed -n "${SLURM_ARRAY_TASK_ID}p")
   [ -n "$line" ] || refuse "$sweep has no line $SLURM_ARRAY_TASK_ID." "Let --array count from 1 to its number of lines."
-  mapfile -t words < <(xargs -n 1 printf '%s\n' <<<"$line")
+  words=$(xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null && echo end) ||
+    refuse "Line $SLURM_ARRAY_TASK_ID of $sweep has an open quote." "Close it, or write \\' for a quote itself."
+  mapfile -t words <<<"${words%$'\n'end}"
   case " ${words[*]}" in
     *" --out"*) ;;
     *) refuse "Line $SLURM_ARRAY_TASK_ID of $sweep names no --out." "Give each run of a sweep a folder of its own." ;;

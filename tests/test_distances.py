@@ -8,7 +8,15 @@ from torch.distributions import Independent, Normal, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from probemb import Gaussian, UserError, distances
-from probemb.distances import DISTANCES, csd, elk, get_distance, match_probability, match_probability_of_samples
+from probemb.distances import (
+    DISTANCES,
+    csd,
+    elk,
+    get_distance,
+    match_log_odds,
+    match_probability,
+    match_probability_of_samples,
+)
 
 
 def gaussians(n=5, m=7, d=6, dtype=torch.float64, seed=0):
@@ -223,3 +231,16 @@ def test_authors_csd(parity):
     samples = v["mp_samples_v"], v["mp_samples_t"]
     total = match_probability_of_samples(*samples, v["negative_scale"], v["shift"]) * samples[0].shape[1] ** 2
     torch.testing.assert_close(total, v["eval_sims_matching_prob_sum"], rtol=1e-9, atol=1e-9)
+
+
+def test_log_odds_are_those_of_the_match_probability():
+    g = torch.Generator().manual_seed(0)
+    a, b = (Gaussian(torch.randn(n, 8, generator=g).double(), torch.randn(n, 8, generator=g).double()) for n in (5, 7))
+    seed = lambda: torch.Generator().manual_seed(3)  # noqa: E731
+    odds = match_log_odds(a, b, 0.7, 2.0, generator=seed())
+    torch.testing.assert_close(odds.sigmoid(), match_probability(a, b, 0.7, 2.0, generator=seed()), rtol=1e-12, atol=0)
+    far = match_log_odds(a, b, 400.0, 2.0, generator=seed())
+    nearest = torch.cdist(
+        a.sample(8, seed_both := seed()).flatten(0, 1), b.sample(8, seed_both).flatten(0, 1)
+    ).view(5, 8, 7, 8).amin((1, 3))  # fmt: skip
+    torch.testing.assert_close(far, 2 * (2.0 - 400 * nearest) - math.log(64), rtol=1e-3, atol=0)

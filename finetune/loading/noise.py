@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from probemb.data.captions.find import CaptionDataset
+from probemb.data.npy import read_npy
 from probemb.errors import UserError
 from probemb.files import replace_file
 
@@ -97,10 +98,10 @@ def load_noise(path: Path, dataset: CaptionDataset, ratio: float) -> np.ndarray:
     """The image of each caption, (M,) int64. Raises UserError if the file does not fit the clean data or the ratio."""
     remedy = "Resume with the data and the noise ratio of that run, or start a new one."
     try:
-        image_of = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:
+        image_of = read_npy(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {str(error)[:200].rstrip('.')}.", remedy) from None
-    if not isinstance(image_of, np.ndarray) or not _fits(dataset, image_of):
+    if not _fits(dataset, image_of):
         raise UserError(f"{path} does not fit the {dataset.n_captions} captions of {dataset.source}.", remedy)
     image_of = image_of.astype(np.int64)
     owner = np.array(dataset.owner(), np.int64)

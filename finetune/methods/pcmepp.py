@@ -60,11 +60,12 @@ class PCMEPlusPlusMean(Method):
             distance=self.config.distance or "csd",
             pseudo_positive=options.pseudo_positive,
             vib=vib,
+            generator=batch.generator,
         )
         if not options.clip:
             return out
-        temperature = model.logit_scale.exp().clamp(max=100.0)
-        clip = infonce_loss(batch.image.mean @ batch.text.mean.T, temperature, batch.match).loss
+        similarity = batch.image.mean @ batch.text.mean.T
+        clip = infonce_loss(similarity, model.inverse_temperature(), batch.match).loss
         return LossOutput(out.loss + options.clip * clip, {"clip": clip.detach(), **out.terms})
 
     def scalars(self, model: DualEncoder) -> dict[str, Tensor]:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images, Place, read_place
+from probemb.data.npy import npy_header
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 ENDING = "_ims.npy"
 DTYPES = ("float32", "float16")
 MAX_REGIONS, MAX_WIDTH = 4096, 1 << 16
-MAX_HEADER = 10_000  # bytes
 REMEDY = "Name an array of (images, regions, numbers) that np.save has written as float32 or float16."
 
 
@@ -97,7 +97,7 @@ def read_header(path: Path) -> Header:
             offset, size = file.tell(), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}).", "Check the file.") from None
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is no array of numpy: {str(error)[:200]}.", REMEDY) from None
     if dtype.hasobject or dtype.newbyteorder("=") not in DTYPES:
         raise UserError(f"{path} holds {'Python objects' if dtype.hasobject else dtype}, not {DTYPES[0]}.", REMEDY)
@@ -113,15 +113,6 @@ def read_header(path: Path) -> Header:
             "Fetch the file again: it is cut off, or was damaged.",
         )
     return Header(shape, dtype, offset)
-
-
-def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it is in Fortran's order, and type of an array. Raises ValueError and what parsing raises."""
-    version = np.lib.format.read_magic(file)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"its format is {version}")
-    return read(file, max_header_size=MAX_HEADER)
 
 
 def _check_repeated(path: Path, places: Sequence[Place], times: int) -> None:

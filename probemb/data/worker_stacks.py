@@ -16,14 +16,16 @@ from contextlib import suppress
 
 SIGNAL = signal.SIGURG  # ignored by a process that does not listen
 SECONDS_EACH, SECONDS = 0.5, 3.0  # the longest wait for one worker's stacks, and for those of all
-_shared: int | None = None  # file descriptor, of this process and those that it forks
+_shared: int | None = None  # file descriptor, of the process _owner and those that it forks
+_owner = 0
 
 
 def share() -> None:
     """Open the file for the stacks of workers that this process forks from now on, unless it is open."""
-    global _shared
-    if _shared is not None:
+    global _shared, _owner
+    if _owner == os.getpid():
         return
+    _owner = os.getpid()
     if hasattr(os, "memfd_create"):
         _shared = os.memfd_create("stacks of workers")  # in memory: there may be no room on the disk
     else:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb import distributed, labels
-from probemb.distances import get_distance, match_probability
+from probemb.distances import get_distance, match_log_odds
 from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
 from probemb.losses.ring import BLOCK, sum_over_pairs
@@ -39,6 +39,7 @@ def pairwise_match_loss(
     all_text: Gaussian | None = None,
     text_match: Tensor | None = None,
     offset: int = 0,
+    generator: torch.Generator | None = None,
 ) -> LossOutput:
     """L_match(image to text) + L_match(text to image) + pseudo_positive * L_pp + vib * L_vib. Source: PCME++ Eq. 2, 3.
 
@@ -57,6 +58,7 @@ def pairwise_match_loss(
         all_image, all_text: the gathered batch, (N, D) each, or None.
         text_match: (C, N) in [0, 1], texts in rows, needed beside `match` when a batch is gathered.
         offset: index of this rank's first item in the gathered batch.
+        generator: of the samples of "match-probability"; None is torch's own.
 
     Raises:
         UserError: an unknown distance.
@@ -66,12 +68,12 @@ def pairwise_match_loss(
     if gathered and (all_image is None or all_text is None or (match is None) != (text_match is None)):
         raise ValueError("a gathered batch needs all_image and all_text, and match and text_match both or neither")
     with torch.autocast(image.mean.device.type, enabled=False):
-        logits = match_logits(image, all_text if gathered else text, scale, shift, distance)
+        logits = match_logits(image, all_text if gathered else text, scale, shift, distance, generator=generator)
         i2t = _direction(logits, match, offset, pseudo_positive)
         if gathered and match is None and not pseudo_positive:
             t2i = i2t  # over all ranks both are the mean over the same pairs, so each rank counts its images' twice
         elif gathered:
-            reverse = match_logits(text, all_image, scale, shift, distance, reverse=True)
+            reverse = match_logits(text, all_image, scale, shift, distance, reverse=True, generator=generator)
             t2i = _direction(reverse, text_match, offset, pseudo_positive)
         else:
             t2i = _direction(logits.T, None if match is None else match.T, offset, pseudo_positive, i2t)
@@ -129,14 +131,21 @@ def ring_match_loss(
 
 
 def match_logits(
-    a: Gaussian, b: Gaussian, scale: Tensor | float, shift: Tensor | float, distance: str = "csd", reverse: bool = False
+    a: Gaussian,
+    b: Gaussian,
+    scale: Tensor | float,
+    shift: Tensor | float,
+    distance: str = "csd",
+    reverse: bool = False,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Logits of every pair's match, shift - scale * distance, (N, M). Source: PCME++ Eq. 2.
 
-    With `reverse`, a holds the texts; asymmetric distances stay distances from image to text.
+    Those of "match-probability" are its log-odds. With `reverse`, a holds the texts; asymmetric distances stay
+    distances from image to text.
     """
     if distance == "match-probability":
-        return torch.logit(match_probability(a, b, scale, shift), eps=1e-6)
+        return match_log_odds(a, b, scale, shift, generator=generator)
     fn = get_distance(distance)
     return shift - scale * (fn(b, a).T if reverse else fn(a, b))
 

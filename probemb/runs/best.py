@@ -76,7 +76,7 @@ def _read(run: Path) -> Best | None:
         content = json.loads((run / NAME).read_text(encoding="utf-8"))
         values = {int(one["step"]): float(one["value"]) for one in content["steps"]}
         return Best(str(content["metric"]), bool(content["lower_is_better"]), values)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return None
 
 

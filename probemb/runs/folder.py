@@ -141,6 +141,6 @@ def refuse_another_run(
 def remove_leftovers(run: Path) -> None:
     """Remove files that a killed attempt was writing."""
     models = ("model", "model-best", "model-second", "model-swa", "model-swa-second")
-    for pattern in (".config.yaml.*", ".metrics.jsonl.*", *(f"{name}/.*" for name in models)):
+    for pattern in (".config.yaml.*", ".metrics.jsonl.*", *(f"{name}/.*.*" for name in models)):
         for left in run.glob(pattern):
             left.unlink(missing_ok=True)

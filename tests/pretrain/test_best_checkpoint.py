@@ -5,7 +5,9 @@ import json
 import torch
 from safetensors.torch import load_file
 
+from pretrain.folder import STEP, restore_best
 from probemb import load_model
+from probemb.runs.folder import remove_leftovers
 from tests.pretrain.test_run import metrics, scenes, start  # noqa: F401
 
 
@@ -37,3 +39,16 @@ def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path): 
         assert f"best    step {best}, v/rsum {values[best]:.4g}: {run}/checkpoints/step-{best}" in said
     assert best <= 3  # so that it was restored when the second part began
     assert (runs["whole"] / "best.json").read_text() == (runs["parts"] / "best.json").read_text()
+
+
+def test_a_whole_model_of_the_best_step_stays_as_it_is(tmp_path):
+    """What a killed attempt was writing goes; the mark that model-best/ is complete does not."""
+    folder = tmp_path / "model-best"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", ".config.json.k3j2", ".model.safetensors.0a1b"):
+        (folder / name).write_text("{}")
+    (folder / STEP).write_text("3\n")
+    remove_leftovers(tmp_path)
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", STEP}
+    restore_best(tmp_path, 3)  # would read a checkpoint that is not there
+    assert (folder / "model.safetensors").read_text() == "{}"

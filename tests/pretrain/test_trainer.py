@@ -111,6 +111,26 @@ def on_engine(rank, world, objective, stage, parts, checkpointing):
     return losses, norms, {n: whole(p).numpy() for n, p in engine.module.model.named_parameters()}
 
 
+def losses_of_one_batch(rank, world, parts):
+    """Of three steps without learning, whose loss draws samples."""
+    loss = PCMEPlusPlus.Options(distance="match-probability")
+    config = replace(CONFIG, loss=loss, engine=Engine(zero_stage=0, accumulation=parts))
+    start_deepspeed()
+    model = tiny()
+    images, tokens = next(batches(model))
+    engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
+    fit = trainer.Trainer(engine, None, config, CPU, STEPS)
+    set_learning_rate(engine.optimizer, 0.0)
+    torch.manual_seed(5)
+    return [float(fit.train_step(images, tokens)["loss"]) for _ in range(STEPS)]
+
+
+def test_a_loss_that_draws_samples_draws_others_in_every_step_with_accumulation_too():
+    (whole,), (parts,) = (run_ranks(1, losses_of_one_batch, n) for n in (1, 2))
+    assert len(set(whole)) == STEPS
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("objective", "world", "stage", "parts", "checkpointing"),
     [

@@ -33,9 +33,11 @@ def measured(rank, world, config):
     return Validator(config, config.evaluate.pairs, "val", transform, tokenizer, CPU, rank, world)(engine)
 
 
-def by_hand(path, batch):
+def by_hand(path, batch, most=None):
     """Recall from the whole distance matrix, and the losses of whole batches."""
     model, captions = tiny().eval(), find_captions(path, "val")
+    if most:
+        captions = captions.only([i * len(captions) // most for i in range(most)])
     transform, tokenizer = create_transforms(model).evaluate, create_tokenizer(model)
     pixels = torch.stack([transform(captions.images.open(i)) for i in range(len(captions))])
     with torch.no_grad():
@@ -65,3 +67,12 @@ def test_loss_and_recall_are_those_of_one_model_on_all_pairs(world, stage, tmp_p
         np.testing.assert_allclose(values["validation_loss"], loss, rtol=1e-5)
         np.testing.assert_allclose([values["i2t_r5"], values["t2i_r5"]], [i2t, t2i], rtol=1e-5)
         assert 0 < values["rsum"] < 600
+
+
+def test_some_of_the_pairs_are_spread_over_the_data(tmp_path):
+    make(Plan(train=0, val=11, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
+    config = Config(batch_size=4, evaluate=Evaluate(pairs=str(tmp_path / "world"), batch_size=2, max_images=5))
+    loss, i2t, t2i = by_hand(tmp_path / "world", batch=4, most=5)
+    (values,) = run_ranks(1, measured, config)
+    np.testing.assert_allclose(values["validation_loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose([values["i2t_r5"], values["t2i_r5"]], [i2t, t2i], rtol=1e-5)

@@ -61,9 +61,9 @@ def test_a_rank_that_fails_ends_the_others_and_the_job(jobs):
 def test_a_sweep_gives_each_array_task_its_line(jobs):
     sweep = jobs.folder / "sweep.txt"
     lines = [f"--optimizer.lr={lr} --out='{jobs.folder}/run {lr}'" for lr in ("1e-3", "2e-3")]
-    sweep.write_text("# learning rates\n\n" + "\n".join(lines) + "\n--optimizer.lr=1\n")
+    sweep.write_text("# learning rates\n\n" + "\n".join(lines) + "\n--optimizer.lr=1\n--out=x --wandb it's\n")
     common = jobs.arguments("unused", samples=32)
-    where = ("--array=1-4", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
+    where = ("--array=1-5", f"--output={jobs.folder}/%a.out", "--nodes=1", *TWO_NODES[1:])
     job = jobs.submit(f"--sweep={sweep}", *common, sbatch=where, **CPU)
     jobs.cluster.until("the array's end", lambda: not jobs.cluster.run("squeue", "-h", "-j", job).stdout)
     rates = [{m["lr"] for m in jobs.metrics(f"run {lr}")} for lr in ("1e-3", "2e-3")]
@@ -71,7 +71,8 @@ def test_a_sweep_gives_each_array_task_its_line(jobs):
     assert not (jobs.folder / "unused").exists()
     assert "error: Line 3 of" in jobs.log("3")
     assert "names no --out" in jobs.log("3")
-    assert "has no line 4" in jobs.log("4")
+    assert "has an open quote" in jobs.log("4")
+    assert "has no line 5" in jobs.log("5")
 
 
 REFUSALS = {

@@ -20,7 +20,8 @@ import numpy as np
 from probemb.data.boxes.geometry import Box, clipped, grid_windows
 from probemb.data.boxes.phrases import PhraseDataset
 from probemb.data.captions.dataset import check_unique, read_text
-from probemb.data.regions import ENDING, RegionImages, npy_header, read_header, read_regions
+from probemb.data.npy import npy_header, read_npy
+from probemb.data.regions import ENDING, RegionImages, read_header, read_regions
 from probemb.errors import UserError
 
 MAX_PROPOSALS = 10_000  # of an image
@@ -171,8 +172,8 @@ def _read_boxes(path: Path, shape: tuple[int, int]) -> np.ndarray:
                 raise ValueError(f"it holds {'Python objects' if dtype.hasobject else dtype}")
             if found != (*shape, 4):
                 raise ValueError(f"its shape is {found}, not {(*shape, 4)}")
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        return read_npy(path, mapped=True)
+    except (ValueError, OSError) as error:
         raise UserError(f"{path} holds no boxes of {path.parent}'s regions: {str(error)[:200]}.", _WRITE) from None
 
 

@@ -48,7 +48,7 @@ def coco_pictures(content: bytes, label: str) -> tuple[list[Picture], int]:
             text = " ".join(one["caption"].split())
             if text:
                 captions[one["image_id"]].append({"id": int(one["id"]), "caption": text})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise UserError(
             f"{label} is not one of COCO's caption files.", "Name annotations_trainval2014.zip as COCO publishes it."
         ) from None

@@ -38,7 +38,7 @@ def find_split(path: Path) -> BenchmarkSplit | None:
     else:
         return None
     text = read_text(split / COUNT, "number of shards", "--data").strip()
-    if not text.isdecimal() or not 0 < int(text) <= MAX_SHARDS:
+    if not text.isdecimal() or len(text) > len(str(MAX_SHARDS)) or not 0 < int(text) <= MAX_SHARDS:
         raise UserError(f"{split / COUNT} holds no number of shards: {text[:40]!r}.", "Fetch the data set again.")
     tars = [split / f"{number}.tar" for number in range(int(text))]
     if missing := [tar for tar in tars if not tar.is_file()]:

@@ -27,7 +27,7 @@ def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
         pairs = {(int(one["image_id"]), categories[int(one["category_id"])]) for one in content["annotations"]}
     except OSError as error:
         raise UserError(f"The object annotations {path} cannot be read ({error.strerror}).", remedy) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"{path} holds no object annotations in COCO's form.", remedy) from error
     rows = {name: row for row, name in enumerate(image_ids)}
     labels = torch.zeros(len(image_ids), len(categories), dtype=torch.uint8)

@@ -22,6 +22,7 @@ from probemb.data.labelled.labelled_images import LabelledImages
 from probemb.data.shards.samples import IMAGE_EXTENSIONS, group_members, parse_sample
 from probemb.errors import UserError, nearest
 
+_INDEX = re.compile(r"[0-9]{1,9}")  # of a class
 CLASS_FILES = ("classes.json", "classes.txt")
 MAKE_SCENES = "or make the embedded data with `python -m tools.make_scenes data/scenes` and name a folder in it"
 
@@ -138,12 +139,12 @@ def _read_labels(path: Path) -> dict[str, int | str]:
         words = re.split(r"[,\s]+", line.strip())
         if words == [""] or (number == 1 and words[0].lower() in ("imageid", "name", "filename", "image")):
             continue
-        if len(words) < 2 or not (words[1].isdecimal() or WNID.fullmatch(words[1])):
+        if len(words) < 2 or not (_INDEX.fullmatch(words[1]) or WNID.fullmatch(words[1])):
             raise UserError(
                 f"Line {number} of {path} is not NAME LABEL: {line[:60]!r}.",
                 "Write the image's file name and its class index (from 0, sorted WordNet ids) or its WordNet id.",
             )
-        labels[_stem(words[0])] = int(words[1]) if words[1].isdecimal() else words[1]
+        labels[_stem(words[0])] = int(words[1]) if _INDEX.fullmatch(words[1]) else words[1]
     return labels
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from probemb.data.npy import read_npy
 from probemb.data.shards.index import Shard
 from probemb.errors import UserError
 
@@ -127,10 +128,10 @@ class Columns:
 
     def _map(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> np.memmap:
         try:
-            array = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+            array = read_npy(self.folder / f"{name}.npy", mapped=True)
+        except (OSError, ValueError):
             raise self._damaged(name) from None
-        fits = isinstance(array, np.memmap) and array.dtype == dtype and array.ndim == len(shape)
+        fits = array.dtype == dtype and array.ndim == len(shape)
         if not fits or any(want not in (None, have) for want, have in zip(shape, array.shape)):
             raise self._damaged(name)
         return array

@@ -269,6 +269,7 @@ def _row(found: dict) -> tuple | dict:
     name, samples, size, sha256 = found["name"], found["samples"], found["bytes"], found.get("sha256")
     if type(name) is not str or type(samples) is not int or type(size) is not int or min(samples, size) < 0:
         raise ValueError("a name and whole numbers")
+    name.encode()  # UnicodeEncodeError, a ValueError: half of a surrogate pair
     if sha256 is not None and not _SHA256.fullmatch(sha256):
         raise ValueError("not a hash")
     return name, samples, size, sha256

@@ -51,12 +51,25 @@ class Copy:
         return {folder: names for folder, names in found.items() if MARKER in names}
 
     def put(self, source, *names):
-        """A file."""
+        """A file, whole or not at all: objects appear when they are complete, and files get their name then."""
         target = self.path(*names)
+        aside = f"{target}.partial" if self.has_folders else target
         if self.has_folders:
             self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
-        with open(source, "rb") as read, self.files.open(target, "wb") as write:
-            copy(read, write)
+        write = self.files.open(aside, "wb")
+        try:
+            with open(source, "rb") as read:
+                copy(read, write)
+        except BaseException:
+            write.close() if self.has_folders else write.discard()
+            raise
+        write.close()
+        if self.has_folders:
+            try:
+                self.files.mv(aside, target)
+            except OSError:  # a file system that replaces nothing
+                self.files.rm_file(target)
+                self.files.mv(aside, target)
 
     def put_checkpoint(self, folder):
         """A folder, under its own name; its marker last."""

@@ -52,3 +52,7 @@ def test_the_clip_loss_beside_pcmepp(method):
     torch.testing.assert_close(with_clip.loss, without.loss + 0.5 * expected)
     torch.testing.assert_close(with_clip.terms["clip"], expected)
     assert "clip" not in without.terms
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(100))  # CLIP's ceiling, at which published weights stand
+    (slope,) = torch.autograd.grad(terms(0.5).loss, [model.logit_scale])
+    assert slope > 0.1  # descent lowers it

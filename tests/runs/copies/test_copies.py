@@ -9,6 +9,7 @@ import pytest
 from probemb import UserError
 from probemb.runs.best import Best
 from probemb.runs.checkpoints import WEIGHTS, complete_steps, find_checkpoint
+from probemb.runs.copies import worker
 from probemb.runs.copies.copier import Copier
 from probemb.runs.copies.start import fetch_newest, refuse_another_copy
 from probemb.runs.copies.store import CopyFailed, Store, check_address
@@ -169,3 +170,23 @@ def test_a_missing_package_is_named_with_its_extra():
             check_address("s3://bucket/run", "runs/x")
     else:
         check_address("s3://bucket/run", "runs/x")
+
+
+def test_a_small_file_is_replaced_as_a_whole_or_stays(run, tmp_path, monkeypatch):
+    copy = worker.Copy(str(tmp_path / "copy"))
+    copy.put_files(str(run / "best.json"))
+    before = (tmp_path / "copy" / "best.json").read_bytes()
+
+    def half(source, target):
+        target.write(b"{")
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "copy", half)
+        with pytest.raises(OSError, match="the disk is gone"):
+            copy.put_files(str(run / "best.json"))
+    assert (tmp_path / "copy" / "best.json").read_bytes() == before
+    Best("rsum", values={2: 1.0, 8: 3.0}).write(run)
+    copy.put_files(str(run / "best.json"))
+    assert (tmp_path / "copy" / "best.json").read_bytes() == (run / "best.json").read_bytes() != before
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"best.json"}
