@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from finetune.methods.base import Batch, Method
+from probemb.errors import UserError
 
 if TYPE_CHECKING:
     from finetune.config import Config
@@ -27,6 +28,20 @@ class Composed(Method):
     ranking = "mean"
     composer: ClassVar[str]
     composed_ranking: ClassVar[Literal["cosine", "density"]] = "cosine"
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        from torch.nn import BatchNorm1d
+
+        from probemb.models.composers import create_composer
+
+        super().check(config)
+        if config.swa_epochs and any(isinstance(m, BatchNorm1d) for m in create_composer(cls.composer, 4).modules()):
+            raise UserError(
+                f"swa_epochs is {config.swa_epochs}, but the composer {cls.composer} has batch norms, whose statistics "
+                "averaged weights do not have.",
+                "Set swa_epochs to 0.",
+            )
 
     @classmethod
     def model_options(cls, config: Config) -> dict:
@@ -66,6 +81,12 @@ class MPC(Composed):
     composer = "product"
     composed_ranking = "density"
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if config.loss.similarity == "expected":
+            cls.refuse_unused(config, ["samples"], "loss.similarity is expected", "set loss.similarity to sampled")
+
     def __init__(self, config: Config, model: DualEncoder, pairs):
         from probemb.losses import MPCLoss
 
@@ -93,7 +114,7 @@ class SampledCosine(Composed):
 
         Args:
             samples: of every composition and every target, J of Eq. 5.
-            temperature: divides the cosines.
+            temperature: divides the cosines; Eq. 7 has none, which is 1.
             reverse: weight of the softmax over queries for every target; the other direction has the rest.
             log_var_l2: weight of the mean squared log-variance (Eq. 8).
             spare_correct: targets of other rows that have all concepts of a query are no negatives.

@@ -276,7 +276,8 @@ class JWAEMH(JWAEMSE):
         """Triplet loss and Gaussian regularisation. Source: jWAE Eqs. 1 and 9, §5.1.
 
         Args:
-            reduce: of the reconstructions' errors: mean (public code, of which these weights are), or sum (Eq. 6).
+            reduce: of the reconstructions' errors: mean (public code, with weight 0.05 of the images' l1 error), or
+                sum (Eq. 6).
         """
 
         reduce: Literal["sum", "mean"] = "mean"

@@ -122,7 +122,7 @@ class DECL(Method):
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         module, pairs = self.module, batch.pair_index.to(batch.match.device)
-        module.now_clean[pairs] = module.loss.correspondence(batch.image, batch.text)[0]
+        module.now_clean[pairs] = module.loss.correspondence(batch.image, batch.text, batch.match)[0]
         clean = module.last_clean[pairs] if batch.epoch >= self.options.warmup_epochs else None
         out = module.loss(batch.image, batch.text, batch.match, clean=clean, step=batch.step)
         if clean is not None:

@@ -45,6 +45,14 @@ class ProLIP(Method):
     probabilistic = True
     trains = ("logit_scale", "logit_bias")
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if not config.loss.inclusion:
+            cls.refuse_unused(config, ["inclusion_scale"], "loss.inclusion is 0", "set loss.inclusion above 0")
+        if not config.loss.inclusion and not config.loss.vib:
+            cls.refuse_unused(config, ["form"], "loss.inclusion and loss.vib are 0", "set one above 0")
+
     def __init__(self, config, model, pairs):
         from probemb.losses import ProLIPLoss
 

@@ -177,7 +177,7 @@ class PCMELoss(nn.Module):
     Args:
         scale, shift: initial a and b.
         n_samples: J of the paper; 8 there and in the comparisons of PCME++.
-        vib, uniformity: weights (the comparison of PCME++: 1e-3 and 0).
+        vib, uniformity: weights (PCME++ §B.2: 1e-4 and 0).
         squared, vib_form: see `pcme_loss`.
     """
 
@@ -186,7 +186,7 @@ class PCMELoss(nn.Module):
         scale: float = 5.0,
         shift: float = 5.0,
         n_samples: int = 8,
-        vib: float = 1e-3,
+        vib: float = 1e-4,
         uniformity: float = 0.0,
         squared: bool = False,
         eps: float = 1e-6,

@@ -61,15 +61,22 @@ def n_negatives(batch: int, step: int, eta: float = 0.025, at_least: int = 5) ->
     return n if n <= batch else max(1, batch - 1)
 
 
-def decl_correspondence(similarity_NN: Tensor, tau: float = 0.1) -> tuple[Tensor, Tensor]:
+def decl_correspondence(
+    similarity_NN: Tensor, tau: float = 0.1, match_NN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Pairs classified as clean, (N,) bool, and their uncertainty, (N,). Source: DECL, divergence of data.
 
-    A pair is clean if its evidence, summed over both directions, is its row's largest. The uncertainty is N over the
+    A pair is clean if its evidence, summed over both directions, is its row's largest; what else matches by `match_NN`
+    (another caption of the image) does not compete, as batches of the paper have none. The uncertainty is N over the
     total of alpha, summed over both directions.
     """
     e = evidence(similarity_NN, tau)
     n = len(e)
-    clean = (e + e.T).argmax(1) == torch.arange(n, device=e.device)
+    own = torch.eye(n, dtype=torch.bool, device=e.device)
+    rivals = e + e.T
+    if match_NN is not None:
+        rivals = rivals.masked_fill((match_NN > 0) & ~own, 0)  # evidence is positive
+    clean = rivals.argmax(1) == torch.arange(n, device=e.device)
     return clean, n / (e + 1).sum(1) + n / (e.T + 1).sum(1)
 
 
@@ -89,7 +96,8 @@ def decl_loss(
     Args:
         similarity_NN: images in rows.
         match_NN: which pairs match; None is the identity.
-        clean_N: pairs classified as clean; the others count as no match and have no hinge. None: all (warm-up).
+        clean_N: pairs classified as clean; the texts of the others match nothing, and they have no hinge. None: all
+            (warm-up).
         negatives: see `n_negatives`.
 
     Returns:
@@ -97,8 +105,8 @@ def decl_loss(
     """
     n = len(similarity_NN)
     clean_N = similarity_NN.new_ones(n) if clean_N is None else clean_N.to(similarity_NN.dtype)
-    label = torch.zeros_like(similarity_NN) if match_NN is None else match_NN.to(similarity_NN.dtype)
-    label = torch.diagonal_scatter(label, clean_N).double()
+    match = torch.eye(n, device=similarity_NN.device) if match_NN is None else match_NN
+    label = match.double() * clean_N[None, :]  # in all rows of its image
     e = evidence(similarity_NN, tau)
     evidential = (evidential_loss(e, label, kl_weight) + evidential_loss(e.T, label.T, kl_weight)).mean()
     hinge = (dynamic_hinge(similarity_NN.tanh(), negatives, match_NN, margin) * clean_N).sum()
@@ -143,9 +151,9 @@ class DECLLoss(nn.Module):
             return decl_loss(similarity, match, clean, negatives=negatives, **self.options)
 
     @torch.no_grad()
-    def correspondence(self, image: Gaussian, text: Gaussian) -> tuple[Tensor, Tensor]:
+    def correspondence(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`decl_correspondence` of a batch: clean (N,) bool, uncertainty (N,)."""
-        return decl_correspondence(cosine_similarity(image, text), self.options["tau"])
+        return decl_correspondence(cosine_similarity(image, text), self.options["tau"], match)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in {**self.options, "eta": self.eta}.items())

@@ -206,6 +206,8 @@ def test_it_resumes_exactly(run, drawn, tmp_path):
         ("mpc", {"compose.parts": 1}, "compose.parts"),
         ("mpc", {"mix.ratio": 0.5}, "cannot learn from mixed images"),
         ("tirg", {"compose.ranking": "density"}, "so compose.ranking cannot be density"),
+        ("tirg", {"swa-epochs": 1}, "the composer tirg has batch norms"),
+        ("mpc", {"loss.similarity": "expected", "loss.samples": 50}, "mpc does not use loss.samples, which is 50"),
     ],
 )
 def test_what_has_no_use_is_refused(drawn, tmp_path, method, more, message, capsys):

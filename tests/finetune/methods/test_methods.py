@@ -209,6 +209,8 @@ REFUSED = {
             ("mmd-mse", ["loss.mmd_weight"], "kernel", "imq"),
             ("jwae-mse", ["loss.image_prior", "loss.text_prior"], "discriminator_lr", 0.1),
             ("jwae-scan", ["loss.image_prior", "loss.text_prior"], "discriminator_hidden", 8),
+            ("prolip", ["loss.inclusion"], "inclusion_scale", 5.0),
+            ("prolip", ["loss.inclusion", "loss.vib"], "form", "code"),
         )
     },
     "warm-up of all negatives": (

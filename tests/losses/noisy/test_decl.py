@@ -33,7 +33,7 @@ def test_whole_loss_with_noisy_pairs_and_several_captions_of_an_image():
     image, text = pairs()
     s, match, clean = image.mean @ text.mean.T, same_images(), torch.tensor([1, 1, 0, 1, 1, 0]).bool()
     label = match.clone()
-    label[2, 2] = label[5, 5] = 0
+    label[:, [2, 5]] = 0
     e, expected = (s.tanh() / 0.2).exp(), 0.0
     for evidence_of, y in ((e, label), (e.T, label.T)):
         a = evidence_of + 1
@@ -72,6 +72,20 @@ def test_swapped_captions_are_held_for_noisy_and_uncertain():
     assert clean[2:].all()
     assert uncertainty.shape == (30,)
     assert (uncertainty > 0).all()
+
+
+def test_captions_of_one_image_do_not_compete():
+    """Right pairs all, of which the second caption fits the image of the first better."""
+    similarity = 0.8 * torch.eye(6)
+    match = torch.eye(6)
+    similarity[:2, :2] = torch.tensor([[0.8, 0.9], [0.8, 0.9]])  # images 0 and 1 are the same
+    match[0, 1] = match[1, 0] = 1
+    assert decl_correspondence(similarity)[0].tolist() == [False, *[True] * 5]
+    clean, uncertainty = decl_correspondence(similarity, match_NN=match)
+    assert clean.all()
+    close(uncertainty, decl_correspondence(similarity)[1])
+    similarity[0, 3] = 0.95  # of another image
+    assert decl_correspondence(similarity, match_NN=match)[0].tolist() == [False, True, True, False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
