@@ -107,13 +107,14 @@ def evaluate(name: str, captions: CaptionDataset, o) -> tuple[dict, dict]:
     from probemb.cli.progress import progress
     from probemb.evaluation.embed_pairs import embed_pairs
     from probemb.evaluation.embedding import Embedder
-    from probemb.models import load_model
+    from probemb.models import as_one, load_model, networks_of
 
     device = choose_device(o.device, "auto")
-    model, tokenizer, transforms = load_model(name, device.name)
+    loaded = [load_model(network, device.name) for network in networks_of(name)]
+    model, first = as_one([one.model for one in loaded]), loaded[0]
     if model.n_embeddings > 1:
         raise UserError(f"{name} has {model.n_embeddings} embeddings an item.", "Name a model with one code an item.")
-    embedder = Embedder(model, tokenizer, transforms.evaluate, device, workers=None, show=progress)
+    embedder = Embedder(model, first.tokenizer, first.transforms.evaluate, device, workers=None, show=progress)
     pairs = embed_pairs(embedder, captions)
     likeness = likeness_of(captions, pairs.kept)
     near = nearest_images(pairs.images.mean, o.neighbours)
@@ -153,15 +154,21 @@ def nearest_images(codes_ND: Tensor, k: int) -> Tensor:
 
 
 def walk(pairs: EmbeddedPairs, start: int, end: int, steps: int) -> Walk:
-    """Even steps on the straight line between two images' codes; what is nearest by the cosine."""
+    """Even steps on the straight line between two images' codes; what is nearest by the cosine.
+
+    In between neither of both ends counts, nor its captions: half-way they are equally near, so that rounding would
+    choose.
+    """
     import torch
     from torch.nn import functional as F
 
     images, texts = (F.normalize(x.mean.float(), dim=1) for x in (pairs.images, pairs.texts))
     share = torch.linspace(0, 1, steps)[:, None]
     codes = F.normalize((1 - share) * images[start] + share * images[end], dim=1)
-    best = (codes @ images.T).max(1)
-    of_texts = (codes @ texts.T).argmax(1)
+    to_images, to_texts = codes @ images.T, codes @ texts.T
+    to_images[1:-1, [start, end]] = -2
+    to_texts[1:-1, (pairs.owner == start) | (pairs.owner == end)] = -2
+    best, of_texts = to_images.max(1), to_texts.argmax(1)
     return Walk(start, end, best.indices.tolist(), of_texts.tolist(), best.values.tolist())
 
 
@@ -197,6 +204,11 @@ def of_walks(likeness: Tensor, walks: Sequence[Walk]) -> dict:
     }
 
 
+def half_way(values: Sequence[float]) -> float:
+    """The value of the middle step, or the mean of both middle ones."""
+    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+
+
 def describe(result: dict) -> str:
     """The numbers of a model as lines of text."""
     near, walks = result["neighbours"], result["walks"]
@@ -206,7 +218,7 @@ def describe(result: dict) -> str:
         f"  likeness of an image to its {near['k']} neighbours {near['likeness']:.3f} (random {near['random']:.3f}, "
         f"at most {near['most']:.3f})\n"
         f"  walks: {walks['images']:.1f} different images, likeness of consecutive ones {consecutive}, cosine of the "
-        f"nearest image half-way {walks['cosine'][len(walks['cosine']) // 2]:.3f}"
+        f"nearest image half-way {half_way(walks['cosine']):.3f}"
     )
 
 

@@ -199,7 +199,7 @@ def measure(plan: Plan, run: Run, tests: dict, device: str) -> list[dict]:
     from probemb.cli.results import write_json
     from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.rankings import evaluate_retrieval
-    from probemb.models import load_model
+    from probemb.models import as_one, load_model, networks_of
 
     folder = run.folder(plan.out)
     weights = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))["tensors_sha256"]
@@ -207,8 +207,9 @@ def measure(plan: Plan, run: Run, tests: dict, device: str) -> list[dict]:
     missing = [name for name in tests if name not in kept or kept[name]["source"] != identity(tests[name])]
     if missing:
         chosen = choose_device(device, "auto")
-        model, tokenizer, transforms = load_model(folder, chosen.name)
-        embedder = Embedder(model, tokenizer, transforms.evaluate, chosen, workers=None, show=progress)
+        loaded = [load_model(name, chosen.name) for name in networks_of(folder)]
+        model, first = as_one([one.model for one in loaded]), loaded[0]
+        embedder = Embedder(model, first.tokenizer, first.transforms.evaluate, chosen, workers=None, show=progress)
         for name in missing:
             kept[name] = {"source": identity(tests[name]), **evaluate_retrieval(embedder, tests[name])}
         write_json(folder / MEASURED, {"weights": weights, "measured": kept}, GENERATOR)

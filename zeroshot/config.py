@@ -18,7 +18,7 @@ GENERATOR = "probemb zeroshot"
 RETRIEVAL_GENERATOR = "probemb retrieval"
 DEFAULT_MODEL = "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps"
 DEFAULT_DATA = "data/imagenet/val"
-Inputs = restricted_number_type("Inputs", int, [(">=", 2), ("<=", 10_000)])
+Inputs = restricted_number_type("Inputs", int, [(">=", 4), ("<=", 10_000)])
 Groups = restricted_number_type("Groups", int, [(">=", 2), ("<=", 9)])  # as many as there are colours
 
 

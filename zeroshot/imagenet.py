@@ -11,7 +11,7 @@ A number with anything chosen on the scored images is labelled "oracle".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -197,7 +197,7 @@ def filter_options(config: ImagenetConfig) -> FilterOptions:
 def _check_selection(
     config: ImagenetConfig, filters: Sequence[str], options: FilterOptions, selection: Selection
 ) -> None:
-    from zeroshot.filtering.filters import choosing
+    from zeroshot.filtering.filters import SOFT, choosing
     from zeroshot.filtering.thresholds import SETTINGS
 
     if (selection.on == "train") != (config.select_data is not None):
@@ -208,6 +208,12 @@ def _check_selection(
         if getattr(config, option) is not None and name not in filters:
             raise UserError(
                 f"--{option} has no effect with --filter {config.filter}.", f"Say --filter {name}, or leave it out."
+            )
+    defaults = {field.name: field.default for field in fields(config)}
+    for option, names in SOFT.items():
+        if getattr(config, option) != defaults[option] and not set(names) & set(filters):
+            raise UserError(
+                f"--{option} has no effect with --filter {config.filter}.", f"Say --filter {names[0]}, or leave it out."
             )
     if selection.on != "oracle" and not choosing(filters, options):
         raise UserError(

@@ -69,7 +69,7 @@ def read_pixels(opened: Opened, wanted: int, seed: int) -> tuple[list[int], list
     """The first readable ones of the images in an order drawn from the seed: their rows in the data, and pixels.
 
     Raises:
-        UserError: fewer than two can be read.
+        UserError: fewer than four can be read.
     """
     import torch
 
@@ -88,6 +88,6 @@ def read_pixels(opened: Opened, wanted: int, seed: int) -> tuple[list[int], list
             rows.append(row)
             if advance:
                 advance(1)
-    if len(rows) < 2:
-        raise UserError(f"{opened.captions.source} has fewer than two images that can be read.", "Name other data.")
+    if len(rows) < 4:  # so that each pair has another one beside it with no image in common
+        raise UserError(f"{opened.captions.source} has fewer than four images that can be read.", "Name other data.")
     return rows, pixels

@@ -114,6 +114,7 @@ def evaluate(
     loaded = [load_model(name, device.name, config.resize) for name in names]
     model = as_one([one.model for one in loaded])
     rankings = fitting(rankings, model, config.rankings is not None)
+    check_tolerance(config, rankings)  # a model without variances does not rank by it
     if len(names) > 1:
         alone = " (--no-second: the first alone)" if config.second == "auto" else ""
         print(f"{' and '.join(names)} are evaluated together, by the mean of their similarities{alone}", flush=True)
@@ -169,8 +170,9 @@ def second_model(config: RetrievalConfig) -> list[str]:
     """--second, or by default the second network of a run, in a list; empty for a run with one network."""
     if config.second != "auto":
         return [config.second] if config.second is not None else []
-    run = Path(config.model)
-    return [str(run / "model-second")] if (run / "model").is_dir() and (run / "model-second").is_dir() else []
+    from probemb.models import networks_of
+
+    return networks_of(config.model)[1:]
 
 
 def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:

@@ -36,7 +36,8 @@ def check_tolerance(config: RetrievalConfig, rankings: Sequence[str]) -> None:
         raise UserError("--select-split has no effect without --select-data.", "Leave it out, or name the data.")
     if NAME not in rankings and (given or config.select_data is not None or config.select_metric != "auto"):
         raise UserError(
-            "The weights of tolerance are not used: it is not among --rankings.", "Add it, or leave its options out."
+            f"The weights of tolerance are not used: the rankings are {', '.join(rankings)}.",
+            "Add it to --rankings, or leave its options out; point models have no such ranking.",
         )
 
 

@@ -61,6 +61,8 @@ def check(config: UnionConfig) -> list[str]:
     for name in names:
         if name.startswith("faiss") or name == "tolerance":
             raise UserError(f"The ranking {name} scores no single pairs.", "Choose csd, mean, kl, wasserstein2, ...")
+        if name == "attention":
+            raise UserError("The ranking attention compares tokens, and here are none kept.", "Choose csd, mean, ...")
     return names
 
 
@@ -79,8 +81,9 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
     device = choose_device(config.device, config.precision)
     model, tokenizer, transforms = load_model(config.model, device.name, config.resize)
     check_images(model, data.images)
-    both = dict.fromkeys([model.ranking, *(["mean"] if model.n_embeddings == 1 else [])])
-    rankings = fitting(rankings or list(both), model, bool(rankings))
+    own = "mean" if model.ranking == "attention" else model.ranking
+    both = dict.fromkeys([own, *(["mean"] if model.n_embeddings == 1 else [])])
+    rankings = fitting(rankings or list(both), model, given=True)
     embedder = Embedder(
         model, tokenizer, transforms.evaluate, device, config.batch_size, config.text_batch_size, config.workers,
         config.max_bad, progress,

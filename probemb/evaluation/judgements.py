@@ -96,16 +96,16 @@ def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> Judged
 
 
 def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, options: RankingOptions) -> Tensor:
-    """(P,) float32 scores of the judged pairs, larger is closer."""
+    """(P,) scores of the judged pairs, larger is closer; float64 where float32 would blur them."""
     images, row = judged.image.unique(return_inverse=True)
     captions = judged.caption.unique()  # in the order of `cluster`
     ranker = make_ranker(ranking, pairs.images, pairs.texts, options)
     if not isinstance(ranker, ScoreRanker):
         raise ValueError(f"{ranking} has no scores of single pairs")
     part = ranker.scores.only(images, captions)
-    found, step = torch.empty(len(judged)), max(1, SCORE_ELEMENTS // len(captions))
+    found, step = torch.empty(len(judged), dtype=part(slice(0, 1)).dtype), max(1, SCORE_ELEMENTS // len(captions))
     for start in range(0, len(images), step):
-        block = part(slice(start, start + step)).float().cpu()
+        block = part(slice(start, start + step)).cpu()
         here = ((row >= start) & (row < start + step)).nonzero().flatten()
         found[here] = block[row[here] - start, judged.cluster[here]]
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
 from probemb.data.captions.dataset import CaptionDataset
-from probemb.distances import csd
+from probemb.distances import squared_euclidean
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.gaussian import Gaussian
 from probemb.metrics.prediction import SIGNIFICANT, halves, rank_correlation, rejection_gain
@@ -118,9 +118,9 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
     u_gallery, step = gallery.uncertainty(), max(1, BLOCK_ELEMENTS // max(1, len(gallery)))
     for start in range(0, len(queries), step):
         block = queries[start : start + step]
-        distance = csd(block, gallery)
         u = block.uncertainty()
-        apart = distance - u[:, None] - u_gallery
+        apart = squared_euclidean(block.mean, gallery.mean)
+        distance = apart + u[:, None] + u_gallery
         ranked = distance if model.probabilistic else apart
         closest = ranked.topk(min(NEIGHBOURS, len(gallery)), largest=False).indices
         scores = {"u": u} if model.probabilistic else {}

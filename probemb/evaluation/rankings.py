@@ -76,7 +76,7 @@ def ranking_names(text: str | None) -> list[str]:
 
 
 def fitting(names: Sequence[str], model, given: bool) -> list[str]:
-    """The rankings that a model's embeddings allow; if none were `given`, also the one that it was trained for.
+    """The rankings that a model's embeddings allow; if none were `given`, the one that it was trained for first.
 
     Raises:
         UserError: a given ranking compares single embeddings, and the model has several of an item, or the reverse; or
@@ -100,7 +100,9 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
         check_variances(model, "--model", f"the ranking {reading[0]} reads it", remedy)
     unfit += [name for name in names if name in BY_VARIANCES and not model.probabilistic]
     left = [name for name in names if name not in unfit]
-    return left if given or model.ranking in left else [model.ranking, *left]
+    if given or (model.ranking == "mean" and not model.probabilistic):  # which csd is the same as
+        return left
+    return [model.ranking, *(name for name in left if name != model.ranking)]
 
 
 def check_factory(factory: str, names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from probemb.models.create import create_model, fill_word_vectors, vocabulary_fo
 from probemb.models.digest import digest_model, weights_sha256
 from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_decay
 from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
-from probemb.models.ensemble import Ensemble, as_one
+from probemb.models.ensemble import Ensemble, as_one, networks_of
 from probemb.models.hub import LoadedModel, lasting_name, load_model, push_to_hub, save_model
 from probemb.models.inputs import (
     Augmentation,
@@ -42,6 +42,7 @@ __all__ = [
     "import_prolip",
     "lasting_name",
     "load_model",
+    "networks_of",
     "no_weight_decay",
     "push_to_hub",
     "save_model",

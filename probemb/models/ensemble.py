@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,13 @@ class Ensemble(nn.Module):
 def as_one(models: Sequence[DualEncoder]) -> DualEncoder | Ensemble:
     """The model itself if there is one, else all of them as an `Ensemble`."""
     return models[0] if len(models) == 1 else Ensemble(models)
+
+
+def networks_of(name: str | Path) -> list[str]:
+    """Names for `load_model` of all networks of a model: itself, and the second one of a run that trained two."""
+    run = Path(name)
+    second = run / "model-second"
+    return [str(name), *([str(second)] if (run / "model").is_dir() and second.is_dir() else [])]
 
 
 def _side_by_side(parts: Sequence[Gaussian]) -> Gaussian:

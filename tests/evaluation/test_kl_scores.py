@@ -58,6 +58,9 @@ def test_a_models_own_ranking_comes_first_and_others_must_fit():
     with pytest.raises(UserError, match=r"a point model \(objective clip\), which has no uncertainty, and the ranking"):
         fitting(["mean", "tolerance"], create_model("ViT-Micro-32", probabilistic=False, objective="clip"), given=True)
     assert fitting(default, by_kl, given=False) == ["min-kl", *default]
+    for own in ("csd", "match-probability", "mean"):
+        ordered = fitting(default, create_model("ViT-Micro-32", ranking=own), given=False)
+        assert ordered == [own, *(name for name in default if name != own)]
     assert fitting(default, several, given=False) == ["multi-instance"]
     with pytest.raises(UserError, match="csd does not fit a model with 2 embeddings of an item"):
         fitting(["csd"], several, given=True)

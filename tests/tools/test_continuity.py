@@ -13,7 +13,7 @@ from probemb.data.scenes import match_matrix
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import EmbeddedPairs
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
-from tools.continuity import likeness_of, main, nearest_images, of_neighbours, of_walks, walk
+from tools.continuity import Walk, half_way, likeness_of, main, nearest_images, of_neighbours, of_walks, walk
 
 
 def on_an_arc(n=7, angle=math.pi / 2):
@@ -28,7 +28,13 @@ def test_a_walk_along_an_arc_meets_everything_on_it_in_order():
     found = walk(on_an_arc(), 0, 6, 60)
     assert list(dict.fromkeys(found.images)) == list(range(7)) == list(dict.fromkeys(found.captions))
     assert found.images[0] == 0 and found.images[-1] == 6  # noqa: PT018
-    assert min(found.cosines) > math.cos(math.pi / 24) - 1e-6
+    assert min(found.cosines) > math.cos(math.pi / 12) - 1e-6
+    assert set(walk(on_an_arc(), 2, 3, 5).images[1:-1]) == {1, 4}  # not the ends, which are nearer
+
+
+@pytest.mark.parametrize(("steps", "middle"), [(3, 2.0), (4, 2.5), (5, 3.0)])
+def test_half_way_is_the_middle_or_between_two_steps(steps, middle):
+    assert half_way(list(range(1, steps + 1))) == middle
 
 
 def test_walks_are_measured_by_hand():
@@ -42,9 +48,7 @@ def test_walks_are_measured_by_hand():
     assert found["to_start"][0] == found["to_end"][-1] == 1
     assert found["to_start"][2] == pytest.approx((0.5 + 0.3) / 2)
     assert found["to_start"][-1] == pytest.approx(0.1)
-    still = of_walks(likeness, [walk(pairs, 0, 0, 3)])
-    assert still["consecutive"] is None
-    assert still["cosine"] == pytest.approx([1, 1, 1])
+    assert of_walks(likeness, [Walk(0, 0, [0, 0, 0], [0, 0, 0], [1.0, 1.0, 1.0])])["consecutive"] is None
 
 
 def test_neighbours_lie_between_random_and_the_most_similar():

@@ -190,6 +190,13 @@ def test_pairs_that_the_training_left_out(run, drawn, tmp_path):
     assert results["rows"][1]["number"] <= len(find_compositions(drawn, "test", setup="unseen").tuples)
 
 
+def test_longer_queries_after_a_training_that_left_pairs_out(run, drawn, tmp_path):
+    assert command(run, drawn, tmp_path, "--setup", "unseen", "--k", "2,3", "--rankings", "density") == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    asked = [(row["k"], row["combinations"]) for row in rows if row["combinations"] != "infeasible"]
+    assert asked == [(2, "seen"), (2, "unseen"), (3, "unseen")]
+
+
 @pytest.mark.parametrize("composer", ["tirg", "addition"])
 def test_rivals(composer, drawn, tmp_path, capsys):
     torch.manual_seed(0)

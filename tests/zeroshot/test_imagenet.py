@@ -268,6 +268,12 @@ def bad_inputs(shards, run_folder, tmp):
         "chooses nothing": {**good, "--filter": "all", "--select-on": "folds:5"},
         "--k has no effect": {**good, "--filter": "best-topk", "--k": "3"},
         "--quantile has no effect": {**good, "--filter": "threshold", "--quantile": "0.5"},
+        "--shots has no effect with --filter topk.*Say --filter reweighted": {
+            **good,
+            "--filter": "topk",
+            "--shots": "4",
+        },
+        "--temperature has no effect": {**good, "--filter": "best-topk", "--temperature": "0.1"},
         "--quantile is 1.5": {**good, "--quantile": "1.5"},
         "--k 81 is more than the 80": {**good, "--filter": "topk", "--k": "81"},
         "--k is 0": {**good, "--filter": "topk", "--k": "0"},
@@ -282,7 +288,7 @@ def bad_inputs(shards, run_folder, tmp):
     }
 
 
-@pytest.mark.parametrize("case", range(23))
+@pytest.mark.parametrize("case", range(25))
 def test_bad_input_is_refused_before_anything_is_written(case, shards, run_folder, tmp_path):
     message, options = list(bad_inputs(shards, run_folder, tmp_path).items())[case]
     out = tmp_path / "out"

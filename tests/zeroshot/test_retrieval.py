@@ -386,7 +386,7 @@ def test_small_sets_have_projections_and_extremes():
         (("--tolerance.i2t", "-1"), "--tolerance.i2t is given without --tolerance.t2i"),
         (("--tolerance.i2t", "-1", "--tolerance.t2i", "nan"), "tolerance.t2i is nan"),
         (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--select-data", "x"), "the weights of tolerance are too"),
-        (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--rankings", "csd"), "not among --rankings"),
+        (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--rankings", "csd"), "the rankings are csd"),
         (("--tolerance.i2t", "1", "--tolerance.t2i", "1", "--select-metric", "recall"), "has no effect on weights"),
         (("--select-split", "test"), "--select-split has no effect"),
         (("--erased", "-1"), "--erased is -1"),

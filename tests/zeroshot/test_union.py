@@ -69,6 +69,15 @@ def test_the_ranking_that_a_model_was_trained_for(scenes, tmp_path, capsys):
     assert "binary selection" in told
 
 
+def test_a_model_that_ranks_by_attention_is_compared_by_its_means(scenes, tmp_path):
+    words = ["a", "and", "red", "circle", "square"]
+    options = {"head": "average", "probabilistic": False, "ranking": "attention", "attention": {"direction": "t2i"}}
+    save_model(create_model("resnet-gru-small", vocabulary=words, **options), tmp_path / "model")
+    assert command(tmp_path / "model", scenes, tmp_path / "out", "--sample", "4") == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [one["ranking"] for one in results["areas"][-1]["selection"]] == ["mean"]
+
+
 def test_a_point_model_has_no_uncertainty(scenes, tmp_path, capsys):
     save_model(create_model("ViT-Micro-32", probabilistic=False), tmp_path / "model")
     assert command(tmp_path / "model", scenes, tmp_path / "out") == 0
@@ -85,6 +94,7 @@ REFUSED = {
     "no areas": (["--model", "x", "--data", "y", "--areas", "[]"], "--areas names none"),
     "area above 1": (["--model", "x", "--data", "y", "--areas", "[1.5]"], "areas"),
     "search": (["--model", "x", "--data", "y", "--rankings", "faiss-csd"], "faiss-csd scores no single pairs"),
+    "tokens": (["--model", "x", "--data", "y", "--rankings", "attention"], "attention compares tokens"),
     "unknown ranking": (["--model", "x", "--data", "y", "--rankings", "kll"], "no ranking 'kll'"),
     "nothing there": (["--model", "x", "--data", "/nowhere"], "does not exist"),
 }

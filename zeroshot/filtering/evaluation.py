@@ -98,7 +98,8 @@ class _Scorer:
         self.n_classes, self.n_prompts = self.u.shape
         self.base = self._filtered("all")
         self.ranks = self.per_class = self.prefixes = self.split_ranks = None
-        self.common_k, self.oracle_k, self.oracle_best_topk, self.kept_by = None, None, None, ""
+        self.oracle_k = self.oracle_best_topk = None
+        self.kept, self.kept_by = None, ""
         self.reweighted: dict[str, Reweighting] = {}
         self.row_ranks: list[Tensor] = []
 
@@ -116,27 +117,26 @@ class _Scorer:
         if name == "topk" and self.options.k is None:
             return self._topk(name)
         if name == "topk":
-            self.common_k = int(self.options.k)
-            return [self._row(name, self.common_k, self._filtered(name, k=self.common_k), f"{ZERO_SHOT}, K given")]
+            k = torch.full((self.n_classes,), int(self.options.k))
+            self._keep(k)
+            return [self._row(name, k, self._filtered(name, k=int(self.options.k)), f"{ZERO_SHOT}, K given")]
         if name in SETTINGS:
             return self._threshold(name, SETTINGS[name])
         if name in REWEIGHTED:
             return self._reweighted(name)
         k = {"single": 1, "all": self.n_prompts}.get(name)  # the others have soft weights
+        k = None if k is None else torch.tensor([k])
         return [self._row(name, k, self.base if name == "all" else self._filtered(name), ZERO_SHOT)]
 
     def evaluation(self, rows: list[Row], temperature: float | None) -> Evaluation:
         """Everything together."""
         vectors = class_vectors(self.mean, FILTERS["all"](self.u, self.options))
-        kept = self.oracle_k
-        if kept is None:
-            kept = torch.full((self.n_classes,), self.common_k or self.n_prompts)
         return Evaluation(
             rows=self._with_intervals(rows),
             curve1=None if self.ranks is None else accuracy(self.ranks),
             curve5=None if self.ranks is None else accuracy(self.ranks, 5),
             oracle_k=self.oracle_k,
-            kept=kept,
+            kept=self.kept,
             kept_by=self.kept_by,
             order=self.u.argsort(dim=1, stable=True).cpu(),
             uncertainty=self.u.cpu(),
@@ -150,16 +150,18 @@ class _Scorer:
         )
 
     def _row(
-        self, name: str, k: float | None, ranks: Tensor, note: str, title: str | None = None,
+        self, name: str, k: Tensor | None, ranks: Tensor, note: str, title: str | None = None,
         setting: float | None = None,
     ) -> Row:  # fmt: skip
+        """`k`: numbers of prompts that classes, or classes in folds, keep; None for soft weights."""
         self.row_ranks.append(ranks)
         right = ranks < 1
         top1, recall = float(accuracy(ranks)), class_accuracy(ranks, self.labels, self.n_classes).nanmean()
         return Row(
-            name, title or name, k, top1, float(accuracy(ranks, 5)), standard_error(right), float(recall),
-            gain=top1 - float(accuracy(self.base)), gain_se=paired_standard_error(right, self.base < 1), note=note,
-            setting=setting,
+            name, title or name, None if k is None else float(k.double().mean()), top1, float(accuracy(ranks, 5)),
+            standard_error(right), float(recall), gain=top1 - float(accuracy(self.base)),
+            gain_se=paired_standard_error(right, self.base < 1), note=note, setting=setting,
+            k_varies=k is not None and len(k.unique()) > 1,
         )  # fmt: skip
 
     def _with_intervals(self, rows: list[Row]) -> list[Row]:
@@ -193,27 +195,32 @@ class _Scorer:
         """Ranks of some images (N,) bool where class c keeps its k[c] most certain prompts."""
         return self._true_ranks(self.prefixes[k - 1, torch.arange(self.n_classes)], images)
 
+    def _keep(self, k: Tensor, by: str = "") -> None:
+        """What the report shows as kept: by the first filter that keeps a number, unless best-topk does."""
+        if self.kept is None:
+            self.kept, self.kept_by = k.cpu(), by
+
     def _topk(self, name: str) -> list[Row]:
-        self.common_k, self.kept_by = best_common_k(self.ranks), ORACLE
-        kept = list(range(1, self.n_prompts + 1))
+        kept = [torch.full((self.n_classes,), k) for k in range(1, self.n_prompts + 1)]
         return self._best_of(name, self.ranks, self.split_ranks, kept)
 
     def _best_of(
-        self, name: str, ranks: Tensor, split_ranks: list[Tensor], kept: Sequence[float],
+        self, name: str, ranks: Tensor, split_ranks: list[Tensor], kept: Sequence[Tensor],
         settings: Sequence[float] | None = None,
     ) -> list[Row]:  # fmt: skip
         """The best of G settings in ascending order: on the scored images, an oracle, and on others.
 
         Args:
-            ranks: (N, G); split_ranks: (M, G) of every split; kept: mean number of prompts that each setting keeps.
+            ranks: (N, G); split_ranks: (M, G) of every split; kept: (C,) prompts that each setting keeps.
         """
 
         def row(ranks: Tensor, chosen: list[int], note: str) -> Row:
             setting = None if settings is None else sum(settings[g] for g in chosen) / len(chosen)
             title = name if settings is None else setting_title(name, setting, mean=len(set(chosen)) > 1)
-            return self._row(name, sum(kept[g] for g in chosen) / len(chosen), ranks, note, title, setting)
+            return self._row(name, torch.cat([kept[g] for g in chosen]), ranks, note, title, setting)
 
         best = best_common_k(ranks) - 1
+        self._keep(kept[best], ORACLE)
         rows = [row(ranks[:, best], [best], ORACLE)]
         if self.splits:
             honest, chosen = torch.empty_like(self.base), []
@@ -228,13 +235,14 @@ class _Scorer:
             weights = FILTERS[name](self.u, self.options)
             ranks = self._true_ranks(class_vectors(self.mean, weights))
             note = f"{ZERO_SHOT}, {option} given"
-            return [self._row(name, kept_on_average(weights), ranks, note, setting_title(name, given), given)]
+            self._keep(n_kept(weights))
+            return [self._row(name, n_kept(weights), ranks, note, setting_title(name, given), given)]
         settings = candidates(name, self.u)
         weights = [FILTERS[name](self.u, replace(self.options, **{option: value})) for value in settings]
         stack = torch.stack([class_vectors(self.mean, one) for one in weights])
         ranks = self._true_ranks(stack)
         split_ranks = [split.ranks(stack, ranks) for split in self.splits]
-        return self._best_of(name, ranks, split_ranks, [kept_on_average(one) for one in weights], settings)
+        return self._best_of(name, ranks, split_ranks, [n_kept(one) for one in weights], settings)
 
     def _reweighted(self, name: str) -> list[Row]:
         """Re-weighted with the evaluated images (an oracle, or transductive without their labels), and with others."""
@@ -263,28 +271,28 @@ class _Scorer:
         return fit_unlabelled(images.mean[some.to(images.mean.device)], self.prompts, self.options.prior)
 
     def _best_topk(self, name: str) -> list[Row]:
-        self.oracle_k, self.kept_by = best_class_k(self.per_class), ORACLE
+        self.oracle_k = best_class_k(self.per_class)
+        self.kept, self.kept_by = self.oracle_k, ORACLE
         own = self._with_class_k(self.oracle_k, self.images.scored)
         self.oracle_best_topk = class_accuracy(own, self.labels, self.n_classes)
-        k_mean = float(self.oracle_k.double().mean())
         best_of_own_class = self.ranks.gather(1, (self.oracle_k[self.labels] - 1).unsqueeze(1)).squeeze(1)
         rows = [
-            self._row(name, k_mean, own, ORACLE),
-            self._row(name, k_mean, best_of_own_class, f"{ORACLE}, upper bound", UPPER_BOUND),
+            self._row(name, self.oracle_k, own, ORACLE),
+            self._row(name, self.oracle_k, best_of_own_class, f"{ORACLE}, upper bound", UPPER_BOUND),
         ]
         if self.splits:
             honest, chosen = torch.empty_like(self.base), []
             for split, ranks in zip(self.splits, self.split_ranks, strict=True):
                 k = best_class_k(class_accuracy(ranks, split.labels, self.n_classes))
                 honest[split.scored] = self._with_class_k(k, split.scored)
-                chosen.append(float(k.double().mean()))
-            rows.append(self._row(name, sum(chosen) / len(chosen), honest, self.honest))
+                chosen.append(k)
+            rows.append(self._row(name, torch.cat(chosen), honest, self.honest))
         return rows
 
 
-def kept_on_average(weights: Tensor) -> float:
-    """Mean over classes of the number of prompts with any weight."""
-    return float((weights > 0).sum(dim=1).double().mean())
+def n_kept(weights: Tensor) -> Tensor:
+    """Number of prompts of each class with any weight, (C,) on the CPU."""
+    return (weights > 0).sum(dim=1).cpu()
 
 
 def setting_title(name: str, setting: float, mean: bool = False) -> str:

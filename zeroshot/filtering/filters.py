@@ -102,6 +102,12 @@ FILTERS: dict[str, Callable[[Tensor, FilterOptions], Tensor]] = {
     "quantile": quantile,
 }
 REWEIGHTED = ("reweighted", "reweighted-unlabelled")  # by EM, from images; `reweighting` has them
+SOFT = {  # options, and the filters that use them
+    "temperature": ("weighted",),
+    "shots": ("reweighted",),
+    "unlabelled": ("reweighted-unlabelled",),
+    "prior": REWEIGHTED,
+}
 BY_UNCERTAINTY = (*(name for name in FILTERS if name not in ("single", "all")), *REWEIGHTED)
 
 

@@ -37,6 +37,7 @@ class Row:
         setting: of a threshold filter; the mean over folds where it was chosen.
         intervals: (low, high) of "top1", "top5", "mean_per_class_recall" and "gain" (paired), 95 %, by bootstrap over
             the images; empty for a single image.
+        k_varies: whether K differs between classes or folds.
     """
 
     filter: str
@@ -51,13 +52,14 @@ class Row:
     note: str
     setting: float | None = None
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    k_varies: bool = False
 
     @property
     def k_text(self) -> str:
         """ "80" for one K, "mean 34.2" where K varies, "soft" for soft weights."""
         if self.k is None:
             return "soft"
-        return str(int(self.k)) if float(self.k).is_integer() else f"mean {self.k:.1f}"
+        return f"mean {self.k:.1f}" if self.k_varies else str(int(self.k))
 
     @property
     def top1_text(self) -> str:
@@ -99,8 +101,8 @@ class Evaluation:
         rows: the table.
         curve1, curve5: (P,) accuracy with a common K = 1..P, or None if no filter needs it.
         oracle_k: (C,) K of each class, chosen on the evaluation images, or None.
-        kept: (C,) prompts that each class keeps in the report; kept_by: "oracle" if their number was chosen on the
-            evaluation images, else "".
+        kept: (C,) prompts that each class keeps in the report, the most certain ones, or None where no filter keeps a
+            number of them; kept_by: "oracle" if their number was chosen on the evaluation images, else "".
         order: (C, P) prompts of each class from the most to the least certain.
         uncertainty: (C, P) uncertainty of every prompt.
         counts: (C,) images of each class.
@@ -116,7 +118,7 @@ class Evaluation:
     curve1: Tensor | None
     curve5: Tensor | None
     oracle_k: Tensor | None
-    kept: Tensor
+    kept: Tensor | None
     kept_by: str
     order: Tensor
     uncertainty: Tensor

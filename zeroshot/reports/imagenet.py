@@ -52,7 +52,7 @@ def write_report(
         file, Path(__file__).with_name("imagenet.html"), GENERATOR, results=results, config=results["config"],
         n_classes=len(classes), n_prompts=len(templates), n_bad=len(outcome.bad), rows=e.rows, kind=_kind,
         significant=SIGNIFICANT, tiles=_tiles(e, len(classes)), curves=_curves(e), chosen=_chosen(e),
-        bins=_bins(results["uncertainty"]), groups=groups, kept_by=e.kept_by,
+        bins=_bins(results["uncertainty"]), groups=groups, has_kept=e.kept is not None, kept_by=e.kept_by,
         reliability=_reliability(results["calibration"]), selective=_selective(results["selective"]),
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, 
 def _card(c: int, outcome: Outcome, images: LabelledImages, classes: Classes, templates: Sequence[str]) -> dict:
     """A class with its images and its prompts, from certain to uncertain."""
     e, name = outcome.evaluation, classes.names[c]
-    u, kept = e.uncertainty[c], int(e.kept[c])
+    u, kept = e.uncertainty[c], None if e.kept is None else int(e.kept[c])
     low, high = float(u.min()), float(u.max())
     prompts = [
         {"text": templates[p].replace("{}", name), "u": u_p, "share": 8 + 92 * (u_p - low) / ((high - low) or 1)}
@@ -170,7 +170,7 @@ def _card(c: int, outcome: Outcome, images: LabelledImages, classes: Classes, te
         "oracle": None if e.oracle_best_topk is None else float(e.oracle_best_topk[c]),
         "pictures": _pictures((outcome.labels == c).nonzero().flatten(), outcome, images),
         "kept": prompts[:kept],
-        "dropped": prompts[kept:],
+        "dropped": [] if kept is None else prompts[kept:],
     }
 
 

@@ -174,7 +174,7 @@ def _scores(name: str, phrases: _Phrases, crops: _Embedded, options: RankingOpti
     ranker = make_ranker(name, crops.gaussian, phrases.gaussian, options)
     if not isinstance(ranker, ScoreRanker):
         raise ValueError(f"{name} has no scores of pairs")
-    return ranker.scores(slice(None)).T.float().cpu()
+    return ranker.scores(slice(None)).T.cpu()
 
 
 def _uncertainty(items: Gaussian) -> Tensor:

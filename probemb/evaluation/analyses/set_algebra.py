@@ -41,17 +41,18 @@ def mixing(mixed: Gaussian, first: Gaussian, second: Gaussian) -> dict:
     """Does the embedding of a mixed input cover the intersection of the two that it was mixed from?
 
     Args:
-        mixed, first, second: Gaussians (N, D), row by row.
+        mixed, first, second: Gaussians (N, D), row by row, N of at least 4. Row i of second may be row i - 1 of first:
+            pairs two rows apart have no input in common.
 
     Returns:
-        "covers": `coverage` of the own intersection by the mixed input, "covers_other": of another pair's;
+        "covers": `coverage` of the own intersection by the mixed input, "covers_other": of the pair two rows before;
         "own_is_closest": the share of mixed inputs whose own intersection, among all N, has the largest expected
         likelihood, "chance" 1/N of it; "between": the share whose mean is closer to the intersection's than to either
         original's; "wider": the share with a larger geometric mean of σ than both originals have on average. Each
         with its standard error, "…_se".
     """
     common = compose(Gaussian.stack([first, second])).gaussian
-    other = Gaussian(common.mean.roll(1, 0), common.log_var.roll(1, 0))
+    other = Gaussian(common.mean.roll(2, 0), common.log_var.roll(2, 0))
     to = {name: (mixed.mean - g.mean).norm(dim=-1) for name, g in (("common", common), ("a", first), ("b", second))}
     closest = elk(mixed, common).argmin(1) == torch.arange(len(mixed))
     return _means(

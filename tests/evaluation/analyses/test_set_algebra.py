@@ -43,9 +43,17 @@ def test_an_embedding_of_the_intersection_covers_it_and_one_of_something_else_do
     assert found["covers_other"] < 0.5
     assert (found["own_is_closest"], found["between"], found["wider"]) == (1, 1, 0)
     assert (found["chance"], found["pairs"]) == (1 / N, N)
-    elsewhere = mixing(Gaussian(middle.roll(1, 0), a.log_var + 1), a, b)
+    elsewhere = mixing(Gaussian(middle.roll(2, 0), a.log_var + 1), a, b)
     assert elsewhere["covers_other"] > elsewhere["covers"]
     assert (elsewhere["own_is_closest"], elsewhere["wider"]) == (0, 1)
+
+
+def test_another_pair_has_no_input_in_common():
+    """Neighbours in a ring are mixed, and the mixed embedding ignores one of both."""
+    a = Gaussian(torch.nn.functional.normalize(normals(seed=1).mean, dim=1), torch.full((N, D), -3.0))
+    partner = Gaussian(a.mean.roll(1, 0), a.log_var)
+    found = mixing(partner, a, partner)
+    assert found["covers"] > found["covers_other"] + 0.1
 
 
 def test_wider_ones_around_the_whole_include_it_and_others_do_not():

@@ -83,6 +83,15 @@ def test_accuracies_have_standard_errors_and_a_mean_over_classes():
         assert row.top1_text == f"{100 * right.mean():.2f} ± {100 * row.top1_se:.2f}"
 
 
+@pytest.mark.parametrize(
+    ("k", "varies", "text"),
+    [(80.0, False, "80"), (4.0, True, "mean 4.0"), (34.2, True, "mean 34.2"), (None, False, "soft")],
+)
+def test_k_is_called_a_mean_where_it_differs(k, varies, text):
+    row = Row("quantile", "quantile", k, 0.5, 0.9, 0.01, 0.5, 0.0, 0.1, "zero-shot", k_varies=varies)
+    assert row.k_text == text
+
+
 def test_only_gains_beyond_two_standard_errors_are_marked():
     def row(gain, se):
         return Row("weighted", "weighted", None, 0.5, 0.9, 0.01, 0.5, gain, se, "zero-shot")
