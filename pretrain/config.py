@@ -76,7 +76,8 @@ class Data:
         augmentation: random crops and colours, as open_clip's.
         verify_hash: compare each shard with its index' SHA-256, in the background; the run stops at a difference.
         cache: folder on a local disk where shards from the web stay; empty for a temporary one.
-        cache_gib: its largest size; it holds one or two shards for each lane of the machine.
+        cache_gib: its largest size, of each rank without `cache`; it holds one or two shards for each lane of the
+            machine.
     """
 
     train: list[str] | str = field(default_factory=list)
