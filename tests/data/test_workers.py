@@ -98,7 +98,6 @@ class Waiting:
         self.event.wait()
 
 
-@pytest.mark.chaos
 def test_a_waiting_worker_tells_where_it_is_and_a_stopped_one_does_not_answer():
     rows = Waiting()
     batches = read(make_loader(rows, 2, batch_size=4, multiprocessing_context="fork"))
