@@ -42,8 +42,8 @@ PAPERS = {
 SCALE = {"loss.scale": "13", "loss.shift": "13"}
 CAPTIONS = {"loss.hidden": "256", "loss.word_width": "100"}  # decoders of half the width of the default, for time
 MLP = {**CAPTIONS, "model.head": "mlp"}  # encoders of two layers
-# The paper's weight 1 is for mean word vectors. Its image features are fixed: a tower that trains makes them alike if no
-# pair is told from others (on scenes the images' error falls from 6.4 to 0.3, and RSUM stays at 21).
+# The paper's weight 1 is for mean word vectors. Its image features are fixed: a tower that trains makes them alike if
+# no pair is told from others (on scenes the images' error falls from 6.4 to 0.3, and RSUM stays at 21).
 SAYS_WORDS = {**MLP, "loss.text_weight": "0.005", "model.lock_image": "true"}
 # Towers from random weights collapse with the hardest negatives alone; VSE++ is trained with them all the same.
 WARM = {"loss.warmup_epochs": "1"}
