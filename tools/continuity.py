@@ -5,10 +5,10 @@
 
 Neighbours: of every image its nearest images, and how alike their captions are, beside random images (the floor) and
 the most similar ones (the ceiling). Walks: from one image's code to another's in even steps, with the nearest image
-and caption of each step; how alike those of consecutive steps are, and how the likeness to the start turns into that to
-the end. Likeness of two images is the cosine of their captions' tf-idf, which no model has seen as such; on the
-embedded scenes it is the share of an image's captions that are true of the other. Writes continuity.json and
-report.html. Source: Mahajan et al., jWAE, Fig. 2.
+and caption of each step, in between other than the ends; how alike those of consecutive steps are, and how the likeness
+to the start turns into that to the end. Likeness of two images is the cosine of their captions' tf-idf, which no model
+has seen as such; on the embedded scenes it is the share of an image's captions that are true of the other. Writes
+continuity.json and report.html. Source: Mahajan et al., jWAE, Fig. 2.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.reports.pages import write_page
 
     page = Path(__file__).with_name("continuity.html")
-    write_page(o.out / OUTPUTS[1], page, GENERATOR, about=about, results=results, shown=shown, charts=chart(results))
+    write_page(
+        o.out / OUTPUTS[1], page, GENERATOR, about=about, results=results, shown=shown, charts=chart(results),
+        half_way=half_way,
+    )  # fmt: skip
     print(f"\nwritten: {o.out / OUTPUTS[0]}, {o.out / OUTPUTS[1]}", flush=True)
     return 0
 

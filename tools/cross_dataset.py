@@ -202,7 +202,7 @@ def measure(plan: Plan, run: Run, tests: dict, device: str) -> list[dict]:
     from probemb.models import as_one, load_model, networks_of
 
     folder = run.folder(plan.out)
-    weights = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))["tensors_sha256"]
+    weights = [tensors_of(Path(name)) for name in networks_of(folder)]
     kept = read_kept(folder / MEASURED, weights)
     missing = [name for name in tests if name not in kept or kept[name]["source"] != identity(tests[name])]
     if missing:
@@ -225,7 +225,13 @@ def identity(captions) -> dict:
     return {"data": captions.source, "split": captions.split, "captions_sha256": texts}
 
 
-def read_kept(path: Path, weights: str) -> dict:
+def tensors_of(model: Path) -> str:
+    """Digest of a model's weights, in the folder of a run or of the model itself."""
+    folder = model / "model" if (model / "model").is_dir() else model
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))["tensors_sha256"]
+
+
+def read_kept(path: Path, weights: list[str]) -> dict:
     """What was measured of these very weights; empty if nothing was."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -135,7 +135,7 @@ def find_questions(config: ComposedConfig, trained: Trained) -> list[Questions]:
     where = {"images": config.images, "lists": config.lists, "sizes": config.sizes, "seed": config.seed}
     result = []
     for k in parts_asked(config.k):
-        setup = config.setup if k == trained.parts else "seen"  # longer ones are new to both setups
+        setup = config.setup if k == trained.parts else "seen"  # queries of another length are new to both setups
         data = find_compositions(config.data, config.split, k, setup=setup, **where)
         if not len(data.tuples):
             if config.k != "2":

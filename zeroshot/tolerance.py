@@ -37,7 +37,7 @@ def check_tolerance(config: RetrievalConfig, rankings: Sequence[str]) -> None:
     if NAME not in rankings and (given or config.select_data is not None or config.select_metric != "auto"):
         raise UserError(
             f"The weights of tolerance are not used: the rankings are {', '.join(rankings)}.",
-            "Add it to --rankings, or leave its options out; point models have no such ranking.",
+            "Leave its options out, or add it to --rankings if the model predicts variances.",
         )
 
 

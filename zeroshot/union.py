@@ -62,7 +62,9 @@ def check(config: UnionConfig) -> list[str]:
         if name.startswith("faiss") or name == "tolerance":
             raise UserError(f"The ranking {name} scores no single pairs.", "Choose csd, mean, kl, wasserstein2, ...")
         if name == "attention":
-            raise UserError("The ranking attention compares tokens, and here are none kept.", "Choose csd, mean, ...")
+            raise UserError(
+                "The ranking attention compares tokens, which this command does not keep.", "Choose csd, mean, ..."
+            )
     return names
 
 

@@ -39,7 +39,7 @@ class Composed(Method):
         if config.swa_epochs and any(isinstance(m, BatchNorm1d) for m in create_composer(cls.composer, 4).modules()):
             raise UserError(
                 f"swa_epochs is {config.swa_epochs}, but the composer {cls.composer} has batch norms, whose statistics "
-                "averaged weights do not have.",
+                "cannot be averaged.",
                 "Set swa_epochs to 0.",
             )
 

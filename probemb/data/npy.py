@@ -12,7 +12,10 @@ from typing import BinaryIO
 import numpy as np
 
 MAX_HEADER = 10_000  # bytes
-_PARSING = (EOFError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, TypeError, AttributeError, RecursionError)
+_PARSING = (
+    EOFError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile,
+    TypeError, AttributeError, LookupError, RecursionError,
+)  # fmt: skip
 _SIZES = (ArithmeticError, MemoryError)  # of shapes that no file has
 
 

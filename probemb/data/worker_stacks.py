@@ -40,12 +40,15 @@ def listen() -> None:
 
 
 def of_workers() -> str:
-    """The stacks of all threads of every worker of `multiprocessing`; a stopped or spawned one does not answer."""
+    """The stacks of all threads of every worker of `multiprocessing`; a stopped or spawned one gives no answer."""
     if _shared is None:
         return ""
     end, parts = time.monotonic() + SECONDS, []
     for worker in multiprocessing.active_children():
-        before, until = _size(), min(time.monotonic() + SECONDS_EACH, end)
+        if time.monotonic() > end:
+            parts.append(f"{worker.name} (pid {worker.pid}):\nnot asked, as others gave no answer\n")
+            continue
+        before, until = _size(), min(time.monotonic() + SECONDS_EACH, end + SECONDS_EACH)
         with suppress(ProcessLookupError):
             os.kill(worker.pid, SIGNAL)
         _settle(before, until)

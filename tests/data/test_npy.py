@@ -27,6 +27,8 @@ HEADERS = {
     "deep brackets": with_header(b"(" * 9000),
     "no end of an expression": with_header(b"{'descr':" + b"-" * 8991),
     "a call": with_header(b"__import__('os').getcwd()".ljust(60)),
+    "a type of nothing": with_header(b"{'descr': (), 'fortran_order': False, 'shape': (1,)}"),
+    "a type of a type": with_header(b"{'descr': ('<u8',), 'fortran_order': False, 'shape': (1,)}"),
     "no version": b"\x93NUMPY\x09\x00" + bytes(60),
 }
 FILES = HEADERS | {

@@ -61,15 +61,22 @@ class Copy:
             with open(source, "rb") as read:
                 copy(read, write)
         except BaseException:
-            write.close() if self.has_folders else write.discard()
+            if self.has_folders:
+                write.close()
+            else:
+                write.discard()
+                write.closed = True  # or what is left of it is uploaded when the object is dropped
             raise
         write.close()
         if self.has_folders:
             try:
                 self.files.mv(aside, target)
-            except OSError:  # a file system that replaces nothing
-                self.files.rm_file(target)
+            except OSError:  # it may be a file system that replaces nothing
+                if not (self.files.exists(aside) and self.files.exists(target)):
+                    raise
+                self.files.mv(target, f"{target}.old")
                 self.files.mv(aside, target)
+                self.files.rm_file(f"{target}.old")
 
     def put_checkpoint(self, folder):
         """A folder, under its own name; its marker last."""

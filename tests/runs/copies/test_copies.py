@@ -1,10 +1,13 @@
 """Copies of a run's checkpoints in a folder, through the processes that also write to object stores."""
 
+import gc
 import json
 import shutil
 import time
 
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from probemb import UserError
 from probemb.runs.best import Best
@@ -190,3 +193,59 @@ def test_a_small_file_is_replaced_as_a_whole_or_stays(run, tmp_path, monkeypatch
     copy.put_files(str(run / "best.json"))
     assert (tmp_path / "copy" / "best.json").read_bytes() == (run / "best.json").read_bytes() != before
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {"best.json"}
+
+
+STORED: dict[str, bytes] = {}
+
+
+class Objects(AbstractFileSystem):
+    """A store in which an object appears when the file is closed, with the files of fsspec's own kind."""
+
+    protocol = "s3"
+
+    def _open(self, path, mode="rb", **_):
+        return ObjectFile(self, path, mode, block_size=1 << 20)
+
+
+class ObjectFile(AbstractBufferedFile):
+    def _initiate_upload(self):
+        pass
+
+    def _upload_chunk(self, final=False):
+        if final:
+            STORED[self.path] = self.buffer.getvalue()
+        return final
+
+
+def test_an_object_that_could_not_be_written_whole_is_not_stored(run, monkeypatch):
+    def half(source, target):
+        target.write(b"{")
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(worker.fsspec, "url_to_fs", lambda address: (Objects(), address.partition("://")[2]))
+    copy = worker.Copy("s3://bucket/run")
+    copy.put_files(str(run / "best.json"))
+    (stored,) = STORED.values()
+    assert stored == (run / "best.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "copy", half)
+        with pytest.raises(OSError, match="the disk is gone"):
+            copy.put_files(str(run / "best.json"))
+    gc.collect()
+    assert list(STORED.values()) == [stored]
+
+
+def test_a_rename_that_fails_leaves_the_old_file(run, tmp_path, monkeypatch):
+    copy = worker.Copy(str(tmp_path / "copy"))
+    copy.put_files(str(run / "best.json"))
+    before = (tmp_path / "copy" / "best.json").read_bytes()
+    Best("rsum", values={8: 3.0}).write(run)
+
+    def lost(*_):
+        raise OSError("connection lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy.files, "mv", lost)
+        with pytest.raises(OSError, match="connection lost"):
+            copy.put_files(str(run / "best.json"))
+    assert (tmp_path / "copy" / "best.json").read_bytes() == before
