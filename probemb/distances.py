@@ -9,7 +9,7 @@ in a denominator or a logarithm) is summed over slices of D, recomputed in the b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
 
+SAMPLES = 8  # of an item, for a match probability
 SLICE_ELEMENTS = 1 << 22  # elements of one (N, M, d) slice of a sum that does not separate: 16 MiB in float32
 
 
@@ -167,34 +168,11 @@ def match_probability(
     b: Gaussian,
     scale: Tensor | float = 1.0,
     shift: Tensor | float = 0.0,
-    n_samples: int = 8,
+    n_samples: int = SAMPLES,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """PCME's Monte-Carlo match probability in [0, 1], (N, M); larger is closer. Source: PCME, soft contrastive loss."""
     return match_probability_of_samples(a.sample(n_samples, generator), b.sample(n_samples, generator), scale, shift)
-
-
-@_full_precision
-def match_log_odds(
-    a: Gaussian,
-    b: Gaussian,
-    scale: Tensor | float = 1.0,
-    shift: Tensor | float = 0.0,
-    n_samples: int = 8,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Log-odds of `match_probability`, (N, M), with a gradient also where the probability rounds to 0 or 1."""
-    z_a_NJD, z_b_MKD = a.sample(n_samples, generator), b.sample(n_samples, generator)
-    (n, _, d), (m, k, _) = z_a_NJD.shape, z_b_MKD.shape
-    flat_b = z_b_MKD.reshape(m * k, d)
-
-    def one_sample(z_a_ND: Tensor) -> Tensor:
-        logit = 2 * (shift - scale * _euclidean(z_a_ND, flat_b)).view(n, m, k)
-        return F.logsigmoid(torch.stack([logit, -logit])).logsumexp(-1)  # (2, N, M)
-
-    options = dict(use_reentrant=False, preserve_rng_state=False)
-    log_sums = torch.stack([checkpoint(one_sample, z_a_ND, **options) for z_a_ND in z_a_NJD.unbind(1)]).logsumexp(0)
-    return log_sums[0] - log_sums[1]
 
 
 def match_probability_of_samples(
@@ -207,24 +185,42 @@ def match_probability_of_samples(
     return _mean_over_samples(z_a_NJD, z_b_MKD, lambda distance: torch.sigmoid(2 * (shift - scale * distance)))
 
 
+def match_log_odds_of_samples(
+    z_a_NJD: Tensor, z_b_MKD: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
+) -> Tensor:
+    """Log-odds of `match_probability_of_samples`, (N, M), with a gradient also where it rounds to 0 or 1."""
+
+    def log_odds(distance_NMK: Tensor) -> Tensor:
+        logit = 2 * (shift - scale * distance_NMK)
+        return F.logsigmoid(torch.stack([logit, -logit])).logsumexp(-1)  # (2, N, M)
+
+    match, other = torch.stack(list(_of_each_sample(z_a_NJD, z_b_MKD, log_odds))).logsumexp(0)
+    return match - other
+
+
 def mean_distance_of_samples(z_a_NJD: Tensor, z_b_MKD: Tensor) -> Tensor:
     """Mean over all J x K sample pairs of |z_a - z_b|, (N, M). Source: PCME, test-time distances ("average L2")."""
     return _mean_over_samples(z_a_NJD, z_b_MKD, lambda distance: distance)
 
 
 def _mean_over_samples(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], Tensor]) -> Tensor:
-    """Mean over all sample pairs of `value` of their distance; it takes and gives (N, M K)."""
-    n, j, d = z_a_NJD.shape
-    m, k, _ = z_b_MKD.shape
+    """Mean over all sample pairs of `value` of their distance, elementwise, (N, M)."""
+    return sum(_of_each_sample(z_a_NJD, z_b_MKD, lambda distance: value(distance).mean(-1))) / z_a_NJD.shape[1]
+
+
+def _of_each_sample(z_a_NJD: Tensor, z_b_MKD: Tensor, value: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """`value` of the distances (N, M, K) of all samples of b to the first sample of a, to the second one, ...
+
+    Each is computed again in the backward pass.
+    """
+    n, (m, k, d) = len(z_a_NJD), z_b_MKD.shape
     flat_b = z_b_MKD.reshape(m * k, d)
 
     def one_sample(z_a_ND: Tensor) -> Tensor:
-        return value(_euclidean(z_a_ND, flat_b)).view(n, m, k).mean(2)
+        return value(_euclidean(z_a_ND, flat_b).view(n, m, k))
 
-    total = z_a_NJD.new_zeros(n, m)
-    for i in range(j):
-        total = total + checkpoint(one_sample, z_a_NJD[:, i], use_reentrant=False, preserve_rng_state=False)
-    return total / j
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    return (checkpoint(one_sample, z_a_ND, **options) for z_a_ND in z_a_NJD.unbind(1))
 
 
 def _euclidean(x_ND: Tensor, y_MD: Tensor) -> Tensor:

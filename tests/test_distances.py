@@ -13,7 +13,7 @@ from probemb.distances import (
     csd,
     elk,
     get_distance,
-    match_log_odds,
+    match_log_odds_of_samples,
     match_probability,
     match_probability_of_samples,
 )
@@ -237,9 +237,14 @@ def test_log_odds_are_those_of_the_match_probability():
     g = torch.Generator().manual_seed(0)
     a, b = (Gaussian(torch.randn(n, 8, generator=g).double(), torch.randn(n, 8, generator=g).double()) for n in (5, 7))
     seed = lambda: torch.Generator().manual_seed(3)  # noqa: E731
-    odds = match_log_odds(a, b, 0.7, 2.0, generator=seed())
+
+    def match_log_odds(scale, shift):
+        generator = seed()
+        return match_log_odds_of_samples(a.sample(8, generator), b.sample(8, generator), scale, shift)
+
+    odds = match_log_odds(0.7, 2.0)
     torch.testing.assert_close(odds.sigmoid(), match_probability(a, b, 0.7, 2.0, generator=seed()), rtol=1e-12, atol=0)
-    far = match_log_odds(a, b, 400.0, 2.0, generator=seed())
+    far = match_log_odds(400.0, 2.0)
     nearest = torch.cdist(
         a.sample(8, seed_both := seed()).flatten(0, 1), b.sample(8, seed_both).flatten(0, 1)
     ).view(5, 8, 7, 8).amin((1, 3))  # fmt: skip

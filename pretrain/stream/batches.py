@@ -1,20 +1,16 @@
 """One rank's rows of the global batches, filled in turn by this process, or ahead of time by forked workers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import torch
-from PIL import Image
 
 from pretrain.stream.decoding import ENTRY
-from pretrain.stream.order import Order
 from pretrain.stream.samples import Report, Rows, SampleMaker, printable
 from pretrain.stream.settings import Settings
 from pretrain.stream.workers import Team, shared_tensors
 from probemb.data.randomness import isolated_randomness
-from probemb.data.remote.cache import ShardCache
-from probemb.data.shards.index import Shard
 
 
 class Batches:
@@ -22,29 +18,19 @@ class Batches:
 
     With workers each fills a run of these rows, up to `settings.prefetch` batches ahead.
 
-    Args: as of `SampleMaker`.
+    Args:
+        maker_of: makes the `SampleMaker` of rows [a, b).
+        settings: of the stream.
     """
 
     def __init__(
-        self,
-        order: Order,
-        shards: Sequence[Shard],
-        labels: Sequence[str],
-        start: int,
-        stop: int,
-        start_samples: int,
-        *,
-        transform: Callable[[Image.Image], torch.Tensor],
-        tokenizer: Callable[[list[str]], torch.Tensor],
-        settings: Settings,
-        cache: ShardCache | None = None,
+        self, maker_of: Callable[[int, int], SampleMaker], start: int, stop: int, start_samples: int, settings: Settings
     ):
-        self._batch_size, self._start_samples, self._pin = order.batch_size, start_samples, settings.pin_memory
+        self._batch_size, self._start_samples, self._pin = settings.batch_size, start_samples, settings.pin_memory
         rows = stop - start
         parts = max(1, min(settings.workers, rows))
         self._parts = list(pairwise(rows * i // parts for i in range(parts + 1)))
-        given = {"transform": transform, "tokenizer": tokenizer, "settings": settings, "cache": cache}
-        self._makers = [SampleMaker(order, shards, labels, start + a, start + b, **given) for a, b in self._parts]
+        self._makers = [maker_of(start + a, start + b) for a, b in self._parts]
         image, tokens = self._makers[0].forms()
         # Pixels whose channels lie beside each other are copied ten times faster into such memory than into planes.
         self._interleaved = image.stride(0) == 1

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from PIL import Image
 from pretrain.stream.batches import Batches
 from pretrain.stream.corpora import Corpus, labels_of, make_order, refuse_repeats, refuse_uneven_shares
 from pretrain.stream.decoding import Decoded, DeviceDecoder, crop_of
-from pretrain.stream.samples import Report, Rows
+from pretrain.stream.samples import Report, Rows, SampleMaker
 from pretrain.stream.selection import select
 from pretrain.stream.settings import Settings
 from probemb.data.failures import Failure, Tally
@@ -127,10 +128,11 @@ class Stream:
                 unknown,
                 len(self.shards),
             )
-        self._batches = Batches(
-            self.order, self.shards, self._labels, rank * self.rows, (rank + 1) * self.rows, start_samples,
+        maker_of = partial(
+            SampleMaker, self.order, self.shards, self._labels,
             transform=transform, tokenizer=tokenizer, settings=settings, cache=self._make_cache(),
         )  # fmt: skip
+        self._batches = Batches(maker_of, rank * self.rows, (rank + 1) * self.rows, start_samples, settings)
         self.decoder: DeviceDecoder | None = None
         if settings.decode == "device":
             self.decoder = DeviceDecoder(device or torch.device("cpu"), crop_of(transform))

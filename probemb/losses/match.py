@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb import distributed, labels
-from probemb.distances import get_distance, match_log_odds
+from probemb.distances import SAMPLES, get_distance, match_log_odds_of_samples
 from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
 from probemb.losses.ring import BLOCK, sum_over_pairs
@@ -145,7 +145,8 @@ def match_logits(
     distances from image to text.
     """
     if distance == "match-probability":
-        return match_log_odds(a, b, scale, shift, generator=generator)
+        samples = (g.float().sample(SAMPLES, generator) for g in (a, b))
+        return match_log_odds_of_samples(*samples, scale, shift)
     fn = get_distance(distance)
     return shift - scale * (fn(b, a).T if reverse else fn(a, b))
 
