@@ -106,7 +106,7 @@ def decl_loss(
     n = len(similarity_NN)
     clean_N = similarity_NN.new_ones(n) if clean_N is None else clean_N.to(similarity_NN.dtype)
     match = torch.eye(n, device=similarity_NN.device) if match_NN is None else match_NN
-    label = match.double() * clean_N[None, :]  # in all rows of its image
+    label = match.double() * clean_N[None, :]  # one rule for every copy of a text's image in the batch
     e = evidence(similarity_NN, tau)
     evidential = (evidential_loss(e, label, kl_weight) + evidential_loss(e.T, label.T, kl_weight)).mean()
     hinge = (dynamic_hinge(similarity_NN.tanh(), negatives, match_NN, margin) * clean_N).sum()
