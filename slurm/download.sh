@@ -33,7 +33,11 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 }
 require_job download.sh
 
-arguments=("--processes=${SLURM_CPUS_PER_TASK:-1}" "$@")
+arguments=("$@")
+case " $*" in
+  *" --processes"*) ;;
+  *) arguments+=("--processes=${SLURM_CPUS_PER_TASK:-1}") ;;
+esac
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   first=${SLURM_ARRAY_TASK_MIN:-1} last=${SLURM_ARRAY_TASK_MAX:-1} count=${SLURM_ARRAY_TASK_COUNT:-1}
   [ "$first" = 1 ] && [ "$last" = "$count" ] || refuse "The array counts from $first to $last in $count tasks." \

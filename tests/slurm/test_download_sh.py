@@ -28,7 +28,8 @@ def arguments(site, jobs, words) -> list[str]:
 def test_an_array_and_the_job_that_finishes(site, jobs):
     words = arguments(site, jobs, [f"ok/{i}" for i in range(58)] + ["gone/1", "gone/2"])
     array = jobs.submit(*words, script="download.sh", sbatch=(*ONE_CORE, "--array=1-2"))
-    last = jobs.submit(*words, script="download.sh", sbatch=(*ONE_CORE, f"--dependency=afterany:{array}"))
+    afterwards = (*ONE_CORE, f"--dependency=afterany:{array}")
+    last = jobs.submit(*words, "--processes=3", script="download.sh", sbatch=afterwards)
     jobs.ended(last, "COMPLETED")
     out = jobs.folder / "out"
     assert sum(shard.samples for shard in read_index(out)) == 58
@@ -38,6 +39,8 @@ def test_an_array_and_the_job_that_finishes(site, jobs):
     logs = "".join(path.read_text() for path in jobs.folder.glob("*.out"))
     assert "--part=1/2" in logs
     assert "--part=2/2" in logs
+    assert logs.count("--processes=1") == 2  # the job's cores, where the command does not say
+    assert logs.count("--processes") == 3
 
 
 @pytest.mark.slow
