@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.cli.named_paths import NamedPath, named_paths
@@ -59,6 +61,23 @@ def metrics(config: Evaluate) -> list[str]:
     sets = [(one.name, RETRIEVAL) for one, _ in pair_sets(config)]
     sets += [(one.name, ZERO_SHOT) for one in class_sets(config)]
     return [f"{name}/{key}" if name else key for name, keys in sets for key in keys]
+
+
+def logged_evaluations(run: Path, step: int) -> list[dict]:
+    """What the log of a run has of the evaluations of a step, in their order."""
+    found = []
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return found
+    for line in lines:
+        try:
+            values = json.loads(line)
+            if values["step"] == step and split_set(values)[1].keys() & {*RETRIEVAL, *ZERO_SHOT}:
+                found.append(values)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # the last line of a killed run may be cut
+    return found
 
 
 def lower_is_better(metric: str) -> bool:

@@ -15,7 +15,7 @@ from pretrain.config import Config
 from pretrain.engine.average import Average
 from pretrain.engine.checkpoint import read_exported, take_snapshot
 from pretrain.engine.nonfinite import culprits
-from pretrain.evaluation_sets import lower_is_better, split_set
+from pretrain.evaluation_sets import logged_evaluations, lower_is_better, split_set
 from pretrain.sample_log import SampleLog
 from probemb import distributed
 from probemb.cli.configuration import to_dict, with_absolute_paths
@@ -55,7 +55,7 @@ FREE_TO_CHANGE = (
 DIGEST = ("corpus", "data.corpus", "train")  # see `refuse_another_run`
 TERMS = ("clip", "siglip", "ppcl", "match", "vib", "pseudo_positive", "inclusion", "image_inclusion", "text_inclusion")
 MODEL, BEST_MODEL = "model", "model-best"
-STEP = ".step"  # of model-best/, written when the folder is complete
+STEP = ".step"  # of model/ and model-best/: whose weights they are, written when the folder is complete
 
 
 class RunFolder(RunOutput):
@@ -85,7 +85,10 @@ class RunFolder(RunOutput):
             self.model = _empty_model(model.config)
         super().__init__(config, step, steps, lock)
         self.copier = make_copier(config, step, lambda: self.protected) if self.is_main else None
+        if step:
+            self._restore(step, MODEL)
         self.best, self.saved = self._resume_best(step), step if step else None
+        self.evaluated = self._resume_evaluations(step)
         if config.log_samples:
             self.samples = SampleLog(self.path, step, distributed.rank(), distributed.world_size())
 
@@ -94,19 +97,31 @@ class RunFolder(RunOutput):
         in_use = self.copier.in_use if self.copier else frozenset()
         prune(self.path, self.config.keep_checkpoints, self.config.keep_every, self.protected | in_use)
 
+    def _restore(self, step: int, name: str) -> None:
+        distributed.on_main(
+            lambda: restore_model(self.path, step, name), self.path / name, "Make room for it, and start again."
+        )
+
     def _resume_best(self, step: int) -> Best | None:
         """The best so far by the metric that this run asks for; collective."""
         metric = self.config.evaluate.best
         found = distributed.all_of(read_best(self.path, step) if self.is_main else None)[0]
         if found:
             self.protected = frozenset([found.step])
-            if self.is_main:
-                restore_best(self.path, found.step)
+            self._restore(found.step, BEST_MODEL)
         if metric is None or (found and found.metric == metric):
             return found if metric else None
         if found and self.is_main:
             print(f"resume  {self.path / BEST} is by {found.metric}; the best by {metric} is chosen from here on")
         return Best(metric, lower_is_better(metric))
+
+    def _resume_evaluations(self, step: int) -> int:
+        """How many of the evaluations of `step` the log has; notes whether one of them is the best; collective."""
+        rows = logged_evaluations(self.path, step) if self.is_main and step else []
+        rows = distributed.all_of(rows)[0]
+        if self.best:
+            self.best.add_logged(step, rows)
+        return len(rows)
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """Log a step and print its progress line; notes whether it is the best."""
@@ -213,6 +228,7 @@ class RunFolder(RunOutput):
         weights = {n.removeprefix(prefix): t for n, t in snapshot.whole.items() if n.startswith(prefix)}
         self.model.load_state_dict(weights, assign=True)
         save_model(self.model, self.path / MODEL, overwrite=True)
+        replace_text(self.path / MODEL / STEP, f"{snapshot.content['step']}\n")
         if self.copier:
             self.copier.wake()
         return f" and {self.path / MODEL}"
@@ -242,38 +258,38 @@ def make_copier(config: Config, step: int, protected: Callable[[], frozenset[int
 
 def complete_finished(config: Config, step: int) -> None:
     """Make what is missing of a run that is finished: models here, if it was fetched, and what a copy lacks."""
-    best = read_best(Path(config.out), step)
-    restore_model(Path(config.out), step, MODEL)
-    if best:
-        restore_best(Path(config.out), best.step)
-    if copier := make_copier(config, step, lambda: frozenset([best.step] if best else [])):
+    run, metric = Path(config.out), config.evaluate.best
+    best = read_best(run, step)
+    if metric and (best is None or best.metric == metric):
+        best = best or Best(metric, lower_is_better(metric))
+        if best.add_logged(step, logged_evaluations(run, step)):
+            best.write(run)
+    restore_model(run, step, MODEL)
+    if best and best.values:
+        restore_model(run, best.step, BEST_MODEL)
+    if copier := make_copier(config, step, lambda: frozenset([best.step] if best and best.values else [])):
         copier.close(30 * config.engine.timeout)
 
 
 def restore_model(run: Path, step: int, name: str) -> None:
-    """Write a step's weights to a folder of the run, if that is missing: copies elsewhere hold checkpoints alone."""
+    """Write a step's weights to a folder of the run, unless it has them: copies elsewhere hold checkpoints alone, and a
+    run that was killed may have written a checkpoint and not yet its weights.
+    """
     import torch
 
-    if (run / name / "config.json").exists():
+    try:
+        is_complete = (run / name / STEP).read_text(encoding="utf-8").strip() == str(step)
+    except (OSError, ValueError):
+        is_complete = False
+    if is_complete:
         return
     checkpoint = run / "checkpoints" / f"step-{step}"
     with torch.random.fork_rng(devices=[]):
         model = DualEncoder(read_state(checkpoint)["model"])
     weights = {key.removeprefix("model."): tensor for key, tensor in read_exported(checkpoint).items()}
     model.load_state_dict(weights)
-    save_model(model, run / name)
-
-
-def restore_best(run: Path, step: int) -> None:
-    """Write the best step's weights to model-best/, if it is missing, or the run was killed before it was complete."""
-    try:
-        is_complete = (run / BEST_MODEL / STEP).read_text(encoding="utf-8").strip() == str(step)
-    except (OSError, ValueError):
-        is_complete = False
-    if not is_complete:
-        shutil.rmtree(run / BEST_MODEL, ignore_errors=True)
-        restore_model(run, step, BEST_MODEL)
-        replace_text(run / BEST_MODEL / STEP, f"{step}\n")
+    save_model(model, run / name, overwrite=True)
+    replace_text(run / name / STEP, f"{step}\n")
 
 
 def _empty_model(model_config: dict) -> DualEncoder:

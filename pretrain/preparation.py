@@ -46,13 +46,14 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], object]) -> Prepared | None:
-    """Make the model and open the data, of a new run or from its newest checkpoint; None if it is finished.
+    """Make the model and open the data, of a new run or from its newest checkpoint; None if it is finished, with its
+    evaluations.
 
     Raises:
         UserError: what was asked for cannot run.
     """
     from pretrain.engine.randomness import make_deterministic
-    from pretrain.evaluation_sets import make_evaluators
+    from pretrain.evaluation_sets import class_sets, logged_evaluations, make_evaluators, pair_sets
     from pretrain.folder import complete_finished
     from probemb.cli.device import training_precision
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
@@ -90,7 +91,8 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     if earlier and (changed := changes_since(config, state, identity, earlier)):
         then = f"the data resumes after {samples:,} samples seen, in its present order"
         say(f"resume  changed {'; '.join(changed)}; {then}")
-    if step >= steps:
+    named = len(pair_sets(config.evaluate)) + len(class_sets(config.evaluate))
+    if step >= steps and len(logged_evaluations(Path(config.out), step)) >= named:
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         if rank == 0:
             complete_finished(config, step)

@@ -62,6 +62,8 @@ class Recorder(Protocol):
 
     failed: bool  # whether something could not be written, on this rank
 
+    evaluated: int  # how many evaluations of the step that the run resumes from were made
+
     def check(self) -> None: ...
     def report(self, step: int, values: dict[str, float]) -> None: ...
     def seen(self, step: int, keys: list[str]) -> None: ...
@@ -136,7 +138,8 @@ class Trainer:
         """Train to the last step, to `stop_at_step`, or until `stop`; saves at the end.
 
         Args:
-            evaluators: called every `evaluate.every_samples` and at the end; each one's values are reported.
+            evaluators: called every `evaluate.every_samples` and at the end; each one's values are reported. Those of
+                the step that the run resumes from come first, if they were due and are not in the log.
 
         Returns:
             whether it was stopped before the last step; the same on all ranks.
@@ -147,6 +150,8 @@ class Trainer:
         config, recorder, (images_at_peak, profiler) = self.config, self.recorder, self.measured
         last = min(self.steps, config.stop_at_step or self.steps)
         self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
+        if self.step and evaluators and self._crossed(config.evaluate.every_samples, self.steps):
+            self._evaluate(evaluators[recorder.evaluated :])
         saved, first, began = self.step, self.step + 1, time.perf_counter()
         while self.step < last:
             if profiler:
@@ -186,23 +191,27 @@ class Trainer:
                 saved = self.step
                 window.restart()
             if self.stopping and self.step < last:
-                break  # there may be no time for an evaluation
+                break  # there may be no time for an evaluation; the run that resumes makes it
             if evaluating:  # ---------------------------------------------------------------------------- evaluate
-                self.progress.doing("evaluating")
-                state = random_state()
-                with self.average.in_place() if self.average else nullcontext():
-                    for evaluate in evaluators:
-                        self.progress.doing("evaluating")
-                        recorder.report(self.step, {"samples": self.samples, **evaluate()})
-                set_random_state(state)  # as in a run that was resumed from what has just been saved
-                self.progress.doing("saving")
-                recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
+                self._evaluate(evaluators)
                 window.restart()
         self.progress.doing("saving")
         self.read_outcome()
         if self.stopping and self.step > saved:  # ----------------------------------------------- save, when stopped
             recorder.save(self.engine, self.step, self.samples, self.skipped)
         return self.stopping and self.step < last
+
+    def _evaluate(self, evaluators: Sequence[Callable[[], dict[str, float]]]) -> None:
+        """Report their values, and keep the step if it is the best so far; collective."""
+        self.progress.doing("evaluating")
+        state = random_state()
+        with self.average.in_place() if self.average else nullcontext():
+            for evaluate in evaluators:
+                self.progress.doing("evaluating")
+                self.recorder.report(self.step, {"samples": self.samples, **evaluate()})
+        set_random_state(state)  # as in a run that was resumed from what has just been saved
+        self.progress.doing("saving")
+        self.recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
 
     def _load(self, last: bool = False) -> Batch | None:
         """This rank's next batch, or None if any rank was asked to stop; collective.

@@ -43,6 +43,11 @@ class Best:
             self.values[step] = value
         return is_best
 
+    def add_logged(self, step: int, rows: list[dict]) -> bool:
+        """`add` what the log has of a step, unless that was noted; returns whether it is the best."""
+        values = [row[self.metric] for row in rows if self.metric in row]
+        return bool(values) and step not in self.values and self.add(step, values[0])
+
     def text(self) -> str:
         """The content of best.json."""
         steps = [{"step": step, "value": value} for step, value in self.values.items()]
