@@ -20,6 +20,8 @@ WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 MAX_CHARACTERS = 4096  # of a text that is read
 MAX_WORD = 128  # characters of a word; longer ones are cut, and are then unknown
 MAX_WORDS = 2_000_000  # of a vocabulary
+MAX_LINE = 1 << 20  # bytes of a file of vectors
+MAX_VOCABULARY_BYTES = 1 << 28
 VOCABULARY = "vocabulary.txt"
 _BUILD = "Build one with `python -m tools.build_vocabulary DATA --out vocabulary.txt`."
 
@@ -60,7 +62,11 @@ def read_vocabulary(path: str | Path) -> list[str]:
     Raises UserError: the file is missing, not UTF-8 or empty; a malformed line (named), or a word that occurs twice.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        with open(path, "rb") as file:
+            content = file.read(MAX_VOCABULARY_BYTES + 1)
+        if len(content) > MAX_VOCABULARY_BYTES:
+            raise UserError(f"The vocabulary {path} has more than {MAX_VOCABULARY_BYTES >> 20} MiB.", _BUILD)
+        lines = content.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"The vocabulary {path} cannot be read: {why}.", _BUILD) from error
@@ -112,7 +118,9 @@ def read_vectors(path: str | Path, words: Collection[str]) -> dict[str, np.ndarr
     wanted, found, dimension = set(words), {}, None
     try:
         with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
+                if len(line) == MAX_LINE:
+                    raise _malformed(path, number, f"{MAX_LINE >> 20} MiB or more")
                 fields = line.rstrip().rsplit(b" ", dimension or -1)
                 dimension = dimension or len(fields) - 1
                 if dimension < 1 or len(fields) != dimension + 1:

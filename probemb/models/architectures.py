@@ -39,6 +39,8 @@ TEXT_TOWERS = {
 REGION_TOWERS = {"regions"}  # read precomputed regions instead of pixels
 WORD_TOWERS = {"word_gru", "word_mean"}  # read words of a vocabulary: text_cfg["vocabulary"]
 TOKEN_TOWERS = {"open_clip.transformer"}  # have a place for an uncertainty token
+# The tokenizer of SigLIP, and of ProLIP's weights: an end token, repeated, is the padding.
+SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "i18n": "timm/ViT-B-16-SigLIP-i18n-256", "vocab_size": 32000, "pad_id": 1}
 VECTOR_TOWERS = {"word_mean"}  # pool word vectors that are inputs: their pooled features depend on no weight
 
 
@@ -62,6 +64,8 @@ def architecture(name: str, image_size: int | None = None) -> dict:
             f"The model '{name}' cannot become probabilistic here: {obstacle}.", "Choose another, such as ViT-B-16."
         )
     if image_size is not None:
+        if reads_regions(config):
+            raise UserError(f"{name} reads regions, which have no image_size.", "Leave image_size out.")
         patch_size = config["vision_cfg"].get("patch_size", 1)
         if image_size < patch_size:
             raise UserError(
@@ -76,7 +80,10 @@ def read_architecture(name: str) -> dict | None:
     """The configuration of a name, supported or not; None for an unknown one."""
     if name in OWN:
         return json.loads(OWN[name].read_text(encoding="utf-8"))
-    return open_clip.get_model_config(name) if ":" not in name else None
+    config = open_clip.get_model_config(name) if ":" not in name else None
+    if config and config["text_cfg"].get("hf_tokenizer_name") in (SIGLIP["name"], SIGLIP["i18n"]):
+        config["text_cfg"].setdefault("pad_id", SIGLIP["pad_id"])  # open_clip's configuration leaves it out
+    return config
 
 
 def supported_names() -> list[str]:

@@ -133,10 +133,12 @@ class ModelOptions:
         return self.n_unc_layers
 
     def check(self) -> None:
-        """Raise UserError for a head, or for covariances, that there are not."""
+        """Raise UserError for a head, covariances or a scale that there are not."""
+        if self.init_logit_scale is not None and not 0 < self.init_logit_scale < math.inf:
+            raise UserError(f"init_logit_scale is {self.init_logit_scale}.", "Give a positive number, such as 14.3.")
         check_head(self.head, self.n_embeddings)
         check_uncertainty(self.uncertainty, self.head, self.probabilistic)
-        make_covariance(self.covariance, self.log_var_range)
+        make_covariance(self.covariance, self.log_var_range, self.log_var_start)
         if not self.probabilistic and (self.covariance != "ellipsoidal" or self.log_var_range is not None):
             raise UserError(
                 "A point model has no variances, so it has no choice of covariance or log_var_range.",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from copy import deepcopy
 from typing import Literal, NamedTuple
 
@@ -273,10 +273,13 @@ class DualEncoder(nn.Module):
 
 
 def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in open_clip's PreprocessCfg."""
+    """Mean and standard deviation of each channel in open_clip's PreprocessCfg. Raises ValueError: they are none."""
     wanted = PreprocessCfg(**preprocess)
-    mean, std = (value if isinstance(value, Sequence) else (value,) * 3 for value in (wanted.mean, wanted.std))
-    return tuple(mean), tuple(std)
+    both = (value if isinstance(value, list | tuple) else (value,) * 3 for value in (wanted.mean, wanted.std))
+    mean, std = (tuple(map(float, value)) for value in both)
+    if not (len(mean) == len(std) == 3 and all(map(math.isfinite, mean + std)) and min(std) > 0):
+        raise ValueError(f"a mean of {mean} and a deviation of {std} in place of three numbers each")
+    return mean, std
 
 
 class _Ceiling(torch.autograd.Function):

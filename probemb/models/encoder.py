@@ -166,7 +166,7 @@ class Encoder(nn.Module):
 
     def project(self, pooled_BP: Tensor) -> Tensor:
         """The tower's own projection to (B, D), where `mean_head` is None."""
-        return pooled_BP
+        return at_least_float32(pooled_BP)
 
     def train(self, mode: bool = True) -> Encoder:
         """Training or evaluation mode, except for batch norms, which always use their stored statistics.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.dual_encoder import DualEncoder
+from probemb.models.pretrained import shortened
 
 
 class Ensemble(nn.Module):
@@ -34,8 +35,8 @@ class Ensemble(nn.Module):
             for key in sorted({*one, *other}):
                 if one.get(key) != other.get(key):
                     raise UserError(
-                        f"The models do not read the same input: {key} is {one.get(key)} in one, {other.get(key)} in "
-                        "another.",
+                        f"The models do not read the same input: {key} is {shortened(one.get(key))} in one, "
+                        f"{shortened(other.get(key))} in another.",
                         "Put models together that prepare images and texts alike, such as the networks of one run.",
                     )
         self.models = nn.ModuleList(models)
@@ -111,8 +112,10 @@ def _side_by_side(parts: Sequence[Gaussian]) -> Gaussian:
 
 
 def _inputs(model: DualEncoder) -> dict:
-    """What `create_transforms` and `create_tokenizer` go by."""
+    """What `create_transforms` and `create_tokenizer` go by, the shape of regions, and the number of embeddings."""
     config = model.config
     text = config["architecture"]["text_cfg"]
-    tokenizer = {key: text.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")}
-    return {**config["preprocess"], "context_length": model.context_length, **tokenizer}
+    keys = ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs", "vocabulary")
+    tokenizer = {key: text.get(key) for key in keys}
+    shapes = {"regions": getattr(model.visual, "region_shape", None), "K": model.n_embeddings}
+    return {**config["preprocess"], "context_length": model.context_length, **tokenizer, **shapes}

@@ -8,6 +8,7 @@ tensors, which loading compares; models saved by older versions have none.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,13 @@ def push_to_hub(
 def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
     """The weights file and the configuration file (None if there is none) of a path or a hub name."""
     path = Path(path_or_name)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"There is no model at {str(path)[:200]}: {why}.", "Check the path.") from None
     if path.is_file():
         if path.suffix != ".safetensors":
             raise UserError(
@@ -249,7 +257,7 @@ def _embedded_config(weights: Path) -> dict | None:
         with safe_open(weights, framework="pt") as file:
             text = (file.metadata() or {}).get("config")
         config = None if text is None else json.loads(text)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{weights} is not a readable safetensors file.", "The file may be cut short: copy or save it again."
         ) from error

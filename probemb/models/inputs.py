@@ -202,7 +202,7 @@ def create_tokenizer(model_or_config, folder: Path | None = None) -> Callable[[l
                 trust_remote_code=False,
                 **text.get("tokenizer_kwargs", {}),
             )
-        except (ImportError, OSError, ValueError) as error:
+        except (ImportError, OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"The tokenizer '{name}' of this model is not available.",
                 "Install the package transformers (pip install 'probemb[hf]') and check the network; or download the "

@@ -17,13 +17,14 @@ def layer_rates(model: DualEncoder, decay: float, stem: bool = True) -> dict[str
     """
     places = {name: model.place(name) for name, _ in model.named_parameters()}
     n_blocks = {"image": 0, "text": 0}
-    for tower, part, depth in places.values():
-        if part == "trunk":
+    for name, (tower, part, depth) in places.items():
+        if part == "trunk" and not model.in_stem(name):
             n_blocks[tower] = max(n_blocks[tower], depth)
     rates = {}
     for name, (tower, _, depth) in places.items():
-        below = stem and model.in_stem(name)
-        rates[name] = decay ** (n_blocks[tower] + 1 if below else depth)
+        if model.in_stem(name):
+            depth = n_blocks[tower] + 1 if stem else 0
+        rates[name] = decay**depth
     return rates
 
 

@@ -189,7 +189,7 @@ def _check_architecture(ours: dict, theirs: dict, where: str) -> None:
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     if different:
         listed = ", ".join(
-            [f"{key} {_short(there.get(key))} against {_short(here.get(key))}" for key in different[:4]]
+            [f"{key} {shortened(there.get(key))} against {shortened(here.get(key))}" for key in different[:4]]
             + ["…"] * bool(different[4:])
         )
         raise UserError(
@@ -198,7 +198,8 @@ def _check_architecture(ours: dict, theirs: dict, where: str) -> None:
         )
 
 
-def _short(value) -> str:
+def shortened(value) -> str:
+    """A value of a configuration, in a message."""
     return f"of {len(value):,} words" if isinstance(value, list) and len(value) > 8 else str(value)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
 from probemb.errors import UserError
+from probemb.models.architectures import SIGLIP
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import load_strictly
 
@@ -21,7 +23,6 @@ from probemb.models.pretrained import load_strictly
 VISION_KEYS = ("layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size", "ls_init_value")
 TEXT_KEYS = ("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "ls_init_value")
 PROLIP_TEXT_KEYS = ("norm_kwargs", "hf_tokenizer_name")
-SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "vocab_size": 32000, "pad_id": 1}  # the tokenizer of ProLIP's weights
 MARKS = ("visual.uncertainty_proj", "uncertainty_text_projection", "negative_scale", "shift")
 
 
@@ -50,9 +51,11 @@ def import_pcmepp(state_dict: dict[str, Tensor], config: dict, source: str | Pat
     Raises:
         UserError: if configuration and weights do not fit each other.
     """
-    architecture, n_unc_layers = _read(
-        _pcmepp_architecture, state_dict, config, f"{source} is not a complete PCME++ model"
-    )
+    return _read(partial(_read_pcmepp, source), state_dict, config, f"{source} is not a complete PCME++ model")
+
+
+def _read_pcmepp(source: str | Path, state_dict: dict[str, Tensor], config: dict) -> DualEncoder:
+    architecture, n_unc_layers = _pcmepp_architecture(state_dict, config)
     model = _model("PCMEPP", architecture, n_unc_layers=n_unc_layers, uncertainty_bias=False)
     own = {"visual.uncertainty_proj": "visual.log_var_head.weight"}
     own |= {"uncertainty_text_projection": "text.log_var_head.weight"}
@@ -79,7 +82,11 @@ def import_prolip(state_dict: dict[str, Tensor], config: dict, source: str | Pat
     Raises:
         UserError: if configuration and weights do not fit each other.
     """
-    architecture = _read(_prolip_architecture, state_dict, config, f"{source} is not a complete ProLIP model")
+    return _read(partial(_read_prolip, source), state_dict, config, f"{source} is not a complete ProLIP model")
+
+
+def _read_prolip(source: str | Path, state_dict: dict[str, Tensor], config: dict) -> DualEncoder:
+    architecture = _prolip_architecture(state_dict, config)
     about = {"objective": "prolip", "match": "cosine", "max_logit_scale": None}
     model = _model("ProLIP", architecture, n_unc_layers=0, uncertainty_bias=True, uncertainty="prolip-code", **about)
     heads = {
@@ -111,11 +118,11 @@ def _model(name: str, architecture: dict, **more) -> DualEncoder:
     return DualEncoder({**config, "architecture": architecture, "preprocess": preprocess, **more})
 
 
-def _read(reader: Callable, state: dict[str, Tensor], config: dict, complaint: str):
-    """What `reader` finds in weights and configuration. Raises UserError: something is missing or malformed there."""
+def _read(reader: Callable, state: dict[str, Tensor], config: dict, complaint: str) -> DualEncoder:
+    """What `reader` makes of weights and configuration. Raises UserError: something is missing or malformed there."""
     try:
         return reader(state, config)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise UserError(
             f"{complaint} ({type(error).__name__}: {error}).",
             "Download both config.json and the weights again.",

@@ -103,6 +103,7 @@ def test_vectors(tmp_path, zipped):
         (b"dog 1 2\ncat 1\n", "Line 2.*1 numbers in place of 2"),
         (b"dog 1 2\ncat 1 x\n", "Line 2.*not a number"),
         (b"dog 1 2\ncat 1 nan\n", "Line 2.*not finite"),
+        (b"dog 1 2\ncat " + b"1" * (1 << 20), "Line 2.*1 MiB or more"),
     ],
 )
 def test_malformed_vectors_are_refused(tmp_path, content, message):

@@ -58,3 +58,12 @@ def test_models_of_other_inputs_are_refused():
     small = create_model("ViT-Micro-32")
     with pytest.raises(UserError, match="context_length is 16 in one, 32 in another"):
         Ensemble([small, create_model("ViT-Tiny-64")])
+
+
+def test_words_and_embeddings_must_agree():
+    words = [create_model("resnet-gru-small", vocabulary=list(words)) for words in ("abc", "cab")]
+    with pytest.raises(UserError, match=r"vocabulary is \['a', 'b', 'c'\] in one, \['c', 'a', 'b'\] in another"):
+        Ensemble(words)
+    several = create_model("resnet-gru-small", vocabulary=["a"], head="pie", n_embeddings=2)
+    with pytest.raises(UserError, match="K is 2 in one, 1 in another"):
+        Ensemble([several, create_model("resnet-gru-small", vocabulary=["a"])])

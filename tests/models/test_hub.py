@@ -188,6 +188,10 @@ def test_a_checkpoint_of_another_model(tmp_path):
         lambda config: config.update(n_unc_layers="one"),
         lambda config: config.update(embed_dim=17),
         lambda config: config.update(preprocess={"unheard_of": 1}),
+        lambda config: config["preprocess"].update(mean=[0.5, 0.5]),
+        lambda config: config["preprocess"].update(mean="abc"),
+        lambda config: config["preprocess"].update(std=[0.5, 0, 0.5]),
+        lambda config: config["preprocess"].update(std=[0.5, 0.5, float("nan")]),
     ],
 )
 def test_wrong_configurations(tmp_path, change):
@@ -212,6 +216,9 @@ def test_damaged_files(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(damaged)
         with pytest.raises(UserError, match="not a readable safetensors file"):
             load_model(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {"config": '{"a":' + "[" * 200_000})
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load_model(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="has no configuration"):
         load_model(tmp_path)
@@ -283,6 +290,24 @@ def test_published_configuration_may_leave_sizes_out():
     assert same_outputs(import_pcmepp(state, heads), import_pcmepp(state, config))
 
 
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("vision_cfg", {"head_width": 0}),
+        ("vision_cfg", {"patch_size": 0}),
+        ("vision_cfg", {"image_size": "x"}),
+        ("vision_cfg", {"mlp_ratio": -1}),
+        ("text_cfg", {"heads": 3}),
+        ("text_cfg", {"vocab_size": -1}),
+        ("text_cfg", {"width": "w"}),
+    ],
+)
+def test_published_configurations_that_describe_no_model(part, change):
+    _, state, config = published()
+    with pytest.raises(UserError):
+        import_pcmepp(state, {**config, part: config[part] | change})
+
+
 def test_published_weights_that_are_incomplete():
     _, state, config = published()
     without = {key: value for key, value in state.items() if key != "visual.ln_post.weight"}
@@ -293,6 +318,8 @@ def test_published_weights_that_are_incomplete():
         import_pcmepp(without, config)
     with pytest.raises(UserError, match="another shape"):
         import_pcmepp(state, {**config, "text_cfg": {"context_length": 20}})
+    with pytest.raises(UserError, match="not a complete PCME"):
+        import_pcmepp(state | {"logit_scale": torch.zeros(2, 3)}, config)
 
 
 @pytest.fixture

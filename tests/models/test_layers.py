@@ -1,6 +1,7 @@
 """Locks against open_clip's own, and learning rates by layer against their definition."""
 
 import pytest
+import timm
 import torch
 
 from pretrain.config import Config, Data, Model, Optimizer
@@ -10,6 +11,7 @@ from probemb.errors import UserError
 from probemb.models import create_model
 from probemb.models.architectures import architecture, build_stock
 from probemb.models.layers import check_frozen, freeze_backbones, layer_rates
+from probemb.models.towers.timm_image import TimmTower
 
 NAME = "ViT-Micro-32"  # two blocks in each tower
 LAST_NORM = ("visual.ln_post.", "text.ln_final.")
@@ -63,6 +65,33 @@ def test_the_stem_is_the_lowest_of_every_tower(name):
         own = {key: rate for key, rate in rates.items() if key.startswith(tower)}
         first = next(key for key in own if "embedding" in key or "conv1" in key or "stem" in key)
         assert own[first] == min(own.values())
+
+
+def test_a_transformer_of_timm_has_the_depths_of_open_clips():
+    """timm counts the norms before and behind the blocks to the last block."""
+    with torch.device("meta"):
+        stock = timm.create_model("vit_base_patch32_clip_224", num_classes=0, depth=2)
+    tower = TimmTower.__new__(TimmTower)
+    torch.nn.Module.__init__(tower)
+    tower.trunk = stock
+    places = {name: (tower.place(name).depth, tower.in_stem(name)) for name, _ in tower.named_parameters()}
+    expected = {"norm.weight": (0, False), "blocks.1.norm1.weight": (1, False), "blocks.0.mlp.fc1.bias": (2, False)}
+    expected |= dict.fromkeys(("norm_pre.bias", "patch_embed.proj.weight", "pos_embed", "cls_token"), (3, True))
+    assert {name: places[f"trunk.{name}"] for name in expected} == expected
+
+
+def test_locks_and_rates_of_a_tower_of_timm():
+    options = {"vocabulary": ["a"], "n_unc_layers": 0, "head": "clip"}
+    with torch.device("meta"):
+        model = create_model("resnet-gru-small", **options)
+    rates = {name: rate for name, rate in layer_rates(model, 0.5).items() if name.startswith("visual.trunk.")}
+    stem = [name for name in rates if model.in_stem(name)]
+    assert {name.split(".")[2] for name in stem} == {"conv1", "bn1"}
+    blocks = {rate for name, rate in rates.items() if name not in stem}
+    assert {rates[name] for name in stem} == {min(blocks) / 2}
+    assert {layer_rates(model, 0.5, stem=False)[name] for name in stem} == {1.0}
+    freeze_backbones(model, True, image_groups=99)
+    assert [name for name in rates if not model.get_parameter(name).requires_grad] == stem
 
 
 def test_groups_have_every_trained_parameter_once():

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from probemb import Gaussian, create_model, load_model
 from probemb.distances import csd
+from probemb.errors import UserError
 from probemb.evaluation.predictors import MatchModel, query_scores
 from probemb.models import as_one, save_model
 from probemb.models.dual_encoder import ceiling
@@ -102,3 +103,11 @@ def test_open_clip_reads_the_bias(tmp_path):
     theirs, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
     assert theirs.logit_bias.item() == -7
     assert theirs.logit_scale.exp().item() == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"init_logit_scale": 0.0}, {"init_logit_scale": -1.0}, {"log_var_start": float("nan")}]
+)
+def test_starts_that_are_no_numbers(wrong):
+    with pytest.raises(UserError, match=f"{next(iter(wrong))} is"):
+        create_model(NAME, **{**COSINE, **wrong})

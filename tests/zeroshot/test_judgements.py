@@ -126,7 +126,7 @@ def test_wrong_input(measured, run_folder, captioned, file, tmp_path):
     (tmp_path / "agreed.tsv").write_text(file.read_text().splitlines()[0] + "\n001\t000\t0\t1\t2\n")
     (tmp_path / SCORES).write_bytes((measured / SCORES).read_bytes()[:-8])
     for options, message in (
-        (("--judgements", "nowhere.tsv"), "nowhere.tsv is not a regular file"),
+        (("--judgements", "nowhere.tsv"), "nowhere.tsv does not exist"),
         (("--judgements", str(tmp_path / "none.tsv")), "None of the 1 judged pairs"),
         (("--judgements", str(tmp_path / "agreed.tsv")), "people accept none"),
         (("--compare", str(measured)), "--compare is given without --judgements"),

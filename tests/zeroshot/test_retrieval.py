@@ -1,6 +1,7 @@
 """Retrieval: the command, and the parts of the library that it alone uses."""
 
 import copy
+import gzip
 import json
 import re
 import subprocess
@@ -234,10 +235,11 @@ def test_plausible_matches_by_an_instances_file(run_folder, tmp_path):
     members = [(f"{i}.jpg", jpeg(scene("p", i))) for i in range(6)]
     members += [(f"{i}.json", json.dumps({"captions": ["a", f"b {i}"], "image_id": i}).encode()) for i in range(6)]
     tar = write_tar(tmp_path / "a.tar", sorted(members))
-    file = tmp_path / "instances.json"
+    file = tmp_path / "instances.json.gz"
     pairs = [(0, 1), (0, 5), (1, 5), (2, 1), (2, 5), (3, 9), (99, 1)]  # images 4 and 5 have no objects
     annotations = [{"image_id": image, "category_id": category} for image, category in pairs]
-    file.write_text(json.dumps({"categories": [{"id": c} for c in (1, 5, 9)], "annotations": annotations}))
+    content = {"categories": [{"id": c} for c in (1, 5, 9)], "annotations": annotations}
+    file.write_bytes(gzip.compress(json.dumps(content).encode()))
     assert read_objects(file, list(range(6))).tolist() == [
         [1, 1, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0]
     ]  # fmt: skip
@@ -378,7 +380,7 @@ def test_small_sets_have_projections_and_extremes():
         (("--benchmarks", "coco"), "no COCO ids of its captions|are not in the data"),
         (("--benchmarks", "ecv"), "no benchmark 'ecv'. Did you mean 'eccv'"),
         (("--benchmarks", "pmrp"), "the objects that the images show"),
-        (("--instances", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--instances", "nowhere.json"), "nowhere.json does not exist"),
         (("--instances", __file__), "no object annotations in COCO's form"),
         (("--rankings", "cds"), "no ranking 'cds'. Did you mean 'csd'"),
         (("--rankings", ","), "--rankings names none"),

@@ -179,7 +179,7 @@ def parse_xml(content: bytes, file: Path) -> Element:
     parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = builder.data, refuse
     try:
         parser.Parse(content, True)
-    except expat.ExpatError as error:
+    except (expat.ExpatError, LookupError, ValueError) as error:  # the latter two of encodings
         raise UserError(f"{file} is not well-formed XML: {error}.", _FETCH) from None
     return builder.close()
 

@@ -132,6 +132,8 @@ def stream_list(file: Path) -> Iterator[object]:
     """The entries of a JSON list, one at a time; memory is bounded by the largest. Raises UserError."""
     decode = json.JSONDecoder().raw_decode
     text, at, begun = "", 0, False  # what is read and not yet decoded begins at `at`
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} is not a regular file.", _FETCH)
     try:
         with open(file, encoding="utf-8-sig") as opened:
             while True:

@@ -180,7 +180,8 @@ def read_text(path: Path) -> bytes:
     """The content of an annotation file, unpacked if it is gzipped. Raises UserError: not readable, or too large."""
     try:
         if not path.is_file():
-            raise UserError(f"{path} is not a regular file.", "Name the annotation file itself.")
+            what = "is not a regular file" if path.exists() else "does not exist"
+            raise UserError(f"{path} {what}.", "Name the annotation file itself.")
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else open(path, "rb") as file:

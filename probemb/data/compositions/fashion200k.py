@@ -166,7 +166,7 @@ def _lines(file: Path) -> Sequence[str]:
 
 
 def _test_queries(file: Path, data: AttributeChanges, names: list[str]) -> list[Query]:
-    """Raises UserError: a line names an unknown image, or descriptions that differ in more than a word."""
+    """Raises UserError: a line names an unknown image."""
     row = {name: place for place, name in enumerate(names)}
     found = []
     for number, line in enumerate(_lines(file), 1):

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from probemb.data.captions.dataset import read_text
 from probemb.errors import UserError
 
 
@@ -17,16 +18,14 @@ def read_objects(file: str | Path, image_ids: Sequence[int | str]) -> Tensor:
         file: instances_val2014.json, or another JSON with "categories" and "annotations" of that form.
         image_ids: COCO's id of each image.
 
-    Raises UserError: the file is missing or malformed; none of the images occurs in it.
+    Raises UserError: the file is missing, too large or malformed; none of the images occurs in it.
     """
     path = Path(file)
     remedy = "Give COCO's instances_val2014.json, from annotations_trainval2014.zip."
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path).decode("utf-8-sig"))
         categories = {int(category["id"]): place for place, category in enumerate(content["categories"])}
         pairs = {(int(one["image_id"]), categories[int(one["category_id"])]) for one in content["annotations"]}
-    except OSError as error:
-        raise UserError(f"The object annotations {path} cannot be read ({error.strerror}).", remedy) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"{path} holds no object annotations in COCO's form.", remedy) from error
     rows = {name: row for row, name in enumerate(image_ids)}

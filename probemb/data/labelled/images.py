@@ -144,7 +144,12 @@ def _read_labels(path: Path) -> dict[str, int | str]:
                 f"Line {number} of {path} is not NAME LABEL: {line[:60]!r}.",
                 "Write the image's file name and its class index (from 0, sorted WordNet ids) or its WordNet id.",
             )
-        labels[_stem(words[0])] = int(words[1]) if _INDEX.fullmatch(words[1]) else words[1]
+        mark = int(words[1]) if _INDEX.fullmatch(words[1]) else words[1]
+        if labels.setdefault(_stem(words[0]), mark) != mark:
+            raise UserError(
+                f"Line {number} of {path} gives {words[0][:100]} another label than a line before.",
+                "Write one line for each image; those of one name in several folders cannot be told apart here.",
+            )
     return labels
 
 

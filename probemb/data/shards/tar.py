@@ -7,6 +7,7 @@ size beyond the end of the file. Here every number is checked before it is used.
 import io
 import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ def walk_tar(file: str | os.PathLike | io.IOBase) -> Iterator[Member]:
     """
     if isinstance(file, (str, os.PathLike)):
         try:
-            fd = os.open(file, os.O_RDONLY)
+            fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         except OSError as error:
             raise BadShard(f"{os.fspath(file)}: cannot be opened ({error.strerror})") from None
         try:
@@ -73,7 +74,10 @@ def _next_header(fd: int, offset: int, end: int) -> int:
 
 
 def _walk(fd: int, label: str, offset: int = 0) -> Iterator[Member]:
-    end = os.fstat(fd).st_size
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode):
+        raise BadShard(f"{label}: is not a regular file")
+    end = about.st_size
     everywhere: dict[str, str] = {}  # pax records for all members from here on
     following: dict[str, str] = {}  # ... for the next member
     while True:

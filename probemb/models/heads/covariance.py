@@ -62,8 +62,10 @@ def make_covariance(kind: str, log_var_range: Sequence[float] | None, log_var_st
     """A `Covariance` of a configuration's values.
 
     Raises:
-        UserError: an unknown kind, or a range that is none.
+        UserError: an unknown kind, a range that is none, or a start that is no number.
     """
+    if log_var_start is not None and not math.isfinite(log_var_start):
+        raise UserError(f"log_var_start is {log_var_start}.", "Give a number, such as -10 (ProLIP), or leave it out.")
     if kind not in COVARIANCES:
         raise UserError(
             f"There is no covariance '{kind}'.{nearest(kind, COVARIANCES)}", f"Choose one of {', '.join(COVARIANCES)}."

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import cached_property
 from pathlib import Path
 from types import MethodType
 
@@ -30,6 +31,7 @@ from probemb.models.pretrained import load_strictly, read_state_dict
 from probemb.models.towers.branch import Branch, drop_unused, meta_twin
 
 STAGES = (("layer1", "layer2", "layer3", "layer4"), ("s1", "s2", "s3", "s4"))  # ResNets, RegNets
+FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # what timm would open or write
 CONTAINERS = ("blocks", "stages", "layers")  # of blocks in transformers, of stages in CNNs
 
 logger = logging.getLogger(__name__)
@@ -111,18 +113,38 @@ class TimmTower(Encoder):
                 logger.warning(f"timm's {type(self.trunk).__name__} cannot recompute its blocks; it keeps activations.")
 
     def place(self, name: str) -> Place:
-        """Blocks by timm's groups; the stem is the deepest of them."""
+        """Blocks by timm's groups; the stem is the deepest of them, and what lies behind the blocks has 0."""
         part, _, rest = name.partition(".")
         if part in ("mean_head", "log_var_head"):
             return Place("head")
         if part == "uncertainty_blocks":
             return Place("branch", len(self.uncertainty_blocks) - int(rest.partition(".")[0]))
-        if part != "trunk" or not hasattr(self.trunk, "group_matcher"):
-            return Place("trunk")
-        names = [(key, None) for key, _ in self.trunk.named_parameters()]
-        in_no_block = ("", None)
-        groups = group_with_matcher([*names, in_no_block], self.trunk.group_matcher(), reverse=True)
-        return Place("trunk", groups[""] - groups[rest] if rest in groups else 0)  # buffers are in no group
+        return Place("trunk", self._depths.get(rest, 0) if part == "trunk" else 0)  # buffers are in no group
+
+    def in_stem(self, name: str) -> bool:
+        """What is in the deepest group."""
+        part, _, rest = name.partition(".")
+        return part == "trunk" and self._depths.get(rest, 0) == max(self._depths.values(), default=0) > 0
+
+    @cached_property
+    def _depths(self) -> dict[str, int]:
+        """The depth of each parameter of the trunk; without groups of timm's all have 0.
+
+        timm puts norms that stand alone into the last block's group: those that are registered before the blocks belong
+        to the stem, those after them to what lies behind.
+        """
+        if not hasattr(self.trunk, "group_matcher"):
+            return {}
+        parameters, in_no_block = dict(self.trunk.named_parameters()), ("", None)
+        groups = group_with_matcher([*parameters.items(), in_no_block], self.trunk.group_matcher(), reverse=True)
+        in_blocks = {id(p) for block in trunk_blocks(self.trunk) for p in block.parameters()}
+        inside = [id(p) in in_blocks for p in parameters.values()]
+        depths, deepest = {}, groups[""]
+        for place, name in enumerate(parameters):
+            depths[name] = depth = deepest - groups[name]
+            if depth == 1 and not inside[place] and any(inside):
+                depths[name] = 0 if any(inside[:place]) else deepest
+        return depths
 
     def _tokens(self, x: Tensor) -> Tensor:
         """A feature map in the trunk's layout -> (B, T, W). Raises UserError: it is none."""
@@ -208,7 +230,10 @@ def _build(vision: dict, pretrained: bool = False) -> nn.Module:
     name = vision["timm_model_name"]
     if not timm.is_model(name):
         raise UserError(f"timm has no model '{name}'.", "timm.list_models() prints the names that it has.")
-    return timm.create_model(name, pretrained, num_classes=0, **vision.get("timm_model_kwargs", {}))
+    options = vision.get("timm_model_kwargs", {})
+    if files := sorted(FILES & options.keys()):  # a configuration may be a stranger's, and names files of this machine
+        raise UserError(f"timm_model_kwargs has {', '.join(files)}.", "Name weights as model.pretrained instead.")
+    return timm.create_model(name, pretrained, num_classes=0, **options)
 
 
 def timm_tower(build, trunk, name: str, image_size: int, n_unc_layers: int, head: HeadConfig, projection=None):

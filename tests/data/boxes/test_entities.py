@@ -119,6 +119,8 @@ OUTSIDE = '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>'
         ((LAUGHS + annotation("")).encode("utf-16"), "document type"),
         (annotation("") + "<more/>", "not well-formed"),
         ("", "not well-formed"),
+        ('<?xml version="1.0" encoding="base64"?><annotation/>', "not well-formed"),
+        ('<?xml version="1.0" encoding="utf-7"?><annotation/>', "not well-formed"),
         ("<a>" * (MAX_DEPTH + 1) + "</a>" * (MAX_DEPTH + 1), "deep"),
         (annotation("", width=0), "0 x 40 pixels"),
         (annotation("", width=10**6), "pixels"),

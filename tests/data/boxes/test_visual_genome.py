@@ -1,6 +1,7 @@
 """Visual Genome's region descriptions in their published layout, what is refused, and the triplets of crops."""
 
 import json
+import os
 
 import pytest
 
@@ -163,3 +164,9 @@ def test_triplets_of_crops():
     (larger, second) = crop_triplets(data, 0.99)
     assert larger.captions[0] == second.captions[0] == "too large"
     assert crop_triplets(data, 0.001) == []
+
+
+def test_a_pipe_is_no_list(tmp_path):
+    os.mkfifo(tmp_path / "x.json")
+    with pytest.raises(UserError, match="not a regular file"):
+        list(stream_list(tmp_path / "x.json"))

@@ -134,6 +134,7 @@ HOSTILE = {
     "unknown category": (broken(lambda x: x["annotations"][0].update(category_id=2)), "unknown image or category"),
     "no box": (broken(lambda x: x["annotations"][0].update(bbox=[1, 2, 3])), "a box is"),
     "NaN": (broken(lambda x: x["annotations"][0].update(bbox=[1, 2, 3, float("nan")])), "a box is"),
+    "a huge box": (broken(lambda x: x["annotations"][0].update(bbox=[10**400, 2, 3, 4])), "a box is"),
     "same name": (broken(lambda x: x["categories"][1].update(name="person")), "occurs twice"),
     "no category": (broken(lambda x: x.update(categories=[])), "categories are not a list"),
     "nothing annotated": (broken(lambda x: x.update(annotations=[])), "annotates no image"),

@@ -79,6 +79,11 @@ def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
     lists.write_text(f"{members[0][0]} 0\n")
     with pytest.raises(UserError, match="lacks 31 of 32"):
         find_images(tar, lists)
+    lists.write_text(
+        "".join(f"{name} {label}\n" for (name, _), (label, _) in zip(members, pictures)) + "a/" + members[0][0] + " 9\n"
+    )
+    with pytest.raises(UserError, match=r"Line 33 .* another label than a line before"):
+        find_images(tar, lists)
     lists.write_text("490\n361\n")
     with pytest.raises(UserError, match="Line 1"):
         find_images(tar, lists)

@@ -1,6 +1,7 @@
 """The tar walker against Python's tarfile, and against files made to mislead it."""
 
 import io
+import os
 import random
 import tarfile
 
@@ -146,6 +147,14 @@ def test_hostile_files_are_refused_with_the_reason(tmp_path, case):
     with pytest.raises(BadShard, match=reason) as refused:
         members(path)
     assert str(path) in str(refused.value)
+
+
+def test_pipes_and_folders_are_no_shards(tmp_path):
+    os.mkfifo(tmp_path / "pipe.tar")
+    (tmp_path / "folder.tar").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(BadShard, match="not a regular file"):
+            members(tmp_path / f"{name}.tar")
 
 
 def test_missing_file(tmp_path):

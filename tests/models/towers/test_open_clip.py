@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, load_model, save_model
+from probemb.models.architectures import architecture
 
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 TIMM = {"timm_model_pretrained": False, "image_size": 160}
@@ -188,3 +189,18 @@ def test_image_sizes_that_do_not_fit(kind, size):
 def test_more_branch_layers_than_blocks():
     with pytest.raises(UserError, match="n_unc_layers is 5, but the image tower has 4"):
         make("convnext", n_unc_layers=5)
+
+
+@pytest.mark.parametrize("head", ["gpo", "average", "pie"])
+def test_padding_of_siglip_takes_no_part_in_a_head(monkeypatch, head):
+    """Its tokenizer pads with 1, which open_clip's configuration does not say."""
+    config = architecture("ViT-B-16-SigLIP")
+    config["vision_cfg"] = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}
+    config["text_cfg"] |= {"width": 64, "heads": 1, "layers": 1, "vocab_size": 100}
+    monkeypatch.setattr("probemb.models.create.architecture", lambda *_: config)
+    model = create_model("ViT-B-16-SigLIP", head=head, embed_dim=8)
+    tokens = torch.ones(2, 64, dtype=torch.int64)
+    tokens[0, :4] = torch.tensor([5, 6, 7, 8])
+    assert model.text.text_mask(tokens).sum(1).tolist() == [4, 1]  # an empty text has its first token
+    with torch.no_grad():
+        assert model.encode_text(tokens).mean.norm(dim=1).tolist() == pytest.approx([1, 1])

@@ -101,6 +101,12 @@ def test_names_that_timm_does_not_have():
         DualEncoder(config_of("resnet51", 64))
 
 
+@pytest.mark.parametrize("option", ["checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"])
+def test_a_configuration_names_no_files(option):
+    with pytest.raises(UserError, match=f"timm_model_kwargs has {option}"):
+        DualEncoder(config_of("resnet18", 64, **{option: "/etc/hostname"}))
+
+
 def test_real_weights(shared_data):
     path = shared_data("pretrained") / "tf_efficientnet_lite0.safetensors"
     config = config_of("tf_efficientnet_lite0", 128, n_unc_layers=(0, 1))

@@ -80,12 +80,16 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         return project(pooled, self.text_projection)
 
     def text_mask(self, tokens: Tensor) -> Tensor:
-        """True up to and including each text's end token, (B, L) bool."""
+        """True up to and including each text's end token, (B, L) bool; without one, of all that is no padding, or the
+        first token of an empty text.
+        """
         if self.pool_type == "argmax":  # the end token has the highest id
             return length_mask(tokens.argmax(dim=-1) + 1, tokens.shape[1])
         if self.pool_type == "eos":
             return length_mask((tokens == self.eos_id).int().argmax(dim=-1) + 1, tokens.shape[1])
-        return tokens != self.pad_id
+        there = tokens != self.pad_id
+        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        return there | (first & ~there.any(1, keepdim=True))
 
     def trim(self, tokens: Tensor) -> Tensor:
         """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
