@@ -56,19 +56,30 @@ def class_sets(config: Evaluate) -> list[NamedPath]:
     return named_paths(config.classes, "evaluate.classes")
 
 
-def metrics(config: Evaluate) -> list[str]:
-    """Everything that an evaluation logs. Raises UserError: the sets do not fit."""
+def logged_keys(config: Evaluate) -> list[list[str]]:
+    """What each evaluation logs, in the order of `make_evaluators`. Raises UserError: the sets do not fit."""
     sets = [(one.name, RETRIEVAL) for one, _ in pair_sets(config)]
     sets += [(one.name, ZERO_SHOT) for one in class_sets(config)]
-    return [f"{name}/{key}" if name else key for name, keys in sets for key in keys]
+    return [[f"{name}/{key}" if name else key for key in keys] for name, keys in sets]
+
+
+def metrics(config: Evaluate) -> list[str]:
+    """Everything that the evaluations log. Raises UserError: the sets do not fit."""
+    return [key for keys in logged_keys(config) for key in keys]
+
+
+def left_out(config: Evaluate, rows: list[dict]) -> list[int]:
+    """The numbers of the evaluations, in the order of `make_evaluators`, whose values are not in rows of the log."""
+    seen = {key for row in rows for key in row}
+    return [number for number, keys in enumerate(logged_keys(config)) if not seen.intersection(keys)]
 
 
 def logged_evaluations(run: Path, step: int) -> list[dict]:
-    """What the log of a run has of the evaluations of a step, in their order."""
+    """The lines of a run's log on the evaluations of a step."""
     found = []
     try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return found
     for line in lines:
         try:

@@ -15,7 +15,7 @@ from pretrain.config import Config
 from pretrain.engine.average import Average
 from pretrain.engine.checkpoint import read_exported, take_snapshot
 from pretrain.engine.nonfinite import culprits
-from pretrain.evaluation_sets import logged_evaluations, lower_is_better, split_set
+from pretrain.evaluation_sets import left_out, logged_evaluations, lower_is_better, split_set
 from pretrain.sample_log import SampleLog
 from probemb import distributed
 from probemb.cli.configuration import to_dict, with_absolute_paths
@@ -88,7 +88,7 @@ class RunFolder(RunOutput):
         if step:
             self._restore(step, MODEL)
         self.best, self.saved = self._resume_best(step), step if step else None
-        self.evaluated = self._resume_evaluations(step)
+        self.left_out = self._resume_evaluations(step)
         if config.log_samples:
             self.samples = SampleLog(self.path, step, distributed.rank(), distributed.world_size())
 
@@ -115,13 +115,13 @@ class RunFolder(RunOutput):
             print(f"resume  {self.path / BEST} is by {found.metric}; the best by {metric} is chosen from here on")
         return Best(metric, lower_is_better(metric))
 
-    def _resume_evaluations(self, step: int) -> int:
-        """How many of the evaluations of `step` the log has; notes whether one of them is the best; collective."""
+    def _resume_evaluations(self, step: int) -> list[int]:
+        """The evaluations that the log lacks of `step`; notes whether one that it has is the best; collective."""
         rows = logged_evaluations(self.path, step) if self.is_main and step else []
         rows = distributed.all_of(rows)[0]
         if self.best:
             self.best.add_logged(step, rows)
-        return len(rows)
+        return left_out(self.config.evaluate, rows)
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """Log a step and print its progress line; notes whether it is the best."""
@@ -148,6 +148,7 @@ class RunFolder(RunOutput):
         if self.writer.failed:
             return
         best.write(self.path)
+        (self.path / BEST_MODEL / STEP).unlink(missing_ok=True)
         for file in sorted((self.path / MODEL).iterdir()):
             if not file.name.startswith("."):
                 replace_file(self.path / BEST_MODEL / file.name, partial(shutil.copyfile, file))
@@ -227,6 +228,7 @@ class RunFolder(RunOutput):
         prefix = "model."
         weights = {n.removeprefix(prefix): t for n, t in snapshot.whole.items() if n.startswith(prefix)}
         self.model.load_state_dict(weights, assign=True)
+        (self.path / MODEL / STEP).unlink(missing_ok=True)
         save_model(self.model, self.path / MODEL, overwrite=True)
         replace_text(self.path / MODEL / STEP, f"{snapshot.content['step']}\n")
         if self.copier:
@@ -288,6 +290,7 @@ def restore_model(run: Path, step: int, name: str) -> None:
         model = DualEncoder(read_state(checkpoint)["model"])
     weights = {key.removeprefix("model."): tensor for key, tensor in read_exported(checkpoint).items()}
     model.load_state_dict(weights)
+    (run / name / STEP).unlink(missing_ok=True)
     save_model(model, run / name, overwrite=True)
     replace_text(run / name / STEP, f"{step}\n")
 

@@ -53,12 +53,12 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         UserError: what was asked for cannot run.
     """
     from pretrain.engine.randomness import make_deterministic
-    from pretrain.evaluation_sets import class_sets, logged_evaluations, make_evaluators, pair_sets
+    from pretrain.evaluation_sets import left_out, logged_evaluations, make_evaluators
     from pretrain.folder import complete_finished
     from probemb.cli.device import training_precision
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
-    from probemb.runs.copies.start import fetch_newest, refuse_another_copy
+    from probemb.runs.copies.start import fetch_newest, lacks_fetch, refuse_another_copy
     from probemb.runs.copies.store import Store
     from probemb.runs.folder import newest_checkpoint, refuse_full_disk
 
@@ -66,10 +66,11 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         say(f"resume  {line}")
 
     copy = Store(config.remote_copy) if config.remote_copy else None
-    if copy and config.resume:
+    earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
+    if copy and config.resume and lacks_fetch(Path(config.out)):
         # Any rank may be the one that fetches, and says so.
         fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
-    earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
+        earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
     if config.engine.deterministic:
         make_deterministic(fill=config.data.decode == "workers")
     device, precision = pick_device(config), training_precision(config.engine.precision)
@@ -91,8 +92,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     if earlier and (changed := changes_since(config, state, identity, earlier)):
         then = f"the data resumes after {samples:,} samples seen, in its present order"
         say(f"resume  changed {'; '.join(changed)}; {then}")
-    named = len(pair_sets(config.evaluate)) + len(class_sets(config.evaluate))
-    if step >= steps and len(logged_evaluations(Path(config.out), step)) >= named:
+    if step >= steps and not left_out(config.evaluate, logged_evaluations(Path(config.out), step)):
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         if rank == 0:
             complete_finished(config, step)

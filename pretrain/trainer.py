@@ -62,7 +62,7 @@ class Recorder(Protocol):
 
     failed: bool  # whether something could not be written, on this rank
 
-    evaluated: int  # how many evaluations of the step that the run resumes from were made
+    left_out: list[int]  # the numbers of the evaluations that the log lacks of the step that the run resumes from
 
     def check(self) -> None: ...
     def report(self, step: int, values: dict[str, float]) -> None: ...
@@ -151,7 +151,8 @@ class Trainer:
         last = min(self.steps, config.stop_at_step or self.steps)
         self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
         if self.step and evaluators and self._crossed(config.evaluate.every_samples, self.steps):
-            self._evaluate(evaluators[recorder.evaluated :])
+            self._evaluate([evaluators[number] for number in recorder.left_out])
+            window.restart()
         saved, first, began = self.step, self.step + 1, time.perf_counter()
         while self.step < last:
             if profiler:

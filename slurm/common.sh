@@ -20,6 +20,9 @@ ulimit -c 0                                       # no core files of many GB fro
 
 # ------------------------------------------------------------------------------------------ nothing to edit from here
 PREEMPTED=85  # exit code of a stage that was asked to stop and has saved
+# What names this job alone: one task of every array has the array's number as its SLURM_JOB_ID.
+THIS_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
+THIS_JOB=${THIS_JOB:-${SLURM_JOB_ID:-}}
 
 refuse() { printf 'error: %s\n       %s\n' "$1" "$2" >&2; exit 2; }
 say() { echo "== $(date '+%F %T') $*"; }
@@ -66,7 +69,7 @@ seconds() {
 # The time limit must exceed the margin that the script's --signal line keeps for the last checkpoint.
 require_time_to_save() {
   local limit margin
-  limit=$(squeue --noheader --job "$SLURM_JOB_ID" --format %l)
+  limit=$(squeue --noheader --job "$THIS_JOB" --format %l)
   margin=$(sed -n 's/^#SBATCH --signal=B:USR1@\([0-9]*\).*/\1/p' "$0")
   if [[ $limit =~ ^[0-9:-]+$ ]] && [ "$(seconds "$limit")" -le "${margin:-300}" ]; then
     refuse "The time limit $limit is not longer than the ${margin:-300} s kept for the last checkpoint." \
@@ -90,7 +93,7 @@ take_arguments() {
   [ -n "$sweep" ] || return 0
   [ -f "$sweep" ] || refuse "The list of a sweep, $sweep, does not exist." "Write one line of arguments for each run."
   [ -n "${SLURM_ARRAY_TASK_ID:-}" ] || refuse "--sweep works in job arrays only." "Add --array=1-N to sbatch."
-  line=$(grep -Ev '^[[:space:]]*(#|$)' "$sweep" | sed -n "${SLURM_ARRAY_TASK_ID}p")
+  line=$(tr -d '\r' <"$sweep" | grep -Ev '^[[:space:]]*(#|$)' | sed -n "${SLURM_ARRAY_TASK_ID}p")
   [ -n "$line" ] || refuse "$sweep has no line $SLURM_ARRAY_TASK_ID." "Let --array count from 1 to its number of lines."
   words=$(xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null && echo end) ||
     refuse "Line $SLURM_ARRAY_TASK_ID of $sweep has an open quote." "Close it, or write \\' for a quote itself."
@@ -149,14 +152,14 @@ follow() {
 # requeue WHERE: requeues the job and ends this script; WHERE says for people where it resumes.
 requeue() {
   say "asked to stop: back into the queue"
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
+  scontrol requeue "$THIS_JOB" && exit 0
   echo "error: Slurm does not requeue the job." >&2
   echo "       Submit it again: it resumes $1." >&2
 }
 
 # repeat_usr1 PID: a moment passes first, longer at every attempt of `run_ranks`, because USR1 kills what still starts.
 repeat_usr1() { (sleep "$attempt"; while kill -USR1 "$1" 2>/dev/null; do sleep 5; done) & }
-late() { scontrol show job "$SLURM_JOB_ID" | grep -q Reason=TimeLimit; }  # saved, but only after the time limit
+late() { scontrol show job "$THIS_JOB" | grep -q Reason=TimeLimit; }  # saved, but only after the time limit
 
 # run_ranks MODULE: runs it with `arguments` on every rank; requeues a run that was asked to stop, and exits.
 # The ranks meet at the job's first node, never localhost, at a port below the ephemeral range that differs between

@@ -48,5 +48,6 @@ fi
 stop_once() { kill -TERM "$1" 2>/dev/null; }
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST: ${arguments[*]}"
 follow stop_once srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -m tools.download "${arguments[@]}"
-[ -z "$asked" ] || [ "$code" = 0 ] || requeue "with the missing shards"
+# 2: the third start in a row that finished no shard. A cancelled job is not requeued.
+[ -z "$asked" ] || [ -n "$ended" ] || [ "$code" = 0 ] || [ "$code" = 2 ] || requeue "with the missing shards"
 exit "$code"

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,6 +151,26 @@ def find_checkpoint(
             f"Every checkpoint in {run_dir / 'checkpoints'} is damaged.", "Restore one, or start a new run."
         )
     return None
+
+
+def restore_replaced(run_dir: Path | str) -> None:
+    """Give a checkpoint its name back whose replacement was killed between the two renames; no job writes the run."""
+    for old in (Path(run_dir) / "checkpoints").glob(".step-*.old"):
+        target = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+        if not target.exists():
+            with suppress(OSError):  # another rank was quicker
+                old.rename(target)
+
+
+def set_aside_after(run_dir: Path | str, step: int) -> None:
+    """Hide the checkpoints after the step that a run resumes from: they are damaged, and `prune`, which compares no
+    sums, would keep them in place of new ones. The next write deletes them. Raises OSError.
+    """
+    for path in _finished(Path(run_dir)):
+        if _step(path) > step:
+            gone = path.with_name(f".{path.name}.damaged")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
 
 
 def prune(run_dir: Path | str, keep: int, keep_every: int = 0, also: Collection[int] = ()) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from probemb.cli.configuration import to_dict, with_absolute_paths
 from probemb.errors import UserError
-from probemb.runs.checkpoints import find_checkpoint, free_bytes
+from probemb.runs.checkpoints import find_checkpoint, free_bytes, restore_replaced
 from probemb.runs.lock import NAME as LOCK
 from probemb.runs.lock import refuse_locked
 
@@ -23,7 +23,7 @@ def newest_checkpoint(
     tell: Callable[[str], object] | None = None,
     minutes: float = 0.0,
 ) -> Path | None:
-    """The checkpoint to resume from, or None for a new run; writes nothing.
+    """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
     With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
     ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `config_class` is
@@ -32,6 +32,7 @@ def newest_checkpoint(
     """
     run = Path(out)
     refuse_locked(run, minutes if resume else 0.0, tell)
+    restore_replaced(run)
     if resume:
         newest = find_checkpoint(run, verify=True, tell=tell)
         if newest is None and not _may_begin(run, config_class):

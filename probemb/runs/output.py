@@ -10,7 +10,7 @@ from probemb.distributed import on_main
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.runs.background_writer import BackgroundWriter
-from probemb.runs.checkpoints import Snapshot, prune
+from probemb.runs.checkpoints import Snapshot, prune, set_aside_after
 from probemb.runs.folder import remove_leftovers
 from probemb.runs.lock import RunLock
 from probemb.runs.log import RunLog, train_line
@@ -48,6 +48,7 @@ class RunOutput:
     def _begin(self, step: int) -> RunLog:
         self.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path)
+        set_aside_after(self.path, step)
         replace_text(self.path / "config.yaml", to_yaml(self.config))
         return RunLog(self.path, step, self.config.wandb, to_dict(self.config))
 

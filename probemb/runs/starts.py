@@ -26,6 +26,20 @@ def refuse_endless_starts(run: Path, first: int, step: int) -> None:
         )
 
 
+def refuse_idle_start(file: Path, before: int, now: int, what: str, remedy: str) -> None:
+    """The same for work in pieces, by one process: `before` and `now` count the finished ones.
+
+    Args:
+        file: keeps the count of starts.
+        what: a piece, such as "a shard".
+
+    Raises:
+        UserError: it is the third start in a row that finished none.
+    """
+    if _count(file, before, now) >= MAX_STARTS:
+        raise UserError(f"{MAX_STARTS} starts in a row were asked to stop before they had finished {what}.", remedy)
+
+
 def _count(file: Path, first: int, step: int) -> int:
     """Starts in a row without a step, this one included; kept in `file`, whose errors do not decide anything."""
     count = 0

@@ -77,3 +77,21 @@ def test_arrays_that_leave_shards_out(site, jobs):
 
 def _logs(jobs) -> str:
     return "".join(path.read_text(errors="replace") for path in jobs.folder.glob("*.out"))
+
+
+@pytest.mark.slow
+def test_one_task_of_an_array_is_requeued_alone(site, jobs):
+    """One task of every array has the array's own number, and to requeue that would requeue all of them."""
+    site.pause = 0.5
+    words = arguments(site, jobs, [f"ok/{i}" for i in range(60)])
+    array = jobs.submit(*words, script="download.sh", sbatch=(*ONE_CORE, "--array=1-2"))
+    out = jobs.folder / "out"
+    jobs.cluster.until("shards of both", lambda: len(list(out.glob("*.tar"))) > 1, array)
+    for task in (1, 2):
+        jobs.cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_{task}")
+        jobs.cluster.until("its requeue", lambda n=task: _logs(jobs).count("back into") == n, array)
+    site.pause = 0
+    jobs.ended(array, "COMPLETED")
+    jobs.cluster.until("both", lambda: sum(shard.exists() for shard in out.glob("*.tar")) == 6, array)
+    assert _logs(jobs).count("start 2, on") == 2
+    assert "start 3, on" not in _logs(jobs)

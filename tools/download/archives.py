@@ -28,13 +28,13 @@ from probemb.data.captions.annotations import (
 )
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.shards.samples import MAX_IMAGE_BYTES
+from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError
 from probemb.files import replace_text
 from probemb.pools import process_pool
 from probemb.runs.lock import RunLock
-from tools.download.plan import check_same, read_state
+from tools.download.plan import State, check_same, read_state
 from tools.download.report import Outcome, publish
 from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker, write_shard_index
 from tools.download.zips import Place, fetch_archive, members, read_bytes, read_text
@@ -81,14 +81,17 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
             f"No archive of {TITLES[corpus]} was named.",
             f"Name its zip files or their addresses{', or 2014 for all published ones' if corpus == 'coco' else ''}.",
         )
-    if (state := read_state(folder)) is not None:
+    state = read_state(folder)
+    if state is not None:
         check_same(folder, state, corpus, settings)
     (folder / STATE).mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder / STATE / "locks" / "whole")
     try:
         paths = [fetch_archive(one, folder / STATE / "archives", options.patience) for one in sources]
         splits, images, dropped = _read(corpus, paths)
-        started = {"corpus": corpus, "settings": settings, "format": 1}  # stored only after the archives were accepted
+        sums = _sums(splits, folder, state)
+        # Stored only after the archives were accepted.
+        started = {"corpus": corpus, "settings": settings, "splits": sums, "format": 1}
         replace_text(folder / STATE / "state.json", json.dumps(started) + "\n")
         done = {name: _write_split(folder / name, chosen, images, settings, options) for name, chosen in splits.items()}
         asked = sum(map(len, splits.values())) + sum(dropped.values())
@@ -112,6 +115,19 @@ def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
             "Name the zip files of the images beside those of the captions.",
         )
     return 0
+
+
+def _sums(splits: dict[str, list[Picture]], folder: Path, state: State | None) -> dict[str, str]:
+    """The SHA-256 of every split's images and captions. Raises UserError: the folder holds others of that split."""
+    held = state.splits if state else {}
+    found = {
+        name: hashlib.sha256(json.dumps([[one.key, one.name, one.captions] for one in pictures]).encode()).hexdigest()
+        for name, pictures in splits.items()
+    }
+    for name, mark in found.items():
+        if held.get(name, mark) != mark:
+            raise UserError(f"{folder} holds other images or captions of {name}.", "Name another folder with --out.")
+    return held | found
 
 
 def _read(corpus: str, paths: Sequence[Path]) -> tuple[dict[str, list[Picture]], dict[str, Place], Counter]:
@@ -200,10 +216,11 @@ def write_shard(task: Task) -> Marker:
     writer = ShardWriter(task.folder, task.number, unique=False)
     try:
         for picture, place in zip(task.pictures, task.places):
+            text = sum(len(one.encode()) + 1 for one in picture.captions)
             words = sum(len(one.split()) for one in picture.captions) // len(picture.captions)
             record = Record(picture.key, picture.name, GOT, words=words)
-            if place is None:
-                record.cause = ABSENT
+            if place is None or text > MAX_TEXT_BYTES:
+                record.cause = ABSENT if place is None else "malformed row"
                 writer.drop(record)
                 continue
             try:

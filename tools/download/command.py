@@ -27,6 +27,7 @@ from pathlib import Path
 from probemb.cli.configuration import parse_config
 from probemb.data.weblists.corpora import CORPORA, find_lists, read_list
 from probemb.errors import UserError, nearest
+from probemb.runs.starts import refuse_idle_start
 from tools.download.options import STORED_SETTINGS, TEMPORARY_CAUSES, Download, check, restore_settings
 
 PROG = "python -m tools.download"
@@ -51,12 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = check(options)
     options = restore_settings(options, words[own:])
     signal.signal(signal.SIGTERM, _stop)
+    from pyarrow import ArrowException
+
+    from tools.download.shard import NotWritten
+
     try:
         if corpus in ARCHIVES:
             from tools.download.archives import fetch_archives
 
             return fetch_archives(corpus, sources, options)
         return fetch_lists(corpus, sources, options, part)
+    except (NotWritten, ArrowException) as error:
+        raise UserError(
+            f"A file of {options.out} is damaged: {' '.join(str(error).split())[:300].rstrip('.')}.",
+            "Remove the file, or name another folder with --out; the same command then resumes.",
+        ) from error
     except OSError as error:
         raise UserError(
             f"{error.filename or options.out} cannot be used: {error.strerror or error}.",
@@ -64,8 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) from error
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM."""
+
+
 def _stop(*_) -> None:
-    raise KeyboardInterrupt
+    raise Terminated
 
 
 def fetch_lists(corpus: str, sources: Sequence[str], options: Download, part: tuple[int, int]) -> int:
@@ -158,10 +172,22 @@ def run(folder: Path, state, options: Download, part: tuple[int, int]) -> None:
     """Fetch the unfinished shards."""
     from tools.download.plan import pending
     from tools.download.run import fetch_shards
+    from tools.download.shard import STATE
 
     numbers = pending(folder, state, part)
-    if numbers:
+    if not numbers:
+        return
+    try:
         fetch_shards(folder, numbers, options, state.settings)
+    except Terminated:
+        refuse_idle_start(
+            folder / STATE / f"starts-{part[0]}-of-{part[1]}",
+            -len(numbers),
+            -len(pending(folder, state, part)),
+            "a shard",
+            "Give it more time (sbatch --time), or a new --out with a smaller --shard-size, and start it again.",
+        )
+        raise
 
 
 def finish(folder: Path, state, options: Download) -> None:

@@ -50,10 +50,13 @@ class Batch:
 
 @dataclass
 class State:
-    """The state of a corpus folder; `settings` are those that decide what the shards hold."""
+    """The state of a corpus folder; `settings` are those that decide what the shards hold, and `splits` the SHA-256 of
+    the images and captions of each split of an archive.
+    """
 
     corpus: str
     settings: dict
+    splits: dict[str, str] = field(default_factory=dict)
     lists: list[ListSummary] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     format: int = 1

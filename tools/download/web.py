@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from probemb.data.remote.deadline import Answer, Deadline, WebHandler
@@ -71,9 +71,22 @@ class _Budget(Deadline):
     def share(self, addresses: int) -> float:
         return self.left()
 
-    def check(self, address: str) -> None:
-        if not (self.limits.private or ipaddress.ip_address(address.partition("%")[0]).is_global):
+    def check(self, address: str, server: tuple[str, int]) -> None:
+        is_global = ipaddress.ip_address(address.partition("%")[0]).is_global
+        if not (self.limits.private or is_global or (server[0].lower(), server[1]) in proxies()):
             raise Refused("private address", address)
+
+
+def proxies() -> set[tuple[str, int]]:
+    """Host and port of the environment's proxies, which may stand in a private network."""
+    found = set()
+    for scheme, value in urllib.request.getproxies().items():
+        with suppress(ValueError):  # no address, or no port
+            parts = urllib.parse.urlsplit(value if "://" in value else f"//{value}")
+            if scheme in ("http", "https") and parts.hostname:
+                ports = (parts.port,) if parts.port else (80, 443)
+                found |= {(parts.hostname, port) for port in ports}
+    return found
 
 
 class _Answer(Answer):
@@ -124,8 +137,7 @@ class BoundedOpener(urllib.request.OpenerDirector):
 
     def __init__(self, limits: Limits):
         super().__init__()
-        # Behind a proxy we connect to the proxy's addresses only.
-        self.limits = limits if not urllib.request.getproxies() else Limits(**{**vars(limits), "private": True})
+        self.limits = limits
         for handler in (
             urllib.request.ProxyHandler(),
             urllib.request.UnknownHandler(),

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from lzma import LZMAError
 from pathlib import Path
 from typing import BinaryIO
 
@@ -168,7 +169,7 @@ def read_bytes(place: Place, limit: int) -> bytes:
                 return file.read(limit)
         with _archive(place.archive).open(place.member) as file:
             data = file.read(place.size + 1)
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, LZMAError, RuntimeError, NotImplementedError) as error:
         raise BadSample(f"it cannot be read ({type(error).__name__})") from None
     if len(data) != place.size:
         raise BadSample("it has another size than its archive says")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from probemb.cli.command import Parser
 from probemb.errors import UserError
+from probemb.runs.starts import refuse_idle_start
 
 if TYPE_CHECKING:
     from probemb.cli.device import Device
@@ -78,6 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Preemption() as preemption:
         stopped = embed(loaded, out, tasks, options, device, preemption)
     if stopped:
+        refuse_idle_start(
+            out.folder / f".starts-{part[0] + 1}-of-{part[1]}",
+            len(mine) - len(tasks),
+            len(mine) - len(pending(out, mine, kinds)),
+            "a shard",
+            "Give it more time (--time), or smaller shards, and start it again, which resumes.",
+        )
         print(f"stopped by {preemption.name}; the same command resumes from here", file=sys.stderr, flush=True)
         return REQUEUE
     out = open_embeddings(out.folder)  # other commands may have added to it

@@ -36,8 +36,8 @@ class Deadline:
         """Seconds for the next of a host's remaining addresses."""
         return self.left() / addresses
 
-    def check(self, address: str) -> None:
-        """Hook: raises OSError for a forbidden address."""
+    def check(self, address: str, server: tuple[str, int]) -> None:
+        """Hook: raises OSError for a forbidden address of a server (host, port)."""
 
 
 class Answer(http.client.HTTPResponse):
@@ -102,7 +102,7 @@ def _connect(address: tuple[str, int], deadline: Deadline, *_) -> _Socket:
     problem = OSError("the host has no address")
     for number, (family, kind, protocol, _, place) in enumerate(found):
         try:
-            deadline.check(place[0])
+            deadline.check(place[0], address)
             connection = _Socket(family, kind, protocol)
         except OSError as error:
             problem = error

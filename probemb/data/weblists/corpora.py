@@ -133,12 +133,12 @@ def clean_url(text: str) -> str | None:
         if parts.scheme.lower() not in ("http", "https") or not host or "@" in parts.netloc:
             return None
         netloc = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+        path = quote(parts.path, safe="%/:=&~+!$,;'@()*[]|")
+        query = quote(parts.query, safe="%/:=&?~+!$,;'@()*[]|")
     except (ValueError, UnicodeError):
         return None
     if re.search(r"[^\w.:\-\[\]]", netloc):
         return None
-    path = quote(parts.path, safe="%/:=&~+!$,;'@()*[]|")
-    query = quote(parts.query, safe="%/:=&?~+!$,;'@()*[]|")
     return f"{parts.scheme.lower()}://{netloc}{path}{'?' + query if query else ''}"
 
 
@@ -147,6 +147,7 @@ def _checked(where: str, url: object, caption: object, extra: dict, caption_of: 
     if address is None:
         return Dropped(where, NO_ADDRESS)
     text = caption_of(caption) if isinstance(caption, str) else ""
+    text = text.encode(errors="replace").decode()  # half a surrogate pair, from JSON
     return Row(address, text, extra) if text else Dropped(where, NO_CAPTION)
 
 

@@ -23,38 +23,50 @@ from probemb.runs.checkpoints import (
 )
 from probemb.runs.copies.store import CopyFailed, Store
 
-_LOCK = ".fetching"
+_LOCK, _BEGUN = ".fetching", ".fetch-begun"
 
 
 def fetch_newest(store: Store, run: Path, tell: Callable[[str], object]) -> None:
     """Fetch the newest whole checkpoint of a copy, and the best one, into a run folder that has none.
 
-    Several ranks of a machine may call it: the first one fetches, the others wait for it.
+    Several ranks of a machine may call it: the first one fetches, the others wait for it. What a fetch that failed or
+    was killed has left is completed by the next one.
 
     Raises:
-        UserError: the copy cannot be read, or all its checkpoints are damaged.
+        UserError: the copy cannot be read, all its checkpoints are damaged, or the folder cannot be written.
     """
-    if complete_steps(run):
+    if not lacks_fetch(run):
         return
     steps = _steps(store)
     if not steps:
         return
     folder = run / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / _LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            if not complete_steps(run):
-                _fetch(store, run, steps, tell)
-        except CopyFailed as error:
-            raise UserError(
-                f"The remote copy {store} cannot be fetched ({error}).", "Try again, or start a new run elsewhere."
-            ) from None
-        finally:
-            if [path.name for path in folder.iterdir()] == [_LOCK]:  # nothing was fetched
-                shutil.rmtree(folder)
-                if not any(run.iterdir()):
-                    run.rmdir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / _LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder.mkdir(parents=True, exist_ok=True)  # another rank, which fetched nothing, has removed it
+            try:
+                if lacks_fetch(run):
+                    (folder / _BEGUN).touch()
+                    _fetch(store, run, steps, tell)
+                    (folder / _BEGUN).unlink()
+            finally:
+                if {path.name for path in folder.iterdir()} <= {_LOCK, _BEGUN}:  # nothing was fetched
+                    shutil.rmtree(folder)
+                    if not any(run.iterdir()):
+                        run.rmdir()
+    except CopyFailed as error:
+        raise UserError(
+            f"The remote copy {store} cannot be fetched ({error}).", "Try again, or start a new run elsewhere."
+        ) from None
+    except OSError as error:
+        raise UserError(f"{run} cannot be written ({error.strerror or error}).", "Choose another --out.") from None
+
+
+def lacks_fetch(run: Path) -> bool:
+    """Whether a run folder has no checkpoint yet, or a fetch has begun and not ended."""
+    return not complete_steps(run) or (run / "checkpoints" / _BEGUN).exists()
 
 
 def refuse_another_copy(store: Store, step: int | None, tell: Callable[[str], object]) -> None:
@@ -98,9 +110,13 @@ def _unreachable(store: Store, error: CopyFailed) -> UserError:
 
 
 def _fetch(store: Store, run: Path, steps: list[int], tell: Callable[[str], object]) -> None:
+    here = complete_steps(run)  # of a fetch before, which did not end
+    if here and here[0] > steps[0]:
+        return  # the run went on without the copy
     for step in steps:
         try:
-            _fetch_step(store, run, step)
+            if step not in here:
+                _fetch_step(store, run, step)
         except Damaged as error:
             tell(f"{error.what} It is skipped.")
             continue
@@ -111,10 +127,10 @@ def _fetch(store: Store, run: Path, steps: list[int], tell: Callable[[str], obje
     store.get_small(run)
     best = [one for one in recorded_steps(run) if one <= step and one in steps][-1:]
     for one in best:
-        if one != step:
+        if one != step and one not in here:
             try:
                 _fetch_step(store, run, one)
-            except (Damaged, CopyFailed) as error:
+            except Damaged as error:
                 tell(f"the best checkpoint, of step {one}, could not be fetched ({error})")
 
 

@@ -149,6 +149,7 @@ def test_redcaps_rows_that_are_none(tmp_path):
                 "", "a.jpg", "//a.b/c.jpg", "ftp://a.b/c.jpg", "file:///etc/passwd", "data:image/png,x", "http://",
                 "http://me:secret@a.b/c.jpg", "http://a.b:port/c.jpg", "http://a b/c.jpg", "http://a.b/\x00.jpg",
                 "http://[::1/a.jpg", "http://a.b\\@c.d/e.jpg", "http://a.b/" + "x" * 5000,
+                "http://a.b/\ud800.jpg",
             )
         ),
     ],

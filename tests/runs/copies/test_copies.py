@@ -14,7 +14,7 @@ from probemb.runs.best import Best
 from probemb.runs.checkpoints import WEIGHTS, complete_steps, find_checkpoint
 from probemb.runs.copies import worker
 from probemb.runs.copies.copier import Copier
-from probemb.runs.copies.start import fetch_newest, refuse_another_copy
+from probemb.runs.copies.start import fetch_newest, lacks_fetch, refuse_another_copy
 from probemb.runs.copies.store import CopyFailed, Store, check_address
 from tests.runs.test_best import save
 
@@ -130,6 +130,44 @@ def test_a_silent_server_is_given_up(tmp_path, monkeypatch):
     with pytest.raises(CopyFailed, match="no sign of life in 1 s"):
         Store(str(tmp_path), silence=1.0).steps()
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("fails", ["the best", "the small files"])
+def test_a_fetch_that_failed_is_completed_by_the_next(run, tmp_path, monkeypatch, fails):
+    store, other = Store(str(tmp_path / "copy")), tmp_path / "other"
+    assert brought(run, store, best={4}) == [8, 4]
+
+    def broken(*_):
+        raise CopyFailed("503")
+
+    get = Store.get
+    with monkeypatch.context() as patch:
+        if fails == "the best":
+            patch.setattr(Store, "get", lambda self, step, *more: broken() if step == 4 else get(self, step, *more))
+        else:
+            patch.setattr(Store, "get_small", broken)
+        with pytest.raises(UserError, match=r"cannot be fetched \(503\)"):
+            fetch_newest(store, other, lambda line: None)
+    assert lacks_fetch(other)
+    fetch_newest(store, other, lambda line: None)
+    assert not lacks_fetch(other)
+    assert complete_steps(other) == [8, 4]
+    assert (other / "metrics.jsonl").read_text() == '{"step": 8}\n'
+
+
+def test_a_run_that_went_on_without_its_copy_is_left_alone(run, tmp_path):
+    store, other = Store(str(tmp_path / "copy")), tmp_path / "other"
+    assert brought(run, store) == [8]
+    fetch_newest(store, other, lambda line: None)
+    (other / "checkpoints" / ".fetch-begun").touch()
+    save(other, 9)
+    (other / "metrics.jsonl").write_text('{"step": 9}\n')
+    fetch_newest(store, other, lambda line: None)
+    assert (other / "metrics.jsonl").read_text() == '{"step": 9}\n'
+    assert not lacks_fetch(other)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        fetch_newest(store, tmp_path / "file" / "run", lambda line: None)
 
 
 def test_another_runs_copy_is_refused(run, tmp_path):

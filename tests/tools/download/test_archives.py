@@ -186,6 +186,30 @@ def test_patience_with_a_silent_server(tmp_path):
         assert time.monotonic() - started < 15
 
 
+def test_other_captions_are_not_mixed_with_those_of_before(tmp_path, capsys):
+    first, out = write_coco(tmp_path / "a"), str(tmp_path / "out")
+    download(capsys, "coco", *first, "--out", out)
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as other:
+        annotation = {"image_id": 1, "id": 1, "caption": "new"}
+        content = {"images": [{"id": 1, "file_name": "x.jpg", "height": 70}], "annotations": [annotation]}
+        other.writestr("captions_val2017.json", json.dumps(content))
+    images = [one for one in first if "annotations" not in one]
+    message = refused("coco", *images, str(tmp_path / "b.zip"), "--out", out)
+    assert "holds other images or captions of val" in message
+    assert download(capsys, "coco", *first, "--out", out)["got"] > 0
+
+
+def test_captions_without_measure_and_damaged_records(tmp_path, capsys):
+    images = write_flickr(tmp_path)
+    text = tmp_path / "Flickr8k.token.txt"
+    text.write_text("1_a.jpg#0\t" + "long " * 300_000 + "\n2_b.jpg#0\tshort\n")
+    archives = [str(path) for path in tmp_path.glob("*Dataset*.zip")]
+    report = download(capsys, "flickr8k", *archives, str(text), "--out", str(tmp_path / "out"))
+    assert report["got"] == 1
+    assert report["lost"] == {"malformed row": 1}
+    assert images
+
+
 def test_images_that_come_later(tmp_path, capsys):
     zips, out = write_coco(tmp_path / "zips"), tmp_path / "out"
     annotations, train, val = zips

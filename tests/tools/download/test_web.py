@@ -117,6 +117,32 @@ def test_private_addresses_are_not_asked(site):
     assert sum(site.requests.values()) == before
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"no_proxy": "localhost"},
+        {"https_proxy": "http://10.0.0.1:3128"},
+        {"http_proxy": "http://10.0.0.1:3128", "no_proxy": "127.0.0.1"},
+    ],
+    ids=" ".join,
+)
+def test_a_proxy_opens_no_private_network(site, monkeypatch, environment):
+    before = sum(site.requests.values())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Refused, match="private address"):
+        ask(f"http://127.0.0.1:{site.server_port}/ok/a", Limits(seconds=1, patience=0.6))
+    assert sum(site.requests.values()) == before
+
+
+def test_a_proxy_in_a_private_network_is_asked(site, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"127.0.0.1:{site.server_port}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(Refused, match="HTTP 404"):  # the site does not forward
+        ask("http://somewhere.example/a", Limits(seconds=5, patience=5))
+    assert site.requests["http://somewhere.example/a"] == 1
+
+
 @pytest.mark.parametrize("address", ["file:///etc/hostname", "ftp://127.0.0.1/a", "data:,hello"])
 def test_only_the_web_is_asked(address):
     with pytest.raises(Refused) as refused:
