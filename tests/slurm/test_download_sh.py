@@ -87,11 +87,9 @@ def test_one_task_of_an_array_is_requeued_alone(site, jobs):
     array = jobs.submit(*words, script="download.sh", sbatch=(*ONE_CORE, "--array=1-2"))
     out = jobs.folder / "out"
     jobs.cluster.until("shards of both", lambda: len(list(out.glob("*.tar"))) > 1, array)
-    for task in (1, 2):
-        jobs.cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_{task}")
-        jobs.cluster.until("its requeue", lambda n=task: _logs(jobs).count("back into") == n, array)
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_2")
+    jobs.cluster.until("its requeue", lambda: "back into the queue" in _logs(jobs))
     site.pause = 0
-    jobs.ended(array, "COMPLETED")
-    jobs.cluster.until("both", lambda: sum(shard.exists() for shard in out.glob("*.tar")) == 6, array)
-    assert _logs(jobs).count("start 2, on") == 2
-    assert "start 3, on" not in _logs(jobs)
+    jobs.cluster.until("all shards", lambda: len(list(out.glob("*.tar"))) == 6)
+    assert _logs(jobs).count("start 1, on") == 2
+    assert _logs(jobs).count("start 2, on") == 1
