@@ -6,6 +6,7 @@ Random numbers are drawn from the seed and the step, so a checkpoint needs only 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,9 @@ from torch import Tensor
 from finetune.config import Config
 from finetune.trainer import State
 from probemb.cli.configuration import to_dict, with_absolute_paths
+from probemb.distributed import on_main
 from probemb.errors import UserError
+from probemb.files import replace_text
 from probemb.models import DualEncoder, save_model
 from probemb.runs.checkpoints import OPTIMIZER, RANDOM, WEIGHTS, Snapshot, read_content
 from probemb.runs.lock import RunLock
@@ -44,6 +47,7 @@ FREE_TO_CHANGE = (
 DIGEST = ("pairs", "the training pairs", "path")  # see `refuse_another_run`
 VALIDATED = {"rsum": rsum_words, "r_precision": composed_words}  # what a validation's values have
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NEXT, STEP = ".next", "step"  # models that wait for the checkpoint of their step
 
 
 class RunFolder(RunOutput):
@@ -57,16 +61,27 @@ class RunFolder(RunOutput):
     def __init__(self, config: Config, identity: dict, step: int, steps: int, lock: RunLock | None = None):
         self.identity = identity
         super().__init__(config, step, steps, lock)
+        on_main(lambda: take_models(self.path, step), self.path, "Choose another --out.")
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The printed line of `values`, which are as in metrics.jsonl."""
         words = next((told(values) for key, told in VALIDATED.items() if key in values), None)
         return super().line(step, values) if words is None else f"{step_of(step, self.steps)} | validation {words}"
 
-    def save_models(self, networks: Sequence[DualEncoder], name: str = "model") -> None:
-        """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second."""
+    def save_models(self, networks: Sequence[DualEncoder], step: int, name: str = "model") -> None:
+        """The weights that `load_model` reads: the first network in `name`, a second one in `name`-second.
+
+        They take their places once the checkpoint of `step` is written: models of an epoch that a run does not know,
+        because it was killed before, go.
+        """
         for network, folder in zip(networks, (name, f"{name}-second")):
-            save_model(network, self.path / folder, overwrite=True)
+            save_model(network, self.path / NEXT / folder, overwrite=True)
+        replace_text(self.path / NEXT / STEP, f"{step}\n")
+
+    def write_more(self, snapshot: Snapshot) -> str:
+        """The models of this step take their places."""
+        take_models(self.path, snapshot.content["step"])
+        return ""
 
     def save(self, state: State, window: dict) -> None:
         """Start writing a checkpoint of this moment; collective.
@@ -81,6 +96,21 @@ class RunFolder(RunOutput):
         content = {**asdict(state.position), "config": config, "data": self.identity}
         step = state.position.samples // self.config.batch_size
         self.write(lambda: take_snapshot(state, step, content, window) if self.is_main else None)
+
+
+def take_models(run: Path, step: int) -> None:
+    """Put models that wait for the checkpoint of `step` into their places, and drop those of another one."""
+    waiting = run / NEXT
+    if not waiting.exists():
+        return
+    try:
+        is_ours = (waiting / STEP).read_text(encoding="utf-8").strip() == str(step)
+    except (OSError, ValueError):
+        is_ours = False
+    for file in sorted(waiting.glob("model*/*"), reverse=True) if is_ours else ():  # weights before config.json
+        (run / file.parent.name).mkdir(exist_ok=True)
+        file.replace(run / file.parent.name / file.name)
+    shutil.rmtree(waiting)
 
 
 def take_snapshot(state: State, step: int, content: dict, window: dict) -> Snapshot:

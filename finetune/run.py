@@ -47,7 +47,7 @@ def train(config: Config, preemption: Preemption) -> int:
     """Run the configured training; returns 0 when it is done, REQUEUE when it was asked to stop."""
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
-    from finetune.folder import RunFolder, load_checkpoint
+    from finetune.folder import RunFolder, load_checkpoint, take_models
     from finetune.loading.noise import noisy_captions
     from finetune.recipe import make_schedule
     from finetune.selection import ComposedValidator, Selection, Validator
@@ -84,11 +84,12 @@ def train(config: Config, preemption: Preemption) -> int:
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
     if position.epoch >= config.epochs:
         loader.close()
+        on_main(lambda: take_models(out, step), out, "Choose another --out.")
         end(accelerator)
         say(f"{config.out} is finished: {step} of {steps} steps are done.")
         return 0
     # The average is in the checkpoint too.
-    refuse_full_disk(config.out, as_one(networks), models=3 if config.swa_epochs else 1)
+    refuse_full_disk(config.out, as_one(networks), models=4 if config.swa_epochs else 2)
     state = make_state(config, networks, train_data, position, accelerator.device)
     window = load_checkpoint(earlier, state) if earlier else None
 
@@ -357,6 +358,7 @@ def measure_only(config: Config, model, validator, accelerator, say) -> int:
     """Validate and save the model as pretrained (clip-zs)."""
     from finetune.folder import RunFolder
     from probemb.distributed import on_main
+    from probemb.models import save_model
     from probemb.runs.folder import refuse_full_disk
     from probemb.runs.output import take_lock
 
@@ -367,7 +369,8 @@ def measure_only(config: Config, model, validator, accelerator, say) -> int:
     folder = RunFolder(config, {}, 0, 0, lock)
     if values:
         folder.report(0, values)
-    on_main(lambda: folder.save_models([model]), folder.path, "Make room, or choose another --out.")
+    remedy = "Make room, or choose another --out."
+    on_main(lambda: save_model(model, folder.path / "model", overwrite=True), folder.path, remedy)
     folder.close()
     if lock:
         lock.release()

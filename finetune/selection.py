@@ -101,21 +101,20 @@ class Selection:
 
     def _select(self, epoch: int) -> None:
         position, networks, average = self.state.position, self.state.joint.networks, self.state.average
-        best = True
+        best, step = True, position.samples // self.config.batch_size
         if self.validator:
             values = self.validator.measure(as_one(networks))
             value = values[self.validator.metric]
             best = position.best is None or value > position.best
-            step = position.samples // self.config.batch_size
             self.folder.report(step, {"samples": position.samples, **values, "is_best": best})
             if best:
                 position.best, position.best_epoch = value, epoch
         if best:
-            self.folder.save_models(networks)
+            self.folder.save_models(networks, step)
         if average and epoch == self.config.epochs:
-            self._finish_average()
+            self._finish_average(step)
 
-    def _finish_average(self) -> None:
+    def _finish_average(self, step: int) -> None:
         """Validate and save the mean of the last epochs' weights."""
         average, folder = self.state.average, self.folder
         if self.validator:
@@ -124,7 +123,7 @@ class Selection:
             metric = self.validator.metric
             print(f"model-swa: {mean}, validation {METRICS[metric]} {values[metric]:.1f}", flush=True)
             folder.log.write(folder.steps, {f"swa_{name}": value for name, value in values.items()})
-        folder.save_models(average.networks, "model-swa")
+        folder.save_models(average.networks, step, "model-swa")
 
     def summary(self) -> str:
         """The line on the saved model that ends a run."""

@@ -206,6 +206,22 @@ def test_checkpoints_within_an_epoch_and_what_a_kill_loses(scenes, tmp_path, cap
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-4"]
 
 
+def test_models_of_an_epoch_that_a_killed_run_does_not_know_go(scenes, tmp_path, capsys):
+    """They wait in .next for the checkpoint of their step."""
+    run, options = tmp_path / "run", {"data.path": scenes, **ONE_EPOCH}
+    assert run_here({**options, "out": run}) == 0
+    assert not (run / ".next").exists()
+    weights, step = (run / "model" / "model.safetensors").read_bytes(), max(line["step"] for line in metrics(run))
+    for of, taken in ((step + 1, False), (step, True)):
+        (run / ".next" / "model").mkdir(parents=True)
+        (run / ".next" / "model" / "model.safetensors").write_bytes(b"later")
+        (run / ".next" / "step").write_text(f"{of}\n")
+        assert run_here({**options, "out": run}, "--resume") == 0
+        assert "is finished" in capsys.readouterr().out
+        assert (run / "model" / "model.safetensors").read_bytes() == (b"later" if taken else weights)
+        assert not (run / ".next").exists()
+
+
 def test_what_the_launcher_says_of_accumulation_changes_no_step(scenes, tmp_path, monkeypatch):
     """`accelerate launch --gradient_accumulation_steps 3` sets the variable; it would leave out two steps of three."""
     options = {"data.path": scenes, **ONE_EPOCH}
@@ -382,8 +398,8 @@ def rsum_of(scores: torch.Tensor, data) -> float:
 def test_room_on_the_disk_is_asked_for_both_networks(scenes, tmp_path, monkeypatch):
     model = create_model("ViT-Micro-32", head="gpo", embed_dim=16, probabilistic=False)
     one = sum(p.numel() for p in model.parameters())
-    checkpoint_and_model = 16 * one
-    monkeypatch.setattr("probemb.runs.folder.free_bytes", lambda _: checkpoint_and_model + 1000)
+    checkpoint_and_models = 20 * one  # the next model waits for its checkpoint
+    monkeypatch.setattr("probemb.runs.folder.free_bytes", lambda _: checkpoint_and_models + 1000)
     options = {"data.path": scenes, **ONE_EPOCH}
     assert run_here({**options, "method": "vse", "out": tmp_path / "one"}) == 0
     with pytest.raises(UserError, match=f"{2 * one:,} parameters"):
