@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> Namespace:
     """Options, checked as far as possible without reading anything."""
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
-    parser.add_argument("--embeddings", required=True, nargs="+", type=Path, help="folders that tools.embed wrote")
+    embeddings = {"nargs": "+", "action": "extend", "type": Path}
+    parser.add_argument("--embeddings", required=True, **embeddings, help="folders that tools.embed wrote")
     parser.add_argument("--out", required=True, type=Path, help="folder for the index")
     parser.add_argument("--kind", choices=("image", "text"), default="image", help="what is searched (%(default)s)")
     parser.add_argument("--factory", default="auto", help="FAISS factory string, or auto (%(default)s)")
@@ -161,6 +162,7 @@ def choose(options: Namespace, count: int, dim: int, share: Share | None = None)
     """
     from probemb.search import Choice, choose_factory, refuse_small_gallery
     from probemb.search.choice import bytes_per_item, default_effort, takes_effort, training_count
+    from probemb.search.index import check_codes
     from probemb.search.unfinished import read_plan
 
     memory = int((options.memory_gib or machine_memory() / GIB / 2) * GIB)
@@ -172,6 +174,7 @@ def choose(options: Namespace, count: int, dim: int, share: Share | None = None)
         choice = choose_factory(count, dim, memory)
     else:
         choice = Choice(options.factory, f"{options.factory}, as requested.", default_effort(options.factory))
+    check_codes(choice.factory)
     if count:
         refuse_small_gallery(choice.factory, count)
     if options.effort and not takes_effort(choice.factory):

@@ -76,13 +76,22 @@ class Embeddings:
     def count(self, kind: str) -> int | None:
         """Rows of a kind; None while it is incomplete. Raises UserError."""
         done = {part.name: part.count for part in self.partitions(kind)}
-        wanted = {name for several in self.corpora.values() for name in several}
-        return sum(done.values()) if done and wanted <= set(done) else None
+        return sum(done.values()) if done and self._listed() <= set(done) else None
+
+    def _listed(self) -> set[str]:
+        return {name for several in self.corpora.values() for name in several}
+
+    def gone(self, kind: str) -> list[str]:
+        """Names of partitions whose shards no corpus has any more, which count as no partitions."""
+        names = {marker.name.removesuffix(MARKER) for marker in (self.folder / kind).glob(f"*{MARKER}")}
+        return sorted(names - self._listed())
 
     def partitions(self, kind: str) -> list[Partition]:
-        """The complete ones, in the order of their names. Raises UserError for an invalid marker."""
-        found = []
+        """The complete ones of the corpora, in the order of their names. Raises UserError for an invalid marker."""
+        found, listed = [], self._listed()
         for marker in sorted((self.folder / kind).glob(f"*{MARKER}")):
+            if marker.name.removesuffix(MARKER) not in listed:
+                continue
             content = read_json(marker, _REPAIR)
             count, shard = content.get("count"), content.get("shard")
             if type(count) is not int or count < 0 or type(shard) is not str:
@@ -242,6 +251,8 @@ def plan_embeddings(
             )
         return replace(held, corpora=held.corpora | corpora)
     others = [file for file in folder.iterdir() if not file.name.startswith(f".{NAME}.")] if folder.is_dir() else []
+    if others and (folder / NAME).exists():  # another process was quicker
+        return plan_embeddings(folder, model, weights, dim, corpora, mean_dtype)
     if others:  # besides leftovers of a killed process
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
     return Embeddings(folder, model, weights, dim, corpora, mean_dtype or MEAN_DTYPES[0])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Nodes examined for each one added. With FAISS' 40, recall stays below 1 at any effort, because queries lie outside of
 # the gallery (their last dimension is 0); 100 takes twice the time to build.
 EF_CONSTRUCTION = 100
+MAX_BITS = 24  # of a product quantizer's code
 _EFFORT = {"IVF": "nprobe", "HNSW": "efSearch", "NSG": "search_L"}
 CANDIDATES = 10  # candidates per neighbour by default, re-ranked (reranking.py) or refined (",RFlat")
 
@@ -144,6 +145,7 @@ def new_index(width: int, factory: str) -> faiss.Index:
     """An empty, untrained index. Raises UserError for a string that FAISS does not know."""
     import faiss
 
+    check_codes(factory)
     try:
         index = faiss.index_factory(width, factory, faiss.METRIC_L2)
     except (RuntimeError, MemoryError) as error:
@@ -160,14 +162,21 @@ def new_index(width: int, factory: str) -> faiss.Index:
     return index
 
 
+def check_codes(factory: str) -> None:
+    """Raises UserError for codes of a width with which FAISS would end the process."""
+    for bits in re.findall(r"PQ\d+x(\d+)", factory):
+        if len(bits) > 2 or not 1 <= int(bits) <= MAX_BITS:
+            raise UserError(f"'{factory}' has codes of {bits[:9]} bits.", f"Use 1 to {MAX_BITS}; 8 is common.")
+
+
 def refuse_other_distances(index: faiss.Index, factory: str) -> None:
-    """Raises UserError for an index whose distance is not Euclidean, such as LSH and L2norm."""
+    """Raises UserError for an index whose distance is not Euclidean, such as LSH, L2norm and PCAW64."""
     import faiss
 
     while True:
         index = faiss.downcast_index(index)
         chain = [index.chain.at(i) for i in range(index.chain.size())] if hasattr(index, "chain") else []
-        other = any(isinstance(faiss.downcast_VectorTransform(one), faiss.NormalizationTransform) for one in chain)
+        other = any(map(_changes_distances, map(faiss.downcast_VectorTransform, chain)))
         if other or isinstance(index, faiss.IndexLSH) or index.metric_type != faiss.METRIC_L2:
             raise UserError(
                 f"'{factory}' does not rank by the Euclidean distance, from which CSD follows.",
@@ -179,6 +188,14 @@ def refuse_other_distances(index: faiss.Index, factory: str) -> None:
             index = index.base_index
         else:
             return
+
+
+def _changes_distances(transform) -> bool:
+    """Whether a transformation of vectors is another one than a rotation or a projection."""
+    import faiss
+
+    whitens = isinstance(transform, faiss.PCAMatrix) and transform.eigen_power != 0
+    return whitens or isinstance(transform, faiss.NormalizationTransform | faiss.ITQTransform)
 
 
 def train(index: faiss.Index, vectors: np.ndarray, factory: str) -> None:

@@ -92,7 +92,9 @@ class Items:
 
         try:
             with pq.ParquetFile(pa.BufferReader(self._files[file])) as opened:
-                return opened.read_row_group(group).to_pylist()
+                rows = opened.read_row_group(group)
+                rows.column("key")
+                return rows.to_pylist()
         except Exception as error:  # pyarrow raises many types for a damaged file
             path = self.folder / f"{file:05d}.parquet"
             raise UserError(f"{path} cannot be read ({type(error).__name__}).", "Rebuild the index.") from error

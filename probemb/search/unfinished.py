@@ -44,7 +44,8 @@ def read_plan(out: Path) -> dict:
         plan = json.loads((_folder(out) / PLAN).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return plan if isinstance(plan, dict) else {}
+    numbers = [plan.get(name) for name in ("count", "rows", "train_items")] if isinstance(plan, dict) else [""]
+    return plan if all(number is None or type(number) is int for number in numbers) else {}
 
 
 def _folder(out: Path) -> Path:

@@ -327,6 +327,10 @@ def test_an_index_of_another_model_is_refused(embeddings, tmp_path):
         (["--factory", "LSH"], "'LSH' does not rank by the Euclidean distance"),
         (["--factory", "L2norm,Flat"], "'L2norm,Flat' does not rank by the Euclidean distance"),
         (["--factory", "PCA8,L2norm,IVF8,Flat"], "does not rank by the Euclidean distance"),
+        (["--factory", "PCAW8,Flat"], "'PCAW8,Flat' does not rank by the Euclidean distance"),
+        (["--factory", "ITQ8,Flat"], "'ITQ8,Flat' does not rank by the Euclidean distance"),
+        (["--factory", "PQ8x20000"], "'PQ8x20000' has codes of 20000 bits"),
+        (["--factory", "PQ8x0"], "'PQ8x0' has codes of 0 bits"),
         (["--factory", "ITQ,LSH"], "does not rank by the Euclidean distance|FAISS makes no index"),
         (["--factory", "IVF4096,Flat"], "cannot be made from 700 items"),
         (["--train-items", "701"], "--train-items is 701 of 700 items"),
@@ -369,7 +373,8 @@ def test_what_cannot_be_built_is_refused(words, message, embeddings, tmp_path, m
             made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
         save_embeddings(made, made.corpora)
     (tmp_path / "there").mkdir()
-    argv = ["--embeddings", str(embeddings.folder), "--out", "index", *(str(folders.get(w, w)) for w in words)]
+    given = [] if "--embeddings" in words else ["--embeddings", str(embeddings.folder)]
+    argv = [*given, "--out", "index", *(str(folders.get(w, w)) for w in words)]
     with pytest.raises(UserError, match=message):
         main(argv)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["EMPTY", "OTHER", "PARTLY", "there"]
@@ -407,7 +412,7 @@ def test_what_is_there_so_far_can_be_taken(embeddings, tmp_path):
     made = Embeddings(tmp_path / "partly", "runs/x", "f" * 64, DIM, {"data": ["x", "y"]})
     made.write("image", "x", np.ones((1, DIM)), np.ones(1), one_row(), {"shard": "x"})
     save_embeddings(made, made.corpora)
-    index = build(embeddings, tmp_path / "index", "--embeddings", embeddings.folder, made.folder, "--incomplete")
+    index = build(embeddings, tmp_path / "index", "--embeddings", made.folder, "--incomplete")
     assert len(index) == 701
     assert index.item(700)["key"] == "k"
 

@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if complete:
         print(f"{' and '.join(f'{count:,} {kind}s' for kind, count in complete.items())} in {out.folder}")
     for kind in kinds:
+        if gone := out.gone(kind):
+            print(f"{len(gone):,} shards are no longer in the data, and their {kind}s in no index: {gone[0]}, …")
         if kind not in complete:
             print(f"done; {out.folder} still lacks {kind}s of {lacking(out, kind)}")
     return 0
@@ -113,7 +115,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="run folder, model folder, .safetensors file or hub name")
-    parser.add_argument("--data", required=True, nargs="+", help="folders, patterns or addresses of webdataset shards")
+    parser.add_argument(
+        "--data", required=True, nargs="+", action="extend", help="folders, patterns or addresses of webdataset shards"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder for the embeddings")
     parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
     kept = "type of the stored means; by default the folder's own, float16 for a new one"
@@ -128,7 +132,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--max-bad", type=ClosedUnitInterval, default=0.05, help=bad)
     cache = "limit on the disk space of fetched shards (%(default)s)"
     parser.add_argument("--cache-gib", type=Gibibytes, default=100.0, help=cache)
-    parser.add_argument("--skip-damaged", action="store_true", help="leave damaged shards out permanently")
+    parser.add_argument(
+        "--skip-damaged", action="store_true", help="embed the samples of damaged shards that can be read"
+    )
     return parser.parse_args(argv)
 
 
@@ -217,8 +223,10 @@ def note(task: ShardTask, batch: Batch) -> None:
 
 def judge(task: ShardTask, options: Namespace) -> None:
     """Mark a shard as damaged if too many of its samples failed, or if its content is not that of its index."""
-    from tools.embed.shards import content_hash
+    from tools.embed.shards import content_hash, was_replaced
 
+    if not task.damage and was_replaced(task):
+        task.damage = "was changed while it was read"
     if task.shard.sha256 and not task.damage and content_hash(task) != task.shard.sha256:
         task.damage = "has other content than when it was indexed (another SHA-256)"
     if len(task.failures) > options.max_bad * len(task.spans) and not task.damage:

@@ -30,6 +30,8 @@ from probemb.data.workers import make_loader, read
 from probemb.reports.text import web_link
 from tools.embed.shard_files import ShardFiles
 
+MAX_CAPTIONS = 1_000  # of a sample: a file of 1 MiB could have 500,000, which would be embedded at once
+
 if TYPE_CHECKING:
     import torch
 
@@ -131,6 +133,9 @@ class _Samples:
             return job, None, None, None, None, f"cannot be read ({error.strerror})"
         except BadSample as error:
             return job, None, None, None, None, str(error)
+        if len(sample.captions or ()) > MAX_CAPTIONS:
+            why = f"it has {len(sample.captions):,} captions, more than {MAX_CAPTIONS:,}"
+            return job, None, None, None, None, why
         pixels, tokens, why = None, None, ""
         if "image" in job.kinds:
             try:

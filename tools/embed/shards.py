@@ -180,6 +180,18 @@ def content_hash(task: ShardTask) -> str | None:
         return None
 
 
+def was_replaced(task: ShardTask) -> bool:
+    """Whether the file is not the one any more whose members were listed; waits for its SHA-256."""
+    content_hash(task)
+    if task.times is None:
+        return False
+    try:
+        status = task.file.stat()
+    except OSError:
+        return True
+    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns) != task.times
+
+
 def members_digest(spans: Sequence[SampleSpan]) -> str:
     """SHA-256 of the names, offsets and sizes of a shard's samples."""
     return hashlib.sha256(repr([(span.key, sorted(span.parts.items())) for span in spans]).encode()).hexdigest()

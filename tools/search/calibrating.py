@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from probemb.errors import UserError
 from tools.search.calibration import BETTER, CHANCE, WORSE, Calibration
+from tools.search.wish import Wish
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,7 +144,7 @@ def measure(
     import torch
 
     from probemb.gaussian import Gaussian
-    from probemb.search import build_index, rerank, search
+    from probemb.search import build_index, search
 
     weighed = ("tolerance", searcher.index.weight) if searcher.index.form == "tolerance" else ()
     own = build_index(gallery, "Flat", *weighed)
@@ -157,8 +158,9 @@ def measure(
         hit = images[found] == wanted[part[:, :1]]
         rank = torch.where(hit, torch.arange(hit.shape[1]), within).min(1).values
         if rivals == "index":
-            look = rerank if searcher.index.form == "mean" else search
-            closer = look(searcher.index, query, min(within, len(searcher.index)))[0]
+            k = min(max(within, Wish.top), len(searcher.index))  # as many candidates as a query has
+            mean = searcher.index.form == "mean"
+            closer = (searcher.look(query, k, searcher.own_weight) if mean else search(searcher.index, query, k))[0]
             at = distance.gather(1, rank.clamp_max(hit.shape[1] - 1)[:, None])
             rank = rank + (closer < at - SAME).sum(1)
         correct.append(rank < within)

@@ -98,7 +98,12 @@ class Searcher:
         values = {"u": u}
         refused = is_above(values, limits)
         if name != "u" and not refused:  # needs a search
-            values[name] = float(self.scores(query[None])[name])
+            scores = self.scores(query[None])
+            if name not in scores:
+                raise UserError(
+                    f"The calibration of this index is by {name}, which it cannot compute.", "Calibrate it again."
+                )
+            values[name] = float(scores[name])
             refused = is_above(values, limits)
         found, looked_at = [], 0
         if wish.more is not None and not refused:
@@ -174,10 +179,10 @@ class Searcher:
         """Every score of queries (Q, D) in `tools.search.scoring`, (Q,) each, as queries and calibrations use them."""
         k = candidate_count(self.index)
         with self._one_search:
-            distances, rows = self._look(query, k, self.own_weight)
+            distances, rows = self.look(query, k, self.own_weight)
         return query_scores(self.index, query, distances, rows, self.encoder.match_model)
 
-    def _look(self, query: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
+    def look(self, query: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
         """Distances with a weight of the items' variances, CSD for 1, and rows of the k closest items."""
         from probemb.search import rerank, search_weighted
         from probemb.search.index import CANDIDATES
@@ -194,7 +199,7 @@ class Searcher:
         k = min(top, len(self.index))
         while True:
             with self._one_search:
-                distances, rows = self._look(query, k, weight)
+                distances, rows = self.look(query, k, weight)
             rows = rows[0].tolist()
             u = [float(self.index.uncertainty[row]) if row >= 0 else 0.0 for row in rows]
             found = [
@@ -240,7 +245,7 @@ class Searcher:
         k = min(max(NEAR, 5 * wish.top), MAX_NEIGHBOURS, len(self.index))
         weight = 0.0 if self.can_rank_by(0.0) else self.own_weight
         with self._one_search:
-            distances, rows = self._look(query, k, weight)
+            distances, rows = self.look(query, k, weight)
         distances, rows = (x[0][rows[0] >= 0] for x in (distances, rows))
         u, u_query = self.index.uncertainty[rows].double(), query.uncertainty().double().cpu()
         apart = (distances.double() - weight * u - u_query).clamp_min(0)

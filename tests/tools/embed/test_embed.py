@@ -161,6 +161,56 @@ def test_what_happens_to_one_corpus_or_kind_does_not_concern_another(corpus, run
     }  # fmt: skip
 
 
+def test_shards_that_are_gone_are_in_no_index(corpus, run_folder, tmp_path, capsys):  # noqa: F811
+    data, out = tmp_path / "data", tmp_path / "out"
+    shutil.copytree(corpus, data)
+    argv = options(run_folder, data, out)
+    assert main(argv) == 0
+    before = items(out)
+    tars = sorted(data.glob("*.tar"))
+    gone = open_embeddings(out).partitions("image")[0]
+    tars[0].unlink()
+    (data / "index.json").unlink(missing_ok=True)
+    assert main(argv) == 0
+    assert f"1 shards are no longer in the data, and their images in no index: {gone.name}" in capsys.readouterr().out
+    assert items(out)["image"] == before["image"] - gone.count
+    assert gone.name not in [part.name for part in open_embeddings(out).partitions("image")]
+
+
+def test_a_shard_that_is_replaced_while_it_is_read_is_damaged(corpus, run_folder, tmp_path, monkeypatch):  # noqa: F811
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    (data / "index.json").unlink(missing_ok=True)
+    tar = sorted(data.glob("*.tar"))[0]
+
+    def replaced(file):
+        if file == tar:
+            shutil.copy(file, tmp_path / "other.tar")
+            os.replace(tmp_path / "other.tar", file)
+        return "0" * 64
+
+    monkeypatch.setattr("tools.embed.reading.file_sha256", replaced)
+    with pytest.raises(UserError, match="was changed while it was read"):
+        main(options(run_folder, data, tmp_path / "out", "--workers", "0"))
+
+
+def test_captions_without_measure(run_folder, tmp_path):  # noqa: F811
+    good = jpeg(scene("p", 1))
+    many = "\n".join(["word"] * 1001).encode()
+    members = [("a.jpg", good), ("a.txt", b"good"), ("b.jpg", good), ("b.txt", many)]
+    write_tar(tmp_path / "many" / "0.tar", members)
+    argv = options(run_folder, tmp_path / "many", tmp_path / "out", "--max-bad", "0.5")
+    assert main(argv) == 0
+    assert items(tmp_path / "out") == {"image": 1, "text": 1}
+
+
+def test_data_that_is_named_twice_is_all_embedded(corpus, run_folder, tmp_path):  # noqa: F811
+    write_tar(tmp_path / "more" / "x.tar", [("a.jpg", jpeg(scene("p", 1))), ("a.txt", b"good")])
+    argv = [*options(run_folder, corpus, tmp_path / "out"), "--data", str(tmp_path / "more")]
+    assert main(argv) == 0
+    assert items(tmp_path / "out")["image"] == 25
+
+
 def test_a_link_that_leads_nowhere(corpus, run_folder, tmp_path):  # noqa: F811
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()

@@ -43,7 +43,10 @@ def guard(app: Flask, known: Callable[[str], bool]) -> None:
         if not known(request.host):
             return problem(421, "This server is not known by that name.", "Start it with --allow-host NAME.")
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "none")
-        foreign = origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+        try:
+            foreign = origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+        except ValueError:  # no address
+            foreign = True
         if foreign or (request.method == "POST" and site not in ("same-origin", "none")):
             return problem(403, "The request comes from another site.", "Use the page of this server.")
         return None

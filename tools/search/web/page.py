@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from probemb.cli.results import finite
 from probemb.errors import UserError
 from probemb.reports.text import printable, web_link
 from tools.search.web.about import describe
@@ -101,7 +102,7 @@ def make_app(
             max_score=read_number(form, "max_score", float),
             weights=[parse_number("weight", text, float) for text in form.getlist("weight")] or None,
         )
-        return jsonify({"index": name, **shown(named[name].answer(wish), named[name].identity)})
+        return jsonify(finite({"index": name, **shown(named[name].answer(wish), named[name].identity)}))
 
     return app
 

@@ -1,6 +1,7 @@
 """The search page's server under uploads and connections that would hold up others."""
 
 import contextlib
+import http.client
 import io
 import socket
 import threading
@@ -151,3 +152,45 @@ def test_connections_that_trickle_do_not_shut_others_out(searcher, monkeypatch):
         finally:
             for connection in slow:
                 connection.close()
+
+
+def test_a_connection_is_answered_once_at_a_time(port):  # noqa: F811
+    """A client that sends many requests at once and reads nothing would block the thread that writes to it."""
+    request = f"GET /about HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(request * 50)
+        answers = b""
+        while part := connection.recv(1 << 16):  # the server closes
+            answers += part
+    assert 1 <= answers.count(b"HTTP/1.1 200") <= 2  # the first may be answered before the others are seen
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        for _ in range(3):  # one after the other
+            connection.request("GET", "/about")
+            used = connection.sock
+            assert connection.getresponse().read()
+            assert connection.sock is used is not None
+
+
+def test_answers_that_nobody_reads_do_not_stay(searcher, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("tools.search.web.server.UNREAD_SECONDS", 1.5)
+    with serving(searcher) as server:
+        server.adj.send_bytes = 1
+        port = int(server.effective_port)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", port))
+            deadline = time.monotonic() + 20
+            (channel,) = _channels(server, deadline)
+            channel.write_soon(b"x" * (8 << 20))  # more than the system's buffers take
+            assert channel.total_outbufs_len
+            while channel.connected and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not channel.connected
+            assert not channel.total_outbufs_len
+        assert post(port, [("text", "a red circle")])[0] == 200
+
+
+def _channels(server, deadline: float) -> list:
+    while not server.active_channels and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return list(server.active_channels.values())

@@ -81,7 +81,7 @@ def test_other_sites_are_refused(port):  # noqa: F811
         assert request(port, path="/about", Host=host)[0] in (400, 421), host
     for host in (here, f"localhost:{port}", f"[::1]:{port}", "LOCALHOST"):
         assert request(port, path="/about", Host=host)[0] == 200, host
-    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{port + 1}", "http://localhost"):
+    for origin in ("http://evil.example", "http://[", "null", f"http://127.0.0.1:{port + 1}", "http://localhost"):
         status, answer = post(port, [("text", "a")], Origin=origin)
         assert (status, answer["error"]) == (403, "The request comes from another site."), origin
     assert post(port, [("text", "a")], Sec_Fetch_Site="cross-site")[0] == 403
