@@ -75,6 +75,21 @@ def test_an_evaluation_that_a_killed_run_left_out_is_made(scenes, tmp_path, step
         assert "is finished: 6 of 6 steps" in start(options, "--resume").stdout
 
 
+def test_a_finished_run_is_evaluated_on_a_further_set(scenes, tmp_path):  # noqa: F811
+    run = tmp_path / "run"
+    options = {"data.train": scenes / "train", "out": run, "samples": 32, "evaluate.pairs": f"a={scenes}/val"}
+    assert start(options).returncode == 0
+    options |= {"evaluate.pairs": f'["b={scenes}/val", "a={scenes}/val"]', "evaluate.best": "b/rsum"}
+    options |= {"evaluate.every_samples": 16}
+    for _ in range(2):
+        done = start(options, "--resume")
+        assert done.returncode == 0, done.stderr
+        assert [len([line for line in metrics(run) if f"{name}/rsum" in line]) for name in "ab"] == [1, 1]
+        assert json.loads((run / BEST).read_text())["steps"][-1]["step"] == 2
+        assert (run / "model-best" / "model.safetensors").exists()
+    assert "is finished: 2 of 2 steps" in done.stdout
+
+
 def test_a_whole_model_of_the_best_step_stays_as_it_is(tmp_path):
     """What a killed attempt was writing goes; the mark that model-best/ is complete does not."""
     folder = tmp_path / "model-best"
