@@ -186,6 +186,8 @@ def read_text(path: Path) -> bytes:
             packed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
+    except UserError:
+        raise
     except (OSError, EOFError) as error:
         why = getattr(error, "strerror", None) or "the gzip data is damaged or cut off"
         raise UserError(f"{path} cannot be read: {why}.", "Check the file, or fetch it again.") from None

@@ -106,7 +106,7 @@ def test_broken_files(text, message, tmp_path):
 
 
 def test_a_file_that_is_missing(tmp_path):
-    with pytest.raises(UserError, match="not a regular file"):
+    with pytest.raises(UserError, match="does not exist"):
         read_judgements(tmp_path / "nowhere.tsv", dataset())
 
 
