@@ -95,7 +95,7 @@ def test_twenty_kills_at_any_zero_stage_change_nothing(stage, tmp_path):
     for kill in range(KILLS):
         strike(Job(options, "--resume", ranks=RANKS, output=tmp_path / f"{kill}.log"), run, chance)
         cut_writes += bool(partials(run))
-    assert cut_writes >= 1  # of twenty, however slow the machine: some moments were what they are meant to be
+    assert cut_writes >= 3  # the moments were what they are meant to be
     last = Job(options, "--resume", ranks=RANKS, output=tmp_path / "last.log")
     assert last.wait(600) == [0, 0], last.text()
     assert "resumed at step" in last.text()
