@@ -87,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> Namespace:
     """Options, checked as far as possible without reading anything."""
     parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
-    embeddings = {"nargs": "+", "action": "extend", "type": Path}
-    parser.add_argument("--embeddings", required=True, **embeddings, help="folders that tools.embed wrote")
+    parser.add_argument(
+        "--embeddings", required=True, nargs="+", action="extend", type=Path, help="folders that tools.embed wrote"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder for the index")
     parser.add_argument("--kind", choices=("image", "text"), default="image", help="what is searched (%(default)s)")
     parser.add_argument("--factory", default="auto", help="FAISS factory string, or auto (%(default)s)")

@@ -140,8 +140,12 @@ def refuse_another_run(
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove files that a killed attempt was writing."""
+    """Remove files that a killed attempt was writing, under our temporary names and under safetensors' own."""
     models = ("model", "model-best", "model-second", "model-swa", "model-swa-second")
-    for pattern in (".config.yaml.*", ".metrics.jsonl.*", *(f"{name}/.*.*" for name in models)):
+    for pattern in (
+        ".config.yaml.*",
+        ".metrics.jsonl.*",
+        *(f"{name}/{mark}" for name in models for mark in (".*.*", ".tmp*")),
+    ):
         for left in run.glob(pattern):
             left.unlink(missing_ok=True)

@@ -93,7 +93,8 @@ class Items:
         try:
             with pq.ParquetFile(pa.BufferReader(self._files[file])) as opened:
                 rows = opened.read_row_group(group)
-                rows.column("key")
+                if "key" not in rows.column_names:
+                    raise ValueError("no key")
                 return rows.to_pylist()
         except Exception as error:  # pyarrow raises many types for a damaged file
             path = self.folder / f"{file:05d}.parquet"

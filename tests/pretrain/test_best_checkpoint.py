@@ -94,7 +94,7 @@ def test_a_whole_model_of_the_best_step_stays_as_it_is(tmp_path):
     """What a killed attempt was writing goes; the mark that model-best/ is complete does not."""
     folder = tmp_path / "model-best"
     folder.mkdir()
-    for name in ("config.json", "model.safetensors", ".config.json.k3j2", ".model.safetensors.0a1b"):
+    for name in ("config.json", "model.safetensors", ".config.json.k3j2", ".model.safetensors.0a1b", ".tmpk3J2aB"):
         (folder / name).write_text("{}")
     (folder / STEP).write_text("3\n")
     remove_leftovers(tmp_path)

@@ -203,7 +203,7 @@ def embed(loaded, out: Embeddings, tasks: Sequence[ShardTask], options: Namespac
             advance(len(batch.captions))
             if batch.last:
                 judge(task, options)
-                if not task.damage or options.skip_damaged:
+                if not task.damage or (options.skip_damaged and not task.replaced):
                     write(out, task, means, uncertainties, model, options, device)
                 means, uncertainties = [], []
                 task.spans, task.captions, task.urls, task.tokens = [], [], {}, []
@@ -225,7 +225,8 @@ def judge(task: ShardTask, options: Namespace) -> None:
     """Mark a shard as damaged if too many of its samples failed, or if its content is not that of its index."""
     from tools.embed.shards import content_hash, was_replaced
 
-    if not task.damage and was_replaced(task):
+    task.replaced = was_replaced(task)
+    if task.replaced and not task.damage:
         task.damage = "was changed while it was read"
     if task.shard.sha256 and not task.damage and content_hash(task) != task.shard.sha256:
         task.damage = "has other content than when it was indexed (another SHA-256)"

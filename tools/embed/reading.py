@@ -61,6 +61,7 @@ class ShardTask:
     name: str
     kinds: tuple[str, ...]
     damage: str = ""
+    replaced: bool = False  # while it was read: nothing of it is written
     file: Path | None = None
     version: str | None = None
     times: tuple[int, int, int] | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from probemb.data.failures import BadShard
 from probemb.data.image_loader import find_tars
 from probemb.data.remote.sources import Remote, is_remote, version_of
-from probemb.data.shards.index import INDEX_NAME, Shard, file_sha256, read_index, read_index_file
+from probemb.data.shards.index import Shard, file_sha256, read_index, read_index_file
 from probemb.data.shards.samples import SampleSpan
 from probemb.errors import UserError
 from probemb.search.embeddings import Embeddings
@@ -43,9 +43,18 @@ def find_corpora(data: Sequence[str]) -> dict[str, list[Shard]]:
 
 
 def local_shards(data: str) -> list[Shard]:
-    """Local tars, which need no index; their samples and bytes are unknown (0)."""
+    """Local tars, which need no index; their samples and bytes are unknown (0), their hash is that of an index."""
     paths = [Path(os.path.abspath(tar)) for tar in find_tars(data)]  # a link keeps its own name
-    return [Shard(path.name, path, 0, 0) for path in paths]
+    listed = {path: shard for folder in {path.parent for path in paths} for path, shard in listed_in(folder).items()}
+    return [Shard(path.name, path, 0, 0, listed[path].sha256 if path in listed else None) for path in paths]
+
+
+def listed_in(folder: Path) -> dict[Path, Shard]:
+    """The shards of a local folder's index; empty without one, or with one of something else."""
+    try:
+        return {shard.path: shard for shard in read_index_file(folder)}
+    except UserError:
+        return {}
 
 
 def distinct(corpora: Iterable[Sequence[Shard]]) -> list[Shard]:
@@ -199,7 +208,7 @@ def members_digest(spans: Sequence[SampleSpan]) -> str:
 
 def count_samples(tasks: Sequence[ShardTask]) -> int:
     """Samples of the shards by their indexes or else their headers; 0 for an unreadable one."""
-    known: dict[Path, dict[str, int]] = {}
+    known: dict[Path, dict[Path, Shard]] = {}
     total = 0
     for task in tasks:
         if isinstance(task.path, Remote):
@@ -207,12 +216,9 @@ def count_samples(tasks: Sequence[ShardTask]) -> int:
             continue
         folder = task.path.parent
         if folder not in known:
-            known[folder] = {}
-            with contextlib.suppress(UserError):  # not an index
-                if (folder / INDEX_NAME).is_file():
-                    known[folder] = {shard.name: shard.samples for shard in read_index_file(folder)}
-        if task.path.name in known[folder]:
-            total += known[folder][task.path.name]
+            known[folder] = listed_in(folder)
+        if task.path in known[folder]:
+            total += known[folder][task.path].samples
             continue
         with contextlib.suppress(BadShard, OSError):
             total += len(list_images(task.path)[0])

@@ -14,7 +14,7 @@ import torch
 
 from probemb.data.images import decode_image
 from probemb.data.scenes import scene
-from probemb.data.shards.index import Shard, write_index
+from probemb.data.shards.index import Shard, file_sha256, write_index
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model, weights_sha256
 from probemb.search.embeddings import open_embeddings
@@ -190,8 +190,24 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_damaged(corpus, run_folder
         return "0" * 64
 
     monkeypatch.setattr("tools.embed.reading.file_sha256", replaced)
+    argv = options(run_folder, data, tmp_path / "out", "--workers", "0")
     with pytest.raises(UserError, match="was changed while it was read"):
-        main(options(run_folder, data, tmp_path / "out", "--workers", "0"))
+        main(argv)
+    assert main([*argv, "--skip-damaged"]) == 0  # the next command embeds it
+    assert [part.name for part in open_embeddings(tmp_path / "out").partitions("image")] == [
+        f"data-{one.stem}" for one in sorted(data.glob("*.tar"))[1:]
+    ]
+
+
+def test_a_shard_of_another_hash_than_its_index_says_is_damaged(run_folder, tmp_path):  # noqa: F811
+    data = tmp_path / "data"
+    tar = write_tar(data / "0.tar", [("a.jpg", jpeg(scene("p", 1))), ("a.txt", b"one red circle")])
+    write_index(data, [Shard(tar.name, tar, 1, tar.stat().st_size, file_sha256(tar))])
+    tar.write_bytes(tar.read_bytes().replace(b"one red circle", b"two red circle"))
+    with pytest.raises(UserError, match="another SHA-256"):
+        main(options(run_folder, data, tmp_path / "out"))
+    write_index(data, [Shard(tar.name, tar, 1, tar.stat().st_size, file_sha256(tar))])
+    assert main(options(run_folder, data, tmp_path / "out")) == 0
 
 
 def test_captions_without_measure(run_folder, tmp_path):  # noqa: F811
