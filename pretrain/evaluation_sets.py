@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.cli.named_paths import NamedPath, named_paths
 from probemb.errors import UserError, nearest
+from probemb.runs.log import logged_lines
 
 if TYPE_CHECKING:
     from pretrain.config import Config, Evaluate
@@ -76,19 +76,8 @@ def left_out(config: Evaluate, rows: list[dict]) -> list[int]:
 
 def logged_evaluations(run: Path, step: int) -> list[dict]:
     """The lines of a run's log on the evaluations of a step."""
-    found = []
-    try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        try:
-            values = json.loads(line)
-            if values["step"] == step and split_set(values)[1].keys() & {*RETRIEVAL, *ZERO_SHOT}:
-                found.append(values)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # the last line of a killed run may be cut
-    return found
+    rows = [values for _, values in logged_lines(run / "metrics.jsonl") if values["step"] == step]
+    return [values for values in rows if split_set(values)[1].keys() & {*RETRIEVAL, *ZERO_SHOT}]
 
 
 def lower_is_better(metric: str) -> bool:

@@ -267,9 +267,10 @@ def complete_finished(config: Config, step: int) -> None:
         if best.add_logged(step, logged_evaluations(run, step)):
             best.write(run)
     restore_model(run, step, MODEL)
-    if best and best.values:
-        restore_model(run, best.step, BEST_MODEL)
-    if copier := make_copier(config, step, lambda: frozenset([best.step] if best and best.values else [])):
+    kept = frozenset([best.step] if best and best.values else [])
+    for one in kept:
+        restore_model(run, one, BEST_MODEL)
+    if copier := make_copier(config, step, lambda: kept):
         copier.close(30 * config.engine.timeout)
 
 

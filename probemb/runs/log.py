@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,14 +88,18 @@ def drop_lines_after(path: Path, step: int) -> None:
     """Drop the lines of a jsonl file, if it exists, that an interrupted attempt wrote after a step."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # the last line of a killed run may be cut
-    replace_text(path, "".join(kept))
+    replace_text(path, "".join(f"{line}\n" for line, values in logged_lines(path) if values["step"] <= step))
+
+
+def logged_lines(path: Path) -> list[tuple[str, dict]]:
+    """The whole lines of a run's jsonl file, each with what it says; none if there is no file."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError, RecursionError):  # the last line of a killed run may be cut
+            values = json.loads(line)
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                found.append((line, values))
+    return found
 
 
 def _start_wandb(project: str | None, run: Path, config: dict):

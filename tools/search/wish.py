@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_PARTS = 8
 MAX_TEXT = 2_000  # characters
-MAX_WEIGHT = 10  # of a part
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 10  # of a part; with far smaller ones variances overflow
 WITHOUT = 0.5  # weight of a part to leave out: a whole one often takes more precision away than there is
 MAX_TOP = 1_000
 MAX_PIXELS = 16_000_000  # decoded at full size; a JPEG may have 64 million, and is decoded smaller
@@ -41,7 +41,7 @@ class Wish:
 
     Attributes:
         texts, images: at least one in all.
-        weights: of every part, texts first, from -MAX_WEIGHT to MAX_WEIGHT but not 0; one below 0 takes the part away.
+        weights: of every part, texts first, MIN_WEIGHT to MAX_WEIGHT; one below 0 takes the part away.
             None if all are 1.
         top: number of results.
         max_uncertainty: a query above it is refused.
@@ -86,8 +86,10 @@ def part_weights(wish: Wish) -> list[float]:
     if len(weights) != parts:
         raise UserError(f"The query has {parts} parts and {len(weights)} weights.", "Give one for every part.")
     for weight in weights:
-        if not 0 < abs(weight) <= MAX_WEIGHT:
-            raise UserError(f"The weight of a part is {weight:g}.", f"Give a number above 0 and up to {MAX_WEIGHT}.")
+        if not MIN_WEIGHT <= abs(weight) <= MAX_WEIGHT:
+            raise UserError(
+                f"The weight of a part is {weight:g}.", f"Give {MIN_WEIGHT} to {MAX_WEIGHT}, negative to leave it out."
+            )
     if parts and not any(weight > 0 for weight in weights):
         raise UserError("The query says only what to leave out.", "Give a text or an image to look for, too.")
     return weights

@@ -88,6 +88,7 @@ def test_weights_and_parts_to_leave_out(gallery, searcher):  # noqa: F811
         ([1, -1, 1], "2 parts and 3 weights"),
         ([-1, -1], "only what to leave out"),
         ([1, 0], "weight of a part is 0"),
+        ([1, 1e-44], "weight of a part is 1e-44"),
         ([1, float("nan")], "is nan"),
         ([1, -11], "is -11"),
         ([1, float("inf")], "is inf"),
