@@ -238,6 +238,7 @@ class RunFolder(RunOutput):
     def finish_copy(self, seconds: float) -> None:
         """Wait so long until the remote copy is up to date, or given up; not collective, never raises."""
         if self.copier:
+            self.copier.wake()  # lines have been logged since the last checkpoint was copied
             self.copier.close(seconds)
 
     def close(self) -> None:

@@ -58,19 +58,19 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     from probemb.cli.device import training_precision
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
-    from probemb.runs.copies.start import fetch_newest, lacks_fetch, refuse_another_copy
+    from probemb.runs.copies.start import fetch_newest, refuse_another_copy
     from probemb.runs.copies.store import Store
-    from probemb.runs.folder import newest_checkpoint, refuse_full_disk
+    from probemb.runs.folder import newest_checkpoint, refuse_full_disk, refuse_something_else
 
     def tell(line: str) -> None:
         say(f"resume  {line}")
 
     copy = Store(config.remote_copy) if config.remote_copy else None
-    earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
-    if copy and config.resume and lacks_fetch(Path(config.out)):
+    if copy and config.resume:
+        refuse_something_else(config.out, Config, tell, config.engine.timeout)
         # Any rank may be the one that fetches, and says so.
         fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
-        earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
+    earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
     if config.engine.deterministic:
         make_deterministic(fill=config.data.decode == "workers")
     device, precision = pick_device(config), training_precision(config.engine.precision)

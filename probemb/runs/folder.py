@@ -13,6 +13,7 @@ from probemb.runs.checkpoints import find_checkpoint, free_bytes, restore_replac
 from probemb.runs.lock import NAME as LOCK
 from probemb.runs.lock import refuse_locked
 
+FETCHING = ".fetching"  # in checkpoints/: a copy has been, or is being fetched into this run
 BYTES_OF_CHECKPOINT, BYTES_OF_MODEL = 12, 4  # a parameter: a float32 weight and Adam's two moments; the weight
 
 
@@ -31,18 +32,29 @@ def newest_checkpoint(
     or another job writes the folder.
     """
     run = Path(out)
-    refuse_locked(run, minutes if resume else 0.0, tell)
-    restore_replaced(run)
     if resume:
-        newest = find_checkpoint(run, verify=True, tell=tell)
-        if newest is None and not _may_begin(run, config_class):
-            raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
-        return newest
+        refuse_something_else(run, config_class, tell, minutes)
+        return find_checkpoint(run, verify=True, tell=tell)
+    refuse_locked(run, 0.0, tell)
+    restore_replaced(run)
     if find_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
         raise UserError(f"{run} already holds a run.", "Add --resume to continue it, or choose another --out.")
     if run.exists() and (not run.is_dir() or _names(run)):
         raise UserError(f"{run} already holds something else.", "Choose another --out.")
     return None
+
+
+def refuse_something_else(
+    out: str | Path, config_class: type, tell: Callable[[str], object] | None = None, minutes: float = 0.0
+) -> None:
+    """Refuse a folder in which no run can resume or start; for `newest_checkpoint`, and before a fetch of a copy, which
+    another rank may already have begun. Compares no sums. Raises UserError.
+    """
+    run = Path(out)
+    refuse_locked(run, minutes, tell)
+    restore_replaced(run)
+    if not find_checkpoint(run, tell=lambda line: None) and not _may_begin(run, config_class):
+        raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
 
 
 def _names(run: Path) -> set[str]:
@@ -51,12 +63,21 @@ def _names(run: Path) -> set[str]:
 
 
 def _may_begin(run: Path, config_class: type) -> bool:
-    """Whether a run without a checkpoint may start here: an empty folder, or a run that saved nothing."""
-    if not run.exists():
+    """Whether a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one that a copy
+    is being fetched into, or was until a kill.
+
+    Another rank may fetch in the meantime, so names are read before the mark, which is made before all other names.
+    """
+    try:
+        names = _names(run)
+    except FileNotFoundError:
         return True
-    if not run.is_dir():
+    except NotADirectoryError:
         return False
-    if not _names(run):
+    checkpoints = run / "checkpoints"
+    if not names or (checkpoints / FETCHING).exists():
+        return True
+    if names == {"checkpoints"} and all(path.name.startswith(".") for path in checkpoints.glob("*")):
         return True
     try:
         written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))

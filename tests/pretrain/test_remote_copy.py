@@ -51,6 +51,7 @@ def test_models_that_a_copy_does_not_hold_are_made_of_its_checkpoints(scenes, tm
         done = start({**options, **more}, "--resume")
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
+        assert (tmp_path / "copy" / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
         found = [load_model(tmp_path / "run" / name).model.state_dict() for name in ("model", "model-best")]
         shutil.rmtree(tmp_path / "run")
         return found

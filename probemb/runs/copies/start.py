@@ -22,8 +22,9 @@ from probemb.runs.checkpoints import (
     verify_files,
 )
 from probemb.runs.copies.store import CopyFailed, Store
+from probemb.runs.folder import FETCHING
 
-_LOCK, _BEGUN = ".fetching", ".fetch-begun"
+_BEGUN = ".fetch-begun"
 
 
 def fetch_newest(store: Store, run: Path, tell: Callable[[str], object]) -> None:
@@ -43,7 +44,7 @@ def fetch_newest(store: Store, run: Path, tell: Callable[[str], object]) -> None
     folder = run / "checkpoints"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / _LOCK, "w") as lock:
+        with open(folder / FETCHING, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             folder.mkdir(parents=True, exist_ok=True)  # another rank, which fetched nothing, has removed it
             try:
@@ -52,7 +53,7 @@ def fetch_newest(store: Store, run: Path, tell: Callable[[str], object]) -> None
                     _fetch(store, run, steps, tell)
                     (folder / _BEGUN).unlink()
             finally:
-                if {path.name for path in folder.iterdir()} <= {_LOCK, _BEGUN}:  # nothing was fetched
+                if {path.name for path in folder.iterdir()} <= {FETCHING, _BEGUN}:  # nothing was fetched
                     shutil.rmtree(folder)
                     if not any(run.iterdir()):
                         run.rmdir()

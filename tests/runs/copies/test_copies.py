@@ -3,12 +3,16 @@
 import gc
 import json
 import shutil
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+from pretrain.config import Config
 from probemb import UserError
 from probemb.runs.best import Best
 from probemb.runs.checkpoints import WEIGHTS, complete_steps, find_checkpoint
@@ -16,6 +20,7 @@ from probemb.runs.copies import worker
 from probemb.runs.copies.copier import Copier
 from probemb.runs.copies.start import fetch_newest, lacks_fetch, refuse_another_copy
 from probemb.runs.copies.store import CopyFailed, Store, check_address
+from probemb.runs.folder import newest_checkpoint, refuse_something_else
 from tests.runs.test_best import save
 
 
@@ -153,6 +158,40 @@ def test_a_fetch_that_failed_is_completed_by_the_next(run, tmp_path, monkeypatch
     assert not lacks_fetch(other)
     assert complete_steps(other) == [8, 4]
     assert (other / "metrics.jsonl").read_text() == '{"step": 8}\n'
+
+
+def test_ranks_that_start_while_another_fetches(run, tmp_path):
+    """Each looks at the folder at any moment of the fetch, and finds nothing in the way of a run."""
+    store, looks = Store(str(tmp_path / "copy")), 0
+    assert brought(run, store, best={4}) == [8, 4]
+    for turn in range(3):
+        other = tmp_path / f"other-{turn}"
+        fetch = threading.Thread(target=fetch_newest, args=(store, other, lambda line: None))
+        fetch.start()
+        while fetch.is_alive():
+            refuse_something_else(other, Config)
+            looks += 1
+        fetch.join()
+        assert newest_checkpoint(other, True, Config).name == "step-8"
+    assert looks > 30
+
+
+def test_a_fetch_that_was_killed_is_begun_again(run, tmp_path):
+    store, other = Store(str(tmp_path / "copy")), tmp_path / "other"
+    assert brought(run, store) == [8]
+    killed = (
+        "import os; from pathlib import Path; from probemb.runs.copies.start import fetch_newest, Store\n"
+        "Store.get = lambda *_: os.kill(os.getpid(), 9)\n"
+        f"fetch_newest(Store({str(store)!r}), Path({str(other)!r}), print)"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    assert newest_checkpoint(other, True, Config) is None
+    assert lacks_fetch(other)
+    fetch_newest(store, other, lambda line: None)
+    assert newest_checkpoint(other, True, Config).name == "step-8"
+    (tmp_path / "mine" / "checkpoints" / "paper").mkdir(parents=True)
+    with pytest.raises(UserError, match="something else than a run"):
+        refuse_something_else(tmp_path / "mine", Config)
 
 
 def test_a_run_that_went_on_without_its_copy_is_left_alone(run, tmp_path):
