@@ -66,7 +66,7 @@ def _may_begin(run: Path, config_class: type) -> bool:
     """Whether a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one that a copy
     is being fetched into, or was until a kill.
 
-    Another rank may fetch in the meantime, so names are read before the mark, which is made before all other names.
+    Another rank may fetch in the meantime, so the mark is looked for last: it is older than all but checkpoints/ itself.
     """
     try:
         names = _names(run)
@@ -75,9 +75,9 @@ def _may_begin(run: Path, config_class: type) -> bool:
     except NotADirectoryError:
         return False
     checkpoints = run / "checkpoints"
-    if not names or (checkpoints / FETCHING).exists():
+    if names <= {"checkpoints"} and all(path.name.startswith(".") for path in checkpoints.glob("*")):
         return True
-    if names == {"checkpoints"} and all(path.name.startswith(".") for path in checkpoints.glob("*")):
+    if (checkpoints / FETCHING).exists():
         return True
     try:
         written = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
