@@ -66,7 +66,7 @@ def _may_begin(run: Path, config_class: type) -> bool:
     """Whether a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one that a copy
     is being fetched into, or was until a kill.
 
-    Another rank may fetch in the meantime, so the mark is looked for last: it is older than all but checkpoints/ itself.
+    Another rank may fetch in the meantime, so the mark is looked for last: only checkpoints/ itself is older.
     """
     try:
         names = _names(run)
