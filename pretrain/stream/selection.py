@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +22,13 @@ import numpy as np
 
 from pretrain.stream.counts import Counts, read_counts, write_counts
 from pretrain.stream.filter import Filter
+from pretrain.stream.key_lists import FORMS, KeyList, Sightings
 from probemb.data.remote.sources import Remote
-from probemb.data.shards.columns import FOLDER_NAME, Columns, key_hash, score_column
+from probemb.data.shards.columns import FOLDER_NAME, Columns, score_column
 from probemb.data.shards.index import Shard
 from probemb.errors import UserError
 
 _PIECE = 1 << 20  # samples judged at a time
-_MAX_KEY_BYTES = 8 << 30
-_OF_SHARD = re.compile(r"([^/]+\.tar)/(.+)", re.DOTALL)
 
 
 class Rule(NamedTuple):
@@ -38,13 +37,6 @@ class Rule(NamedTuple):
     name: str
     columns: tuple[str, ...]
     keeps: Callable[..., np.ndarray]
-
-
-class Keys(NamedTuple):
-    """A list of samples: sorted hashes of keys in any shard, and of keys by the hash of their shard's name."""
-
-    anywhere: np.ndarray
-    of_shard: dict[int, np.ndarray]
 
 
 class Selection:
@@ -61,15 +53,16 @@ class Selection:
         digest: of which samples are kept.
 
     Raises:
-        UserError: a column, score or file of keys is missing; rules that exclude each other; nothing is kept.
+        UserError: a column, score or file of keys is missing; rules that exclude each other; nothing is kept; a list
+            has a key that is in several corpora.
     """
 
     def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
         self.filter, self._shards = filter, [shard for shards in corpora for shard in shards]
         _check(filter, len(corpora))
         self._rules = _make_rules(filter)
-        self._keys = {name: read_keys(getattr(filter, name)) for name in ("keep", "drop") if getattr(filter, name)}
-        self._found = dict.fromkeys(self._keys, 0)
+        lists = {name: getattr(filter, name) for name in ("keep", "drop")}
+        self._lists = {name: KeyList(path, self._shards) for name, path in lists.items() if path}
         self._columns, starts = [], []
         for number, shards in enumerate(corpora):
             groups = _by_folder(shards, filter.columns[number] if filter.columns else None)
@@ -80,7 +73,8 @@ class Selection:
                 starts.append(columns.rows_of(group))
                 self._columns += [columns] * len(group)
         self._starts = np.concatenate(starts)
-        self._names = key_hash(shard.name for shard in self._shards) if self._keys else np.empty(0, np.uint64)
+        self._corpora = [len(shards) for shards in corpora]
+        self._corpus = np.repeat(np.arange(len(corpora)), self._corpora)
         self._samples = np.array([shard.samples for shard in self._shards], np.int64)
         self.total = int(self._samples.sum())
         self._count_or_recall()
@@ -93,7 +87,7 @@ class Selection:
     @property
     def identity(self) -> str:
         """The rules and which samples they keep, for comparison when a run is resumed."""
-        rules = {**self.filter.rules, **{name: Path(getattr(self.filter, name)).name for name in self._keys}}
+        rules = {**self.filter.rules, **{name: Path(getattr(self.filter, name)).name for name in self._lists}}
         return f"{', '.join(f'{name} {value}' for name, value in rules.items())} ({self.kept:,} kept, {self.digest})"
 
     def describe(self) -> str:
@@ -104,7 +98,7 @@ class Selection:
     def places(self, shard: int) -> np.ndarray:
         """Indices of the kept samples in a shard, ascending, (sizes[shard],) int32."""
         start, samples = int(self._starts[shard]), int(self._samples[shard])
-        kept = np.logical_and.reduce([*self._judge(shard, shard + 1, start, start + samples).values()])
+        kept = np.logical_and.reduce([*self._judge(shard, shard + 1, start, start + samples, {}).values()])
         found = np.flatnonzero(kept).astype(np.int32)
         if len(found) != self.sizes[shard]:
             raise UserError(
@@ -117,7 +111,7 @@ class Selection:
         """The attributes, as an earlier start has counted them if nothing has changed since."""
         key = self._key()
         folders = list(dict.fromkeys(columns.folder for columns in dict.fromkeys(self._columns)))
-        found = read_counts(folders, key, self._samples, [*(rule.name for rule in self._rules), *self._keys])
+        found = read_counts(folders, key, self._samples, [*(rule.name for rule in self._rules), *self._lists])
         if found:
             self.sizes, self.left_out, self.digest = found
             return
@@ -127,17 +121,10 @@ class Selection:
 
     def _key(self) -> str:
         """A hash of all on which the counts depend."""
-        lists = {}
-        for name, keys in self._keys.items():
-            digest = hashlib.sha256(keys.anywhere)
-            for shard, own in sorted(keys.of_shard.items()):
-                digest.update(np.uint64(shard))
-                digest.update(np.uint64(len(own)))
-                digest.update(own)
-            lists[name] = digest.hexdigest()
+        lists = {name: keys.digest for name, keys in self._lists.items()}
         shards = hashlib.sha256(self._starts)
         shards.update(self._samples)
-        shards.update(self._names)
+        shards.update(np.array(self._corpora, np.int64))
         files = [[len(list(group)), columns.versions(self._wanted)] for columns, group in groupby(self._columns)]
         return hashlib.sha256(
             json.dumps([{**self.filter.rules, **lists}, shards.hexdigest(), files]).encode()
@@ -147,20 +134,20 @@ class Selection:
     def _wanted(self) -> list[str]:
         """Names of the columns that are read."""
         names = dict.fromkeys(name for rule in self._rules for name in rule.columns)
-        return [*names, *(["key"] if self._keys else [])]
+        return [*names, *(["key"] if self._lists else [])]
 
     def _count(self) -> None:
         """The attributes, from one pass over the columns."""
         self.sizes = np.zeros(len(self._shards), np.int64)
         self.left_out: dict[str, int] = {}
+        seen = {name: Sightings(len(keys), len(self._corpora)) for name, keys in self._lists.items()}
         digest, rest = hashlib.sha256(), np.empty(0, bool)
         for first, last in self._pieces():
-            start = int(self._starts[first])
-            verdicts = self._judge(first, last, start, start + int(self._samples[first:last].sum()))
+            start, corpus = int(self._starts[first]), int(self._corpus[first])
+            see = {name: partial(sightings.add, corpus=corpus) for name, sightings in seen.items()}
+            verdicts = self._judge(first, last, start, start + int(self._samples[first:last].sum()), see)
             for name, kept in verdicts.items():
                 self.left_out[name] = self.left_out.get(name, 0) + len(kept) - int(np.count_nonzero(kept))
-                if name in self._found:
-                    self._found[name] += int(np.count_nonzero(kept == (name == "keep")))
             kept = np.logical_and.reduce([*verdicts.values()])
             ends, counted = np.cumsum(self._samples[first:last]), np.concatenate([[0], np.cumsum(kept)])
             self.sizes[first:last] = counted[ends] - counted[ends - self._samples[first:last]]
@@ -170,12 +157,13 @@ class Selection:
             rest = rest[whole:]
         digest.update(np.packbits(rest).data)
         self.digest = digest.hexdigest()[:16]
-        for name, count in self._found.items():
-            if not count:
+        for name, keys in self._lists.items():
+            if seen[name].missing == len(keys):
                 raise UserError(
-                    f"Not one key of {getattr(self.filter, name)} occurs in the data.",
-                    "Write one key a line as the tars have it: KEY, or SHARD.tar/KEY.",
+                    f"Not one key of {keys.path} occurs in the data.",
+                    f"Write one key a line as the tars have it: {FORMS}.",
                 )
+            keys.refuse_several(seen[name].several)
         if not self.kept:
             raise UserError(f"The filter leaves no sample: {self.describe()}.", "Loosen the rules of data.filter.")
 
@@ -192,20 +180,18 @@ class Selection:
                 yield run, last
                 run = last
 
-    def _judge(self, first: int, last: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """By rule, which samples of shards [first, last) it keeps; their numbers are [start, stop) of the columns."""
+    def _judge(
+        self, first: int, last: int, start: int, stop: int, see: Mapping[str, Callable[[np.ndarray], None]]
+    ) -> dict[str, np.ndarray]:
+        """By rule, which samples of shards [first, last) it keeps; their numbers are [start, stop) of the columns.
+
+        `see` may have, for a list of keys, what is given the places of those that are found.
+        """
         columns = self._columns[first]
         numbers = {name: columns.read(name, start, stop) for name in self._wanted}
         verdicts = {rule.name: rule.keeps(*(numbers[name] for name in rule.columns)) for rule in self._rules}
-        for name, keys in self._keys.items():
-            listed = _contains(keys.anywhere, numbers["key"])
-            if keys.of_shard:
-                begin = 0
-                for shard in range(first, last):
-                    end = begin + int(self._samples[shard])
-                    if (own := keys.of_shard.get(int(self._names[shard]))) is not None:
-                        listed[begin:end] |= _contains(own, numbers["key"][begin:end])
-                    begin = end
+        for name, keys in self._lists.items():
+            listed = keys.listed(first, self._samples[first:last].tolist(), numbers["key"], see.get(name))
             verdicts[name] = listed if name == "keep" else ~listed
         return verdicts
 
@@ -213,35 +199,6 @@ class Selection:
 def select(corpora: Sequence[Sequence[Shard]], filter: Filter) -> Selection | None:
     """The selection of a filter; None if it has no rule."""
     return Selection(corpora, filter) if filter.rules else None
-
-
-def read_keys(path: str) -> Keys:
-    """The keys of a file, one a line. Raises UserError: it cannot be read, or holds none."""
-    try:
-        if Path(path).stat().st_size > _MAX_KEY_BYTES:
-            raise UserError(f"{path} is larger than {_MAX_KEY_BYTES >> 30} GiB.", "Split the data and its list.")
-        anywhere, of_shard = [], {}
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            for line in file:
-                if key := line.rstrip("\r\n"):
-                    if match := _OF_SHARD.fullmatch(key):
-                        of_shard.setdefault(match[1], []).append(match[2])
-                    else:
-                        anywhere.append(key)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.", "Name a file with one key a line.") from None
-    if not anywhere and not of_shard:
-        raise UserError(f"{path} holds no keys.", "Write one key a line: KEY, or SHARD.tar/KEY.")
-    names = key_hash(of_shard).tolist()
-    lists = (np.unique(key_hash(keys)) for keys in of_shard.values())
-    return Keys(np.unique(key_hash(anywhere)), dict(zip(names, lists, strict=True)))
-
-
-def _contains(sorted_hashes: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    if not len(sorted_hashes):
-        return np.zeros(len(hashes), bool)
-    place = np.searchsorted(sorted_hashes, hashes)
-    return sorted_hashes[np.minimum(place, len(sorted_hashes) - 1)] == hashes
 
 
 def _make_rules(filter: Filter) -> list[Rule]:
