@@ -160,6 +160,7 @@ def describe(config: Config, engine, run: Prepared) -> str:
         data=f"{sum(s.samples for s in stream.shards):,} samples in {len(stream.shards)} shards, "
         f"{order.lanes} lanes, {order.steps} steps an epoch"
         + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),
+        **(stream.selection.describe_lists() if stream.selection else {}),
         engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {run.precision}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
         **average,

@@ -51,6 +51,7 @@ class Selection:
         total: samples in all, kept or not.
         left_out: samples that each rule alone leaves out, by its name.
         digest: of which samples are kept.
+        lists: for `keep` and `drop`, how many keys are not in the data, and the listed samples of each corpus.
 
     Raises:
         UserError: a column, score or file of keys is missing; rules that exclude each other; nothing is kept; a list
@@ -95,6 +96,17 @@ class Selection:
         share = f"{self.kept:,} of {self.total:,} samples kept ({self.kept / self.total:.1%})"
         return f"{share}; left out by {', '.join(f'{name} {count:,}' for name, count in self.left_out.items())}"
 
+    def describe_lists(self) -> dict[str, str]:
+        """For `keep` and `drop`, what of the list is in the data, in one line."""
+        lines = {}
+        for name, (missing, *found) in self.lists.items():
+            keys = self._lists[name]
+            parts = ", ".join(f"corpus {number}: {count:,}" for number, count in enumerate(found, start=1))
+            share = f"{missing:,} of {len(keys):,} keys are not in the data"
+            listed = f"samples listed: {sum(found):,}" + (f" ({parts})" if len(found) > 1 else "")
+            lines[name] = f"{Path(keys.path).name}: {share}; {listed}"
+        return lines
+
     def places(self, shard: int) -> np.ndarray:
         """Indices of the kept samples in a shard, ascending, (sizes[shard],) int32."""
         start, samples = int(self._starts[shard]), int(self._samples[shard])
@@ -111,13 +123,14 @@ class Selection:
         """The attributes, as an earlier start has counted them if nothing has changed since."""
         key = self._key()
         folders = list(dict.fromkeys(columns.folder for columns in dict.fromkeys(self._columns)))
-        found = read_counts(folders, key, self._samples, [*(rule.name for rule in self._rules), *self._lists])
-        if found:
-            self.sizes, self.left_out, self.digest = found
+        rules = [*(rule.name for rule in self._rules), *self._lists]
+        numbers = dict.fromkeys(self._lists, 1 + len(self._corpora))
+        if found := read_counts(folders, key, self._samples, rules, numbers):
+            self.sizes, self.left_out, self.digest, self.lists = found
             return
         self._count()
         if self._key() == key:  # no column was replaced meanwhile
-            write_counts(folders, key, Counts(self.sizes, self.left_out, self.digest))
+            write_counts(folders, key, Counts(self.sizes, self.left_out, self.digest, self.lists))
 
     def _key(self) -> str:
         """A hash of all on which the counts depend."""
@@ -140,6 +153,7 @@ class Selection:
         """The attributes, from one pass over the columns."""
         self.sizes = np.zeros(len(self._shards), np.int64)
         self.left_out: dict[str, int] = {}
+        self.lists = {name: [0] * (1 + len(self._corpora)) for name in self._lists}
         seen = {name: Sightings(len(keys), len(self._corpora)) for name, keys in self._lists.items()}
         digest, rest = hashlib.sha256(), np.empty(0, bool)
         for first, last in self._pieces():
@@ -148,6 +162,8 @@ class Selection:
             verdicts = self._judge(first, last, start, start + int(self._samples[first:last].sum()), see)
             for name, kept in verdicts.items():
                 self.left_out[name] = self.left_out.get(name, 0) + len(kept) - int(np.count_nonzero(kept))
+                if name in self.lists:
+                    self.lists[name][1 + corpus] += int(np.count_nonzero(kept == (name == "keep")))
             kept = np.logical_and.reduce([*verdicts.values()])
             ends, counted = np.cumsum(self._samples[first:last]), np.concatenate([[0], np.cumsum(kept)])
             self.sizes[first:last] = counted[ends] - counted[ends - self._samples[first:last]]
@@ -158,6 +174,7 @@ class Selection:
         digest.update(np.packbits(rest).data)
         self.digest = digest.hexdigest()[:16]
         for name, keys in self._lists.items():
+            self.lists[name][0] = seen[name].missing
             if seen[name].missing == len(keys):
                 raise UserError(
                     f"Not one key of {keys.path} occurs in the data.",

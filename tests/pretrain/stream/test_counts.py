@@ -141,6 +141,8 @@ DAMAGE = {
     "another key": lambda path: spoil(path, key="0" * 64),
     "another format": lambda path: spoil(path, format=counts.FORMAT + 1),
     "other rules": lambda path: spoil(path, left_out={"min_side": 3}),
+    "no lists": lambda path: spoil(path, lists=None),
+    "other lists": lambda path: spoil(path, lists={"drop": [0, 1]}),
     "a wrong number": lambda path: spoil(path, left_out={"min_side": 3, "min_words": "4"}),
     "too many": lambda path: spoil(path, left_out={"min_side": 80, "min_words": 4}),
     "no digest": lambda path: spoil(path, digest="../../etc"),
@@ -161,17 +163,30 @@ def test_a_damaged_file_counts_as_missing(name, corpus, passes):
     assert bool(passes) == (name == "a folder")  # the others were rewritten
 
 
+@pytest.mark.parametrize("wrong", [{}, {"keep": [0, 1]}, {"drop": [0]}, {"drop": [-1, 1]}, {"drop": [0, "1"]}])
+def test_damaged_numbers_of_a_list_count_as_missing(wrong, corpus, tmp_path, passes):
+    (tmp_path / "keys").write_text("k0001\nunknown\n")
+    rules = Filter(drop=str(tmp_path / "keys"))
+    before = Selection([read_index(corpus)], rules).lists
+    assert before == {"drop": [1, 1]}
+    (path,) = kept_in(corpus)
+    spoil(path, lists=wrong)
+    passes.clear()
+    assert Selection([read_index(corpus)], rules).lists == before
+    assert passes
+
+
 def test_sizes_that_no_shard_has_are_refused(corpus, passes):
     before = counted(corpus)
     (path,) = kept_in(corpus)
     key = json.loads(path.read_bytes().partition(b"\n")[0])["key"]
     samples = [shard.samples for shard in read_index(corpus)]
     for sizes in ([24, 1, 1, 1], [-1, 1, 1, 1], [0, 0, 0, 0]):
-        made = counts.Counts(np.array(sizes), {"min_side": 0, "min_words": 0}, "0" * 16)
+        made = counts.Counts(np.array(sizes), {"min_side": 0, "min_words": 0}, "0" * 16, {})
         counts.write_counts([corpus / "columns"], key, made)
-        assert counts.read_counts([corpus / "columns"], key, np.array(samples), ["min_side", "min_words"]) is None
+        assert counts.read_counts([corpus / "columns"], key, np.array(samples), ["min_side", "min_words"], {}) is None
     assert counted(corpus) == before
-    wrong = counts.Counts(np.array([1, 1, 1, 1]), {"min_side": 0, "min_words": 0}, "0" * 16)
+    wrong = counts.Counts(np.array([1, 1, 1, 1]), {"min_side": 0, "min_words": 0}, "0" * 16, {})
     counts.write_counts([corpus / "columns"], key, wrong)
     with pytest.raises(UserError, match="have changed since"):  # what was kept is counted where it is used
         Selection([read_index(corpus)], RULES).places(2)

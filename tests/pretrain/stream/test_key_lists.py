@@ -122,6 +122,23 @@ def test_a_line_of_several_corpora_is_refused(corpora, tmp_path):
     assert Selection(corpora[:1], Filter(drop=str(path))).sizes.tolist() == [5, 5]
 
 
+def test_what_of_a_list_is_in_the_data(corpora, tmp_path):
+    keep, drop = tmp_path / "good.txt", tmp_path / "twice.txt"
+    keep.write_text("".join(f"cc3m/{i}.tar/k{i}00{n}\n" for i in range(2) for n in range(5)) + "cc12m/0.tar/k0001\n")
+    drop.write_text("cc3m/0.tar/k0001\ncc3m/0.tar/k0001\nk9999\ncc3m/1.tar/k0001\ncc1m/0.tar/k0001\n")
+    for _ in range(2):  # counted, and recalled
+        selection = Selection(corpora, Filter(keep=str(keep), drop=str(drop)))
+        assert selection.lists == {"keep": [0, 10, 1], "drop": [3, 1, 0]}
+        assert selection.describe_lists() == {
+            "keep": "good.txt: 0 of 11 keys are not in the data; samples listed: 11 (corpus 1: 10, corpus 2: 1)",
+            "drop": "twice.txt: 3 of 4 keys are not in the data; samples listed: 1 (corpus 1: 1, corpus 2: 0)",
+        }
+    assert selection.kept == 10
+    one = Selection(corpora[:1], Filter(drop=str(drop)))
+    assert one.describe_lists() == {"drop": "twice.txt: 3 of 4 keys are not in the data; samples listed: 1"}
+    assert Selection(corpora, Filter(min_side=10)).describe_lists() == {}
+
+
 def test_a_list_takes_the_memory_of_its_hashes(tmp_path, monkeypatch):
     monkeypatch.setattr(key_lists, "_LINES", 1 << 10)
     shards = [Shard(f"{i}.tar", Path(f"/data/{i}.tar"), 1000, 1 << 30) for i in range(200)]
