@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from jsonargparse.typing import NonNegativeInt, restricted_number_type
 
 Aspect = restricted_number_type("Aspect", float, (">=", 1))
+BOUNDS = ("min_score", "max_score")  # that may differ between corpora
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Filter:
         min_chars: least characters of each caption.
         max_chars: most characters.
         score: name of a score, as given to `--score`.
-        min_score: its least value; samples without a score are left out.
-        max_score: its largest value.
+        min_score: its least value; samples without a score are left out. Or a list, one for each of `train`: null is no
+            bound, for which no score is needed.
+        max_score: its largest value, or a list.
         keep: file with the keys of the samples to use, one a line: KEY, SHARD.tar/KEY for a shard's, or
             FOLDER/SHARD.tar/KEY where several corpora have such a shard.
         drop: file with the keys of samples to leave out, such as duplicates.
@@ -38,8 +40,8 @@ class Filter:
     min_chars: NonNegativeInt | None = None
     max_chars: NonNegativeInt | None = None
     score: str | None = None
-    min_score: float | None = None
-    max_score: float | None = None
+    min_score: float | list[float | None] | None = None
+    max_score: float | list[float | None] | None = None
     keep: str | None = None
     drop: str | None = None
     columns: list[str] | None = None
@@ -49,6 +51,12 @@ class Filter:
         """The rules that are set, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "columns"}
         return {name: value for name, value in values.items() if value is not None}
+
+    def of_corpus(self, number: int) -> Filter:
+        """The filter with the bounds of one corpus."""
+        bounds = {name: getattr(self, name) for name in BOUNDS}
+        own = {name: bound[number] if isinstance(bound, list) else bound for name, bound in bounds.items()}
+        return replace(self, **own)
 
 
 NO_FILTER = Filter()

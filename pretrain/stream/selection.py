@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pretrain.stream.counts import Counts, read_counts, write_counts
-from pretrain.stream.filter import Filter
+from pretrain.stream.filter import BOUNDS, Filter
 from pretrain.stream.key_lists import FORMS, KeyList, Sightings
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.columns import FOLDER_NAME, Columns, score_column
@@ -61,7 +61,7 @@ class Selection:
     def __init__(self, corpora: Sequence[Sequence[Shard]], filter: Filter):
         self.filter, self._shards = filter, [shard for shards in corpora for shard in shards]
         _check(filter, len(corpora))
-        self._rules = _make_rules(filter)
+        self._rules = [_make_rules(filter.of_corpus(number)) for number in range(len(corpora))]
         lists = {name: getattr(filter, name) for name in ("keep", "drop")}
         self._lists = {name: KeyList(path, self._shards) for name, path in lists.items() if path}
         self._columns, starts = [], []
@@ -69,7 +69,7 @@ class Selection:
             groups = _by_folder(shards, filter.columns[number] if filter.columns else None)
             for folder, group in groups:
                 columns = Columns(folder, _command(group))
-                for name in self._wanted:
+                for name in self._wanted(number):
                     columns.need(name)
                 starts.append(columns.rows_of(group))
                 self._columns += [columns] * len(group)
@@ -110,8 +110,8 @@ class Selection:
     def places(self, shard: int) -> np.ndarray:
         """Indices of the kept samples in a shard, ascending, (sizes[shard],) int32."""
         start, samples = int(self._starts[shard]), int(self._samples[shard])
-        kept = np.logical_and.reduce([*self._judge(shard, shard + 1, start, start + samples, {}).values()])
-        found = np.flatnonzero(kept).astype(np.int32)
+        verdicts = self._judge(shard, shard + 1, start, start + samples, {})
+        found = np.flatnonzero(_all(verdicts, samples)).astype(np.int32)
         if len(found) != self.sizes[shard]:
             raise UserError(
                 f"The columns in {self._columns[shard].folder} have changed since the run was started.",
@@ -123,9 +123,8 @@ class Selection:
         """The attributes, as an earlier start has counted them if nothing has changed since."""
         key = self._key()
         folders = list(dict.fromkeys(columns.folder for columns in dict.fromkeys(self._columns)))
-        rules = [*(rule.name for rule in self._rules), *self._lists]
         numbers = dict.fromkeys(self._lists, 1 + len(self._corpora))
-        if found := read_counts(folders, key, self._samples, rules, numbers):
+        if found := read_counts(folders, key, self._samples, self._names, numbers):
             self.sizes, self.left_out, self.digest, self.lists = found
             return
         self._count()
@@ -138,21 +137,29 @@ class Selection:
         shards = hashlib.sha256(self._starts)
         shards.update(self._samples)
         shards.update(np.array(self._corpora, np.int64))
-        files = [[len(list(group)), columns.versions(self._wanted)] for columns, group in groupby(self._columns)]
+        files, first = [], 0
+        for columns, group in groupby(self._columns):
+            files.append([len(list(group)), columns.versions(self._wanted(self._corpus[first]))])
+            first += files[-1][0]
         return hashlib.sha256(
             json.dumps([{**self.filter.rules, **lists}, shards.hexdigest(), files]).encode()
         ).hexdigest()
 
     @property
-    def _wanted(self) -> list[str]:
-        """Names of the columns that are read."""
-        names = dict.fromkeys(name for rule in self._rules for name in rule.columns)
+    def _names(self) -> list[str]:
+        """Names of the rules, of all corpora."""
+        found = {rule.name for rules in self._rules for rule in rules}
+        return [name for name in self.filter.rules if name in found or name in self._lists]
+
+    def _wanted(self, corpus: int) -> list[str]:
+        """Names of the columns of a corpus that are read."""
+        names = dict.fromkeys(name for rule in self._rules[corpus] for name in rule.columns)
         return [*names, *(["key"] if self._lists else [])]
 
     def _count(self) -> None:
         """The attributes, from one pass over the columns."""
         self.sizes = np.zeros(len(self._shards), np.int64)
-        self.left_out: dict[str, int] = {}
+        self.left_out = dict.fromkeys(self._names, 0)
         self.lists = {name: [0] * (1 + len(self._corpora)) for name in self._lists}
         seen = {name: Sightings(len(keys), len(self._corpora)) for name, keys in self._lists.items()}
         digest, rest = hashlib.sha256(), np.empty(0, bool)
@@ -161,10 +168,10 @@ class Selection:
             see = {name: partial(sightings.add, corpus=corpus) for name, sightings in seen.items()}
             verdicts = self._judge(first, last, start, start + int(self._samples[first:last].sum()), see)
             for name, kept in verdicts.items():
-                self.left_out[name] = self.left_out.get(name, 0) + len(kept) - int(np.count_nonzero(kept))
+                self.left_out[name] += len(kept) - int(np.count_nonzero(kept))
                 if name in self.lists:
                     self.lists[name][1 + corpus] += int(np.count_nonzero(kept == (name == "keep")))
-            kept = np.logical_and.reduce([*verdicts.values()])
+            kept = _all(verdicts, int(self._samples[first:last].sum()))
             ends, counted = np.cumsum(self._samples[first:last]), np.concatenate([[0], np.cumsum(kept)])
             self.sizes[first:last] = counted[ends] - counted[ends - self._samples[first:last]]
             rest = np.concatenate([rest, kept])
@@ -204,9 +211,9 @@ class Selection:
 
         `see` may have, for a list of keys, what is given the places of those that are found.
         """
-        columns = self._columns[first]
-        numbers = {name: columns.read(name, start, stop) for name in self._wanted}
-        verdicts = {rule.name: rule.keeps(*(numbers[name] for name in rule.columns)) for rule in self._rules}
+        columns, corpus = self._columns[first], int(self._corpus[first])
+        numbers = {name: columns.read(name, start, stop) for name in self._wanted(corpus)}
+        verdicts = {rule.name: rule.keeps(*(numbers[name] for name in rule.columns)) for rule in self._rules[corpus]}
         for name, keys in self._lists.items():
             listed = keys.listed(first, self._samples[first:last].tolist(), numbers["key"], see.get(name))
             verdicts[name] = listed if name == "keep" else ~listed
@@ -216,6 +223,11 @@ class Selection:
 def select(corpora: Sequence[Sequence[Shard]], filter: Filter) -> Selection | None:
     """The selection of a filter; None if it has no rule."""
     return Selection(corpora, filter) if filter.rules else None
+
+
+def _all(verdicts: Mapping[str, np.ndarray], samples: int) -> np.ndarray:
+    """Which samples every rule keeps; a corpus may have none."""
+    return np.logical_and.reduce([np.ones(samples, bool), *verdicts.values()])
 
 
 def _make_rules(filter: Filter) -> list[Rule]:
@@ -243,17 +255,31 @@ def _check(filter: Filter, corpora: int) -> None:
             "data.filter.score needs min_score or max_score, and these need it.",
             "Set data.filter.score to the name given to `tools.index_shards --columns --score`, and a bound.",
         )
+    for name in BOUNDS:
+        bound = getattr(filter, name)
+        if isinstance(bound, list) and (len(bound) != corpora or set(bound) == {None}):
+            raise UserError(
+                f"data.filter.{name} has {len(bound)} values for {corpora} training paths, "
+                f"{sum(one is not None for one in bound)} of them a bound.",
+                "Give it one value for each path, null for no bound, or a single one for all.",
+            )
+    for number in range(corpora):
+        _check_ranges(filter.of_corpus(number))
+    if filter.columns and len(filter.columns) != corpora:
+        raise UserError(
+            f"There are {len(filter.columns)} folders of columns for {corpora} training paths.",
+            "Give data.filter.columns one folder for each path.",
+        )
+
+
+def _check_ranges(filter: Filter) -> None:
+    """Refuse a lower bound above the upper one."""
     for low, high in ("min_side", "max_side"), ("min_words", "max_words"), ("min_chars", "max_chars"), (
         "min_score", "max_score",
     ):  # fmt: skip
         least, most = getattr(filter, low), getattr(filter, high)
         if least is not None and most is not None and least > most:
             raise UserError(f"data.filter.{low} {least} is above {high} {most}.", "Exchange or correct them.")
-    if filter.columns and len(filter.columns) != corpora:
-        raise UserError(
-            f"There are {len(filter.columns)} folders of columns for {corpora} training paths.",
-            "Give data.filter.columns one folder for each path.",
-        )
 
 
 def _by_folder(shards: Sequence[Shard], given: str | None) -> list[tuple[Path, list[Shard]]]:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.config import Config
 from pretrain.stream.corpora import Corpus
 from pretrain.stream.filter import Filter
 from pretrain.stream.selection import Selection
 from pretrain.stream.settings import Settings
 from pretrain.stream.stream import Stream
+from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import read_index
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
@@ -186,6 +188,30 @@ def test_mixtures_weigh_what_is_kept(corpus, tmp_path):
     assert named.identity == stream.identity["filter"]
 
 
+def test_bounds_of_one_corpus(corpus, tmp_path):
+    folder, truth = corpus
+    make_corpus(tmp_path / "other", "o", (20, 12))
+    (tmp_path / "other" / "columns" / "score.clip_l14.npy").unlink()
+    first, second = read_index(folder), read_index(tmp_path / "other")
+    good = {one["place"] for one in truth if one["score"] is not None and one["score"] >= 0.5}
+    rest = {(4 + shard, i) for shard, size in enumerate((20, 12)) for i in range(size)}
+    for rules in (dict(min_score=[0.5, None]), dict(min_score=[0.5, None], max_score=[1.0, None])):
+        for _ in range(2):  # counted, and recalled
+            selection = Selection([first, second], Filter(score="clip_l14", **rules))
+            assert chosen(selection) == good | rest
+            assert [*selection.left_out] == [*rules]
+            assert selection.left_out["min_score"] == len(truth) - len(good)
+    swapped = Selection([second, first], Filter(score="clip_l14", min_score=[None, 0.5]))
+    assert swapped.sizes.tolist() == [20, 12, *selection.sizes[:4]]
+    words = ["--data.filter.score=clip_l14", "--data.filter.min_score=[0.5, null]"]
+    parsed = parse_config(Config, "run", "", words).data.filter
+    assert Selection([first, second], parsed).sizes.tolist() == selection.sizes.tolist()
+    bounds = {Selection([first[1:], first[:1]], Filter(score="clip_l14", min_score=[0.5, x])).kept for x in (0.1, 0.9)}
+    assert len(bounds) == 2
+    with pytest.raises(UserError, match=r"no column score\.clip_l14"):
+        Selection([first, second], Filter(score="clip_l14", min_score=0.5))
+
+
 def test_identity_follows_what_is_kept(corpus, tmp_path):
     folder, _ = corpus
     shards = read_index(folder)
@@ -214,6 +240,9 @@ def test_identity_follows_what_is_kept(corpus, tmp_path):
         (dict(min_score=0.2), "min_score", "bound"),
         (dict(score="../x", min_score=0.2), "cannot name", "letters"),
         (dict(min_words=5, max_words=4), "above max_words 4", "correct"),
+        (dict(score="clip_l14", min_score=[0.1, None]), "min_score has 2 values for 1 training paths", "one value for"),
+        (dict(score="clip_l14", max_score=[None]), "0 of them a bound", "a single one"),
+        (dict(score="clip_l14", min_score=[0.5], max_score=0.4), "above max_score 0.4", "correct"),
         (dict(drop="no/such/file"), "cannot be read", "one key a line"),
         (dict(min_words=1, columns=["a", "b"]), "2 folders of columns for 1", "one folder"),
     ],
