@@ -2,7 +2,7 @@
 
     KEY                    of any shard
     SHARD.tar/KEY          of the shards of that name
-    FOLDER/SHARD.tar/KEY   of the shards whose path or address ends so; all of it, as `log_samples` writes it, is one's
+    FOLDER/SHARD.tar/KEY   of the shards whose path or address ends so; the whole of it names one shard
 
 Keys are numbered anew in each corpus, so a line that is true of samples of several corpora is refused.
 """
