@@ -26,6 +26,7 @@ def smooth(match_NM: Tensor, amount: float) -> Tensor:
 
 def mixed(match_NM: Tensor, lam_N: Tensor, partner_N: Tensor) -> Tensor:
     """Labels of mixed images: lam_i of image i's row plus 1 - lam_i of its partner's row. Source: PCME++ §2.4."""
+    match_NM = _as_float(match_NM)
     lam = lam_N.reshape(-1, 1).to(match_NM.dtype)
     return lam * match_NM + (1 - lam) * match_NM[partner_N]
 
@@ -39,7 +40,13 @@ def pseudo_positives(distance_NM: Tensor, match_NM: Tensor) -> tuple[Tensor, Ten
     Returns:
         labels (N, M), and over all rows the number of columns at least as close as the positive, itself not counted.
     """
+    match_NM = _as_float(match_NM)
     positive = match_NM.argmax(1, keepdim=True)
     near = distance_NM <= distance_NM.gather(1, positive)
     labels = torch.where(near, match_NM.gather(1, positive), match_NM)
     return labels, near.sum() - len(match_NM)
+
+
+def _as_float(match: Tensor) -> Tensor:
+    """Labels given as booleans or integers, as float32."""
+    return match if match.is_floating_point() else match.float()

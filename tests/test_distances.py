@@ -155,8 +155,22 @@ def test_float32_survives_a_common_offset_of_the_means():
     shifted = [Gaussian((g.mean + 100).float(), (g.log_var - 4).float()) for g in (a, b)]
     exact = distances.kl(*(Gaussian(g.mean.double(), g.log_var.double()) for g in shifted))
     torch.testing.assert_close(distances.kl(*shifted).double(), exact, rtol=1e-4, atol=1e-3)
-    exact = distances.wasserstein2(*(Gaussian(g.mean.double(), g.log_var.double()) for g in shifted))
-    torch.testing.assert_close(distances.wasserstein2(*shifted).double(), exact, rtol=1e-4, atol=1e-3)
+    for distance in (distances.wasserstein2, csd):
+        exact = distance(*(Gaussian(g.mean.double(), g.log_var.double()) for g in shifted))
+        torch.testing.assert_close(distance(*shifted).double(), exact, rtol=1e-4, atol=1e-3)
+    samples = [g.mean.double()[:, None] for g in shifted]
+    exact = distances.mean_distance_of_samples(*samples)
+    found = distances.mean_distance_of_samples(*(z.float() for z in samples))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_nothing_is_compared_with_nothing():
+    a, b = gaussians()
+    a.mean.requires_grad_()
+    found = csd(a, b[:0])
+    assert found.shape == (len(a.mean), 0)
+    found.sum().backward()
+    assert not a.mean.grad.any()
 
 
 def test_shapes_are_checked():

@@ -48,3 +48,12 @@ def test_authors_labels(parity):
                 found, n = labels.pseudo_positives(distance, match)
                 torch.testing.assert_close(found, v[f"{family}__pseudo_matched_{direction}_{case}"], rtol=0, atol=0)
                 assert n == v[f"{family}__n_pseudo_{direction}_{case}"]
+
+
+def test_labels_that_are_integers_or_booleans_mix_as_numbers():
+    lam, partner, eye = torch.tensor([0.3, 0.6]), torch.tensor([1, 0]), torch.eye(2)
+    expected = labels.mixed(eye, lam, partner)
+    distance = torch.tensor([[1.0, 0.5], [2.0, 0.1]])
+    for match in (eye.long(), eye.bool()):
+        assert torch.equal(labels.mixed(match, lam, partner), expected)
+        assert torch.equal(labels.pseudo_positives(distance, match)[0], labels.pseudo_positives(distance, eye)[0])

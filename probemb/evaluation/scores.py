@@ -22,6 +22,7 @@ from probemb.distances import (
     kl_factors,
     match_probability_of_samples,
     mean_distance_of_samples,
+    near_origin,
 )
 from probemb.evaluation.attention import AttentionScores
 from probemb.evaluation.kept_tokens import KeptTokens
@@ -231,7 +232,7 @@ def tolerance_scores(a: Gaussian, b: Gaussian, i2t: float = 1.0, t2i: float = 1.
     x, y = at_least_float32(a.mean), at_least_float32(b.mean)
     if max(float(u.abs().max()) if len(u) else 0.0 for u in (u_a, u_b)) > LARGE_U:
         x, y, u_a, u_b = x.double(), y.double(), u_a.double(), u_b.double()
-    return _squared_euclidean(x, y, u_a, u_b)
+    return _squared_euclidean(*near_origin(x, y), u_a, u_b)
 
 
 def csd_scores(a: Gaussian, b: Gaussian) -> DotScores:
@@ -243,8 +244,7 @@ def csd_scores(a: Gaussian, b: Gaussian) -> DotScores:
 def wasserstein2_scores(a: Gaussian, b: Gaussian) -> DotScores:
     """-(squared 2-Wasserstein distance)."""
     x, y = (torch.cat([g.mean, g.std], 1) for g in (a.float(), b.float()))
-    origin = y.mean(0)  # a common origin keeps the squares small
-    return _squared_euclidean(x - origin, y - origin)
+    return _squared_euclidean(*near_origin(x, y))
 
 
 @torch.no_grad()

@@ -33,8 +33,9 @@ def clip_loss(
         logit_scale: the inverse temperature itself, not its logarithm.
         all_image_ND, all_text_ND: unit rows of all ranks, N = W * B.
     """
-    all_image_ND = image_BD if all_image_ND is None else all_image_ND
-    all_text_ND = text_BD if all_text_ND is None else all_text_ND
+    image_BD, text_BD = at_least_float32(image_BD), at_least_float32(text_BD)
+    all_image_ND = image_BD if all_image_ND is None else at_least_float32(all_image_ND)
+    all_text_ND = text_BD if all_text_ND is None else at_least_float32(all_text_ND)
     target = torch.arange(len(image_BD), device=image_BD.device) + offset
     with torch.autocast(image_BD.device.type, enabled=False):
         scaled_image, scaled_text = logit_scale * image_BD, logit_scale * text_BD
@@ -150,7 +151,7 @@ def infonce_loss(similarity_NM: Tensor, tau: Tensor | float = 1.0, match_NM: Ten
         ValueError: labels whose shape does not fit the similarities.
     """
     with torch.autocast(similarity_NM.device.type, enabled=False):
-        logits = tau * similarity_NM
+        logits = tau * at_least_float32(similarity_NM)
         if match_NM is None:
             if logits.shape[0] != logits.shape[1]:
                 raise ValueError(f"{tuple(logits.shape)} pairs have no identity; pass match")

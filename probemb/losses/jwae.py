@@ -123,7 +123,7 @@ def mmd(x_ND: Tensor, y_MD: Tensor, kernel: Kernel = "rbf", base: float | None =
         base = squared.detach().sum() / ((n + m) * (n + m - 1))
     total = codes.new_zeros(())
     for scale in SCALES:
-        c = (scale * base) if isinstance(base, float) else (scale * base).clamp(min=torch.finfo(codes.dtype).tiny)
+        c = scale * base if isinstance(base, float | int) else (scale * base).clamp(min=torch.finfo(codes.dtype).tiny)
         k = torch.exp(-squared / (2 * c)) if kernel == "rbf" else c / (c + squared)
         within_x = (k[:n, :n].sum() - k[:n, :n].diagonal().sum()) / (n * (n - 1))
         within_y = (k[n:, n:].sum() - k[n:, n:].diagonal().sum()) / (m * (m - 1))

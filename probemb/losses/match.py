@@ -22,7 +22,12 @@ def vib_kl(g: Gaussian, zero_above: float | None = None) -> Tensor:
     """
     g = g.float()
     value = -0.5 * (1 + g.log_var - g.mean.square() - g.var).mean()
-    return value if zero_above is None else torch.where(value > zero_above, torch.zeros_like(value), value)
+    if zero_above is None:
+        return value
+    dropped = value.detach() > zero_above
+    # Where it is dropped the gradient is that of the standard normal, 0; that of an overflow would be NaN.
+    mean, log_var = (x.masked_fill(dropped, 0.0) for x in (g.mean, g.log_var))
+    return -0.5 * (1 + log_var - mean.square() - log_var.exp()).mean()
 
 
 def pairwise_match_loss(

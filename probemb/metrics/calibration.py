@@ -62,7 +62,7 @@ def fit_logistic(x: Tensor, share: Tensor) -> tuple[float, float]:
     x, share = x.double(), share.double()
     if share.max() == 0 or share.min() == 1:
         raise ValueError("all shares are equal to 0 or to 1")
-    centre, spread = x.mean(), x.std().clamp_min(1e-12)
+    centre, spread = x.mean(), x.std(correction=0).clamp_min(1e-12)
     both = ((x - centre) / spread).repeat(2)[:, None].numpy()  # each item once as a match and once as none, weighted
     labels = torch.arange(2).flip(0).repeat_interleave(len(x)).numpy()
     fitted = LogisticRegression(C=1e8, tol=1e-8, max_iter=1000)

@@ -39,7 +39,7 @@ def plausible_match_r_precision(
         "per_query": {"pmrp": (Q,) float64, "pmr1": (Q,)}}, shares in [0, 1]; NaN for an item that is not a query.
 
     Raises:
-        UserError: an unknown variant. ValueError: no query has a label and a match.
+        UserError: an unknown variant. ValueError: for one of `zetas` no query has a match.
     """
     if variant not in VARIANTS:
         raise UserError(
@@ -64,8 +64,9 @@ def plausible_match_r_precision(
             asked = is_query[rows] & (n_match > 0)
             precision[z, rows] = (n_found.double() / n_match).masked_fill(~asked, torch.nan)
             first[z, rows] = matched_first.double().masked_fill(~asked, torch.nan)
-    if precision.isnan().all():
-        raise ValueError("no query has labels that match anything in the gallery")
+    for zeta, values in zip(zetas, precision, strict=True):
+        if values.isnan().all():
+            raise ValueError(f"no query has labels that match anything in the gallery with zeta = {zeta}")
     per_zeta = {
         zeta: {"r_precision": precision[z].nanmean().item(), "r@1": first[z].nanmean().item()}
         for z, zeta in enumerate(zetas)
@@ -92,7 +93,7 @@ def _ascending(scores_QG: Tensor) -> np.ndarray:
     """Every row sorted, which is far faster than argsort; numpy's sort is faster than torch's on the CPU."""
     if scores_QG.device.type != "cpu":
         return scores_QG.sort(dim=1).values.cpu().numpy()
-    return np.sort(scores_QG.numpy(), axis=1)
+    return np.sort(scores_QG.detach().numpy(), axis=1)
 
 
 def _found_among_r(

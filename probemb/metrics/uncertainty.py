@@ -65,6 +65,8 @@ def standard_error(values: Tensor) -> float | None:
 
 def pearson(a: Tensor, b: Tensor) -> float | None:
     """Pearson's correlation; None if one of the two is constant."""
+    if not len(a) or a.min() == a.max() or b.min() == b.max():  # their rounded mean may differ from them
+        return None
     a, b = a - a.mean(), b - b.mean()
     scale = float(a.norm() * b.norm())
     return None if scale == 0 or not math.isfinite(scale) else max(-1.0, min(1.0, float(a @ b) / scale))

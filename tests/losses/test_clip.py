@@ -1,11 +1,12 @@
 import math
 
+import pytest
 import torch
 from open_clip.loss import ClipLoss as OpenClipLoss
 from torch.nn import functional as F
 
 from probemb import ClipLoss
-from probemb.losses import clip_loss
+from probemb.losses import clip_loss, infonce_loss
 
 
 def batch(n=6, d=5):
@@ -32,3 +33,14 @@ def test_is_float32_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = clip_loss(image, text, 10.0).loss
     assert torch.equal(inside, clip_loss(image, text, 10.0).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_inputs_give_the_float32_loss_of_their_values(dtype):
+    image, text = (t.to(dtype) for t in batch())
+    expected = clip_loss(image.float(), text.float(), 14.0).loss
+    for scale in (14.0, torch.tensor([14.0])):
+        assert torch.equal(clip_loss(image, text, scale).loss, expected)
+    assert ClipLoss()(image, text).loss.dtype == torch.float32
+    similarity = image @ text.T
+    assert torch.equal(infonce_loss(similarity, 5.0).loss, infonce_loss(similarity.float(), 5.0).loss)

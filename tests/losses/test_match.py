@@ -183,3 +183,14 @@ def test_match_probability_trains_pairs_that_are_far_apart():
     with torch.random.fork_rng():
         torch.manual_seed(7)
         assert not torch.equal(out.loss, pairwise_match_loss(image, text, **options).loss)
+
+
+def test_a_bottleneck_that_is_dropped_has_no_gradient():
+    image, _ = batch(dtype=torch.float32)
+    for more, dropped in ((0.0, False), (100.0, True)):  # e^100 is no float32
+        log_var = (image.log_var + more).requires_grad_()
+        value = vib_kl(Gaussian(image.mean, log_var), zero_above=10000)
+        value.backward()
+        assert (value == 0) == dropped
+        assert torch.isfinite(log_var.grad).all()
+        assert log_var.grad.any() != dropped

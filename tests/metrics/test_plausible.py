@@ -66,6 +66,9 @@ def test_bad_input():
         metrics.plausible_match_r_precision(scores, labels * 0, labels[owner])
     with pytest.raises(ValueError, match="no query has labels"):
         metrics.plausible_match_r_precision(scores, labels, labels[owner] * 0)
+    query, gallery = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0], [0, 0, 1]])  # one differs by 1, one by 3
+    with pytest.raises(ValueError, match="with zeta = 0"):
+        metrics.plausible_match_r_precision(torch.randn(1, 2), query, gallery)
     with pytest.raises(ValueError, match="NaN"):
         metrics.plausible_match_r_precision(scores / 0, labels, labels[owner])
 

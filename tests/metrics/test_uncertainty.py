@@ -25,6 +25,9 @@ def test_bins_are_of_equal_count_and_correlations_are_numpys_and_scipys():
 
 def test_correlations_of_constants_are_undefined_and_nan_scores_are_left_out():
     assert pearson(torch.ones(3), torch.arange(3.0)) is None
+    constant = torch.full((3,), 0.05, dtype=torch.float64)  # whose rounded mean is another number
+    assert pearson(constant, constant) is None
+    assert pearson(torch.arange(3.0).double(), constant) is None
     bins = uncertainty_bins(torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0]))
     assert sum(bins.counts) == 3
     assert uncertainty_bins(torch.ones(1), torch.ones(1)) is None

@@ -86,8 +86,7 @@ def weighted(u: Tensor, options: FilterOptions) -> Tensor:
 
 def inverse_variance(u: Tensor, options: FilterOptions) -> Tensor:
     """Soft weights 1 / u: the precision weighting of a product of isotropic normals."""
-    weights = 1.0 / u.clamp_min(torch.finfo(u.dtype).tiny)
-    return weights / weights.sum(dim=1, keepdim=True)
+    return torch.softmax(-u.clamp_min(torch.finfo(u.dtype).tiny).log(), dim=1)  # 1 / u could overflow
 
 
 FILTERS: dict[str, Callable[[Tensor, FilterOptions], Tensor]] = {

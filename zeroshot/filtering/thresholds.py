@@ -31,8 +31,9 @@ def keep_below(u: Tensor, limit: Tensor) -> Tensor:
 
 def class_deviation(u: Tensor, options: FilterOptions) -> Tensor:
     """The prompts of a class below its mean uncertainty + c standard deviations; `options.deviations` is c."""
-    spread = u.std(dim=1, keepdim=True, correction=0)
-    return keep_below(u, u.mean(dim=1, keepdim=True) + (options.deviations or 0.0) * spread)
+    exact = u.double()  # the mean of equal prompts is theirs, to the bit
+    spread = exact.std(dim=1, keepdim=True, correction=0)
+    return keep_below(u, exact.mean(dim=1, keepdim=True) + (options.deviations or 0.0) * spread)
 
 
 def threshold(u: Tensor, options: FilterOptions) -> Tensor:

@@ -193,8 +193,14 @@ class CaptionSimilarity:
         self.image_starts = np.searchsorted(owner[self.by_image], np.arange(owner.max(initial=-1) + 2))
 
     def __call__(self, image_index: Sequence[int], caption_index: Sequence[int]) -> Tensor:
-        """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32."""
+        """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32.
+
+        Raises:
+            ValueError: an image without captions.
+        """
         texts, images = np.asarray(caption_index, np.int64), np.asarray(image_index, np.int64)
+        if not (np.diff(self.image_starts)[images] > 0).all():
+            raise ValueError("an image has no caption, so that captions cannot be compared with it")
         words = self.tfidf.columns_of(texts)  # no others count
         own = [self.by_image[self.image_starts[i] : self.image_starts[i + 1]] for i in images]
         firsts = np.cumsum([0, *map(len, own)])[:-1]

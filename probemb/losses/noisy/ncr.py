@@ -126,11 +126,13 @@ def clean_probability(
 def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
     """Pairs classified as clean, (N,) bool: more probable than the threshold.
 
-    If all are, the least probable hundredth (at least one pair) is not, so that neither part is empty.
+    If all of two pairs or more are, the N // 100 + 1 least probable ones (of equal ones the first) are not, so that
+    neither part is empty.
     """
-    if clean_probability_N.min() > threshold:
-        threshold = clean_probability_N.sort().values[len(clean_probability_N) // 100]
-    return clean_probability_N > threshold
+    clean = clean_probability_N > threshold
+    if clean.all() and len(clean) > 1:
+        clean[clean_probability_N.argsort(stable=True)[: len(clean) // 100 + 1]] = False
+    return clean
 
 
 class NCRLoss(nn.Module):

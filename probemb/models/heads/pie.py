@@ -35,6 +35,7 @@ class TokenAttention(nn.Module):
         scores_BTK = self.scores(self.hidden(tokens_BTW).tanh())
         if mask_BT is not None:
             scores_BTK = scores_BTK.masked_fill(~mask_BT[..., None], torch.finfo(scores_BTK.dtype).min)
+            return scores_BTK.softmax(1).masked_fill(~mask_BT[..., None], 0.0)  # of an item without tokens all are 0
         return scores_BTK.softmax(1)
 
     def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:

@@ -101,6 +101,8 @@ def test_tfidf_and_similarity_of_images_and_captions():
     torch.testing.assert_close(out, expected)
     with pytest.raises(ValueError, match="6 captions, but 2"):
         CaptionSimilarity(CAPTIONS, [0, 1])
+    with pytest.raises(ValueError, match="has no caption"):
+        CaptionSimilarity(CAPTIONS, [1, 1, 0, 0, 3, 0])([0, 2], [0])
 
 
 def test_authors_ranks(parity):

@@ -84,6 +84,16 @@ def test_losses_that_cannot_be_split():
         ncr_loss(torch.zeros(3, 3), torch.zeros(3, 1))
 
 
+@pytest.mark.parametrize("n", [2, 10, 500])
+def test_pairs_that_are_all_as_clean_are_split_in_two_parts(n):
+    clean = split_clean(torch.ones(n).double())
+    assert (~clean).sum() == n // 100 + 1
+    probability = torch.ones(n).double()
+    probability[1] = 0.9
+    assert not split_clean(probability)[1]
+    assert split_clean(torch.ones(1).double()).all()
+
+
 def test_refined_labels():
     p, w = torch.tensor([0.2, 0.4]), torch.tensor([0.5, 0.1])
     clean, q = torch.tensor([True, False]), torch.tensor([0.9, 0.8])

@@ -196,3 +196,10 @@ def test_as_a_head_of_both_towers(tmp_path, n_embeddings, probabilistic):
 def test_several_embeddings_need_a_head_that_gives_them(head, n):
     with pytest.raises(UserError, match=f"n_embeddings is {n}"):
         create_model("ViT-Micro-32", head=head, n_embeddings=n)
+
+
+def test_an_item_without_tokens_attends_to_none():
+    attention, mask = TokenAttention(4, 2, 3), torch.tensor([[True, False], [False, False]])
+    tokens = torch.randn(2, 2, 4)
+    assert attention.weights(tokens, mask)[:, :, 0].tolist() == [[1, 0], [0, 0]]
+    assert not attention(tokens, mask)[1].any()

@@ -127,3 +127,8 @@ def test_folds_need_two_images_in_some_class_and_one_for_each_fold():
         stratified_folds([0, 1, 2], ["a", "b", "c"], 2)
     with pytest.raises(UserError, match="at least 5 images"):
         stratified_folds([0, 0, 1], ["a", "b", "c"], 5)
+
+
+def test_certain_prompts_have_finite_weights():
+    weights = FILTERS["inverse-variance"](torch.tensor([[0.0, 0.0, 1.0]]), FilterOptions())
+    torch.testing.assert_close(weights, torch.tensor([[0.5, 0.5, 0.0]]))

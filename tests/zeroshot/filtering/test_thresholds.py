@@ -67,3 +67,11 @@ def test_candidates_keep_ever_more_prompts_and_at_last_nearly_all(name):
     assert kept[-1].double().mean() > 0.95
     if name != "class-deviation":
         assert kept[-1].all()
+
+
+def test_prompts_that_are_equally_uncertain_are_all_kept():
+    for value in torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist():
+        u = torch.full((1, 80), value)
+        torch.testing.assert_close(
+            FILTERS["class-deviation"](u, FilterOptions(deviations=0.0)), torch.full_like(u, 1 / 80)
+        )
