@@ -279,6 +279,8 @@ def check(config: Config, world_size: int = 1) -> None:
     ):
         if name == "decay_epochs" and optimizer.schedule == "cosine":
             continue
+        if name == "freeze_epochs" and config.model.lock_image and optimizer.freeze_epochs == config.epochs:
+            continue  # of texts alone, for the whole run
         if config.epochs and getattr(optimizer, name) >= config.epochs:
             raise UserError(
                 f"optimizer.{name} is {getattr(optimizer, name)} of {config.epochs} epochs: {what}.",

@@ -103,7 +103,7 @@ def chosen(captions: CaptionDataset, seed: int, neighbours: int) -> CaptionDatas
 
 
 def evaluate(name: str, captions: CaptionDataset, o) -> tuple[dict, dict]:
-    """What is measured of a model, and what the page shows of it. Raises UserError: several embeddings an item."""
+    """What is measured of a model, and what the page shows of it. Raises UserError: no one code an item."""
     import numpy as np
 
     from probemb.cli.device import choose_device
@@ -117,6 +117,11 @@ def evaluate(name: str, captions: CaptionDataset, o) -> tuple[dict, dict]:
     model, first = as_one([one.model for one in loaded]), loaded[0]
     if model.n_embeddings > 1:
         raise UserError(f"{name} has {model.n_embeddings} embeddings an item.", "Name a model with one code an item.")
+    if model.attention is not None:
+        raise UserError(
+            f"{name} compares the tokens of images and texts, and its single embeddings were not trained.",
+            "Name a model with one code an item.",
+        )
     embedder = Embedder(model, first.tokenizer, first.transforms.evaluate, device, workers=None, show=progress)
     pairs = embed_pairs(embedder, captions)
     likeness = likeness_of(captions, pairs.kept)

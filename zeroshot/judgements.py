@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ from probemb.evaluation.judgements import (
 from probemb.evaluation.rankings import TITLES, RankingOptions
 from probemb.files import replace_file
 from zeroshot.config import RETRIEVAL_GENERATOR, RetrievalConfig
+
+if TYPE_CHECKING:
+    from probemb.models.dual_encoder import DualEncoder
+    from probemb.models.ensemble import Ensemble
 
 SCORES = "judgements.safetensors"
 KNOWN = {*TITLES, CROSS_FITTED}
@@ -59,7 +63,7 @@ def read_judged(config: RetrievalConfig, captions: CaptionDataset) -> Judged | N
 
 def evaluate_judgements(
     given: Judged | None, pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str],
-    options: RankingOptions, probabilistic: bool, models: Sequence[str], out: Path,
+    options: RankingOptions, model: DualEncoder | Ensemble, models: Sequence[str], out: Path,
 ) -> dict | None:  # fmt: skip
     """The "judgements" of results.json; writes SCORES into `out`, or removes an earlier one if nothing is judged.
 
@@ -84,8 +88,9 @@ def evaluate_judgements(
         "acceptance": None,
         "compared": None if given.other is None else compared(given.other, judged, metrics),
     }
-    if probabilistic:
+    if model.probabilistic and model.predicts_matches:
         results["calibration"] = match_calibration(pairs, judged, options, scores.get("match-probability"))
+    if model.probabilistic:
         results["acceptance"] = caption_acceptance(pairs, judged)
     save_scores(out / SCORES, scores, judged, models)
     return results

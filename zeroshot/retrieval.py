@@ -150,7 +150,7 @@ def evaluate(
         "tolerance": results_of(tolerance),
         "projection": projection(one),
         "uncertainty": found,
-        "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, probabilistic, names, out),
+        "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, model, names, out),
         "predictors": evaluate_predictors(
             one, captions, correct, MatchModel.of(model), device.name, shares_of_yes(judged, pairs, captions)
         ),

@@ -78,10 +78,16 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
     from probemb.evaluation.embedding import Embedder
     from probemb.evaluation.rankings import RankingOptions, fitting
     from probemb.models import check_images, load_model
+    from probemb.models.architectures import reads_regions
     from zeroshot.reports.union import write_report
 
     device = choose_device(config.device, config.precision)
     model, tokenizer, transforms = load_model(config.model, device.name, config.resize)
+    if reads_regions(model.config["architecture"]):
+        raise UserError(
+            f"{config.model} reads precomputed regions, and this command crops images.",
+            "Name a model that reads pixels.",
+        )
     check_images(model, data.images)
     own = "mean" if model.ranking == "attention" else model.ranking
     both = dict.fromkeys([own, *(["mean"] if model.n_embeddings == 1 else [])])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from probemb.errors import UserError
 
@@ -81,6 +81,7 @@ class Method:
         trained: False only evaluates the pretrained model.
         distances: whether the configuration's `distance` is the loss' distance.
         trains: the model's own scalars that the loss uses; the others stay constant.
+        match: by which scalars its models give a match probability, see `create_model`.
         networks: number of models trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
         options: this run's Options.
         module: parameters and buffers of the method itself, saved in checkpoints; its parameters are trained.
@@ -104,6 +105,7 @@ class Method:
     trained: ClassVar[bool] = True
     networks: ClassVar[int] = 1
     trains: tuple[str, ...] = ()
+    match: ClassVar[Literal["distance", "cosine", "none"]] = "none"
 
     def __init__(self, config: Config, model: DualEncoder, pairs: CaptionDataset):
         from torch import nn
@@ -115,7 +117,7 @@ class Method:
     @classmethod
     def model_options(cls, config: Config) -> dict:
         """Further options of `create_model`, such as the number of embeddings of an item."""
-        return {"probabilistic": cls.probabilistic, "ranking": cls.ranking}
+        return {"probabilistic": cls.probabilistic, "ranking": cls.ranking, "match": cls.match}
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         """The loss of the whole batch; its gradient on every rank is that of the whole batch too."""

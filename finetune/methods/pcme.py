@@ -48,6 +48,7 @@ class PCME(Method):
     ranking = "match-probability"
     soft_labels = True
     trains = ("scale", "shift")
+    match = "distance"
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -37,6 +37,7 @@ class PCMEPlusPlusMean(Method):
         clip: NonNegativeFloat = 0.0
 
     soft_labels = True
+    match = "distance"
 
     def __init__(self, config, model, pairs):
         super().__init__(config, model, pairs)

@@ -44,6 +44,7 @@ class ProLIP(Method):
 
     probabilistic = True
     trains = ("logit_scale", "logit_bias")
+    match = "cosine"
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -64,7 +65,7 @@ class ProLIP(Method):
     def model_options(cls, config: Config) -> dict:
         o = config.loss
         scalars = {"init_logit_scale": o.logit_scale, "init_logit_bias": o.logit_bias, "log_var_start": o.log_var}
-        return {**super().model_options(config), "match": "cosine", **scalars}
+        return {**super().model_options(config), **scalars}
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         scale = model.inverse_temperature()

@@ -52,7 +52,8 @@ class MatchModel:
         scale, shift: a and b of sigmoid(-a CSD + b).
         probabilistic: False for a point model, which has no u.
         temperature: for a model without match probability, the factor of its cosines in the softmax; None for none.
-        matches: whether there is a match probability: not in a point model, unless a sigmoid loss trained it (SigLIP).
+        matches: whether there is a match probability: not in a point model, unless a sigmoid loss trained it (SigLIP),
+            nor where the loss had no a and b.
     """
 
     scale: float = 1.0
@@ -76,9 +77,10 @@ class MatchModel:
         """The formula with its numbers."""
         if self.matches:
             return f"sigmoid(-{self.scale:.4g} CSD {'+' if self.shift >= 0 else '-'} {abs(self.shift):.4g})"
+        why = "none: " + ("the loss trained no a and b" if self.probabilistic else "a point model")
         if self.temperature is None:
-            return "none: a point model"
-        return f"none: a point model; its entropy is that of the softmax of {self.temperature:.4g} times the cosine"
+            return why
+        return f"{why}; its entropy is that of the softmax of {self.temperature:.4g} times the cosine"
 
 
 def candidate_scores(distance_QK: Tensor, csd_QK: Tensor, model: MatchModel) -> dict[str, Tensor]:

@@ -80,7 +80,8 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
 
     Raises:
         UserError: a given ranking compares single embeddings, and the model has several of an item, or the reverse; or
-            it is "attention", and the model was not trained for it; or it reads variances of a point model.
+            it is "attention", and the model was not trained for it; or it reads variances of a point model, or a
+            match probability of a model without one.
     """
     if "attention" in names and model.attention is None:
         raise UserError(
@@ -98,7 +99,13 @@ def fitting(names: Sequence[str], model, given: bool) -> list[str]:
     if not model.probabilistic and given and (reading := [name for name in names if name in BY_VARIANCES]):
         remedy = f"Leave --rankings out, or choose {model.ranking}."
         check_variances(model, "--model", f"the ranking {reading[0]} reads it", remedy)
+    if given and model.probabilistic and "match-probability" in names and not model.predicts_matches:
+        raise UserError(
+            "The ranking match-probability reads a and b, which the loss of this model did not train.",
+            f"Leave --rankings out, or choose {model.ranking}.",
+        )
     unfit += [name for name in names if name in BY_VARIANCES and not model.probabilistic]
+    unfit += [name for name in names if name == "match-probability" and not model.predicts_matches]
     left = [name for name in names if name not in unfit]
     if given or (model.ranking == "mean" and not model.probabilistic):  # which csd is the same as
         return left

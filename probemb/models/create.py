@@ -62,7 +62,8 @@ class ModelOptions:
         init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO; None for those of
             the run in `pretrained`, if it has match probabilities, else 5.
         match: "distance": a and b are parameters; "cosine": the inverse temperature and logit_bias are, as in SigLIP
-            and ProLIP, see `DualEncoder.match_scalars`. Then init_scale and init_shift have no use.
+            and ProLIP, see `DualEncoder.match_scalars`. Then init_scale and init_shift have no use. "none": the loss
+            trains neither, so that the model has no match probability.
         init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias, such as 10, -10;
             None for those of `pretrained`, or of the architecture (then a bias of -10 if it has none).
         max_logit_scale: ceiling of exp(logit_scale), None for none.
@@ -96,7 +97,7 @@ class ModelOptions:
     uncertainty_bias: bool = True
     init_scale: float | None = 1.0
     init_shift: float | None = 1.0
-    match: Literal["distance", "cosine"] = "distance"
+    match: Literal["distance", "cosine", "none"] = "distance"
     init_logit_scale: float | None = None
     init_logit_bias: float | None = None
     max_logit_scale: float | None = 100.0
@@ -293,7 +294,8 @@ def fill_word_vectors(model: DualEncoder, path: str | Path) -> str:
         how many words had a vector, as a sentence.
 
     Raises:
-        UserError: the model reads no words, the file is malformed, or its vectors are of another width.
+        UserError: the model reads no words, the file is malformed, or its vectors are of another width or of no word of
+            the vocabulary.
     """
     config = model.config
     if not reads_words(config["architecture"]):
@@ -302,7 +304,13 @@ def fill_word_vectors(model: DualEncoder, path: str | Path) -> str:
         )
     words = config["architecture"]["text_cfg"]["vocabulary"]
     found = model.text.fill_embedding(read_vectors(path, words))
-    return f"{found:,} of {len(words):,} words start from a vector in {path}"
+    if not found:
+        raise UserError(
+            f"{path} has a vector of none of the {len(words):,} words of the vocabulary.",
+            "Name vectors of the captions' language, with lower-case words, or leave word_vectors out.",
+        )
+    few = ", fewer than half: the others are random" if found < len(words) / 2 else ""
+    return f"{found:,} of {len(words):,} words start from a vector in {path}{few}"
 
 
 def _set_vocabulary(

@@ -134,6 +134,7 @@ class DualEncoder(nn.Module):
         Where "match" is "distance" they are the parameters scale and shift (PCME++ Eq. 2). Where it is "cosine", the
         model was trained on sigmoid(s (cosine - u / 2) + logit_bias), u = u_image + u_text and s the inverse
         temperature (SigLIP; ProLIP §3.2). Of unit means that is the same function: a = s / 2, b = s + logit_bias.
+        Where it is "none", the loss had no such scalars: scale and shift are constants without a meaning.
         """
         if self._config["match"] == "cosine":
             s = self.inverse_temperature()
@@ -222,8 +223,8 @@ class DualEncoder(nn.Module):
 
     @property
     def predicts_matches(self) -> bool:
-        """Whether a and b make a match probability: not in a point model, unless a sigmoid loss trained it."""
-        return self.probabilistic or self._config["match"] == "cosine"
+        """Whether a and b make a match probability: not where "match" is "none", nor by CSD in a point model."""
+        return self._config["match"] == "cosine" or (self._config["match"] == "distance" and self.probabilistic)
 
     @property
     def ranking(self) -> str:

@@ -112,12 +112,28 @@ def check_images(model, images: Images) -> None:
     if wanted is None:
         raise UserError(
             f"The model reads pixels, and {images.source} holds {regions} of each image.",
-            "Name the folder of the images, or choose an architecture for regions, such as scan-regions-gru.",
+            f"Name the folder of the images, or choose an architecture for regions: {_architecture_for(given)}.",
         )
+    other = (
+        "a model that reads pixels"
+        if given is None
+        else f"an architecture of that form, such as {_architecture_for(given)}"
+    )
     raise UserError(
         f"The model reads {form.format(*wanted)} of each image, and {images.source} holds {regions}.",
-        "Name *_caps.txt with an *_ims.npy of that shape beside them, or choose another architecture.",
+        f"Name *_caps.txt with an *_ims.npy of {form.format(*wanted)} beside them, or choose {other}.",
     )
+
+
+def _architecture_for(shape: tuple[int, int]) -> str:
+    """The project's own for regions of that form, or where one is made."""
+    from probemb.models.architectures import OWN, read_architecture, reads_regions
+
+    for name in OWN:
+        config = read_architecture(name)
+        if reads_regions(config) and (config["vision_cfg"]["regions"], config["vision_cfg"]["features"]) == shape:
+            return name
+    return "scan-regions-gru with its numbers changed (a json in probemb/models/configs)"
 
 
 def check_words(model, captions: CaptionDataset) -> None:
@@ -135,8 +151,8 @@ def check_words(model, captions: CaptionDataset) -> None:
     if words and share < 0.5:
         raise UserError(
             f"The model's vocabulary has {share:.0%} of the words of {captions.source}: it is of another corpus.",
-            f"Build one with `python -m tools.build_vocabulary {captions.source} --split train --out vocabulary.txt`, "
-            "and name it as model.vocabulary; a run in model.pretrained keeps its own.",
+            f"Build one with `python -m tools.build_vocabulary {captions.source} --out vocabulary.txt`, of the split "
+            "that is trained on (--split), and name it as model.vocabulary; a run in model.pretrained keeps its own.",
         )
 
 

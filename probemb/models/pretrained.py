@@ -70,7 +70,7 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
     except Exception as error:  # whatever the network, the server or the disk raise
         raise UserError(
             f"The weights '{source}' of {name} could not be downloaded ({_first_line(error)}).",
-            "Check the network, or download them elsewhere and give the path of the file.",
+            "Check the network, or download them elsewhere and name the file as model.pretrained.",
         ) from error
     return Path(path), {key: tag[key] for key in PREPROCESS_KEYS if tag.get(key)}
 

@@ -658,6 +658,11 @@ BAD = {
     "negative mixup": ({"mix.mixup": -1}, "mix.mixup is -1", "from 0"),
     "rate": ({"optimizer.lr": 0}, "optimizer.lr is 0", "above 0"),
     "always frozen": ({"optimizer.freeze-epochs": 2}, "freeze_epochs is 2 of 2 epochs", "less than 2"),
+    "longer frozen": (
+        {"optimizer.freeze-epochs": 3, "model.lock-image": "true"},
+        "freeze_epochs is 3 of 2 epochs",
+        "less than 2",
+    ),
     "blocks": ({"model.n_unc_layers": 9}, "n_unc_layers is 9", "from 0 to"),
     "no dimension": ({"model.embed_dim": 0}, "model.embed_dim is 0", "from 1"),
     "pretrained": ({"model.pretrained": "absent.pt"}, "absent.pt", ""),

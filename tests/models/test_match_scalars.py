@@ -11,6 +11,7 @@ from probemb import Gaussian, create_model, load_model
 from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.evaluation.predictors import MatchModel, query_scores
+from probemb.evaluation.rankings import fitting, ranking_names
 from probemb.models import as_one, save_model
 from probemb.models.dual_encoder import ceiling
 from probemb.models.export import export_open_clip
@@ -50,6 +51,23 @@ def test_a_sigmoid_loss_of_points_has_match_probabilities_and_no_u():
     p = (10 * points[0].mean @ points[1].mean.T - 10).sigmoid()
     torch.testing.assert_close(found["expected-matches"], p.sum(1), rtol=1e-4, atol=1e-7)
     assert not create_model(NAME, probabilistic=False).predicts_matches
+
+
+def test_a_loss_without_a_and_b_leaves_no_match_probability(tmp_path):
+    model = create_model(NAME, match="none")
+    assert model.probabilistic
+    assert not model.predicts_matches
+    found = query_scores(items(5, 0), items(7, 1), MatchModel.of(model))
+    assert "u" in found
+    assert "expected-matches" not in found
+    assert MatchModel.of(model).describe().startswith("none: the loss trained no a and b")
+    assert "match-probability" not in fitting(ranking_names(None), model, False)
+    with pytest.raises(UserError, match="did not train"):
+        fitting(["match-probability"], model, True)
+    save_model(model, tmp_path)
+    assert not load_model(tmp_path).model.predicts_matches
+    fresh = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
+    assert (fresh.predicts_matches, fresh.match_numbers()) == (True, (5, 5))
 
 
 def test_the_inverse_temperature_has_a_ceiling():

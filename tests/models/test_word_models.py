@@ -91,6 +91,9 @@ def test_word_vectors(tmp_path):
     (tmp_path / "v.txt").write_text(f"red {' '.join(map(str, vector))}\nblue {' '.join(map(str, vector))}\n")
     assert fill_word_vectors(model, tmp_path / "v.txt").startswith("1 of 5 words start from a vector")
     assert_close(model.text.embedding.weight[3].detach(), torch.tensor(vector, dtype=torch.float32))
+    (tmp_path / "other.txt").write_text(f"rouge {' '.join(map(str, vector))}\n")
+    with pytest.raises(UserError, match="a vector of none of the 5 words"):
+        fill_word_vectors(model, tmp_path / "other.txt")
     (tmp_path / "narrow.txt").write_text("red 1 2\n")
     with pytest.raises(UserError, match="2 numbers, the model's 96") as caught:
         fill_word_vectors(model, tmp_path / "narrow.txt")

@@ -12,6 +12,7 @@ from probemb.data.captions.find import find_captions
 from probemb.data.scenes import match_matrix
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.models import create_model, save_model
 from tests.world import captioned, run_folder  # noqa: F401 - fixtures
 from tools.continuity import Walk, half_way, likeness_of, main, nearest_images, of_neighbours, of_walks, walk
 
@@ -97,6 +98,14 @@ def test_the_command(captioned, run_folder, tmp_path, capsys):  # noqa: F811
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/jpeg") == 2 * 5 + 2 * 6
     assert "likeness of an image to its 5 neighbours" in capsys.readouterr().out
+
+
+def test_a_model_that_compares_tokens_has_no_codes(captioned, tmp_path):  # noqa: F811
+    words = ["a", "and", "red", "circle", "square"]
+    options = {"head": "average", "probabilistic": False, "ranking": "attention", "attention": {"direction": "t2i"}}
+    save_model(create_model("resnet-gru-small", vocabulary=words, **options), tmp_path / "model")
+    with pytest.raises(UserError, match="compares the tokens of images and texts"):
+        main(["--model", str(tmp_path / "model"), "--data", str(captioned), "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(

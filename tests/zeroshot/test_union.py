@@ -78,6 +78,12 @@ def test_a_model_that_ranks_by_attention_is_compared_by_its_means(scenes, tmp_pa
     assert [one["ranking"] for one in results["areas"][-1]["selection"]] == ["mean"]
 
 
+def test_a_model_of_regions_cannot_read_crops(scenes, tmp_path):
+    save_model(create_model("scan-scenes-gru", vocabulary=["a", "red"], head="average"), tmp_path / "model")
+    with pytest.raises(UserError, match=r"reads precomputed regions.* Name a model that reads pixels"):
+        command(tmp_path / "model", scenes, tmp_path / "out")
+
+
 def test_a_point_model_has_no_uncertainty(scenes, tmp_path, capsys):
     save_model(create_model("ViT-Micro-32", probabilistic=False), tmp_path / "model")
     assert command(tmp_path / "model", scenes, tmp_path / "out") == 0

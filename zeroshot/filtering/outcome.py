@@ -41,7 +41,7 @@ def softmax_scale(model: torch.nn.Module) -> Scale:
     if temperature is None:
         return Scale(None, "none: the model has no temperature")
     value = float(temperature().detach())
-    if getattr(model, "probabilistic", False) and abs(value * 0.07 - 1) < 1e-5:
+    if model.probabilistic and model.predicts_matches and abs(value * 0.07 - 1) < 1e-5:
         return Scale(2 * model.match_numbers()[0], "2 a of the match probability (logit_scale was not trained)")
     return Scale(value, "logit_scale")
 

@@ -131,8 +131,10 @@ def _find_caps(path: Path, split: str | None, with_regions: bool = False) -> tup
         return path, split
     folder = path if any(path.glob("*_caps.txt*")) else path / "precomp"
     files = [file for file in sorted(folder.glob("*")) if _CAPS.fullmatch(file.name)]
+    alone: list[Path] = []
     if with_regions:
-        alone, files = files, [file for file in files if regions_beside(file).is_file()]
+        alone = [file for file in files if not regions_beside(file).is_file()]
+        files = [file for file in files if file not in alone]
         if alone and not files:
             raise UserError(f"There is no *{ENDING} beside the captions in {folder}.", "Put the regions there.")
     split = resolve_split(split, (_names_of(_CAPS.fullmatch(file.name)["name"])[0] for file in files))
@@ -144,6 +146,9 @@ def _find_caps(path: Path, split: str | None, with_regions: bool = False) -> tup
     for name in _PRECOMP_SPLITS.get(split, (split,)):
         if name in by_name:
             return only_file(by_name[name], path, f"{name}_caps.txt"), split
+    for file in alone:
+        if split in _names_of(_CAPS.fullmatch(file.name)["name"]):
+            raise UserError(f"{file} has no {regions_beside(file).name} beside it.", "Put the split's regions there.")
     choose_split(split, [_names_of(name)[0] for name in by_name], str(path))
     raise AssertionError("a split without a file was chosen")
 

@@ -220,7 +220,7 @@ def pretrained_trunk(vision: dict, source: str) -> tuple[nn.Module, dict]:
         except Exception as error:  # whatever the network, the server or the disk raise
             raise UserError(
                 f"The weights of timm's {tagged} could not be downloaded ({type(error).__name__}).",
-                "Check the network, or download them elsewhere and give the path of the file.",
+                "Check the network, or download them elsewhere and name the file as model.image_weights.",
             ) from error
     data = timm.data.resolve_model_data_config(trunk)
     return trunk, {key: data[key] for key in ("mean", "std", "interpolation")}

@@ -55,6 +55,9 @@ def test_splits_ids_and_folders(tmp_path):
     assert len(find_captions(tmp_path, "test", format="precomp")) == 2  # testall
     with pytest.raises(UserError, match="no split 'cub'"):
         find_captions(tmp_path, "cub", format="regions")
+    (folder / "dev_ims.npy").unlink()
+    with pytest.raises(UserError, match=r"dev_caps\.txt has no dev_ims\.npy beside it"):
+        find_captions(tmp_path, "val", format="regions")
 
 
 def test_scenes_as_regions_have_every_true_match(tmp_path):

@@ -77,6 +77,7 @@ def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsy
     for name in folders:
         model = load_model(out / name).model
         assert model.probabilistic == METHODS[method].probabilistic
+        assert model.predicts_matches == ("scale" in TERMS[method] and model.probabilistic)
     told = capsys.readouterr().out
     assert f"method  {method}" in told
     assert ("2 networks" in told) == (networks == 2)

@@ -65,7 +65,7 @@ def test_several_processes_equal_one(regions, tmp_path, ranks):
 REFUSED = {
     "head clip": ({"model.head": "clip"}, "compares tokens, and head clip pools them", "average"),
     "head gpo": ({"model.head": "gpo"}, "compares tokens, and head gpo pools them", "average"),
-    "pixels": ({"model.name": "ViT-Micro-32"}, "reads pixels, and .* holds 6 regions of 437", "scan-regions-gru"),
+    "pixels": ({"model.name": "ViT-Micro-32"}, "reads pixels, and .* holds 6 regions of 437", "scan-scenes-gru"),
     "cache": ({"model.lock_image": "true", "data.cache_features": "x"}, "need no cache", "data.cache_features"),
     "size augment": ({"size-augment": 0.2}, "and SizeAugment has others", "Set size_augment to 0"),
     "mixed": ({"mix.ratio": 0.25}, "cannot learn from mixed images", "Set it to 0"),
