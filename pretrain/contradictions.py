@@ -50,6 +50,7 @@ def check(config: Config, world_size: int) -> None:
             f"The objective {config.objective} predicts no uncertainty, and model.n_unc_layers is {layers}.",
             "Leave model.n_unc_layers out, or set it to 0.",
         )
+    _check_images(config.model.name)
     _check_locks(config)
     parts = world_size * config.engine.accumulation
     if getattr(config.loss, "masked_inclusion", 0) and config.batch_size % (parts * MASKED_EVERY):
@@ -73,6 +74,18 @@ def _check_average(ema: Ema) -> None:
         raise UserError(
             f"ema.rampup is {ema.rampup:g}, and there is no average of the weights.",
             "Set ema.half_life_samples to the samples of its half-life, or leave ema.rampup out.",
+        )
+
+
+def _check_images(name: str) -> None:
+    """Refuse an architecture whose images are not pixels; an unknown name is refused where the model is made."""
+    from probemb.models.architectures import read_architecture, reads_regions
+
+    if reads_regions(read_architecture(name)):
+        raise UserError(
+            f"{name} reads precomputed regions, and pretraining gives a model the pixels of images.",
+            "Name an architecture that reads pixels, such as scenes-cnn-gru or ViT-B-16, or train this one with "
+            "`python -m finetune.run`.",
         )
 
 

@@ -195,6 +195,11 @@ BAD = {
     "no index": ({"data.train": shards_without_index}, "no index.json", "python -m tools.index_shards"),
     "empty index": ({"data.train": empty_index}, "no shard", "Name a folder"),
     "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean 'ViT-B-", ""),
+    "regions": (
+        {"model.name": "scan-scenes-gru", "objective": "clip"},
+        "scan-scenes-gru reads precomputed regions",
+        "such as scenes-cnn-gru",
+    ),
     "unknown head": ({"model.head": "clap"}, "no head 'clap'. Did you mean 'clip'", ""),
     "unknown distance": ({"loss.distance": "cds"}, "loss.distance is 'cds'. Did you mean 'csd'", "wasserstein2"),
     "unknown objective": (
