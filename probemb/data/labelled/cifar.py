@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -17,13 +18,20 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
+PICKLE = b"\x80"  # the first byte of a pickle of protocol 2 or later
 SIDE, PIXELS = 32, 3 * 32 * 32
 MAX_FILE = 1 << 30  # bytes; the largest of the real ones has 154 MB
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 
 class Form(NamedTuple):
-    """One of the two data sets: bytes before the pixels (the last one is the label), classes, and where names are."""
+    """One of the two data sets.
+
+    Attributes:
+        labels: bytes before the pixels; the last one is the label.
+        names: the file of the class names; files, test, folder: of the binary version.
+        pickles, python: files and folder of the Python version.
+    """
 
     name: str
     labels: int
@@ -32,17 +40,18 @@ class Form(NamedTuple):
     files: re.Pattern
     test: str
     folder: str
-    pickles: tuple[str, ...]
+    pickles: re.Pattern
+    python: str
 
 
 FORMS = (
     Form(
         "CIFAR-10", 1, 10, "batches.meta.txt", re.compile(r"(data_batch_\d+|test_batch)\.bin"), "test_batch.bin",
-        "cifar-10-batches-bin", ("batches.meta", "test_batch"),
+        "cifar-10-batches-bin", re.compile(r"batches\.meta|data_batch_\d+|test_batch"), "cifar-10-batches-py",
     ),
     Form(
         "CIFAR-100", 2, 100, "fine_label_names.txt", re.compile(r"(train|test)\.bin"), "test.bin", "cifar-100-binary",
-        ("meta", "test", "train"),
+        re.compile(r"meta|test|train"), "cifar-100-python",
     ),
 )  # fmt: skip
 
@@ -72,15 +81,30 @@ def find_cifar(data: str | Path) -> CifarImages | None:
         for folder in (path, path / form.folder):
             if (folder / form.test).is_file() and (folder.name == form.folder or (folder / form.names).is_file()):
                 return _read(form, [folder / form.test])
-            if folder.is_dir() and all((folder / name).is_file() for name in form.pickles):
-                raise UserError(
-                    f"{folder} is the Python version of {form.name}: pickles, which can run code when they are read.",
-                    f"Fetch the binary version from {ADDRESS}, and name its folder.",
-                )
         files = [path] if path.is_file() else [] if path.is_dir() else sorted(map(Path, glob(str(data))))
         if files and all(form.files.fullmatch(file.name) for file in files):
             return _read(form, files)
+        _refuse_pickles(form, (path, *_entries(path), *_entries(path / form.python), *files))
     return None
+
+
+def _entries(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else []
+
+
+def _refuse_pickles(form: Form, files: Iterable[Path]) -> None:
+    """Raise UserError for any file of the Python version: named so, and in its folder or with a pickle's first byte."""
+    for file in files:
+        if not form.pickles.fullmatch(file.name) or not file.is_file():
+            continue
+        if file.parent.resolve().name != form.python:
+            with file.open("rb") as opened:
+                if opened.read(1) != PICKLE:
+                    continue
+        raise UserError(
+            f"{file} is of the Python version of {form.name}: pickles, which can run code when they are read.",
+            f"Fetch the binary version from {ADDRESS}, and name its folder.",
+        )
 
 
 def _read(form: Form, files: list[Path]) -> CifarImages:

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
+from probemb.data.labelled.cifar import find_cifar
 from probemb.data.labelled.images import find_images, resolve_classes
 from probemb.errors import UserError
 
@@ -74,6 +75,33 @@ def test_pickles_are_refused_unread(tmp_path):
         (tmp_path / name).write_bytes(pickle.dumps(Evil()))
     with pytest.raises(UserError, match="pickles, which can run code"):
         find_images(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "files", "data"),
+    [
+        ("cifar-10-batches-py", ["test_batch"], ""),
+        ("cifar-10-batches-py", ["data_batch_3"], "cifar-10-batches-py"),
+        ("here", ["test_batch", "data_batch_1"], "here/test_batch"),
+        ("here", ["data_batch_1"], "here/data_batch_*"),
+        ("cifar-100-python", ["meta"], "cifar-100-python"),
+        ("here", ["train"], "here"),
+    ],
+)
+def test_a_part_of_the_pickles_is_refused_as_the_whole(tmp_path, folder, files, data):
+    (tmp_path / folder).mkdir()
+    for name in files:
+        (tmp_path / folder / name).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UserError, match=r"is of the Python version of CIFAR-100?: pickles") as refused:
+        find_images(tmp_path / data)
+    assert "binary version" in str(refused.value)
+
+
+def test_class_folders_are_no_pickles(tmp_path):
+    for name in ("train", "test_batch"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "meta").write_text("a note")
+    assert find_cifar(tmp_path) is None
 
 
 def test_damaged_files_are_refused(ten):
