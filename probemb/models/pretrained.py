@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import math
 import pickle
@@ -246,14 +247,25 @@ def _why_unreadable(path: Path, error: Exception) -> str:
     """The reason in our words: torch's own messages advise to load pickles without protection."""
     if path.suffix == ".safetensors" or not path.is_file():
         return _first_line(error)
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if _is_text(head):  # a word of it may look like the name of an object in a pickle
+        return "it is text, no file of weights"
     if found := re.search(r"\bGLOBAL ([\w.]+)", str(error)):
         return f"it holds a Python object, {found[1]}, which is not loaded"
-    with path.open("rb") as file:
-        is_archive = file.read(2) == b"PK"
-    if not is_archive:
+    if not head.startswith(b"PK"):
         return "it is damaged, or no file of weights"
     unpickled = isinstance(error, pickle.UnpicklingError)
     return "it holds more than tensors" if unpickled else "its archive is damaged or cut short"
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the start of a file is UTF-8 without control characters."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return all(char.isprintable() or char.isspace() for char in text)
 
 
 def load_strictly(model: torch.nn.Module, state: dict[str, Tensor], source: str | Path) -> None:

@@ -340,6 +340,7 @@ def test_wrong_weight_files(tmp_path):
     torch.save(open_clip.create_model(NAME), tmp_path / "pickled_module.pt")
     (tmp_path / "garbage.pt").write_bytes(b"\x80\x02garbage")
     (tmp_path / "no_pickle.pt").write_bytes(b"\xd5not a pickle\n" * 50)
+    (tmp_path / "env.sh").write_text("cd /data\nexport X=1  # für alle\n")  # "c" starts an object's name in a pickle
     (tmp_path / "cut.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:50_000])
     (tmp_path / "garbage.safetensors").write_bytes(b"\xff" * 40)
     (tmp_path / "empty.safetensors").write_bytes(b"")
@@ -349,6 +350,7 @@ def test_wrong_weight_files(tmp_path):
         "pickled_module.pt": r"holds a Python object, open_clip\.model\.CLIP, which is not loaded",
         "garbage.pt": r"cannot be read as model weights \(it is damaged, or no file of weights\)",
         "no_pickle.pt": r"\(it is damaged, or no file of weights\)",
+        "env.sh": r"\(it is text, no file of weights\)",
         "cut.pt": r"\(its archive is damaged or cut short\)",
         "garbage.safetensors": "cannot be read",
         "empty.safetensors": "cannot be read",
