@@ -284,7 +284,8 @@ class Config:
         m = self.model
         about = {"objective": self.objective, **OBJECTIVES[self.objective].model_options(self.loss)}
         model = m.create(self.train_paths, self.loss, **about, **more)
-        freeze_backbones(model, m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups)
-        check_frozen(model, m.lock_image, m.lock_text)
+        locks = m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups
+        freeze_backbones(model, *locks)
+        check_frozen(model, *locks)
         check_masks(self, model)
         return model

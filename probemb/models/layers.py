@@ -58,17 +58,28 @@ def freeze_backbones(
     return changed
 
 
-def check_frozen(model: DualEncoder, image: bool, text: bool) -> None:
+def check_frozen(
+    model: DualEncoder, image: bool, text: bool = False, image_groups: int = 0, text_groups: int = 0
+) -> None:
     """Refuse locks that leave a tower as it is, or nothing but scalars to train.
 
     Args:
-        image, text: whether the tower is meant to be locked.
+        image, text, image_groups, text_groups: as given to `freeze_backbones`.
 
     Raises:
-        UserError: the number of unlocked groups covers the tower, or the tower has nothing that could be locked.
+        UserError: more unlocked groups than the tower has, a tower without anything that could be locked, or nothing
+            to train.
     """
-    for tower, locked in (("image", image), ("text", text)):
+    for tower, locked, groups in (("image", image, image_groups), ("text", text, text_groups)):
         names = [name for name, _ in model.named_parameters() if model.pretrained_tower(name) == tower]
+        available = 1 + max((model.place(name)[2] for name in names if not model.in_stem(name)), default=-1)
+        if locked and groups > available:
+            remedy = f"Set it to a number from 0 to {available}." if available else "Leave it out."
+            raise UserError(
+                f"model.unlocked_{tower}_groups is {groups}, and the pretrained weights of the {tower} tower have "
+                f"{available} groups.",
+                remedy,
+            )
         if locked and not any(not model.get_parameter(name).requires_grad for name in names):
             raise UserError(
                 f"model.lock_{tower} locks nothing of the {tower} tower.",

@@ -119,6 +119,20 @@ def test_locks_that_lock_nothing_or_everything_are_refused():
         check_frozen(model, image=True, text=True)
 
 
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_more_groups_than_there_are_are_refused(tower):
+    model = create_model(NAME, probabilistic=False)
+    options = {"image": tower == "image", "text": tower == "text"}
+    for groups in (3, 4, 99):  # the last norm and two blocks
+        options[f"{tower}_groups"] = groups
+        freeze_backbones(model, **options)
+        if groups == 3:
+            check_frozen(model, **options)
+            continue
+        with pytest.raises(UserError, match=rf"unlocked_{tower}_groups is {groups}, .* have 3 groups.*from 0 to 3"):
+            check_frozen(model, **options)
+
+
 @pytest.mark.parametrize(
     ("model", "says", "remedy"),
     [
