@@ -4,6 +4,7 @@ classnames.txt                            one name a line; the line is the label
 zeroshot_classification_templates.txt     one template a line, with {c} where the class name goes
 test/nshards.txt                          the number of shards of a split
 test/0.tar, test/1.tar, ...               KEY.jpg (or .png, .webp) and KEY.cls
+dataset_type.txt                          "retrieval" of a set with KEY.txt in place of KEY.cls, which has no classes
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from probemb.data.labelled.classes import Classes, read_classes, read_text
 from probemb.errors import UserError
 
 CLASSES, TEMPLATES, COUNT = "classnames.txt", "zeroshot_classification_templates.txt", "nshards.txt"
+TYPE, RETRIEVAL = "dataset_type.txt", "retrieval"
 MAX_SHARDS = 100_000
 
 
@@ -29,8 +31,9 @@ class BenchmarkSplit(NamedTuple):
 def find_split(path: Path) -> BenchmarkSplit | None:
     """The split of a folder, or the test split of a data set's folder; None for any other folder.
 
-    Raises UserError: shards are missing, or the files beside them are malformed.
+    Raises UserError: shards are missing, the files beside them are malformed, or it is a set for retrieval.
     """
+    _refuse_retrieval(path)
     if (path / CLASSES).is_file() and (path / "test" / COUNT).is_file():
         root, split = path, path / "test"
     elif (path / COUNT).is_file() and (path.parent / CLASSES).is_file():
@@ -44,6 +47,16 @@ def find_split(path: Path) -> BenchmarkSplit | None:
     if missing := [tar for tar in tars if not tar.is_file()]:
         raise UserError(f"{len(missing)} of the {len(tars)} shards are missing, such as {missing[0]}.", "Fetch them.")
     return BenchmarkSplit(tars, read_classes(root / CLASSES), _templates(root / TEMPLATES))
+
+
+def _refuse_retrieval(path: Path) -> None:
+    for root in (path, path.parent) if (path / COUNT).is_file() else (path,):
+        if (root / TYPE).is_file() and read_text(root / TYPE, "type of a data set", "--data").strip() == RETRIEVAL:
+            split = path if root != path or not (path / "test").is_dir() else path / "test"
+            raise UserError(
+                f"{root} is a data set for retrieval: its images have captions and no classes.",
+                f"Evaluate it with `python -m zeroshot.retrieval --data {split}`.",
+            )
 
 
 def _templates(file: Path) -> tuple[str, ...] | None:

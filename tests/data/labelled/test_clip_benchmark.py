@@ -49,3 +49,11 @@ def test_what_is_missing_or_malformed_is_refused(benchmark):
         find_images(benchmark / "train")
     (benchmark / "zeroshot_classification_templates.txt").unlink()
     assert find_images(benchmark / "train").templates is None
+
+
+def test_a_set_for_retrieval_is_sent_to_its_command(benchmark):
+    (benchmark / "classnames.txt").unlink()
+    (benchmark / "dataset_type.txt").write_text("retrieval\n")
+    for data in (benchmark, benchmark / "test"):
+        with pytest.raises(UserError, match=r"data set for retrieval.*python -m zeroshot\.retrieval --data .*/test`"):
+            find_images(data)
