@@ -41,6 +41,10 @@ def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
     assert every_correct == pytest.approx(results["rows"][1]["top1"])
     assert results["config"]["select_on"] == "folds:2"
     assert set(results["seconds"]) == {"text", "images", "filters"}
+    oracle, honest = (row["shots"] for row in results["rows"] if row["filter"] == "reweighted")
+    assert (oracle["asked"], oracle["mean"], honest["mean"]) == (16, PER_CLASS, PER_CLASS / 2)
+    assert results["reweighted"]["reweighted, oracle"]["images_of_class"] == [PER_CLASS] * N_CLASSES
+    assert any(notice.startswith("--shots 16 is more than there are images") for notice in results["notices"])
 
 
 def test_turned_images_are_classified_as_upright_ones_if_asked(run_folder, pictures, names, tmp_path):

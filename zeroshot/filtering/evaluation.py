@@ -38,7 +38,9 @@ from zeroshot.filtering.rows import (
     Evaluation,
     Row,
     SelectionData,
+    count_shots,
     paired_standard_error,
+    shots_text,
 )
 from zeroshot.filtering.splits import Chosen, make_splits
 from zeroshot.filtering.thresholds import SETTINGS, candidates
@@ -246,19 +248,25 @@ class _Scorer:
 
     def _reweighted(self, name: str) -> list[Row]:
         """Re-weighted with the evaluated images (an oracle, or transductive without their labels), and with others."""
-        title = f"{name}, {self.options.shots} shots" if name == "reweighted" else name
+
+        def row(ranks: Tensor, fits: list[Reweighting], note: str) -> Row:
+            if name != "reweighted":
+                return self._row(name, None, ranks, note)
+            shots = count_shots(self.options.shots, [fit.counts for fit in fits])
+            return replace(self._row(name, None, ranks, note, f"{name}, {shots_text(shots)}"), shots=shots)
+
         own = self._fit(name, self.images)
         note = ORACLE if name == "reweighted" else TRANSDUCTIVE
         self.reweighted[f"{name}, {note}"] = own
-        rows = [self._row(name, None, self._true_ranks(class_vectors(self.mean, own.weights)), note, title)]
+        rows = [row(self._true_ranks(class_vectors(self.mean, own.weights)), [own], note)]
         if self.splits:
-            honest = torch.empty_like(self.base)
+            honest, fits = torch.empty_like(self.base), []
             for number, split in enumerate(self.splits):
-                found = self._fit(name, split)
+                fits.append(found := self._fit(name, split))
                 part = f", {number + 1}" if len(self.splits) > 1 else ""
                 self.reweighted[f"{name}, {self.honest}{part}"] = found
                 honest[split.scored] = self._true_ranks(class_vectors(self.mean, found.weights), split.scored)
-            rows.append(self._row(name, None, honest, self.honest, title))
+            rows.append(row(honest, fits, self.honest))
         return rows
 
     def _fit(self, name: str, images: Chosen) -> Reweighting:

@@ -23,7 +23,7 @@ from probemb.gaussian import Gaussian
 from zeroshot.filtering.evaluation import evaluate_embeddings
 from zeroshot.filtering.filters import FilterOptions, Selection
 from zeroshot.filtering.prompts import embed_prompts
-from zeroshot.filtering.rows import Evaluation, SelectionData
+from zeroshot.filtering.rows import Evaluation, SelectionData, shots_notice
 
 
 class Scale(NamedTuple):
@@ -57,7 +57,7 @@ class Outcome:
         bad: (name, reason) of the images that were left out.
         cache: state of the prompt cache (see `PromptEmbeddings`), and a message about it.
         seconds: spent on "text", "images", "selection images" and "filters".
-        notices: sentences about pictures that occur twice.
+        notices: sentences about pictures that occur twice, and about classes with fewer images than --shots.
         scale: of the softmax over the classes, for the confidence of `all`.
     """
 
@@ -137,6 +137,7 @@ def evaluate(
             _by_class(prompts.gaussian, len(task.classes)).to(device), filters, options=options, selection=selection,
             select_data=select_data, groups=groups, temperature=scale.value,
         )  # fmt: skip
+    notices += [line] if (line := shots_notice(evaluation.rows)) else []
     cache_state = (prompts.cache, prompts.message)
     return Outcome(evaluation, gaussian, labels, kept, bad, cache_state, seconds, notices, scale)
 

@@ -48,7 +48,11 @@ def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Devic
         "seconds": outcome.seconds,
         "rows": [asdict(row) for row in e.rows],
         "reweighted": {
-            name: {"steps": len(found.objective) - 1, "objective": [found.objective[0], found.objective[-1]]}
+            name: {
+                "steps": len(found.objective) - 1,
+                "objective": [found.objective[0], found.objective[-1]],
+                "images_of_class": found.counts,
+            }
             for name, found in e.reweighted.items()
         },
         "curve": None if e.curve1 is None else {"top1": e.curve1, "top5": e.curve5},

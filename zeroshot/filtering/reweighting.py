@@ -34,11 +34,13 @@ class Reweighting:
         class_shares: (C,) of unlabelled images; None with labels.
         objective: log-likelihood plus the log of the prior (without its constant) before each step and at the end;
             never falls.
+        counts: (C,) labelled images of each class; None without labels.
     """
 
     weights: Tensor
     class_shares: Tensor | None
     objective: list[float]
+    counts: Tensor | None = None
 
 
 def log_densities(images: Tensor, normals: Gaussian) -> Tensor:
@@ -72,7 +74,7 @@ def fit_labelled(images: Tensor, labels: Tensor, prompts: Gaussian, prior_images
 
     start = torch.full((n_classes, n_prompts), -math.log(n_prompts), dtype=torch.float64, device=images.device)
     log_CP, objective = _climb(step, start)
-    return Reweighting(log_CP.exp(), None, objective)
+    return Reweighting(log_CP.exp(), None, objective, torch.bincount(labels, minlength=n_classes).cpu())
 
 
 def fit_unlabelled(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from probemb.metrics import standard_error
@@ -38,6 +39,7 @@ class Row:
         intervals: (low, high) of "top1", "top5", "mean_per_class_recall" and "gain" (paired), 95 %, by bootstrap over
             the images; empty for a single image.
         k_varies: whether K differs between classes or folds.
+        shots: of `reweighted`, see `count_shots`.
     """
 
     filter: str
@@ -53,6 +55,7 @@ class Row:
     setting: float | None = None
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     k_varies: bool = False
+    shots: dict[str, float] | None = None
 
     @property
     def k_text(self) -> str:
@@ -129,6 +132,42 @@ class Evaluation:
     correct: Tensor
     confidence: Tensor | None
     reweighted: dict[str, Reweighting]
+
+
+def count_shots(asked: int, counts: Sequence[Tensor]) -> dict[str, float]:
+    """How many labelled images of a class `reweighted` had, over the classes of every fit.
+
+    Args:
+        asked: --shots, which no class has more of; counts: (C,) of each fit, several where folds were.
+
+    Returns:
+        "asked", "mean", "fewest" and "most" images of a class, and the "classes_without", on average over the fits.
+    """
+    of_class = torch.stack(list(counts))
+    return {
+        "asked": asked, "mean": float(of_class.double().mean()), "fewest": int(of_class.min()),
+        "most": int(of_class.max()), "classes_without": float((of_class == 0).sum(1).double().mean()),
+    }  # fmt: skip
+
+
+def shots_text(shots: dict[str, float]) -> str:
+    """ "16 shots", or "up to 16 shots (mean 2.5)" where a class had fewer."""
+    if shots["fewest"] == shots["asked"]:
+        return f"{shots['asked']} shots"
+    return f"up to {shots['asked']} shots (mean {shots['mean']:.1f})"
+
+
+def shots_notice(rows: Sequence[Row]) -> str | None:
+    """A sentence on the classes that had fewer labelled images than --shots; None if none had."""
+    few = [row for row in rows if row.shots is not None and row.shots["fewest"] < row.shots["asked"]]
+    if not few:
+        return None
+    found = "; ".join(
+        f"{row.note} {row.shots['fewest']:,} to {row.shots['most']:,}, mean {row.shots['mean']:.1f}"
+        + (f", {row.shots['classes_without']:.4g} without any" if row.shots["classes_without"] else "")
+        for row in few
+    )
+    return f"--shots {few[0].shots['asked']:,} is more than there are images of every class: {found}"
 
 
 def paired_standard_error(correct: Tensor, reference: Tensor) -> float | None:

@@ -9,7 +9,7 @@ from tests.zeroshot.filtering.test_evaluation import rows_of, world
 from zeroshot.filtering.evaluation import evaluate_embeddings
 from zeroshot.filtering.filters import FILTERS, REWEIGHTED, FilterOptions, Selection, choosing, stratified_folds
 from zeroshot.filtering.reweighting import few_of_each, fit_labelled
-from zeroshot.filtering.rows import SelectionData
+from zeroshot.filtering.rows import SelectionData, shots_notice
 from zeroshot.filtering.thresholds import SETTINGS, candidates
 
 
@@ -64,6 +64,30 @@ def test_few_shots_come_from_the_other_folds():
     )  # fmt: skip
     assert list(found) == [("reweighted, 4 shots", "oracle"), ("reweighted, 4 shots", "honest (folds:3)")]
     assert found["reweighted, 4 shots", "honest (folds:3)"].top1 == pytest.approx(right / len(labels))
+
+
+def test_classes_with_fewer_images_than_shots_are_told():
+    images, labels, names, prompts = world()
+    kept = [i for i in range(len(labels)) if labels[i] != 2][:-1]  # a class without images, and one that lacks one
+    images, labels, names = images[kept], labels[kept], [names[i] for i in kept]
+    counts = torch.bincount(labels, minlength=6)
+    found = evaluate_embeddings(
+        images, labels, names, prompts, ["reweighted"], options=FilterOptions(shots=100),
+        selection=Selection("folds", 2),
+    )  # fmt: skip
+    oracle, honest = found.rows
+    assert oracle.title == f"reweighted, up to 100 shots (mean {len(labels) / 6:.1f})"
+    assert oracle.shots == {
+        "asked": 100, "mean": len(labels) / 6, "fewest": 0, "most": int(counts.max()), "classes_without": 1,
+    }  # fmt: skip
+    assert honest.shots["mean"] == pytest.approx(len(labels) / 12)  # each fold is fitted to the other one
+    assert found.reweighted["reweighted, oracle"].counts.tolist() == counts.tolist()
+    notice = shots_notice(found.rows)
+    assert notice.startswith("--shots 100 is more than there are images of every class: oracle 0 to ")
+    assert "1 without any; honest (folds:2) 0 to " in notice
+    whole = evaluate_embeddings(*world(), ["reweighted"], options=FilterOptions(shots=2))
+    assert [row.title for row in whole.rows] == ["reweighted, 2 shots"]
+    assert shots_notice(whole.rows) is None
 
 
 def test_other_images_decide_alone_and_unlabelled_ones_without_labels():
