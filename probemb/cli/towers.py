@@ -20,7 +20,8 @@ class Towers:
 
     Args:
         name: one of open_clip's models, or one of the project's own (probemb/models/configs).
-        pretrained: an open_clip tag, a file of open_clip weights, or a run of `pretrain`; empty for random weights.
+        pretrained: an open_clip tag, a file or folder of open_clip weights, or a run of `pretrain`; empty for random
+            weights.
         head: clip (the tower's own pooling), gpo (pooling over tokens), pie (and attention), mlp or average.
         embed_dim: D; empty for the configuration's own (heads clip, mlp and average) or 1024 (gpo and pie).
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image

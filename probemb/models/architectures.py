@@ -58,10 +58,9 @@ def architecture(name: str, image_size: int | None = None) -> dict:
             f"There is no model '{name}'.{nearest(name, supported_names())}",
             f"Name one of open_clip's models (open_clip.list_models() prints them) or {', '.join(OWN)}.",
         )
-    obstacle = _obstacle(config)
-    if obstacle:
+    if why := obstacle(config):
         raise UserError(
-            f"The model '{name}' cannot become probabilistic here: {obstacle}.", "Choose another, such as ViT-B-16."
+            f"The model '{name}' cannot become probabilistic here: {why}.", "Choose another, such as ViT-B-16."
         )
     if image_size is not None:
         if reads_regions(config):
@@ -81,14 +80,19 @@ def read_architecture(name: str) -> dict | None:
     if name in OWN:
         return json.loads(OWN[name].read_text(encoding="utf-8"))
     config = open_clip.get_model_config(name) if ":" not in name else None
-    if config and config["text_cfg"].get("hf_tokenizer_name") in (SIGLIP["name"], SIGLIP["i18n"]):
-        config["text_cfg"].setdefault("pad_id", SIGLIP["pad_id"])  # open_clip's configuration leaves it out
+    return config and complete(config)
+
+
+def complete(config: dict) -> dict:
+    """A configuration of open_clip's with what these leave out: the padding of SigLIP's tokenizer. Changes it."""
+    if config["text_cfg"].get("hf_tokenizer_name") in (SIGLIP["name"], SIGLIP["i18n"]):
+        config["text_cfg"].setdefault("pad_id", SIGLIP["pad_id"])
     return config
 
 
 def supported_names() -> list[str]:
     """Names that `architecture` accepts."""
-    return [name for name in (*OWN, *open_clip.list_models()) if _obstacle(read_architecture(name)) is None]
+    return [name for name in (*OWN, *open_clip.list_models()) if obstacle(read_architecture(name)) is None]
 
 
 def tower_kind(config: dict, part: str) -> str:
@@ -211,7 +215,7 @@ def _hub_errors(config: dict) -> Iterator[None]:
         ) from error
 
 
-def _obstacle(config: dict) -> str | None:
+def obstacle(config: dict) -> str | None:
     """Why an architecture cannot be made probabilistic; None if it can."""
     image, text = tower_kind(config, "vision_cfg"), tower_kind(config, "text_cfg")
     if image not in IMAGE_TOWERS:

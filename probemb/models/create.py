@@ -33,7 +33,8 @@ from probemb.models.architectures import (
 from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
 from probemb.models.heads import check_head, check_uncertainty
 from probemb.models.heads.covariance import make_covariance
-from probemb.models.hub import load_model
+from probemb.models.hub import load_model, open_clip_files, read_config
+from probemb.models.open_clip_folder import OpenClipFiles, starting_point
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
@@ -52,8 +53,9 @@ class ModelOptions:
             which has no such branch.
         head: a kind of `probemb.models.heads`: "clip" (the tower's own pooling), "gpo" (all tokens), "pie" (pooling
             and attention; several embeddings).
-        pretrained: a weight tag of open_clip, or a file with open_clip weights (.safetensors, .pt). They fill the trunk
-            and the mean branch; the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
+        pretrained: a weight tag of open_clip, a file with open_clip weights (.safetensors, .pt), or a folder or hub
+            repository in open_clip's layout (`open_clip_folder.py`). They fill the trunk and the mean branch; the
+            uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
             `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
             taken from there. In every case a and b start from `init_scale` and `init_shift`, if these are numbers.
         image_size: pixels, if not the configuration's; position embeddings are resized.
@@ -161,7 +163,8 @@ def create_model(name: str, **options) -> DualEncoder:
     o.check()
     n_unc_layers = plain(o.branch_layers)
     config, source = architecture(name, o.image_size), None
-    if o.pretrained and is_saved_model(o.pretrained):
+    files = open_clip_files(o.pretrained) if o.pretrained else None
+    if o.pretrained and files is None and is_saved_model(o.pretrained):
         with torch.random.fork_rng(devices=[]):  # the random parts of the new model do not depend on where it starts
             source = load_model(o.pretrained).model
     config = _set_text_tower(config, o, source)
@@ -169,7 +172,7 @@ def create_model(name: str, **options) -> DualEncoder:
     _set_vocabulary(config, name, o.vocabulary, source)
     if o.match == "cosine":
         config.setdefault("init_logit_bias", LOGIT_BIAS)  # so that open_clip builds it with a bias too
-    stock, preprocess = _starting_point(config, name, o, source)
+    stock, preprocess = _starting_point(config, name, o, source, files)
     model = DualEncoder(
         {
             "name": name,
@@ -243,7 +246,9 @@ def _set_embed_dim(config: dict, name: str, o: ModelOptions, source: DualEncoder
         config["embed_dim"] = o.embed_dim
 
 
-def _starting_point(config: dict, name: str, o: ModelOptions, source: DualEncoder | None) -> tuple[nn.Module, dict]:
+def _starting_point(
+    config: dict, name: str, o: ModelOptions, source: DualEncoder | None, files: OpenClipFiles | None
+) -> tuple[nn.Module, dict]:
     """The deterministic model that the new one takes over, and the preprocessing that belongs to its weights."""
     if o.image_weights and (tower_kind(config, "vision_cfg") != "timm" or source is not None):
         raise UserError(
@@ -259,7 +264,9 @@ def _starting_point(config: dict, name: str, o: ModelOptions, source: DualEncode
             "Give a run or a folder that save_model wrote, or leave pretrained out.",
         )
     weights, wanted = None, {}
-    if o.pretrained:
+    if files is not None:
+        weights, wanted = files.weights, starting_point(read_config(files.config), files.config, name, config)
+    elif o.pretrained:
         weights, wanted = find_pretrained(name, o.pretrained, config.get("quick_gelu", False))
     stock = build_stock(config)
     if weights:

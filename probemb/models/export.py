@@ -13,8 +13,7 @@ from probemb.errors import UserError
 from probemb.models.architectures import is_open_clip, stock_parameter_names
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.hub import write_model
-
-WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"  # open_clip's names
+from probemb.models.open_clip_folder import CONFIG, WEIGHTS
 
 
 def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
@@ -51,7 +50,7 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         "model_cfg": {**shape, "custom_text": True} if plain is None else shape,
         "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in vars(PreprocessCfg())},
     }
-    write_model(folder / WEIGHTS, state if plain is None else plain, folder / CONFIG, about)
+    write_model(folder / WEIGHTS[0], state if plain is None else plain, folder / CONFIG, about)
     return folder
 
 

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
+from probemb.models import open_clip_folder
 from probemb.models.digest import tensors_sha256
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
+from probemb.models.open_clip_folder import OpenClipFiles, find_open_clip, import_open_clip
 from probemb.models.pretrained import HUB_NAME, HUB_PREFIX, is_hub_name, load_strictly, read_state_dict
 from probemb.models.published import import_pcmepp, import_prolip, is_pcmepp, is_prolip
 
@@ -96,8 +98,9 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
     Args:
         path_or_name: a run folder (its `model/` is read), a model folder, a .safetensors file, or a Hugging Face hub
             name such as "SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps" (with "hf-hub:" in front of it, no folder is
-            looked at). Published weights of PCME++ and ProLIP are recognised. A tokenizer's files beside the weights
-            are read instead of the hub's.
+            looked at). Published weights of PCME++ and ProLIP are recognised, and so are folders and repositories in
+            open_clip's layout, which become point models. A tokenizer's files beside the weights are read instead of
+            the hub's.
         device: where to put the weights.
         resize: who crops and resizes images, "pil" (as open_clip) or "tensor", see `create_transforms`.
 
@@ -114,6 +117,17 @@ def lasting_name(path_or_name: str | Path) -> str:
     """A name for `load_model` that holds in every working directory: a path made absolute, or a hub name as it is."""
     path = Path(path_or_name)
     return str(path.absolute()) if path.exists() else str(path_or_name)
+
+
+def open_clip_files(source: str) -> OpenClipFiles | None:
+    """The files of a folder or of a hub repository in open_clip's layout; None for any other source.
+
+    Raises UserError: there is no model.
+    """
+    if not Path(source).is_dir() and not (is_hub_name(source) and not Path(source).exists()):
+        return None
+    weights, config = _locate(source)
+    return OpenClipFiles(weights, config) if config and config.name == open_clip_folder.CONFIG else None
 
 
 def push_to_hub(
@@ -158,6 +172,8 @@ def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(f"There is no model at {str(path)[:200]}: {why}.", "Check the path.") from None
+    if path.is_file() and path.name in open_clip_folder.WEIGHTS and find_open_clip(path.parent):
+        return path, path.with_name(open_clip_folder.CONFIG)
     if path.is_file():
         if path.suffix != ".safetensors":
             raise UserError(
@@ -166,13 +182,17 @@ def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
         config = path.with_name(CONFIG)
         return path, config if config.is_file() else None
     tried = [path / "model" / WEIGHTS, path / WEIGHTS, path / PICKLED_WEIGHTS]
+    theirs = find_open_clip(path)
+    if theirs and not tried[0].is_file() and not _is_saved_here(path):
+        return theirs
     for weights in tried:
         if weights.is_file():
             config = weights.with_name(CONFIG)
             return weights, config if config.is_file() else None
     if path.is_dir():
         raise UserError(
-            f"There is no model in {path} (tried {', '.join(map(str, tried))}).",
+            f"There is no model in {path} (tried {', '.join(map(str, tried))}, and {open_clip_folder.CONFIG} with "
+            f"{' or '.join(open_clip_folder.WEIGHTS)}).",
             "Give the folder of a run that has saved its model, or a folder with model.safetensors and config.json.",
         )
     name = str(path_or_name)
@@ -185,29 +205,61 @@ def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
     return _download(name, tried)
 
 
+def _is_saved_here(folder: Path) -> bool:
+    """Whether a folder has a model that open_clip's files beside it do not stand for."""
+    if (folder / CONFIG).is_file():
+        return _describes_model(read_config(folder / CONFIG))
+    return (folder / WEIGHTS).is_file() and _embedded_config(folder / WEIGHTS) is not None
+
+
+def _describes_model(config: dict) -> bool:
+    """Whether config.json is this project's or of PCME++ or ProLIP, and not the one of transformers or timm."""
+    return config.get("format") == FORMAT["format"] or "vision_cfg" in config
+
+
 def _download(name: str, tried: list[Path]) -> tuple[Path, Path]:
     name = name.removeprefix(HUB_PREFIX)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
+    def first(*files: str) -> Path:
+        for file in files:
+            try:
+                return Path(hf_hub_download(name, file))
+            except EntryNotFoundError as error:
+                missing = error
+        raise missing
+
     try:
-        config = hf_hub_download(name, CONFIG)
         try:
-            weights = hf_hub_download(name, WEIGHTS)
+            config = first(CONFIG)
         except EntryNotFoundError:
-            weights = hf_hub_download(name, PICKLED_WEIGHTS)
+            return first(*open_clip_folder.WEIGHTS), first(open_clip_folder.CONFIG)
+        if not _describes_model(read_config(config)):
+            try:
+                theirs = first(open_clip_folder.CONFIG)
+            except EntryNotFoundError:
+                pass  # config.json is refused below, with its reason
+            else:
+                return first(*open_clip_folder.WEIGHTS), theirs
+        return first(WEIGHTS, PICKLED_WEIGHTS), config
+    except UserError:
+        raise
     except Exception as error:  # the client raises its HTTP library's errors and its own
         raise UserError(
             f"There is no folder {tried[1].parent}, and the hub's {name} could not be read ({type(error).__name__}; "
-            f"tried {', '.join(map(str, tried))}, {CONFIG} and {WEIGHTS} on the hub).",
+            f"tried {', '.join(map(str, tried))}; {CONFIG} and {WEIGHTS}, and {open_clip_folder.CONFIG} on the hub).",
             "Check the path or the hub name, and the network.",
         ) from error
-    return Path(weights), Path(config)
 
 
 def _build(weights: Path, config_path: Path | None) -> DualEncoder:
+    if config_path and config_path.name == open_clip_folder.CONFIG:
+        about, state = read_config(config_path), read_state_dict(weights)
+        _check_tensors(state, about.get(SHA256), weights)
+        return import_open_clip(state, about, weights, config_path)
     embedded = _embedded_config(weights)
-    config = _read_json(config_path) if config_path else embedded
+    config = read_config(config_path) if config_path else embedded
     if config is None:
         raise UserError(
             f"{weights} has no configuration.", f"Put the {CONFIG} that was saved with it into the same folder."
@@ -266,7 +318,8 @@ def _embedded_config(weights: Path) -> dict | None:
     return config
 
 
-def _read_json(path: Path) -> dict:
+def read_config(path: Path) -> dict:
+    """The JSON object in a file. Raises UserError."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -279,7 +332,7 @@ def _read_json(path: Path) -> dict:
 def _holds_another(folder: Path, config: dict) -> bool:
     """Whether a folder holds any model that is not of this configuration."""
     if (folder / CONFIG).exists():
-        held = _read_json(folder / CONFIG)
+        held = read_config(folder / CONFIG)
     elif (folder / WEIGHTS).exists():
         held = _embedded_config(folder / WEIGHTS) or {}
     else:

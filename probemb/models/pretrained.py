@@ -60,12 +60,7 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
             f"'{source}' is neither a file nor a weight tag of {name}.{nearest(source, tags)}",
             f"Give a run, a path to open_clip weights, or one of: {', '.join(tags) or 'no tags for this model'}.",
         )
-    if bool(tag.get("quick_gelu", False)) != quick_gelu:
-        twin = name.removesuffix("-quickgelu") if quick_gelu else f"{name}-quickgelu"
-        raise UserError(
-            f"The weights '{source}' were trained with another activation than {name} has.",
-            f"Name the model {twin} to use them.",
-        )
+    check_quick_gelu(source, name, bool(tag.get("quick_gelu", False)), {"quick_gelu": quick_gelu})
     try:
         path = open_clip.download_pretrained(tag)
     except Exception as error:  # whatever the network, the server or the disk raise
@@ -76,13 +71,29 @@ def find_pretrained(name: str, source: str, quick_gelu: bool) -> tuple[Path, dic
     return Path(path), {key: tag[key] for key in PREPROCESS_KEYS if tag.get(key)}
 
 
+def check_quick_gelu(source: str, name: str, trained_with: bool, architecture: dict) -> None:
+    """Raise UserError for weights that were trained with another activation than the architecture `name` has."""
+    quick_gelu = bool(architecture.get("quick_gelu", False))
+    if trained_with != quick_gelu:
+        twin = name.removesuffix("-quickgelu") if quick_gelu else f"{name}-quickgelu"
+        raise UserError(
+            f"The weights '{source}' were trained with another activation than {name} has.",
+            f"Name the model {twin} to use them.",
+        )
+
+
 def fill_stock(stock: CustomTextCLIP, path: Path) -> None:
     """Loads a file of open_clip weights, in either of open_clip's layouts; position embeddings are resized to fit.
 
     Raises:
         UserError: for a file that cannot be read, or the weights of another model.
     """
-    state = read_state_dict(path)
+    fill_from_state(stock, read_state_dict(path), path)
+
+
+def fill_from_state(stock: CustomTextCLIP, state: dict[str, Tensor], path: Path) -> None:
+    """`fill_stock`, of what the file holds."""
+    state = dict(state)
     if "positional_embedding" in state:  # the layout without a text tower of its own
         state = convert_to_custom_text_state_dict(state)
     for scalar in ("logit_scale", "logit_bias"):
@@ -141,7 +152,7 @@ def fill_from_model(model: DualEncoder, source: DualEncoder, where: str) -> None
     )
     same_composer = type(model.composer) is type(source.composer) and ours["embed_dim"] == theirs["embed_dim"]
     same_size = (ours["covariance"] == "spherical") == (theirs["covariance"] == "spherical")  # as many outputs
-    _check_architecture(ours, theirs, where)
+    check_architecture(ours, theirs, where)
     if ours["head"] == "clip" != theirs["head"]:
         raise UserError(
             f"{where} has a '{theirs['head']}' head and no projection for the 'clip' head of this model.",
@@ -185,7 +196,8 @@ def _uncertainty(config: dict) -> str:
     return f"{config['n_unc_layers']} blocks in its uncertainty branch"
 
 
-def _check_architecture(ours: dict, theirs: dict, where: str) -> None:
+def check_architecture(ours: dict, theirs: dict, where: str) -> None:
+    """Raise UserError where the architectures of two configurations of models differ; `where`: the source of theirs."""
     here, there = _full_architecture(ours["architecture"]), _full_architecture(theirs["architecture"])
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     if different:

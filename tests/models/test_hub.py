@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from probemb.errors import UserError
 from probemb.models import create_model, import_pcmepp, load_model, push_to_hub, save_model, weights_sha256
+from probemb.models.export import export_open_clip
 
 NAME = "ViT-Micro-32"
 
@@ -398,6 +399,30 @@ def test_hub_name_of_published_weights(tmp_path, hub, weights):
     hub["/someone/PCMEPP/resolve/main/config.json"] = json.dumps(config).encode()
     hub[f"/someone/PCMEPP/resolve/main/{weights}"] = (tmp_path / weights).read_bytes()
     assert same_outputs(load_model("someone/PCMEPP").model, model)
+
+
+@pytest.mark.parametrize("weights", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])
+@pytest.mark.parametrize("beside", [None, {"model_type": "clip", "transformers_version": "4.30"}])
+def test_hub_name_of_a_repository_of_open_clips(tmp_path, hub, weights, beside):
+    ours = model_with(n_unc_layers=1)
+    export_open_clip(ours, tmp_path / "x")
+    if weights.endswith(".bin"):
+        torch.save(load_file(tmp_path / "x" / "open_clip_model.safetensors"), tmp_path / "x" / weights)
+    for name in ("open_clip_config.json", weights):
+        hub[f"/someone/CLIP/resolve/main/{name}"] = (tmp_path / "x" / name).read_bytes()
+    if beside:  # the same weights for another library
+        hub["/someone/CLIP/resolve/main/config.json"] = json.dumps(beside).encode()
+        hub["/someone/CLIP/resolve/main/model.safetensors"] = b"another layout"
+    images, tokens = torch.randn(3, 3, 32, 32), torch.randint(1, 49408, (3, 16))
+    found = load_model("hf-hub:someone/CLIP").model
+    started = create_model(NAME, pretrained="someone/CLIP", image_size=48)
+    assert len(started.visual.positional_embedding) == 6 * 6 + 1
+    for model in (found, started, ours):
+        model.eval().requires_grad_(False)
+    expected = ours.encode_text(tokens).mean
+    assert torch.equal(found.encode_image(images).mean, ours.encode_image(images).mean)
+    assert torch.equal(found.encode_text(tokens).mean, expected)
+    assert torch.equal(started.encode_text(tokens).mean, expected)
 
 
 def test_a_model_goes_to_the_hub_and_comes_back(hub, monkeypatch):
