@@ -1,6 +1,6 @@
 """The embeddings of shards in a folder: one partition a shard, complete once its marker is there.
 
-    OUT/embeddings.json          {"format", "model", "weights", "dim", "mean_dtype"}
+    OUT/embeddings.json          {"format", "model", "weights", "dim", "mean_dtype", "resize"}
     OUT/corpora/HASH.json        {"data": path or address, "shards": [SHARD, …]}; a file each, as commands run at once
     OUT/image/SHARD.npz          mean (n, D) of mean_dtype, u (n,) float32 = sum of the variances
     OUT/image/SHARD.parquet      n rows: key, captions, shard, offset, size (of the image's bytes in the tar), url
@@ -33,7 +33,8 @@ FORMAT = 2
 KINDS = ("image", "text")
 MEAN_DTYPES = ("float16", "float32")  # the first one of folders that do not say
 NAME = "embeddings.json"
-ABOUT = ("model", "weights", "dim", "mean_dtype")
+RESIZES = ("pil", "tensor")  # the first one of folders that do not say
+ABOUT = ("model", "weights", "dim", "mean_dtype", "resize")
 CORPORA = "corpora"
 MARKER = ".done.json"
 MAX_JSON_BYTES = 64 << 20
@@ -64,6 +65,7 @@ class Embeddings:
         dim: D.
         corpora: names of all partitions by the path or address of each corpus.
         mean_dtype: of the means in the files, in MEAN_DTYPES.
+        resize: who cropped and resized the images, in RESIZES (`probemb.models.create_transforms`).
     """
 
     folder: Path
@@ -72,6 +74,7 @@ class Embeddings:
     dim: int
     corpora: dict[str, list[str]]
     mean_dtype: str = MEAN_DTYPES[0]
+    resize: str = RESIZES[0]
 
     def count(self, kind: str) -> int | None:
         """Rows of a kind; None while it is incomplete. Raises UserError."""
@@ -207,7 +210,8 @@ def open_embeddings(folder: str | Path) -> Embeddings:
         raise UserError(f"{path} has the format {content.get('format')!r}, not {FORMAT}.", _ANEW)
     model, weights, dim = (content.get(key) for key in ("model", "weights", "dim"))
     mean_dtype = content.get("mean_dtype", MEAN_DTYPES[0])
-    known = mean_dtype in MEAN_DTYPES
+    resize = content.get("resize", RESIZES[0])
+    known = mean_dtype in MEAN_DTYPES and resize in RESIZES
     if not (known and type(model) is type(weights) is str and type(dim) is int and 0 < dim <= MAX_DIM):
         raise UserError(f"{path} does not describe embeddings.", _ANEW)
     corpora = {}
@@ -217,7 +221,7 @@ def open_embeddings(folder: str | Path) -> Embeddings:
         if type(data) is not str or type(names) is not list or not all(type(name) is str for name in names):
             raise UserError(f"{file} does not describe a corpus.", _AGAIN)
         corpora[data] = names
-    return Embeddings(path.parent, model, weights, dim, corpora, mean_dtype)
+    return Embeddings(path.parent, model, weights, dim, corpora, mean_dtype, resize)
 
 
 def plan_embeddings(
@@ -227,11 +231,12 @@ def plan_embeddings(
     dim: int,
     corpora: dict[str, list[str]],
     mean_dtype: str | None = None,
+    resize: str | None = None,
 ) -> Embeddings:
     """A folder for the embeddings of `corpora`, which may already hold some of them, or of others. Writes nothing.
 
-    `mean_dtype` None takes that of the folder. Raises UserError: it holds embeddings of another model, means of another
-    type, or other files.
+    `mean_dtype` and `resize` None take those of the folder. Raises UserError: it holds embeddings of another model,
+    means of another type, images that were resized otherwise, or other files.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -249,13 +254,18 @@ def plan_embeddings(
                 f"{folder} holds means in {held.mean_dtype}, not in {mean_dtype}.",
                 "Name another folder with --out, or leave --mean-dtype out.",
             )
+        if resize not in (None, held.resize):
+            raise UserError(
+                f"{folder} holds images that were resized by {held.resize}, not by {resize}.",
+                "Name another folder with --out, or leave --resize out.",
+            )
         return replace(held, corpora=held.corpora | corpora)
     others = [file for file in folder.iterdir() if not file.name.startswith(f".{NAME}.")] if folder.is_dir() else []
     if others and (folder / NAME).exists():  # another process was quicker
-        return plan_embeddings(folder, model, weights, dim, corpora, mean_dtype)
+        return plan_embeddings(folder, model, weights, dim, corpora, mean_dtype, resize)
     if others:  # besides leftovers of a killed process
         raise UserError(f"{folder} holds other files, and no embeddings.", "Name an empty or a new folder with --out.")
-    return Embeddings(folder, model, weights, dim, corpora, mean_dtype or MEAN_DTYPES[0])
+    return Embeddings(folder, model, weights, dim, corpora, mean_dtype or MEAN_DTYPES[0], resize or RESIZES[0])
 
 
 def save_embeddings(embeddings: Embeddings, given: Iterable[str]) -> None:
@@ -276,7 +286,7 @@ def save_embeddings(embeddings: Embeddings, given: Iterable[str]) -> None:
 
 
 def same_model(several: Sequence[Embeddings]) -> None:
-    """Refuse folders made by different models. Raises UserError, which names both."""
+    """Refuse folders made by different models, or from pixels resized otherwise. Raises UserError, which names both."""
     first = several[0]
     for other in several[1:]:
         if (other.weights, other.dim) != (first.weights, first.dim):
@@ -284,6 +294,11 @@ def same_model(several: Sequence[Embeddings]) -> None:
                 f"{first.folder} was embedded by {first.model} ({first.weights[:12]}, {first.dim} dimensions), "
                 f"{other.folder} by {other.model} ({other.weights[:12]}, {other.dim} dimensions).",
                 "Embed both with the same model.",
+            )
+        if other.resize != first.resize:
+            raise UserError(
+                f"{first.folder} was embedded with --resize {first.resize}, {other.folder} with {other.resize}.",
+                "Embed both with the same --resize, or build an index of each.",
             )
 
 

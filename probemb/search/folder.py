@@ -3,7 +3,8 @@
     INDEX/index.json             {"format", "model", "weights", "dim", "width", "kind", "form", "factory", "why",
                                   "effort", "count", "parts": [{"file", "count"}]}; for the form "tolerance" its
                                  weight and, for a negative one, the largest u: "tolerance", "largest_u". "least_u":
-                                 the smallest one, taken off in the vectors; absent: 0
+                                 the smallest one, taken off in the vectors; absent: 0. "resize": who resized the
+                                 images that were embedded; absent: pil
     INDEX/part-00000.faiss …     FAISS' own files, together the gallery in its order
     INDEX/u.f32                  N little-endian float32: the items' uncertainty, which re-ranking reads
     INDEX/items/00000.parquet …  metadata of each item; see `items.py`
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from probemb.errors import UserError
-from probemb.search.embeddings import read_json
+from probemb.search.embeddings import RESIZES, read_json
 from probemb.search.index import Index, set_effort
 from probemb.search.items import Items
 from probemb.search.penalty import FORMS, Penalty, penalty_of
@@ -73,6 +74,7 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
     index = Index(
         tuple(parts), about["form"], about["dim"], about["width"], u, _penalty(about), about["kind"], about["model"],
         about["weights"], about["factory"], about["why"], Items(folder / ITEMS, about["count"]), before,
+        about.get("resize", RESIZES[0]),
     )  # fmt: skip
     if identity(folder) != before:
         raise UserError(f"{folder} was replaced while it was opened.", "Repeat the command.")
@@ -134,6 +136,8 @@ def _is_fine(about: dict) -> bool:
             return False
         if not re.fullmatch(r"part-\d{5,9}\.faiss", str(row.get("file"))):
             return False
+    if about.get("resize", RESIZES[0]) not in RESIZES:
+        return False
     weights = [about.get(key) for key in ("tolerance", "largest_u")]
     if about.get("form") == "tolerance" and not all(type(w) in (int, float) and math.isfinite(w) for w in weights):
         return False

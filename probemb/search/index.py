@@ -56,6 +56,7 @@ class Index:
         kind, model, weights, factory, why, items: of an index folder, else None. "image" or "text"; the model as typed
             and its SHA-256; the FAISS factory string and the reason for it; the metadata of each item.
         identity: digest that tells one index folder from another at the same path; None in memory.
+        resize: who cropped and resized the images, and does those of queries: "pil" or "tensor".
     """
 
     parts: tuple[faiss.Index, ...]
@@ -71,6 +72,7 @@ class Index:
     why: str | None = None
     items: Items | None = None
     identity: str | None = None
+    resize: str = "pil"
 
     def __len__(self) -> int:
         return len(self.uncertainty)

@@ -20,7 +20,7 @@ from probemb.cli.progress import silent
 from probemb.errors import UserError
 from probemb.files import flush, replace_text
 from probemb.search.choice import Choice, training_count
-from probemb.search.embeddings import Embeddings
+from probemb.search.embeddings import RESIZES, Embeddings
 from probemb.search.folder import FORMAT, ITEMS, NAME, UNCERTAINTY
 from probemb.search.gallery import Gallery
 from probemb.search.index import fill, new_index, train
@@ -72,6 +72,8 @@ class Recipe:
         about = {"format": FORMAT, "model": first.model, "weights": first.weights, "dim": gallery.dim}
         about |= {"width": gallery.width, "kind": self.kind, "form": self.form, "factory": gallery.factory}
         about["count"] = gallery.count
+        if first.resize != RESIZES[0]:
+            about["resize"] = first.resize
         if self.form == "tolerance":
             about |= {"tolerance": gallery.penalty.weight, "largest_u": gallery.penalty.most}
         if gallery.penalty.least:

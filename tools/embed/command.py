@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from probemb.models import check_single_embeddings, lasting_name, load_model, weights_sha256
+    from probemb.models import check_single_embeddings, create_transforms, lasting_name, load_model, weights_sha256
     from probemb.runs.preemption import REQUEUE, Preemption
     from probemb.search.embeddings import KINDS, open_embeddings, plan_embeddings, save_embeddings
 
@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_single_embeddings(loaded.model, options.model)
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
     named = {data: partition_names(found) for data, found in corpora.items()}
-    out = plan_embeddings(options.out, lasting_name(options.model), weights, dim, named, options.mean_dtype)
+    out = plan_embeddings(
+        options.out, lasting_name(options.model), weights, dim, named, options.mean_dtype, options.resize
+    )
+    loaded = loaded._replace(transforms=create_transforms(loaded.model, resize=out.resize))
     mine = list(zip(shards, names))[part[0] :: part[1]]
     tasks = pending(out, mine, kinds)
     held = [out.marker("image", task.name) for task in tasks if "image" in task.kinds]
@@ -122,6 +125,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
     kept = "type of the stored means; by default the folder's own, float16 for a new one"
     parser.add_argument("--mean-dtype", choices=("float16", "float32"), help=kept)
+    resize = "who crops and resizes: pil, as open_clip, or tensor (torch: faster, and within a rounding of it); by "
+    resize += "default the folder's own, pil for a new one"
+    parser.add_argument("--resize", choices=("tensor", "pil"), help=resize)
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
     parser.add_argument("--batch-size", type=Count, default=64, help="images in a batch (%(default)s)")
     parser.add_argument("--text-batch-size", type=Count, default=256, help="captions in a batch (%(default)s)")

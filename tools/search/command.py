@@ -54,23 +54,24 @@ def open_searchers(options: argparse.Namespace, calibrated: bool = True) -> dict
     device, decoding = choose_device(options.device, options.precision), DecodingPool()
     on_gpu = options.serve and device.name.startswith("cuda")  # one query takes less time than the copy
     indexes = {folder: open_index(folder, options, "auto" if on_gpu else "cpu") for folder in options.index}
-    encoders: dict[str, QueryEncoder] = {}
+    encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and by who resizes
     weights: dict[str, str] = {}
     found = {}
     for title, (folder, index) in zip(index_names(options.index), indexes.items()):
         name = options.model or index.model
-        if name not in encoders:
+        key = name, index.resize
+        if key not in encoders:
             try:
-                encoders[name] = QueryEncoder(load_model(name, device=device.name), name, device, decoding)
+                encoders[key] = QueryEncoder(load_model(name, device.name, index.resize), name, device, decoding)
             except UserError as error:
                 if options.model:
                     raise
                 what = f"The index {folder} was made with it; --model names its present location."
                 raise UserError(error.what, what) from None
-            weights[name] = weights_sha256(encoders[name].loaded.model)
-        require_model(index, name, weights[name], encoders[name].loaded.model.embed_dim)
+            weights[name] = weights_sha256(encoders[key].loaded.model)
+        require_model(index, name, weights[name], encoders[key].loaded.model.embed_dim)
         calibration = load_calibration(folder, index.weights) if calibrated else None
-        found[title] = Searcher(index, encoders[name], calibration, options.rerank, options.tolerance)
+        found[title] = Searcher(index, encoders[key], calibration, options.rerank, options.tolerance)
     return found
 
 
