@@ -96,6 +96,7 @@ def evaluate(
     from probemb.cli.progress import progress
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
+    from probemb.evaluation.analyses.containment import generality
     from probemb.evaluation.benchmarks import evaluate_rankings
     from probemb.evaluation.embed_pairs import centres, embed_pairs
     from probemb.evaluation.embedding import Embedder
@@ -107,7 +108,7 @@ def evaluate(
     from zeroshot.judgements import evaluate_judgements, shares_of_yes
     from zeroshot.reports.judgements import print_judgements
     from zeroshot.reports.predictors import print_predictors
-    from zeroshot.reports.retrieval import SHOWN, write_report
+    from zeroshot.reports.retrieval import SHOWN, describe_generality, write_report
 
     device = choose_device(config.device, config.precision)
     names = [config.model, *second_model(config)]
@@ -150,6 +151,7 @@ def evaluate(
         "tolerance": results_of(tolerance),
         "projection": projection(one),
         "uncertainty": found,
+        "generality": generality(one, captions) if probabilistic else None,
         "judgements": evaluate_judgements(judged, pairs, captions, rankings, options, model, names, out),
         "predictors": evaluate_predictors(
             one, captions, correct, MatchModel.of(model), device.name, shares_of_yes(judged, pairs, captions)
@@ -158,6 +160,8 @@ def evaluate(
     print_table(rows, len(pairs.images), len(pairs.texts))
     print("\n".join(describe_tolerance(results["tolerance"])), end="\n" if results["tolerance"] else "")
     print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
+    if results["generality"]:
+        print("\n".join(describe_generality(results["generality"])))
     if results["judgements"]:
         print_judgements(results["judgements"])
     print_predictors(results["predictors"])

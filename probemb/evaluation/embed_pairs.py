@@ -65,12 +65,14 @@ def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
     return pairs._replace(images=centre(pairs.images), texts=centre(pairs.texts))
 
 
-def exact_match(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:
-    """(N, M) bool for the embedded world: whether each caption is true of each image."""
+def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
+    """(N, M) bool for the embedded world: whether each caption, or each of the `rows`, is true of each image."""
     from probemb.data.scenes import match_matrix
 
     scenes = [captions.scenes[i][0] for i in kept]
     described = [caption for i in kept for caption in captions.scenes[i][1]]
+    if rows is not None:
+        described = [described[row] for row in rows]
     return torch.from_numpy(match_matrix(scenes, described))
 
 

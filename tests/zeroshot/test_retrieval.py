@@ -174,6 +174,13 @@ def test_the_report_stands_alone(measured):
     assert "all true captions: mAP@R" in found["quality"]["images"]
     assert found["erased"]["words"]["items"] == 4
     assert -1 <= found["ambiguity_spearman"] <= 1
+    own, nested = results["generality"]["own"], results["generality"]["nested"]
+    assert own["pairs"] == results["captions"]
+    assert nested["pairs"] == nested["found"] > 0
+    for one in (own["lies_in"], own["lies_in_other"], nested["lies_in"], nested["roc_auc"]):
+        assert 0 <= one["low"] <= one["value"] <= one["high"] <= 1
+    assert f"Image lies in its own caption (inclusion), of {own['pairs']} pairs" in html
+    assert f"of {nested['pairs']:,} nested pairs" in html
 
 
 def test_weights_chosen_on_the_evaluated_images_are_an_oracle(measured, capsys):

@@ -51,6 +51,7 @@ def write_report(
         "projection": _projection(results["projection"], captions, pairs, sized=bool(found)),
         "judged": section(results["judgements"]) if results["judgements"] else None,
     }
+    values["generality"] = describe_generality(results["generality"]) if results["generality"] else []
     values["explained"] = explain(results["predictors"])
     if found:
         measure = MEASURES[results["config"]["uncertainty"]]
@@ -69,6 +70,24 @@ def write_report(
         config=results["config"], found=found, metrics=METRICS, titles=TITLES, title_of=title_of,
         tiles=_tiles(rows), measure=MEASURED[results["config"]["uncertainty"]], **values,
     )  # fmt: skip
+
+
+def describe_generality(found: dict) -> list[str]:
+    """Sentences on inclusion as a measure of generality."""
+
+    def text(one: dict) -> str:
+        return f"{percent(one['value'])} % ({percent(one['low'])} to {percent(one['high'])})"
+
+    own, nested = found["own"], found["nested"]
+    chance = f"; in the caption of another image {text(own['lies_in_other'])}" if own["lies_in_other"] else ""
+    lines = [f"image lies in its own caption (inclusion), of {own['pairs']:,} pairs: {text(own['lies_in'])}{chance}"]
+    if nested:
+        area = "{value:.3f} ({low:.3f} to {high:.3f})".format(**nested["roc_auc"])
+        lines.append(
+            f"caption lies in the one that is true of more images, of {nested['pairs']:,} nested pairs: "
+            f"{text(nested['lies_in'])}, ROC AUC of the direction {area}"
+        )
+    return lines
 
 
 def _distinct(rows: Sequence[dict], key: str) -> list:

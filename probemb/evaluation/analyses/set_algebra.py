@@ -18,6 +18,7 @@ from probemb.gaussian import Gaussian
 from probemb.metrics import standard_error
 
 ROWS = 8  # in a block of pairs of which only the diagonal is wanted
+IMAGES = 4096  # in a block of images whose captions are counted
 CENTRAL = 0.9  # mass of the central interval that `coverage` asks about
 
 
@@ -86,7 +87,7 @@ def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]
         found = {
             "sigma": after,
             "wider": after > before,
-            "lies_in": _own_inclusion(whole, g) > 0,
+            "lies_in": own_inclusion(whole, g) > 0,
             "covers": coverage(whole, g),
             "covered": coverage(g, whole),
             "covers_other": coverage(other, g),
@@ -95,7 +96,7 @@ def erasing(whole: Gaussian, erased: Sequence[Gaussian], shares: Sequence[float]
     return rows
 
 
-def _own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
+def own_inclusion(inner: Gaussian, outer: Gaussian) -> Tensor:
     """`distances.inclusion` of every row in the same row of the other, (N,); computed in blocks of few pairs."""
     blocks = [slice(i, i + ROWS) for i in range(0, len(inner), ROWS)]
     return torch.cat([inclusion(inner[rows], outer[rows]).diagonal() for rows in blocks])
@@ -112,10 +113,7 @@ def nested(texts: Gaussian, match_NM: Tensor) -> dict | None:
         "pairs", "lies_in": the share with a positive inclusion of the smaller in the larger set, "wider": the share
         with the larger geometric mean of σ at the larger set; both 0.5 by chance. None without such pairs.
     """
-    sets = match_NM.double()
-    count = sets.sum(0)
-    inside = (sets.T @ sets == count[:, None]) & (count[:, None] < count[None, :]) & (count[:, None] > 0)
-    small, large = inside.nonzero(as_tuple=True)
+    small, large = nested_pairs(match_NM)
     if not len(small):
         return None
     sigma = geometric_sigma(texts)
@@ -124,6 +122,16 @@ def nested(texts: Gaussian, match_NM: Tensor) -> dict | None:
         "lies_in": float((inclusion(texts, texts)[small, large] > 0).double().mean()),
         "wider": float((sigma[large] > sigma[small]).double().mean()),
     }
+
+
+def nested_pairs(match_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs of captions of `nested`: (P,) columns of the smaller set, (P,) of the larger one."""
+    common = torch.zeros(match_NM.shape[1], match_NM.shape[1], device=match_NM.device)
+    for images in match_NM.split(IMAGES):
+        common += images.float().T @ images.float()  # whole numbers, exact below 2^24
+    count = common.diagonal()
+    inside = (common == count[:, None]) & (count[:, None] < count[None, :]) & (count[:, None] > 0)
+    return inside.nonzero(as_tuple=True)
 
 
 def _means(values: dict[str, Tensor]) -> dict[str, float | None]:

@@ -1,0 +1,90 @@
+"""Inclusion as generality against plain loops, and on widths that are known."""
+
+import math
+
+import pytest
+import torch
+
+from probemb.distances import inclusion
+from probemb.evaluation.analyses import containment
+from probemb.evaluation.analyses.containment import direction, own_pairs
+from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.gaussian import Gaussian
+from probemb.metrics import roc_auc
+
+D = 6
+
+
+def normals(n, seed=0, spread=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    return Gaussian(torch.randn(n, D, generator=generator), spread * torch.randn(n, D, generator=generator) - 2)
+
+
+def pairs_of(images, texts, owner):
+    return EmbeddedPairs(images, texts, owner, list(range(len(images.mean))), [])
+
+
+def test_own_pairs_are_those_of_a_loop():
+    images, texts, owner = normals(9), normals(21, 1), torch.arange(21) % 9
+    inside = inclusion(images, texts) > 0
+    found = own_pairs(pairs_of(images, texts, owner))
+    assert found["pairs"] == 21
+    assert found["lies_in"]["value"] == pytest.approx(sum(float(inside[owner[m], m]) for m in range(21)) / 21)
+    assert 0 < found["lies_in"]["low"] < found["lies_in"]["value"] < found["lies_in"]["high"] < 1
+    assert found == own_pairs(pairs_of(images, texts, owner))
+
+
+def test_the_interval_is_of_images_and_not_of_captions():
+    """All captions of an image agree, so four of them tell as much as one."""
+    narrow, wide = normals(60, spread=0.0), torch.where(torch.arange(60) % 2 == 0, 1.0, -1.0)[:, None].expand(60, D)
+    texts = Gaussian(narrow.mean, narrow.log_var + wide)
+    owner = torch.arange(60).repeat_interleave(4)
+    once = own_pairs(pairs_of(narrow, texts, torch.arange(60)))["lies_in"]
+    four = own_pairs(pairs_of(narrow, Gaussian(texts.mean[owner], texts.log_var[owner]), owner))["lies_in"]
+    assert once["value"] == four["value"] == 0.5
+    assert four["high"] - four["low"] == pytest.approx(once["high"] - once["low"], abs=0.04)
+    assert once["high"] - once["low"] == pytest.approx(2 * 1.96 * math.sqrt(0.25 / 60), rel=0.2)
+
+
+def test_captions_of_other_images_are_beside_it():
+    """A caption that is wider than all images holds those of others too."""
+    images, owner = normals(30), torch.arange(30)
+    wider = Gaussian(images.mean, images.log_var + 3)
+    assert own_pairs(pairs_of(images, wider, owner))["lies_in_other"]["value"] == 1
+    alone = pairs_of(images[:1], wider[:1], torch.zeros(1, dtype=torch.int64))
+    assert own_pairs(alone)["lies_in_other"] is None
+
+
+def scenes(n_images=40, n_captions=25, seed=3):
+    """Captions that are true of the images below a number: sets that are all nested; the wider the more images."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, n_images, (n_captions,), generator=generator)
+    return torch.arange(n_images)[:, None] < sizes[None, :], sizes
+
+
+def test_direction_is_that_of_a_loop(monkeypatch):
+    match, sizes = scenes()
+    texts = normals(len(sizes), spread=0.6)
+    texts = Gaussian(texts.mean, texts.log_var + 0.02 * sizes[:, None])
+    test, pairs = inclusion(texts, texts), [(a, b) for a in range(25) for b in range(25) if sizes[a] < sizes[b]]
+    score = torch.tensor([test[a, b] for a, b in pairs])
+    found = direction(texts, match)
+    assert found["pairs"] == found["found"] == len(pairs)
+    assert found["lies_in"]["value"] == pytest.approx(float((score > 0).double().mean()))
+    label = torch.arange(2 * len(pairs)) < len(pairs)
+    assert found["roc_auc"]["value"] == pytest.approx(roc_auc(torch.cat([score, -score]), label))
+    for name in ("lies_in", "roc_auc"):
+        assert 0 < found[name]["low"] < found[name]["value"] < found[name]["high"] < 1
+    monkeypatch.setattr(containment, "NESTED_PAIRS", 50)
+    few = direction(texts, match)
+    assert (few["pairs"], few["found"]) == (50, len(pairs))
+    assert few == direction(texts, match)
+
+
+def test_widths_that_follow_the_sets_or_run_against_them():
+    match, sizes = scenes()
+    for sign in (1, -1):
+        texts = Gaussian(torch.zeros(len(sizes), D), sign * 0.05 * sizes[:, None].expand(-1, D))
+        found = direction(texts, match)
+        assert found["lies_in"]["value"] == found["roc_auc"]["value"] == (sign > 0)
+    assert direction(texts, torch.eye(len(sizes), dtype=torch.bool)) is None
