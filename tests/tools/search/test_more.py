@@ -14,6 +14,7 @@ from tests.world import run_folder  # noqa: F401 - fixtures
 from tools.build_index import main as build
 from tools.search.command import main, open_searcher, parse
 from tools.search.query import NEAR
+from tools.search.web.about import describe
 from tools.search.wish import Wish
 
 QUERY = "a red circle"
@@ -71,6 +72,14 @@ def test_a_model_of_points_knows_nothing_of_it(searcher, monkeypatch):  # noqa: 
     monkeypatch.setattr(searcher.encoder, "match_model", points)
     with pytest.raises(UserError, match="predicts no variances"):
         searcher.answer(Wish([QUERY], more="general"))
+
+
+def test_the_page_knows_of_a_model_without_match_probability(searcher, monkeypatch):  # noqa: F811
+    assert describe(searcher)["matches"]
+    without = replace(searcher.encoder.match_model, matches=False)
+    monkeypatch.setattr(searcher.encoder, "match_model", without)
+    assert not describe(searcher)["matches"]
+    assert all(one["match"] is None for one in searcher.answer(Wish([QUERY]))["results"])
 
 
 def test_command(gallery, capsys):  # noqa: F811

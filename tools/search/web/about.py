@@ -46,7 +46,7 @@ def describe(searcher: Searcher) -> dict:
         "fits": fits(searcher),
         "general": searcher.encoder.match_model.probabilistic,
         "weighs": searcher.composer.weighs,
-        "matches": not searcher.composer.trained,
+        "matches": searcher.encoder.match_model.matches and not searcher.composer.trained,
     }
 
 
