@@ -54,7 +54,7 @@ def plausible_match_r_precision(
     step = max(1, SORT_ELEMENTS // max(1, n_gallery))
     for start in range(0, n_queries, step):
         rows = slice(start, min(start + step, n_queries))
-        scores = at_least_float32(score(rows)).contiguous()  # a transposed matrix is slow to sort
+        scores = at_least_float32(score(rows).detach()).contiguous()  # a transposed matrix is slow to sort
         if not torch.isfinite(scores).all():
             raise ValueError("scores hold NaN or infinity: there is no ranking to measure")
         if variant == "pcme":
@@ -93,7 +93,7 @@ def _ascending(scores_QG: Tensor) -> np.ndarray:
     """Every row sorted, which is far faster than argsort; numpy's sort is faster than torch's on the CPU."""
     if scores_QG.device.type != "cpu":
         return scores_QG.sort(dim=1).values.cpu().numpy()
-    return np.sort(scores_QG.detach().numpy(), axis=1)
+    return np.sort(scores_QG.numpy(), axis=1)
 
 
 def _found_among_r(

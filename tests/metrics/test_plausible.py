@@ -69,6 +69,8 @@ def test_bad_input():
     query, gallery = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0], [0, 0, 1]])  # one differs by 1, one by 3
     with pytest.raises(ValueError, match="with zeta = 0"):
         metrics.plausible_match_r_precision(torch.randn(1, 2), query, gallery)
+    graph = metrics.plausible_match_r_precision(scores.clone().requires_grad_(), labels, labels[owner])
+    assert graph["pmrp"] == metrics.plausible_match_r_precision(scores, labels, labels[owner])["pmrp"]
     with pytest.raises(ValueError, match="NaN"):
         metrics.plausible_match_r_precision(scores / 0, labels, labels[owner])
 
