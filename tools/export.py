@@ -23,7 +23,7 @@ def main() -> int:
         raise UserError(f"{options.out} exists and is not an empty folder.", "Choose another --out.")
 
     from probemb.models import load_model
-    from probemb.models.export import export_open_clip
+    from probemb.models.formats.export import export_open_clip
 
     export_open_clip(load_model(options.model).model, options.out)
     print(f'{options.out}: open_clip.create_model_and_transforms("local-dir:{options.out}") loads it')

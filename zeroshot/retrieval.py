@@ -106,9 +106,7 @@ def evaluate(
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
     from zeroshot.judgements import evaluate_judgements, shares_of_yes
-    from zeroshot.reports.judgements import print_judgements
-    from zeroshot.reports.predictors import print_predictors
-    from zeroshot.reports.retrieval import SHOWN, describe_generality, write_report
+    from zeroshot.reports.retrieval import SHOWN, write_report
 
     device = choose_device(config.device, config.precision)
     names = [config.model, *second_model(config)]
@@ -157,14 +155,7 @@ def evaluate(
             one, captions, correct, MatchModel.of(model), device.name, shares_of_yes(judged, pairs, captions)
         ),
     }
-    print_table(rows, len(pairs.images), len(pairs.texts))
-    print("\n".join(describe_tolerance(results["tolerance"])), end="\n" if results["tolerance"] else "")
-    print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
-    if results["generality"]:
-        print("\n".join(describe_generality(results["generality"])))
-    if results["judgements"]:
-        print_judgements(results["judgements"])
-    print_predictors(results["predictors"])
+    print_results(results)
     write_json(out / OUTPUTS[0], results, RETRIEVAL_GENERATOR)
     write_report(out / OUTPUTS[1], results, pairs, captions, per_query)
     print(f"\nwritten: {out / OUTPUTS[0]}, {out / OUTPUTS[1]}", flush=True)
@@ -188,6 +179,23 @@ def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[
 
 
 # ------------------------------------------------------------------------------------------------------- output
+
+
+def print_results(results: dict) -> None:
+    """Tables and lines on stdout."""
+    from zeroshot.reports.judgements import print_judgements
+    from zeroshot.reports.predictors import print_predictors
+    from zeroshot.reports.retrieval import describe_generality
+
+    found = results["uncertainty"]
+    print_table(results["rows"], results["images"], results["captions"])
+    print("\n".join(describe_tolerance(results["tolerance"])), end="\n" if results["tolerance"] else "")
+    print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
+    if results["generality"]:
+        print("\n".join(describe_generality(results["generality"])))
+    if results["judgements"]:
+        print_judgements(results["judgements"])
+    print_predictors(results["predictors"])
 
 
 def describe_findings(found: dict) -> list[str]:

@@ -5,6 +5,7 @@ from probemb.models.digest import digest_model, weights_sha256
 from probemb.models.dual_encoder import DualEncoder, ModelOutput, no_weight_decay
 from probemb.models.encoder import POINT_LOG_VAR, Encoded, Encoder
 from probemb.models.ensemble import Ensemble, as_one, networks_of
+from probemb.models.formats.published import import_pcmepp, import_prolip
 from probemb.models.hub import LoadedModel, lasting_name, load_model, push_to_hub, save_model
 from probemb.models.inputs import (
     Augmentation,
@@ -15,7 +16,6 @@ from probemb.models.inputs import (
     create_tokenizer,
     create_transforms,
 )
-from probemb.models.published import import_pcmepp, import_prolip
 from probemb.models.towers.parts import draw_parts
 
 __all__ = [

@@ -31,10 +31,10 @@ from probemb.models.architectures import (
     tower_kind,
 )
 from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
+from probemb.models.formats.open_clip_folder import OpenClipFiles, starting_point
 from probemb.models.heads import check_head, check_uncertainty
 from probemb.models.heads.covariance import make_covariance
 from probemb.models.hub import load_model, open_clip_files, read_config
-from probemb.models.open_clip_folder import OpenClipFiles, starting_point
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 
 GPO_EMBED_DIM = 1024  # PCME++ §B.2
@@ -54,8 +54,8 @@ class ModelOptions:
         head: a kind of `probemb.models.heads`: "clip" (the tower's own pooling), "gpo" (all tokens), "pie" (pooling
             and attention; several embeddings).
         pretrained: a weight tag of open_clip, a file with open_clip weights (.safetensors, .pt), or a folder or hub
-            repository in open_clip's layout (`open_clip_folder.py`). They fill the trunk and the mean branch; the
-            uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
+            repository in open_clip's layout (`formats/open_clip_folder.py`). They fill the trunk and the mean branch;
+            the uncertainty branch starts from random weights (PCME++ §3.3). Or whatever
             `load_model` reads: a run, a folder that `save_model` wrote, a hub name; `fill_from_model` says what is
             taken from there. In every case a and b start from `init_scale` and `init_shift`, if these are numbers.
         image_size: pixels, if not the configuration's; position embeddings are resized.

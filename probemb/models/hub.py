@@ -21,13 +21,13 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
-from probemb.models import open_clip_folder
 from probemb.models.digest import tensors_sha256
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder
+from probemb.models.formats import open_clip_folder
+from probemb.models.formats.open_clip_folder import OpenClipFiles, find_open_clip, import_open_clip
+from probemb.models.formats.published import import_pcmepp, import_prolip, is_pcmepp, is_prolip
 from probemb.models.inputs import Transforms, create_tokenizer, create_transforms
-from probemb.models.open_clip_folder import OpenClipFiles, find_open_clip, import_open_clip
 from probemb.models.pretrained import HUB_NAME, HUB_PREFIX, is_hub_name, load_strictly, read_state_dict
-from probemb.models.published import import_pcmepp, import_prolip, is_pcmepp, is_prolip
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"  # older hub repositories; read without executing anything

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from probemb.errors import UserError
 from probemb.models import create_model, import_pcmepp, load_model, push_to_hub, save_model, weights_sha256
-from probemb.models.export import export_open_clip
+from probemb.models.formats.export import export_open_clip
 
 NAME = "ViT-Micro-32"
 

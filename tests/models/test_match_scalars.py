@@ -14,7 +14,7 @@ from probemb.evaluation.predictors import MatchModel, query_scores
 from probemb.evaluation.rankings import fitting, ranking_names
 from probemb.models import as_one, save_model
 from probemb.models.dual_encoder import ceiling
-from probemb.models.export import export_open_clip
+from probemb.models.formats.export import export_open_clip
 
 NAME = "ViT-Micro-32"
 COSINE = {"match": "cosine", "init_logit_scale": 10.0, "init_logit_bias": -10.0}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
 from probemb.models.digest import tensors_sha256
-from probemb.models.export import export_open_clip
+from probemb.models.formats.export import export_open_clip
 from tools.export import main
 
 

@@ -10,7 +10,7 @@ from probemb.cli.towers import Towers
 from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, draw_parts, load_model, save_model
 from probemb.models.digest import weights_sha256
-from probemb.models.export import export_open_clip
+from probemb.models.formats.export import export_open_clip
 
 NAME = "ViT-Micro-32"
 TEXTS = ["a dog", "two dogs on green grass in a park"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from probemb.errors import UserError
 from probemb.models.architectures import is_open_clip, stock_parameter_names
 from probemb.models.dual_encoder import DualEncoder
+from probemb.models.formats.open_clip_folder import CONFIG, WEIGHTS
 from probemb.models.hub import write_model
-from probemb.models.open_clip_folder import CONFIG, WEIGHTS
 
 
 def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
