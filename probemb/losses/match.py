@@ -21,13 +21,11 @@ def vib_kl(g: Gaussian, zero_above: float | None = None) -> Tensor:
     `zero_above` drops the term once it exceeds that value, as the authors' code does at 10,000; None never does.
     """
     g = g.float()
-    value = -0.5 * (1 + g.log_var - g.mean.square() - g.var).mean()
-    if zero_above is None:
-        return value
-    dropped = value.detach() > zero_above
-    # Where it is dropped the gradient is that of the standard normal, 0; that of an overflow would be NaN.
-    mean, log_var = (x.masked_fill(dropped, 0.0) for x in (g.mean, g.log_var))
-    return -0.5 * (1 + log_var - mean.square() - log_var.exp()).mean()
+    if zero_above is not None:
+        # The standard normal in its place: its gradient is 0, where that of an overflow would be NaN.
+        dropped = vib_kl(g.detach()) > zero_above
+        g = Gaussian(g.mean.masked_fill(dropped, 0.0), g.log_var.masked_fill(dropped, 0.0))
+    return -0.5 * (1 + g.log_var - g.mean.square() - g.var).mean()
 
 
 def pairwise_match_loss(
