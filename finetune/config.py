@@ -142,7 +142,8 @@ class Optimizer:
         freeze_text: freeze in these epochs what is pretrained of the text tower too: its trunk, or its word vectors.
         warmup_epochs: epochs of linear warm-up after that.
         schedule: step (the last decay_epochs at a tenth) or cosine (down to 0 over the whole run).
-        decay_epochs: last epochs, in which every lr is a tenth; of schedule step.
+        decay_epochs: last epochs, in which every lr is a tenth; of schedule step. Of several numbers, each counts: with
+            [20, 10] of 30 epochs, epochs 11 to 20 have a tenth and the last ten a hundredth.
         clip_grad_norm: largest norm of the gradient; 0 switches clipping off.
     """
 
@@ -158,8 +159,13 @@ class Optimizer:
     freeze_text: bool = False
     warmup_epochs: NonNegativeFloat = 1.0
     schedule: Literal["step", "cosine"] = "step"
-    decay_epochs: NonNegativeInt = 10
+    decay_epochs: NonNegativeInt | tuple[NonNegativeInt, ...] = 10
     clip_grad_norm: NonNegativeFloat = 2.0
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """`decay_epochs`, each of them."""
+        return self.decay_epochs if isinstance(self.decay_epochs, tuple) else (self.decay_epochs,)
 
 
 @dataclass(frozen=True)
@@ -273,17 +279,17 @@ def check(config: Config, world_size: int = 1) -> None:
             f"Set it to a multiple of {world_size}, such as {-(-config.batch_size // world_size) * world_size}.",
         )
     optimizer = config.optimizer
-    for name, what in (
-        ("freeze_epochs", "the image tower would never be trained"),
-        ("decay_epochs", "every lr would be a tenth from the start"),
+    for name, epochs, what in (
+        ("freeze_epochs", optimizer.freeze_epochs, "the image tower would never be trained"),
+        ("decay_epochs", max(optimizer.decays, default=0), "every lr would be a tenth from the start"),
     ):
         if name == "decay_epochs" and optimizer.schedule == "cosine":
             continue
         if name == "freeze_epochs" and config.model.lock_image and optimizer.freeze_epochs == config.epochs:
             continue  # of texts alone, for the whole run
-        if config.epochs and getattr(optimizer, name) >= config.epochs:
+        if config.epochs and epochs >= config.epochs:
             raise UserError(
-                f"optimizer.{name} is {getattr(optimizer, name)} of {config.epochs} epochs: {what}.",
+                f"optimizer.{name} is {epochs} of {config.epochs} epochs: {what}.",
                 f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
             )
     if config.data.cache_features is not None and not config.model.lock_image:

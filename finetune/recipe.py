@@ -145,7 +145,7 @@ class Schedule:
         epochs: of the training.
         epoch_samples: samples of an epoch, over all networks.
         networks: trained one after the other within an epoch, with the same learning rates.
-        lr_drop_epoch: from this epoch on all learning rates are multiplied by lr_drop (the last 10 of 25).
+        lr_drop_epochs: from each of these epochs on all learning rates are multiplied by lr_drop (the last 10 of 25).
         cosine: instead, all learning rates follow half a cosine from 1 to 0 over the training.
         freeze_epochs: the image backbone is frozen in these first epochs.
         locked: it is frozen in all epochs.
@@ -158,7 +158,7 @@ class Schedule:
     epochs: int = 25
     epoch_samples: int = 1
     networks: int = 1
-    lr_drop_epoch: int = 15
+    lr_drop_epochs: tuple[int, ...] = (15,)
     lr_drop: float = 0.1
     cosine: bool = False
     freeze_epochs: int = 2
@@ -173,7 +173,7 @@ class Schedule:
             share = (epoch + (samples - 1) % turn / turn) / self.epochs  # of the network's own steps
             factor = 0.5 * (1 + math.cos(math.pi * share))
         else:
-            factor = self.lr_drop if epoch >= self.lr_drop_epoch else 1.0
+            factor = self.lr_drop ** sum(epoch >= drop for drop in self.lr_drop_epochs)
         if epoch < self.freeze_epochs:
             return 0.0 if image_backbone else factor
         if self.warmup_epochs:
@@ -200,7 +200,7 @@ def make_schedule(config: Config, networks: int, steps: int) -> Schedule:
         epochs=config.epochs,
         epoch_samples=networks * steps * config.batch_size,
         networks=networks,
-        lr_drop_epoch=max(0, config.epochs - config.optimizer.decay_epochs),
+        lr_drop_epochs=tuple(max(0, config.epochs - last) for last in config.optimizer.decays),
         cosine=config.optimizer.schedule == "cosine",
         freeze_epochs=config.optimizer.freeze_epochs,
         locked=config.model.lock_image,

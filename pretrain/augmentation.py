@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from probemb.errors import UserError
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crops, and changes of colour, of training images.
+    """Random crops, changes of colour, and erased rectangles, of training images.
 
     Args:
         scale: share of the image's area that a crop keeps, from and to.
@@ -19,6 +19,8 @@ class Augmentation:
         color_jitter: largest change of brightness, contrast, saturation and hue; empty for none.
         color_jitter_prob: share of the images that it is applied to.
         gray_scale_prob: share of the images that lose their colours.
+        re_prob: share of the images of which random rectangles become noise.
+        re_count: largest number of these rectangles.
     """
 
     scale: tuple[PositiveFloat, PositiveFloat] = (0.9, 1.0)
@@ -26,6 +28,13 @@ class Augmentation:
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
     color_jitter_prob: ClosedUnitInterval = 0.0
     gray_scale_prob: ClosedUnitInterval = 0.0
+    re_prob: ClosedUnitInterval = 0.0
+    re_count: PositiveInt = 1
+
+    @property
+    def changes_pixels(self) -> bool:
+        """Whether anything but crops is asked for."""
+        return bool(self.color_jitter or self.gray_scale_prob or self.re_prob)
 
     def check(self) -> None:
         """Raise UserError for ranges in the wrong order, and for a jitter without images or images without jitter."""

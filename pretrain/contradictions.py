@@ -116,10 +116,10 @@ def _check_decoding(config: Config) -> None:
             "data.resize pil cannot be used with data.decode device, which crops and resizes there.",
             "Set data.decode to workers, or data.resize to tensor.",
         )
-    if config.data.augmentation.color_jitter or config.data.augmentation.gray_scale_prob:
+    if config.data.augmentation.changes_pixels:
         raise UserError(
-            "Colours of data.augmentation cannot be changed with data.decode device.",
-            "Set data.decode to workers, or leave color_jitter, color_jitter_prob and gray_scale_prob out.",
+            "Of data.augmentation only crops can be used with data.decode device, no changed colours and no erasing.",
+            "Set data.decode to workers, or leave color_jitter, color_jitter_prob, gray_scale_prob and re_prob out.",
         )
 
 

@@ -114,7 +114,9 @@ def changes_since(config: Config, state: dict, identity: dict, earlier: Path) ->
     state["config"].setdefault("objective", "pcmepp")  # the only one of runs that do not name it
     if config.model.n_unc_layers is None and state["config"]["model"]["n_unc_layers"] == Model.DEFAULT_LAYERS:
         state["config"]["model"]["n_unc_layers"] = None  # once the default was written out
-    state["data"] = pixels_identity(Data(resize="pil")) | state["data"]  # as it was before there was a choice
+    before = pixels_identity(Data(resize="pil"))  # as it was before there was a choice
+    state["data"] = before | state["data"]
+    state["data"]["augmentation"] = before["augmentation"] | state["data"]["augmentation"]
     for group in ("model", "optimizer", "ema"):  # options that the run's version did not have
         state["config"][group] = to_dict(Config())[group] | state["config"].get(group, {})
     return refuse_another_run(config, state, identity, earlier, FREE_TO_CHANGE, DIGEST)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTens
 
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import Images
-from probemb.data.pixels import RandomCrop, Resized, as_pixels
+from probemb.data.pixels import RandomCrop, RandomErasing, Resized, as_pixels
 from probemb.data.regions import RegionImages
 from probemb.data.words import split_words
 from probemb.errors import UserError
@@ -47,7 +47,9 @@ class Augmentation:
         scale: share of the image that a random crop keeps, from and to.
         color_jitter: brightness, contrast, saturation, hue; applied with color_jitter_prob.
         gray_scale_prob: probability of dropping the colours.
-        ratio: width by height of a crop, from and to; open_clip's key, which it only reads with timm's transforms.
+        ratio: width by height of a crop, from and to; open_clip reads this and the rest with timm's transforms alone.
+        re_prob: share of the images of which rectangles are erased, by `RandomErasing`.
+        re_count: largest number of rectangles.
     """
 
     scale: tuple[float, float] = (0.9, 1.0)
@@ -55,6 +57,8 @@ class Augmentation:
     color_jitter_prob: float | None = None
     gray_scale_prob: float | None = None
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    re_prob: float = 0.0
+    re_count: int = 1
 
 
 def create_transforms(model_or_config, augmentation: Augmentation = Augmentation(), resize: str = "pil") -> Transforms:
@@ -71,13 +75,16 @@ def create_transforms(model_or_config, augmentation: Augmentation = Augmentation
     preprocess = PreprocessCfg(**_config(model_or_config)["preprocess"])
     with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
         warnings.filterwarnings("ignore", message="Unused augmentation")
-        options = {key: value for key, value in asdict(augmentation).items() if key != "ratio"}
-        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**options))
+        options = {key: getattr(augmentation, key) for key in ("color_jitter", "color_jitter_prob", "gray_scale_prob")}
+        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(augmentation.scale, **options))
     crop = train.transforms[0]
     if isinstance(crop, RandomResizedCrop):
         crop.ratio = augmentation.ratio
-    evaluate = image_transform_v2(preprocess, is_train=False)
-    return Transforms(_without_floats(train, resize), _without_floats(evaluate, resize))
+    train, evaluate = (_without_floats(t, resize) for t in (train, image_transform_v2(preprocess, is_train=False)))
+    if augmentation.re_prob:
+        erase = RandomErasing(augmentation.re_prob, augmentation.re_count, preprocess.mean, preprocess.std)
+        train = Compose([*train.transforms, erase])
+    return Transforms(train, evaluate)
 
 
 def _without_floats(transform: Compose, resize: str) -> Compose:

@@ -11,15 +11,17 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from finetune.config import Optimizer
+from finetune.config import Config, Optimizer, check, with_method_file
 from finetune.recipe import (
     Schedule,
     WeightAverage,
     check_engine,
     create_optimizer,
+    make_schedule,
     parameter_groups,
     set_learning_rates,
 )
+from probemb.cli.configuration import parse_config
 from probemb.distributed import gather_pairs
 from probemb.errors import UserError
 from probemb.losses import PairwiseMatchLoss
@@ -217,6 +219,21 @@ def test_schedule_of_the_paper():
     assert factors(longer, range(4), 0.5) == [1, 0.25, 0.75, 1]
     assert factors(Schedule(epoch_samples=n, freeze_epochs=0), (0,), 0.1) == [0.1]
     assert not any(Schedule(epoch_samples=n, average_epochs=0).averages((e + 1) * n) for e in range(25))
+
+
+def test_a_rate_that_falls_twice():
+    """A tenth in the last 20 of 30 epochs and a tenth of that in the last ten: VSRN's public recipe for Flickr30k."""
+
+    def configured(decay_epochs):
+        words = ["--method=vsrn", "--data.path=x", "--batch_size=10", f"--optimizer.decay-epochs={decay_epochs}"]
+        return parse_config(Config, "test", "", with_method_file(words))
+
+    schedule = make_schedule(configured("[20, 10]"), networks=1, steps=4)
+    found = [schedule.factor(40 * epoch + n) for epoch in (0, 9, 10, 19, 20, 29) for n in (1, 40)]
+    assert found == pytest.approx([1] * 4 + [0.1] * 4 + [0.01] * 4)
+    assert make_schedule(configured("[]"), networks=1, steps=4).factor(30 * 40) == 1
+    with pytest.raises(UserError, match="decay_epochs is 30 of 30 epochs"):
+        check(configured("[10, 30]"), world_size=1)
 
 
 def test_cosine():

@@ -303,7 +303,7 @@ def test_the_average_is_that_of_both_towers_the_loss_and_all_networks(method, fe
     data = find_captions(few, "train")
     config = configured(method, "--epochs=3")
     trainer = make_trainer(config, data)
-    trainer.schedule = replace(trainer.schedule, lr_drop_epoch=3, freeze_epochs=1, average_epochs=2)
+    trainer.schedule = replace(trainer.schedule, lr_drop_epochs=(3,), freeze_epochs=1, average_epochs=2)
     trainer.average = WeightAverage(trainer.joint.model, trainer.joint.method, trainer.joint.second)
     ends = []
     trainer.hooks.end_epoch = lambda epoch: ends.append({k: v.clone() for k, v in trainer.joint.state_dict().items()})

@@ -80,7 +80,7 @@ CASES = {
     "vocabulary": (other_vocabulary, {}, "% of the words of", "tools.build_vocabulary"),
     "vectors": (short_vectors, VECTORS, "The word vectors have 2 numbers, the model's 96", "Name vectors of 96"),
     "vectors of two sizes": (uneven_vectors, VECTORS, "Line 2 of", "GloVe"),
-    "another shape": (nothing, {"model.name": "scan-regions-gru"}, "reads 36 regions of 2048 numbers", "scan-scenes-gru"),
+    "another shape": (nothing, {"model.name": "scan-regions-gru"}, "36 regions of 2048 numbers", "scan-scenes-gru"),
     "no tokens": (nothing, {"model.head": "clip"}, "compares tokens, and head clip pools", "model.head to average"),
     "pvse without pie": (nothing, {"method": "pvse", "model.head": "average"}, "head is average", "--model.head pie"),
     "captions without regions": (nothing, VSRN | {"model.name": "ViT-Micro-32"}, "reads pixels", "scan-scenes-gru"),
