@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import yaml
 
 from finetune.methods.registry import METHODS
 from probemb.errors import UserError
@@ -48,7 +49,6 @@ def test_no_claim_compares_regions_with_pixels():  # on scenes the two do not st
         (["--methods", "vse", "--world", "flickr8k", "--data", "x", "--coco", "y"], "--coco has no use"),
         (["--methods", "vse", "--epochs", "0"], "--epochs 0 is too small"),
         (["--epochs", "3"], "--epochs has no use without --methods"),
-        (["--methods", "vse", "--choose"], "nothing to choose"),
     ],
 )
 def test_refusals(argv, message, tmp_path):
@@ -92,6 +92,18 @@ def test_a_second_start_trains_nothing(study):
     assert claims.run(study, out, n_seeds=1, workers=1)["trainings"] == content["trainings"]
     assert log.stat().st_mtime_ns == before
     assert Archive(out, study).read(training_of("pcmepp-clip", 0)) is not None
+
+
+def test_rates_are_compared_on_validation_images(study, capsys, monkeypatch):
+    study, out, _ = study
+    monkeypatch.setattr("tools.claims.methods.study.LEARNING_RATES", (1e-5, 2e-3))
+    monkeypatch.setattr(study, "variants", ["prob-vsrn"])
+    study.choose(out, workers=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("choose")]
+    assert [line.partition(":")[0] for line in lines] == ["choose prob-vsrn lr 1e-05", "choose prob-vsrn lr 0.002"]
+    configs = [yaml.safe_load(path.read_text()) for path in sorted((out / "runs").glob("choose-*/config.yaml"))]
+    assert [(one["optimizer"]["lr"], one["seed"]) for one in configs] == [(0.002, 1000), (1e-5, 1000)]
+    assert not (out / "measured" / "choose-prob-vsrn-lr-0.002-seed-1000").exists()
 
 
 def test_steps_behind_which_a_training_resumes_are_not_waited_for(study):

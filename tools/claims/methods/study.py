@@ -6,7 +6,8 @@
 
 Each training is finetune's command and zeroshot.retrieval's, in processes of their own (`training.py`); OUT/runs has
 the run folders, OUT/measured the results, OUT/logs what was printed. The epoch is chosen on validation images. What
-differs between methods stands in `variants.py`; everything else is the YAML of the world.
+differs between methods stands in `variants.py`; everything else is the YAML of the world. `--choose` trains with a seed
+of its own at several learning rates, and prints validation RSUM.
 
 On scenes what reads pixels starts from towers that the CLIP loss alone has trained (OUT/start), as the papers' towers
 come trained: from random weights the match losses of PCME and PCME++ do not leave the constant answer in 936 steps
@@ -39,13 +40,15 @@ from tools.claims.methods.training import (
     train,
     validated,
 )
-from tools.claims.methods.variants import VARIANTS, rankings_of, training_of
+from tools.claims.methods.variants import VARIANTS, at_rate, rankings_of, training_of, variant_of
+from tools.claims.queue import Archive, train_all
 from tools.claims.study import Study, Tell
 
 if TYPE_CHECKING:
-    from tools.claims.queue import Archive
     from tools.claims.verdicts import Found
 
+SELECTION_SEED = 1000
+LEARNING_RATES = (3e-4, 1e-3, 3e-3)  # of --choose; the worlds' YAMLs have the rate of all trainings
 MIN_COUNT = 4  # occurrences of a word of the vocabulary
 ARCHITECTURES = {"flickr8k": "vsrn-grid-gru", "scenes": "vsrn-scenes-gru"}  # of what reads regions
 GRID = ("--model", "tf_efficientnet_lite0", "--image-size", "128", "--grid", "4")
@@ -91,8 +94,9 @@ class Methods(Study):
         return [training_of(name, seed) for seed in seeds for name in self.variants]
 
     def identity(self, training: Training) -> dict:
-        start = {"start": "clip"} if self._starts(training.name) else {}
-        return {"epochs": self.epochs, "rankings": rankings_of(training.name)} | start
+        name = variant_of(training)
+        start = {"start": "clip"} if self._starts(name) else {}
+        return {"epochs": self.epochs, "rankings": rankings_of(name)} | start
 
     def _starts(self, name: str) -> bool:
         """Whether a variant starts from pretrained towers of drawn scenes."""
@@ -166,7 +170,7 @@ class Methods(Study):
         return regions, regions
 
     def step_cost(self, training: Training) -> float:
-        return VARIANTS[training.name].step
+        return VARIANTS[variant_of(training)].step
 
     def steps(self, world: World, training: Training) -> float:
         return world.pairs // self.settings.batch_size * self.epochs * self.step_cost(training)
@@ -176,13 +180,13 @@ class Methods(Study):
 
     def train(self, world: World, training: Training, start, step_done: Callable, archive: Archive, test: bool) -> dict:
         name = archive.name(training)
-        inputs = world.regions if VARIANTS[training.name].regions else world.pixels
+        inputs = world.regions if VARIANTS[variant_of(training)].regions else world.pixels
         assert inputs is not None
         train(inputs, training, name, archive.out, step_done)
         run = archive.out / "runs" / name
         found: dict = {"validation": validated(run), "step": seconds_per_step(run, self.settings.batch_size)}
         if test:
-            found |= findings.extract(measure(inputs, training, name, archive.out, rankings_of(training.name)))
+            found |= findings.extract(measure(inputs, training, name, archive.out, rankings_of(variant_of(training))))
         return found
 
     def interrupt(self) -> None:
@@ -202,4 +206,10 @@ class Methods(Study):
         )
 
     def choose(self, out: Path, workers: int) -> None:
-        raise UserError("--methods has nothing to choose.", "Leave --choose out.")
+        """Print validation RSUM of every variant at LEARNING_RATES."""
+        archive = Archive(out, self)
+        trainings = [at_rate(name, SELECTION_SEED, lr) for name in self.variants for lr in LEARNING_RATES]
+        found = train_all(self, trainings, archive, workers, test=False)
+        for training in trainings:
+            values = found[archive.name(training)]["validation"]
+            print(f"{training.name}: {max(values):.1f} ({', '.join(f'{one:.1f}' for one in values)})", flush=True)

@@ -6,7 +6,7 @@ other claims, or of the papers; nothing here was chosen on test images.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from finetune.methods.registry import METHODS
 from probemb.errors import UserError, nearest
@@ -33,6 +33,7 @@ class Variant:
         return METHODS[self.method].over_regions
 
 
+RATE = " lr "  # before the learning rate, in names of trainings
 PAPERS = {
     "pcmepp": "PCME++ and its rivals",
     "pcme": "PCME and its baselines (000)",
@@ -102,6 +103,19 @@ def training_of(name: str, seed: int) -> Training:
     """The training of a variant."""
     variant = VARIANTS[name]
     return Training(name, seed, variant.method, tuple(variant.options.items()))
+
+
+def at_rate(name: str, seed: int, lr: float) -> Training:
+    """The same at another learning rate."""
+    training = training_of(name, seed)
+    return replace(
+        training, name=f"choose {name}{RATE}{lr:g}", options=(*training.options, ("optimizer.lr", f"{lr:g}"))
+    )
+
+
+def variant_of(training: Training) -> str:
+    """The key of VARIANTS that a training is of."""
+    return training.name.removeprefix("choose ").partition(RATE)[0]
 
 
 def rankings_of(name: str) -> list[str]:
