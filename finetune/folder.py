@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from timm.optim import AdamP
 from torch import Tensor
 
+from finetune.adamp import AdamP
 from finetune.config import Config
 from finetune.trainer import State
 from probemb.cli.configuration import to_dict, with_absolute_paths

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from timm.optim import AdamP
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from finetune.adamp import AdamP
 from finetune.config import Config, Optimizer
 from probemb.errors import UserError
 from probemb.models import DualEncoder
@@ -94,7 +94,7 @@ def create_optimizer(groups: list[dict], name: str = "adamp") -> torch.optim.Opt
     AdamP removes the part of a step along the weights, so that norms of scale-invariant weights do not grow. It needs
     whole weight tensors, see `check_engine`.
     Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
-    Weights"; timm's implementation.
+    Weights".
     """
     return {"adamp": AdamP, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](groups)
 
