@@ -88,16 +88,14 @@ class PairFeed:
         """The pairs of all ranks, with gradient; labels from image numbers and mixing partners."""
         n = len(pairs.image_index)
         images, texts = of_all_ranks(embedded)
-        numbers = torch.stack([pairs.image_index, pairs.pair_index], 1).to(self.device)
-        numbers = distributed.gather(numbers)
-        group = self.groups[numbers[:, 0]]
+        numbers = distributed.gather_host(torch.stack([pairs.image_index, pairs.pair_index], 1))
+        group = self.groups[numbers[:, 0].to(self.device)]
         match = labels.same_image(group, group)
         if mix is not None:
-            row = torch.stack([mix.lam.double(), (mix.partner + distributed.rank() * n).double()], 1).to(self.device)
-            lam, partner = distributed.gather(row).unbind(1)
+            row = torch.stack([mix.lam.double(), (mix.partner + distributed.rank() * n).double()], 1)
+            lam, partner = distributed.gather_host(row).to(self.device).unbind(1)
             match = labels.mixed(match, lam.float(), partner.long())
         match = labels.smooth(match, self.config.mix.smoothing)
-        numbers = numbers.cpu()
         generator = shared_generator(self.config.seed, now.step, _LOSS, self.device)
         words = distributed.gather(pairs.tokens.to(self.device)) if self.wants_words else None
         return Batch(

@@ -320,7 +320,9 @@ def start_accelerator(config: Config):
 
     from finetune.recipe import check_engine
     from probemb.cli.device import share_cores, training_precision
+    from probemb.distributed import control_group
 
+    timeout = timedelta(minutes=config.engine.timeout)
     precision = training_precision(config.engine.precision)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -328,9 +330,11 @@ def start_accelerator(config: Config):
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not accelerate's launcher
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timedelta(minutes=config.engine.timeout)),
+            InitProcessGroupKwargs(timeout=timeout),
         ],
     )
+    if accelerator.num_processes > 1:
+        control_group(timeout)
     check_engine(accelerator)
     check(config, accelerator.num_processes)
     share_cores(config.engine.threads, config.data.workers, accelerator.num_processes)

@@ -65,7 +65,7 @@ class TupleFeed:
             both.append(torch.cat([image[:b, None], part + 0 * (text * unused[:, None]).sum()], 1))
         mean, log_var = distributed.gather_together(both)
         numbers = torch.cat([batch.target_index[:, None], batch.example_index[:, None], batch.concepts], 1)
-        numbers = distributed.gather(numbers.to(self.device)).cpu()
+        numbers = distributed.gather_host(numbers)
         positives = self.data.matches(numbers[:, 2:].numpy(), numbers[:, 0].numpy())
         positives = torch.from_numpy(positives).to(self.device)
         targets = Encoded(Gaussian(mean[:, 0], log_var[:, 0]))

@@ -177,6 +177,17 @@ def gather(x: Tensor) -> Tensor:
     return x if world_size() == 1 else _Gather.apply(x)
 
 
+def gather_host(x: Tensor) -> Tensor:
+    """(n, ...) on the CPU of each of W ranks to (W n, ...) in rank order; between the hosts, which wait for no GPU."""
+    if world_size() == 1:
+        return x
+    if pretending():
+        return x.repeat(world_size(), *[1] * (x.ndim - 1))
+    found = [torch.empty_like(x) for _ in range(world_size())]
+    dist.all_gather(found, x.contiguous(), group=control_group())
+    return torch.cat(found)
+
+
 def gather_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Each (n, …) tensor of this rank to (W n, …), with gradient, in one collective; all in the first one's type."""
     if world_size() == 1:

@@ -128,17 +128,18 @@ def test_helpers():
     assert distributed.mean_over_ranks({"a": 3.0}) == {"a": 3.0}
     assert distributed.world_size() == 1
     x = torch.ones(2, 3)
-    assert distributed.gather(x) is x
+    assert distributed.gather(x) is distributed.gather_host(x) is x
 
 
 def hosts_beside_devices(rank, world, folder):
     """With a default group that, as NCCL's, does nothing for tensors of the CPU: torch's fake one."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers it
+    import torch.testing._internal.distributed.fake_pg  # registers it
 
     dist.barrier()  # all have come
     dist.destroy_process_group()
     dist.init_process_group("fake", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    told = distributed.any_host([rank == 1, False]), distributed.all_of(rank)
+    rows = distributed.gather_host(torch.tensor([[rank, 2**40], [rank, -1]])).tolist()
+    told = distributed.any_host([rank == 1, False]), distributed.all_of(rank), rows
     control = distributed.control_group()
     return *told, dist.get_backend(), dist.get_backend(control), distributed.control_group() is control
 
@@ -146,7 +147,8 @@ def hosts_beside_devices(rank, world, folder):
 @pytest.mark.parametrize("world", [2, 3])
 def test_hosts_agree_by_gloo_whatever_the_devices_use(world, tmp_path):
     for found in run_ranks(world, hosts_beside_devices, tmp_path):
-        assert found == ([True, False], list(range(world)), "fake", "gloo", True)
+        rows = [[rank, last] for rank in range(world) for last in (2**40, -1)]
+        assert found == ([True, False], list(range(world)), rows, "fake", "gloo", True)
 
 
 def test_port_zero_is_refused_rather_than_waited_at(monkeypatch):
