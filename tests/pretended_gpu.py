@@ -103,6 +103,8 @@ class PretendedGPU(TorchDispatchMode):
         tolist = Tensor.tolist
         self._replace(Tensor, "tolist", lambda x: tolist(x.cpu() if isinstance(x, OnGPU) else x))
         self._replace(Tensor, "new_tensor", lambda x, data: torch.tensor(data, dtype=x.dtype, device=x.device))
+        self._replace(torch.inference_mode, "__enter__", enter_no_grad)
+        self._replace(torch.inference_mode, "__exit__", exit_no_grad)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -211,6 +213,16 @@ class PretendedGPU(TorchDispatchMode):
             return self.generators[-1]
 
         return type("Generator", (), {"__new__": new})
+
+
+def enter_no_grad(context) -> None:
+    """In place of inference mode, whose tensors cannot be wrapped."""
+    context.instead = torch.no_grad()
+    context.instead.__enter__()
+
+
+def exit_no_grad(context, *error) -> None:
+    context.instead.__exit__(*error)
 
 
 def gru_cell(gates, hidden, state, bias=None, hidden_bias=None):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from timm.optim import AdamP as TimmsAdamP
 from torch import nn
 
+from finetune.adamp import AdamP
 from finetune.config import Config, Optimizer, check, with_method_file
 from finetune.recipe import (
     Schedule,
@@ -200,6 +202,32 @@ def test_adamp_equals_its_definition(kind):
         optimizer.step()
         w, m, v = adamp_step(w, grad, m, v, step, 0.01, 0.2)
         np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adamp_equals_timms(nesterov):
+    """Free, scale-invariant by rows and as a whole, a convolution, a vector, one value, zeros, and one left out."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(6, 40), (6, 40), (6, 40), (4, 3, 5, 5), (7,), (), (3, 4), (1, 1), (5, 5)]
+    weights = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    weights[6].zero_()
+    both = [[nn.Parameter(w.clone()) for w in weights] for _ in range(2)]
+    options = {"lr": 0.01, "weight_decay": 0.1, "nesterov": nesterov}
+    ours, timms = (kind(parameters, **options) for kind, parameters in zip((AdamP, TimmsAdamP), both))
+    for _ in range(5):
+        for i, (one, other) in enumerate(zip(*both)):
+            w, grad = one.detach(), torch.randn(one.shape, generator=draw, dtype=torch.float64)
+            if i == 1:
+                grad -= (grad * w).sum(1, keepdim=True) / w.square().sum(1, keepdim=True) * w
+            elif i == 2:
+                grad -= (grad * w).sum() / w.square().sum() * w
+            one.grad, other.grad = (None, None) if i == 8 else (grad, grad.clone())
+        ours.step()
+        timms.step()
+        for one, other in zip(*both):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert ours.state_dict()["state"].keys() == timms.state_dict()["state"].keys()
+    timms.load_state_dict(ours.state_dict())  # its checkpoints are timm's
 
 
 def test_schedule_of_the_paper():

@@ -1,0 +1,57 @@
+"""Evaluation on another device than the host: the same numbers, and no tensor is left behind."""
+
+import json
+from contextlib import nullcontext
+
+import pytest
+
+import probemb.cli.device
+from probemb.cli.device import Device
+from tests.pretended_gpu import PretendedGPU, needs_pretended_gpu
+from tests.ranks import run_ranks
+
+
+def evaluated(rank, world, module, options, out):
+    """results.json of a command, on the CPU and on the pretended GPU."""
+    main = __import__(f"zeroshot.{module}", fromlist=["main"]).main
+    found = []
+    for gpu in (None, PretendedGPU()):
+        device = Device("cpu" if gpu is None else str(gpu.device))
+        probemb.cli.device.choose_device = lambda name, precision, device=device: device
+        folder = out / device.name.partition(":")[0]
+        with gpu or nullcontext():
+            cached = ["--cache", str(folder / "cache")] if module == "imagenet" else []
+            assert main([*options, "--out", str(folder), *cached]) == 0
+        found.append(json.loads((folder / "results.json").read_text()))
+    return found
+
+
+def compare(found, expected, where=""):
+    """The same but for rounding; times, paths and the plane of a figure aside."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            if not any(word in key for word in ("ms_", "seconds", "device", "out", "cache", "projection")):
+                compare(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for i, (one, other) in enumerate(zip(found, expected)):
+            compare(one, other, f"{where}[{i}]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-3, abs=0.02)  # two that nearly tie, where
+    else:
+        assert found == expected, where
+
+
+@needs_pretended_gpu
+def test_prompt_filters(run_folder, shards, tmp_path):
+    options = ["--model", str(run_folder), "--data", str(shards), "--filter", "every", "--select-on", "folds:3"]
+    found = run_ranks(1, evaluated, "imagenet", options, tmp_path)[0]
+    compare(found[1], found[0])
+
+
+@needs_pretended_gpu
+def test_retrieval(run_folder, captioned, tmp_path):
+    options = ["--model", str(run_folder), "--data", str(captioned), "--no-split", "--erased", "4", "--samples", "2"]
+    found = run_ranks(1, evaluated, "retrieval", [*options, "--candidates", "12"], tmp_path)[0]
+    compare(found[1], found[0])
