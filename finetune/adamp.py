@@ -31,7 +31,7 @@ class AdamP(TimmsAdamP):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if group["caution"]:
+            if group.get("caution"):
                 raise NotImplementedError("AdamP without host waits has no caution")
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:

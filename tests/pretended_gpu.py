@@ -4,7 +4,7 @@
         with PretendedGPU() as gpu:
             model = gpu.move(model)
             ...
-            gpu.waits                        # Counter of "path/file.py:line", where the host read from the device
+            gpu.waits                        # Counter of "path/file.py:function", where the host read from the device
 
 What mixes tensors of two devices raises `Mismatch`, as CUDA would; autograd is torch's own. Streams, pinned memory,
 autocast and CUDA's own kernels are not pretended: `tools.bench.gpu` is for those.
@@ -73,7 +73,7 @@ def register() -> None:
 class PretendedGPU(TorchDispatchMode):
     """While it is on, tensors can be made on and moved to `device`.
 
-    waits: how often the host read from the device, by the line of this project that did.
+    waits: how often the host read from the device, by the function of this project that did.
     """
 
     INDEXING = frozenset(
