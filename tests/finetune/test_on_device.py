@@ -79,8 +79,24 @@ def moved(gpu, joint, optimizer):
     return State(joint, optimizer)
 
 
+ALIKE = {
+    "vse",
+    "vse0",
+    "vsepp",
+    "order",
+    "pvse",
+    "prob-vsrn",
+    "mse",
+    "mmd-mse",
+    "jwae-mse",
+    "jwae-mh",
+}  # as others here
+
+
 @needs_pretended_gpu
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.split()[0] in ALIKE else ()) for name in TRAINED]
+)
 def test_a_method_trains_on_the_device(name, few):
     method = name.split()[0]
     ((losses, expected), (told, state), waits) = run_ranks(1, trained, few, name)[0]
