@@ -1,6 +1,6 @@
 """A GPU that is none: tensors are computed on the CPU, and say that they are on the device "gpu".
 
-    def work(rank, world, ...):              # in a process of its own: what is registered stays
+    def work(rank, world, ...):              # in a fresh process: what is registered stays
         with PretendedGPU() as gpu:
             model = gpu.move(model)
             ...

@@ -41,7 +41,7 @@ def mixed(rank, world):
 
 @needs_pretended_gpu
 def test_tensors_of_two_devices_do_not_meet():
-    bad, good = run_ranks(1, mixed)[0]
+    bad, good = run_ranks(1, mixed, fresh=True)[0]
     assert all(bad.values()), bad
     assert not any(good.values()), good
 
@@ -72,7 +72,7 @@ def grads_of(gru, x):
 
 @needs_pretended_gpu
 def test_it_computes_what_the_cpu_computes_and_counts_waits():
-    here, there, waits = run_ranks(1, computed)[0]
+    here, there, waits = run_ranks(1, computed, fresh=True)[0]
     for one, other in zip(here, there, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5)
     assert waits == {"probemb/distributed.py:any_rank": 1}

@@ -51,32 +51,49 @@ def few(tmp_path_factory):
     return out
 
 
-def trained(rank, world, few, name):
-    """Losses and weights on the CPU and on the pretended GPU, and where the host waited."""
-    data, (method, *own) = find_captions(few, "train"), name.split()
-    config = configured(method, *WORDS, *own, "--log_every=100")
-    found = []
-    for gpu in (None, PretendedGPU()):
-        told: list[float] = []
-        forget_accelerator()
+def trained(rank, world, few, names):
+    """By name: losses and weights on the CPU and on the pretended GPU, and where the host waited."""
+    gpu = PretendedGPU()  # before the first backward pass of the process, which looks for devices
+    return {name: (fitted(few, name), *fitted(few, name, gpu)) for name in names}
+
+
+def fitted(few, name, gpu=None):
+    told: list[float] = []
+    config = configured(name.split()[0], *WORDS, *name.split()[1:], "--log_every=100")
+    forget_accelerator()
+    with pytest.MonkeyPatch.context() as patch, gpu or nullcontext():
         if gpu is not None:
-            Accelerator.device = property(lambda self, gpu=gpu: gpu.device)
-            Accelerator.prepare_model = lambda self, module: module
-            test_trainer.State = lambda joint, optimizer, gpu=gpu: moved(gpu, joint, optimizer)
-        with gpu or nullcontext():
-            report = {"report": lambda step, values, told=told: told.append(values["loss"])}
-            trainer = make_trainer(config, data, double=False, **report)
-            trainer.fit()
-            waits = {} if gpu is None else dict(gpu.waits)
-            weights = {key: value.cpu().numpy() for key, value in trainer.joint.state_dict().items()}
-        found.append((told, weights))
-    return *found, waits
+            patch.setattr(Accelerator, "device", property(lambda self: gpu.device))
+            patch.setattr(Accelerator, "prepare_model", lambda self, module: module)
+            patch.setattr(test_trainer, "State", lambda joint, optimizer: moved(gpu, joint, optimizer))
+            gpu.waits.clear()
+        report = {"report": lambda step, values: told.append(values["loss"])}
+        trainer = make_trainer(config, find_captions(few, "train"), double=False, **report)
+        trainer.fit()
+        waits = {} if gpu is None else dict(gpu.waits)
+        weights = {key: value.cpu().numpy() for key, value in trainer.joint.state_dict().items()}
+    return (told, weights) if gpu is None else ((told, weights), waits)
 
 
 def moved(gpu, joint, optimizer):
     aside = joint.objective.aside_optimizer
     gpu.move(joint, optimizer, *([aside] if aside else []))
     return State(joint, optimizer)
+
+
+@pytest.fixture(scope="module")
+def found(few):
+    """What one process found for all methods, or for all slow ones."""
+    made = {}
+
+    def of(name):
+        slow = name.split()[0] in ALIKE
+        if slow not in made:
+            names = [one for one in TRAINED if (one.split()[0] in ALIKE) == slow]
+            made[slow] = run_ranks(1, trained, few, names, fresh=True)[0]
+        return made[slow][name]
+
+    return of
 
 
 ALIKE = {
@@ -97,9 +114,9 @@ ALIKE = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name.split()[0] in ALIKE else ()) for name in TRAINED]
 )
-def test_a_method_trains_on_the_device(name, few):
+def test_a_method_trains_on_the_device(name, found):
     method = name.split()[0]
-    ((losses, expected), (told, state), waits) = run_ranks(1, trained, few, name)[0]
+    (losses, expected), (told, state), waits = found(name)
     np.testing.assert_allclose(told, losses, rtol=1e-3)
     for key, value in expected.items():
         np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-3, err_msg=key)

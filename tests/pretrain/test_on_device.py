@@ -27,8 +27,13 @@ CASES = {
 }
 
 
-def stepped(rank, world, case, vocabulary):
-    """Loss and gradients on the CPU and on the pretended GPU, and where the host waited."""
+def stepped(rank, world, vocabulary):
+    """By case: loss and gradients on the CPU and on the pretended GPU, and where the host waited."""
+    gpu = PretendedGPU()  # before the first backward pass of the process, which looks for devices
+    return {case: step_of(case, vocabulary, gpu) for case in CASES}
+
+
+def step_of(case, vocabulary, device):
     options, name = CASES[case]
     model = Model(name=name, n_unc_layers=None)
     if name.startswith("ViT"):
@@ -37,7 +42,7 @@ def stepped(rank, world, case, vocabulary):
         model = replace(model, n_unc_layers=0, vocabulary=str(vocabulary))
     config = Config(objective=case.partition(",")[0], loss=options, model=model, engine=Engine(), batch_size=BATCH)
     found = []
-    for gpu in (None, PretendedGPU()):
+    for gpu in (None, device):
         torch.manual_seed(0)
         towers = Towers(config.create_model(), "fp32")
         size = towers.model.image_size
@@ -48,6 +53,7 @@ def stepped(rank, world, case, vocabulary):
         with gpu or nullcontext():
             if gpu:
                 gpu.move(towers)
+                gpu.waits.clear()
                 images, tokens = images.to(gpu.device), tokens.to(gpu.device)
             objective = OBJECTIVES[config.objective](options)
             masks = draw_masks(config, towers.model, images, tokens, samples=0)
@@ -64,12 +70,17 @@ class _Holder:
         self.objective = objective
 
 
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    vocabulary = tmp_path_factory.mktemp("words") / "vocabulary.txt"
+    write_vocabulary(vocabulary, [(f"word{i}", 5) for i in range(40)])
+    return run_ranks(1, stepped, vocabulary, fresh=True)[0]
+
+
 @needs_pretended_gpu
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_runs_on_the_device(case, tmp_path):
-    vocabulary = tmp_path / "vocabulary.txt"
-    write_vocabulary(vocabulary, [(f"word{i}", 5) for i in range(40)])
-    ((loss, terms, expected), (found, told, grads), waits) = run_ranks(1, stepped, case, vocabulary)[0]
+def test_a_step_runs_on_the_device(case, steps):
+    (loss, terms, expected), (found, told, grads), waits = steps[case]
     assert found == pytest.approx(loss, rel=1e-4)
     assert told == terms
     for key, grad in expected.items():
