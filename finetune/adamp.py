@@ -6,15 +6,14 @@ timm's asks the device about every matrix in every step whether it is scale-inva
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from timm.optim import AdamP as TimmsAdamP
 from torch import Tensor
 
 
-class AdamP(TimmsAdamP):
-    """Adam that does not step along weights that look scale-invariant. Takes timm's options, but for `caution`.
+class AdamP(torch.optim.Optimizer):
+    """Adam that does not step along weights that look scale-invariant. Its state is that of timm's AdamP.
 
     A tensor of two dimensions or more looks so if its gradient is nearly orthogonal to it: the largest cosine of its
     rows is below delta / √columns, or else the cosine of the whole is below delta / √elements. Then the part of the
@@ -22,6 +21,20 @@ class AdamP(TimmsAdamP):
     Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant Weights",
     Algorithm 2.
     """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        delta: float = 0.1,
+        wd_ratio: float = 0.1,
+        nesterov: bool = False,
+    ):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "delta": delta, "wd_ratio": wd_ratio, "nesterov": nesterov})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -31,8 +44,6 @@ class AdamP(TimmsAdamP):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if group.get("caution"):
-                raise NotImplementedError("AdamP without host waits has no caution")
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 self._step(group, parameters)
