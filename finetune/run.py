@@ -1,6 +1,6 @@
 """Finetune PCME++, and every method it is compared with, on images with captions under one recipe.
 
-    accelerate launch --config_file finetune/accelerate.yaml finetune/run.py --method pcmepp \\
+    accelerate launch -q --config_file finetune/accelerate.yaml finetune/run.py --method pcmepp \\
         --data.path dataset_coco.json --data.images coco --out runs/coco
     python -m finetune.run --method vse --data.path data/scenes --out runs/vse \\
         --model.name scenes-cnn-gru --model.pretrained runs/scenes   # one process, no GPU needed, embedded data
