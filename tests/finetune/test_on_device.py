@@ -31,7 +31,6 @@ WORDS_SAID = {
     f"probemb/models/{where}" for where in ("autoencoder.py:nll", "towers/open_clip/text_transformer.py:trim")
 } | {"autograd aten.index_put.default"}
 MORE = {  # shapes that depend on the data
-    "p2rm": {"probemb/losses/noisy/p2rm.py:rectangle_triplet", "autograd aten.index_put.default"},
     "ncr": {  # once an epoch
         "finetune/methods/noisy.py:begin_epoch",
         "probemb/losses/noisy/ncr.py:clean_probability",

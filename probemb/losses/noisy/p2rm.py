@@ -61,7 +61,7 @@ def rectangle_triplet(
     own = of(point_ND, centre_ND)
     row = (margin + of(point_ND, centre_ND[centres]) - own).clamp(min=0)
     column = (margin + of(point_ND[points], centre_ND) - own).clamp(min=0)
-    return row[row_has].sum() + column[column_has].sum()
+    return (row * row_has).sum() + (column * column_has).sum()
 
 
 class P2RMLoss(nn.Module):
