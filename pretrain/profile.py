@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +37,8 @@ class StepProfiler:
         self.path, self.first, self.last = run / "profile" / f"steps-{first}-{last}.json.gz", first, last
         self.warnings = Warnings()
         self._gpu = device.type == "cuda"
+        if not self._gpu:  # else the profiler's own lines say that it found no driver
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile: torch.profiler.profile | None = None
         self._range = ExitStack()
 

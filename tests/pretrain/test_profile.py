@@ -26,7 +26,7 @@ def ranges(path):
 
 def test_a_run_leaves_a_trace_of_the_steps_that_were_asked_for(scenes, tmp_path):  # noqa: F811
     done = start({"data.train": scenes / "train", "out": tmp_path / "run"}, "--profile", "2", "3", ranks=2)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     (path,) = (tmp_path / "run" / "profile").iterdir()
     assert path.name == "steps-2-3.json.gz"
     assert f"profile {path}" in done.stdout
