@@ -29,7 +29,7 @@ class ImagenetConfig:
     Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.
         data: class folders, a folder or pattern of webdataset shards, one tar, CIFAR's binary files, or a data set of
-            CLIP_benchmark; several of them for one table: --data a b c.
+            CLIP_benchmark; several of them for one table: --data a b c, or NAME=PATH for a name of its own.
         filter: single, all, topk, best-topk, weighted, inverse-variance, class-deviation, threshold, quantile,
             reweighted, reweighted-unlabelled, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.

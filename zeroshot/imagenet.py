@@ -2,7 +2,7 @@
 
     python -m zeroshot.imagenet --filter best-topk --model runs/x --data data/imagenet/val
     python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # embedded data
-    python -m zeroshot.imagenet --model runs/x --data imagenet/val imagenet-r cifar-10-batches-bin    # one table
+    python -m zeroshot.imagenet --model runs/x --data imagenet=imagenet/val imagenet-r cifar-10-batches-bin  # one table
 
 Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
 A number with anything chosen on the scored images is labelled "oracle".
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
+from probemb.cli.named_paths import split_name
 from probemb.errors import UserError
 from zeroshot.config import DEFAULT_DATA, DEFAULT_MODEL, GENERATOR, ImagenetConfig
 
@@ -77,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
     """The configuration of each data set of --data, with a folder in `out` where they are several."""
-    data = [config.data] if isinstance(config.data, str) else list(config.data)
+    named = [split_name(one) for one in ([config.data] if isinstance(config.data, str) else config.data)]
+    data = [one.path for one in named]
     select = config.select_data if isinstance(config.select_data, list) else [config.select_data]
     if len(data) == 1 and len(select) == 1:
         return [replace(config, data=data[0], select_data=select[0], out=str(out))]
@@ -92,7 +94,7 @@ def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
             f"--select-data has {len(select)} paths, and --data {len(data)}.", "Give one for each, in the same order."
         )
     select = select if config.select_data is not None else [None] * len(data)
-    places = [str(out / name) for name in folder_names(data)]
+    places = [str(out / name) for name in folder_names(named)]
     return [replace(config, data=d, select_data=s, out=place) for d, s, place in zip(data, select, places)]
 
 

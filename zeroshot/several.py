@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from probemb.cli.configuration import to_dict
+from probemb.cli.named_paths import NamedPath, refuse_same_names
 from probemb.cli.results import write_json
 from zeroshot.config import GENERATOR, ImagenetConfig
 
@@ -16,21 +17,27 @@ SHOWN = 4  # filters in the printed table; the page and the JSON have all
 METRICS = ("top1", "mean_per_class_recall", "top5")
 
 
-def folder_names(data: Sequence[str]) -> list[str]:
-    """A name for each data set, distinct and fit for a folder: "imagenet-val", "cifar-10-batches-bin"."""
+def folder_names(data: Sequence[NamedPath]) -> list[str]:
+    """A name for each data set, its own or of its path, fit for a folder: "imagenet-val", "cifar-10-batches-bin".
+
+    Raises UserError: two are given the same name.
+    """
+    refuse_same_names([one.name for one in data if one.name], "data")
     taken, names = {"figures"}, []
     for one in data:
-        path = Path(os.path.abspath(one))
-        name = path.name.removesuffix(".tar").removesuffix(".bin")
-        if name in SPLITS:
-            name = f"{path.parent.name}-{name}"
-        name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data"
+        name = re.sub(r"[^\w.-]+", "-", one.name or _own_name(one.path)).strip("-.") or "data"
         distinct, number = name, 2
         while distinct in taken:
             distinct, number = f"{name}-{number}", number + 1
         taken.add(distinct)
         names.append(distinct)
     return names
+
+
+def _own_name(path: str) -> str:
+    place = Path(os.path.abspath(path))
+    name = place.name.removesuffix(".tar").removesuffix(".bin")
+    return f"{place.parent.name}-{name}" if name in SPLITS else name
 
 
 def write_summary(config: ImagenetConfig, found: Sequence[tuple[str, dict]], out: Path) -> None:

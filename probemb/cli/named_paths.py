@@ -34,12 +34,16 @@ def named_paths(given: list[str] | str | None, key: str) -> list[NamedPath]:
     found = [split_name(one) for one in ([given] if isinstance(given, str) else given or [])]
     if len(found) > 1:
         found = [NamedPath(one.name or _own_name(one.path), one.path) for one in found]
-    names = [one.name for one in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"Two paths of {key} are named '{twice}'.", f"Name them apart: --{key} first=PATH second=PATH.")
+    refuse_same_names([one.name for one in found], key)
     if not all(one.path.strip() for one in found):
         raise UserError(f"A path of {key} is empty.", "Name a path, or leave the option out.")
     return found
+
+
+def refuse_same_names(names: list[str], key: str) -> None:
+    """Raises UserError: two paths of an option have the same name."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"Two paths of {key} are named '{twice}'.", f"Name them apart: --{key} first=PATH second=PATH.")
 
 
 def _own_name(path: str) -> str:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from probemb.cli.named_paths import NamedPath, split_name
 from probemb.errors import UserError
 from tests.data.labelled.test_cifar import TEN, write
 from tests.world import write_tar
@@ -71,7 +72,19 @@ def test_a_data_set_named_twice_is_refused(sets, run_folder):
 
 
 def test_names_of_folders_are_distinct_and_harmless():
-    assert folder_names(["/d/imagenet/val", "/d/places/val", "/d/x.tar", "/e/x", "/e/a b!"]) == [
-        "imagenet-val", "places-val", "x", "x-2", "a-b"
+    given = ["/d/imagenet/val", "/d/places/val", "/d/x.tar", "/e/x", "/e/a b!", "y=/e/x", "val=/d/x", "..=/d/y"]
+    assert folder_names([split_name(one) for one in given]) == [
+        "imagenet-val", "places-val", "x", "x-2", "a-b", "y", "val", "data"
     ]  # fmt: skip
-    assert folder_names(["/d/figures"]) == ["figures-2"]
+    assert folder_names([NamedPath("", "/d/figures")]) == ["figures-2"]
+
+
+def test_names_are_those_that_were_given_and_two_are_not_the_same(sets, run_folder, tmp_path):
+    words = ["--model", str(run_folder), "--filter", "single", "--no-cache", "--out", str(tmp_path)]
+    with pytest.raises(UserError, match="named 'x'"):
+        main([*words, "--data", f"x={sets[0]}", f"x={sets[2]}"])
+    assert main([*words, "--data", f"x={sets[0]}", sets[2]]) == 0
+    summary = json.loads((tmp_path / "results.json").read_text())
+    assert [(one["name"], one["data"]) for one in summary["data"]] == [("x", sets[0]), ("shapes", sets[2])]
+    assert main([*words, "--data", f"x={sets[0]}"]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["config"]["data"] == sets[0]
