@@ -1,6 +1,8 @@
 """The pretraining command in processes forked from this one: `tests.jobs.Job` with all that it imports."""
 
 from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
 
 # DeepSpeed's first ZeRO engine imports torch's compiler, which takes seconds: here rather than in every process.
 import torch
@@ -19,5 +21,14 @@ from pretrain.run import main  # noqa: E402
 class Job(tests.jobs.Job):
     """`python -m pretrain.run` on `ranks` ranks; arguments as there."""
 
-    def __init__(self, options: dict, *words: str, ranks: int, output: Path, prepare=lambda rank: None):
-        super().__init__(main, options, *words, ranks=ranks, output=output, prepare=prepare)
+    def __init__(self, options: dict, *words: str, ranks: int, output: Path, prepare=lambda rank: None, errors=None):
+        super().__init__(main, options, *words, ranks=ranks, output=output, prepare=prepare, errors=errors)
+
+
+def finish(options: dict, *words: str, ranks: int) -> CompletedProcess:
+    """Such a job to its end; the exit code is that of the first rank that did not end with 0."""
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        job = Job(options, *words, ranks=ranks, output=out, errors=err)
+        code = next((code for code in job.wait() if code), 0)
+        return CompletedProcess(words, code, out.read_text(), err.read_text())

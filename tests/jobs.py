@@ -27,25 +27,28 @@ class Job:
         main: the command's.
         options: of the command, without the dashes.
         words: more words of the command line.
+        ranks: 0 is one process without a launcher.
         output: where stdout and stderr of all ranks go, appended.
+        errors: where stderr goes instead.
         prepare: called in every process before the command, with its rank.
     """
 
     def __init__(
-        self, main: Callable[[], int], options: dict, *words: str, ranks: int, output: Path, prepare=lambda rank: None
-    ):
+        self, main: Callable[[], int], options: dict, *words: str, ranks: int, output: Path,
+        prepare=lambda rank: None, errors: Path | None = None,
+    ):  # fmt: skip
         argv = ["command", *(f"--{name}={value}" for name, value in options.items()), *words]
         output.touch()
         self.output, self.before = output, output.stat().st_size
         port = meeting_port()
         sys.stdout.flush()
         self.pids: list[int] = []
-        for rank in range(ranks):
+        for rank in range(max(1, ranks)):
             pid = os.fork()
             if pid == 0:
                 try:
                     os.setpgid(0, self.pids[0] if self.pids else 0)
-                    _become(argv, rank, ranks, port, output)
+                    _become(argv, rank, ranks, port, output, errors or output)
                     prepare(rank)
                     run_command(main)
                 except SystemExit as ended:
@@ -122,14 +125,15 @@ def meeting_port() -> int:
             return port
 
 
-def _become(argv: list[str], rank: int, ranks: int, port: int, output: Path) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+def _become(argv: list[str], rank: int, ranks: int, port: int, output: Path, errors: Path) -> None:
+    for stream, place in ((1, output), (2, errors)):
+        os.dup2(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     sys.argv = argv
     torch.set_num_threads(1)
+    if not ranks:
+        return
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(ranks),

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from pretrain.stream.filter import Filter
 from pretrain.stream.selection import Selection
 from probemb.data.shards.index import read_index
@@ -23,7 +21,6 @@ def logged(run: Path, ranks: int) -> dict[int, list[str]]:
     return steps
 
 
-@pytest.mark.slow
 def test_a_filtered_run_and_its_resumption(tmp_path):
     make(Plan(train=96, val=0, classes_images=0, size=32, shard_size=24), tmp_path / "world", workers=1)
     data = tmp_path / "world" / "train"
