@@ -125,6 +125,7 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
         distance = apart + u[:, None] + u_gallery
         ranked = distance if model.probabilistic else apart
         closest = ranked.topk(min(NEIGHBOURS, len(gallery)), largest=False).indices
+        closest = closest.sort(1).values  # so that the same neighbours have the same spread, to the bit
         scores = {"u": u} if model.probabilistic else {}
         scores |= candidate_scores(apart, distance, model) | {"spread": spread(gallery.mean[closest])}
         parts.append({name: scores[name].cpu() for name in TITLES if name in scores})
