@@ -92,6 +92,7 @@ def kept_for_backward(model, half: bool, encode, given) -> int:
     kept = {}
 
     def pack(t):
+        t = t.detach()  # an output that its own graph holds would never be freed
         if t.untyped_storage().data_ptr() not in known:
             kept[t.untyped_storage().data_ptr()] = t  # alive, so that no other tensor gets its address
         return t
