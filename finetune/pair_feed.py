@@ -77,8 +77,7 @@ class PairFeed:
             mask = size_augment_mask(
                 whole, model.image_tower.n_tokens, config.size_augment, self._generator(step, _IMAGE)
             )[rows].to(self.device, non_blocking=True)
-        tokens = model.cut_padding(tokens)
-        return (images, tokens.to(self.device, non_blocking=True), mask), mix
+        return (images, model.cut_padding(tokens, self.device), mask), mix
 
     def _generator(self, step: int, what: int) -> torch.Generator:
         """Drawn from for the whole batch, so that no draw depends on the number of ranks."""
@@ -89,7 +88,8 @@ class PairFeed:
         n = len(pairs.image_index)
         images, texts = of_all_ranks(embedded)
         numbers = distributed.gather_host(torch.stack([pairs.image_index, pairs.pair_index], 1))
-        group = self.groups[numbers[:, 0].to(self.device)]
+        image, pair = numbers.T.contiguous()
+        group = self.groups[image.to(self.device)]
         match = labels.same_image(group, group)
         if mix is not None:
             row = torch.stack([mix.lam.double(), (mix.partner + distributed.rank() * n).double()], 1)
@@ -99,6 +99,6 @@ class PairFeed:
         generator = shared_generator(self.config.seed, now.step, _LOSS, self.device)
         words = distributed.gather(pairs.tokens.to(self.device)) if self.wants_words else None
         return Batch(
-            images, texts, match, numbers[:, 0], numbers[:, 1], now.epoch, now.step, generator, now.network,
+            images, texts, match, image, pair, now.epoch, now.step, generator, now.network,
             words=words,
         )  # fmt: skip

@@ -45,7 +45,7 @@ class TupleFeed:
             dropped = tokens.clone()
             dropped[used] = drop_words(tokens[used], draw, augment.word_dropping, ids)
             tokens = dropped
-        return (images, model.cut_padding(tokens).to(self.device, non_blocking=True), None), None
+        return (images, model.cut_padding(tokens, self.device), None), None
 
     def _draw(self, step: int, what: int, *shape: int) -> Tensor:
         """Uniform numbers for every row of the whole batch, so that none depends on the number of ranks."""

@@ -162,7 +162,7 @@ class Trainer:
                 break
             self.progress.doing("computing")
             images = batch.images.to(self.device, non_blocking=True)
-            tokens = self._cut(batch.tokens).to(self.device, non_blocking=True)
+            tokens = self._tokens(batch.tokens)
             lr = learning_rate(config.optimizer, self.samples + config.batch_size, self.total)
             set_learning_rate(self.engine.optimizer, lr)
             self.queue_step(images, tokens, batch.keys)  # ------------------- forward, loss, backward, agree, step
@@ -239,9 +239,11 @@ class Trainer:
             raise _Stopped
         return waiting
 
-    def _cut(self, tokens: Tensor) -> Tensor:
-        """Cut unused padding, except for compiled towers, which need one shape."""
-        return tokens if self.config.engine.compile else self.engine.module.model.cut_padding(tokens)
+    def _tokens(self, tokens: Tensor) -> Tensor:
+        """On the device, without unused padding, except for compiled towers, which need one shape."""
+        if self.config.engine.compile:
+            return tokens.to(self.device, non_blocking=True)
+        return self.engine.module.model.cut_padding(tokens, self.device)
 
     def _crossed(self, every: int, last: int) -> bool:
         """Whether this step crossed a multiple of `every` samples, or was the last one."""

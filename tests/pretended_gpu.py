@@ -73,7 +73,8 @@ def register() -> None:
 class PretendedGPU(TorchDispatchMode):
     """While it is on, tensors can be made on and moved to `device`.
 
-    waits: how often the host read from the device, by the function of this project that did.
+    waits: how often the host read from the device, or copied there what is no single block of memory, which waits for
+        CUDA's work; by the function of this project that did.
     """
 
     INDEXING = frozenset(
@@ -142,7 +143,9 @@ class PretendedGPU(TorchDispatchMode):
         if function in self.COPYING:
             if function is aten.copy_.default:
                 there = isinstance(args[0], OnGPU)
-            if ours and not there:
+            source = args[1] if function is aten.copy_.default else args[0]
+            scattered = isinstance(source, Tensor) and there and not is_one_block(source)
+            if (ours and not there) or (scattered and not isinstance(source, OnGPU)):
                 self._wait(function)
         elif ours:
             self._check(function, args, [x for x in leaves if isinstance(x, Tensor)])
@@ -213,6 +216,16 @@ class PretendedGPU(TorchDispatchMode):
             return self.generators[-1]
 
         return type("Generator", (), {"__new__": new})
+
+
+def is_one_block(tensor: Tensor) -> bool:
+    """Whether its elements fill their memory without gaps, in any order of dimensions."""
+    filled = 1
+    for stride, size in sorted((step, n) for step, n in zip(tensor.stride(), tensor.shape) if n != 1):
+        if stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def enter_no_grad(context) -> None:

@@ -81,7 +81,8 @@ class JWAESCAN(JWAEMH, SCAN):
         """The region and the word that the public code shows the discriminator in a step: any but the last one."""
         import torch
 
-        generator = torch.Generator().manual_seed(batch.step)  # the same for the encoders' step and the discriminator's
+        # Of the run's seed and the step; the same for the encoders' step and the discriminator's.
+        generator = torch.Generator().manual_seed(batch.generator.initial_seed())
         last = (max(1, side.tokens.shape[1] - 1) for side in (batch.images, batch.texts))
         return tuple(int(torch.randint(n, (), generator=generator)) for n in last)
 

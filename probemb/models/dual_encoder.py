@@ -168,9 +168,16 @@ class DualEncoder(nn.Module):
         """
         return self.text.encode(tokens, token_mask, kept=kept).gaussian
 
-    def cut_padding(self, tokens: Tensor) -> Tensor:
-        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time."""
-        return self.text.trim(tokens)
+    def cut_padding(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
+        """(B, L) tokens without the columns behind the longest text: the same embeddings in less time.
+
+        On `device`, if one is given. All columns travel: some of them are no single block of memory, and the GPU's work
+        would have to end before such a copy began.
+        """
+        cut = self.text.trim(tokens)
+        if device is None:
+            return cut
+        return tokens.to(device, non_blocking=True)[:, : cut.shape[1]].contiguous()
 
     @property
     def image_tower(self) -> Encoder:
