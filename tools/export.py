@@ -23,10 +23,12 @@ def main() -> int:
         raise UserError(f"{options.out} exists and is not an empty folder.", "Choose another --out.")
 
     from probemb.models import load_model
-    from probemb.models.formats.export import export_open_clip
+    from probemb.models.formats.export import WITHOUT_BIAS, export_open_clip
 
     export_open_clip(load_model(options.model).model, options.out)
     print(f'{options.out}: open_clip.create_model_and_transforms("local-dir:{options.out}") loads it')
+    if (bare := options.out / WITHOUT_BIAS).exists():
+        print(f"{bare}: for the architecture under its own name, which has no logit bias in open_clip")
     return 0
 
 

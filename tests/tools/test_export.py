@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
 from probemb.models.digest import tensors_sha256
-from probemb.models.formats.export import export_open_clip
+from probemb.models.formats.export import WITHOUT_BIAS, export_open_clip
 from tools.export import main
 
 
@@ -41,13 +41,15 @@ def test_open_clip_loads_it_strictly_with_equal_outputs(tmp_path, monkeypatch, n
     assert open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["two dogs"]).tolist() == tokens[1:].tolist()
 
 
-@pytest.mark.parametrize("name", ["ViT-B-32", "RN50"])
-def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_path, name):
+@pytest.mark.parametrize(("name", "match"), [("ViT-B-32", "distance"), ("RN50", "distance"), ("ViT-B-32", "cosine")])
+def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_path, name, match):
     torch.manual_seed(0)
-    ours = create_model(name, n_unc_layers=1).eval().requires_grad_(False)
+    ours = create_model(name, n_unc_layers=1, match=match).eval().requires_grad_(False)
     export_open_clip(ours, tmp_path / "out")
+    file = "open_clip_model.safetensors" if match == "distance" else WITHOUT_BIAS
+    assert (tmp_path / "out" / WITHOUT_BIAS).exists() == (match == "cosine")
     theirs, _, transform = open_clip.create_model_and_transforms(
-        name, pretrained=str(tmp_path / "out" / "open_clip_model.safetensors"), cache_dir=None
+        name, pretrained=str(tmp_path / "out" / file), cache_dir=None
     )
     assert type(theirs) is open_clip.CLIP
     theirs.eval().requires_grad_(False)
@@ -58,7 +60,7 @@ def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_pa
         assert torch.equal(theirs.encode_image(pixels, normalize=True), ours.encode_image(pixels).mean)
     also, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}", pretrained="", cache_dir=None)
     assert torch.equal(also.logit_scale, theirs.logit_scale)
-    assert also.state_dict().keys() == theirs.state_dict().keys()
+    assert also.state_dict().keys() - theirs.state_dict().keys() == ({"logit_bias"} if match == "cosine" else set())
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch):

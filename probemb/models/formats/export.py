@@ -10,10 +10,12 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.models.architectures import is_open_clip, stock_parameter_names
+from probemb.models.architectures import is_open_clip, read_architecture, stock_parameter_names
 from probemb.models.dual_encoder import DualEncoder
 from probemb.models.formats.open_clip_folder import CONFIG, WEIGHTS
 from probemb.models.hub import write_model
+
+WITHOUT_BIAS = "open_clip_model_without_bias.safetensors"
 
 
 def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
@@ -22,8 +24,9 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         open_clip.create_model_and_transforms("local-dir:FOLDER")
         open_clip.create_model_and_transforms("ViT-B-16", pretrained="FOLDER/open_clip_model.safetensors")
 
-    The second form, which CLIP_benchmark uses, knows only open_clip's own architectures and their own preprocessing.
-    The uncertainty branch, a and b are left out; what remains is a CLIP.
+    The second form, which CLIP_benchmark uses, knows only open_clip's own architectures and their own preprocessing. It
+    refuses a logit bias where the architecture has none, so that models of a sigmoid loss have a second file for it,
+    WITHOUT_BIAS. The uncertainty branch, a and b are left out; what remains is a CLIP.
 
     Returns:
         the folder.
@@ -50,7 +53,13 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
         "model_cfg": {**shape, "custom_text": True} if plain is None else shape,
         "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in vars(PreprocessCfg())},
     }
-    write_model(folder / WEIGHTS[0], state if plain is None else plain, folder / CONFIG, about)
+    tensors = state if plain is None else plain
+    files = {WEIGHTS[0]: tensors}
+    if "logit_bias" in tensors and read_architecture(config["name"]).get("init_logit_bias") is None:
+        bare = {name: x for name, x in tensors.items() if name != "logit_bias"}
+        files = {WITHOUT_BIAS: bare, **files}  # the configuration has the digest of the last one
+    for name, held in files.items():
+        write_model(folder / name, held, folder / CONFIG, about)
     return folder
 
 
