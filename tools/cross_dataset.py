@@ -1,9 +1,10 @@
 """Generalisation across datasets: train on one, measure on the others, for any methods.
 
-    python -m tools.cross_dataset --data flickr8k=data/flickr8k --data coco=data/coco_small \\
+    python -m tools.cross_dataset --data flickr8k=data/flickr8k --data coco=data/coco \\
         --methods vse,jwae-mh --out runs/cross -- --config finetune/examples/flickr8k.yaml
     python -m tools.cross_dataset --data flickr30k=dataset_flickr30k.json --images flickr30k=data/flickr30k \\
-        --data coco=dataset_coco.json --images coco=data/coco --methods jwae-mh,jwae-mse,mse,vse --out runs/cross
+        --data coco=dataset_coco.json --images coco=data/coco --methods jwae-mh,vae-mh,vsepp --out runs/cross \\
+        -- --model.name resnet152-bigru --model.word-vectors glove.840B.300d.txt
 
 Every method is trained on every dataset's training split by `finetune.run` (what follows `--` are its options), and
 measured on every dataset's test split by the ranking that it was trained for. Finished trainings are kept, and stopped

@@ -25,8 +25,8 @@ class ProbVSEPlusPlus(Method):
         """Triplet loss of a similarity of normals. Source: Probabilistic VSE++/VSRN Eq. 3 to 8, §4.2.
 
         Args:
-            similarity: wasserstein2 (the paper's choice for COCO), min-kl (with a trained image tower), or kl, of the
-                image from the caption (Flickr30k).
+            similarity: wasserstein2 (the paper's choice for COCO), min-kl (VSE++ with a trained image tower), or kl, of
+                the image from the caption (VSE++ on Flickr30k).
             margin: of the hinges, in units of the similarity.
             negatives: hardest (the paper's Eq. 3), semi-hard (its text: the hardest one that is farther than the pair)
                 or all.

@@ -43,10 +43,10 @@ CHECKS = {  # the longest first
     "attention": Check("devices.attention", 45),
     "decoding": Check("loading.decoding", 60),
     "waits": Check("waits.host_waits", 60),
-    "loader": Check("loading.loader", 60, alone=True),
-    "speed-B-32": Check("throughput.vit_b_32", 60, alone=True),
-    "speed-B-16": Check("throughput.vit_b_16", 80, alone=True),
-    "speed-L-14": Check("throughput.vit_l_14", 90, alone=True),
+    "loader": Check("loading.loader", 55, alone=True),
+    "speed-B-32": Check("throughput.vit_b_32", 45, alone=True),
+    "speed-B-16": Check("throughput.vit_b_16", 125, alone=True),
+    "speed-L-14": Check("throughput.vit_l_14", 65, alone=True),
 }
 
 

@@ -89,8 +89,9 @@ class Speed:
 
 
 def judge(name: str, found: dict[tuple[str, bool], Speed], place: Place, notes: Notes) -> None:
-    """The targets: of each side its faster variant."""
-    best = {who: min(one.seconds for (w, _), one in found.items() if w == who) for who, _ in found}
+    """The targets: of each side its faster variant, of those that there was time for on both."""
+    both = [compiled for compiled in (False, True) if all((who, compiled) in found for who in ("pcmepp", PEER))]
+    best = {who: min(found[who, compiled].seconds for compiled in both) for who in ("pcmepp", PEER)}
     notes.value(f"pcmepp / {PEER}", best["pcmepp"] / best[PEER])
     if not place.gpu or place.small:
         notes.skip("targets", "they are of a GPU and whole models")
