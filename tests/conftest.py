@@ -54,7 +54,7 @@ def parity():
     return load
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared_data():
     """shared_data("flickr8k") -> its folder; skips where the data set is absent."""
 
