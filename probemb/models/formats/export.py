@@ -55,7 +55,8 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
     }
     tensors = state if plain is None else plain
     files = {WEIGHTS[0]: tensors}
-    if "logit_bias" in tensors and read_architecture(config["name"]).get("init_logit_bias") is None:
+    named = read_architecture(config["name"])  # None of a model that open_clip has no name for
+    if "logit_bias" in tensors and named and named.get("init_logit_bias") is None:
         bare = {name: x for name, x in tensors.items() if name != "logit_bias"}
         files = {WITHOUT_BIAS: bare, **files}  # the configuration has the digest of the last one
     for name, held in files.items():

@@ -93,10 +93,13 @@ def test_a_model_of_the_project_goes_before_open_clips_files_beside_it(folder):
 
 def test_a_sigmoid_loss_of_open_clips_has_match_probabilities(tmp_path):
     torch.manual_seed(0)
-    export_open_clip(create_model(NAME, n_unc_layers=1, match="cosine"), tmp_path)
-    model = load_model(tmp_path).model
+    export_open_clip(create_model(NAME, n_unc_layers=1, match="cosine"), tmp_path / "out")
+    model = load_model(tmp_path / "out").model
     assert model.predicts_matches
     assert model.logit_bias.item() == pytest.approx(-10)
+    export_open_clip(model, tmp_path / "again")  # its architecture has no name
+    again = load_model(tmp_path / "again").model.state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in model.state_dict().items())
 
 
 def test_what_does_not_fit_is_refused(folder):
