@@ -30,5 +30,5 @@ def finish(options: dict, *words: str, ranks: int) -> CompletedProcess:
     with TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         job = Job(options, *words, ranks=ranks, output=out, errors=err)
-        code = next((code for code in job.wait() if code), 0)
+        code = next((code for code in job.wait(300) if code), 0)
         return CompletedProcess(words, code, out.read_text(), err.read_text())
