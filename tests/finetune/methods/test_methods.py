@@ -16,7 +16,7 @@ from tests.finetune.runs import ONE_EPOCH, metrics, run_here
 TERMS = {
     "pcmepp": {"match", "pseudo_positive", "vib", "n_pseudo", "scale", "shift", "u_image", "u_text"},
     "pcmepp-clip": {"match", "clip", "vib", "scale", "shift", "u_image", "u_text"},
-    "pcmepp-mu": {"match", "pseudo_positive", "scale", "shift"},
+    "pcmepp-mu": {"match", "scale", "shift"},
     "prolip": {"ppcl", "vib", "inclusion", "scale", "shift", "u_image", "u_text"},
     "infonce": {"i2t", "t2i", "temperature"},
     "vse": set(),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from finetune.config import Config, with_method_file
+from finetune.config import Config, Mix, with_method_file
 from finetune.methods import METHODS, Batch
 from probemb import Gaussian
 from probemb.cli.configuration import parse_config
@@ -56,3 +56,8 @@ def test_the_clip_loss_beside_pcmepp(method):
         model.logit_scale.fill_(math.log(100))  # CLIP's ceiling, at which published weights stand
     (slope,) = torch.autograd.grad(terms(0.5).loss, [model.logit_scale])
     assert slope > 0.1  # descent lowers it
+
+
+def test_means_alone_are_the_match_loss_and_nothing_else():
+    config = parse_config(Config, "test", "", with_method_file(["--method", "pcmepp-mu"]))
+    assert (config.loss.pseudo_positive, config.loss.clip, config.mix) == (0, 0, Mix(ratio=0, smoothing=0))
