@@ -266,7 +266,7 @@ def check(config: Config, world_size: int = 1) -> None:
     if config.data.path is None:
         raise UserError(
             "--data.path is missing.",
-            "Name Karpathy's json, a folder of precomp captions or of CUB, or shards; the embedded data are made by "
+            "Name Karpathy's json, a folder of precomp captions or of CUB, or shards; the synthetic data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
     if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:

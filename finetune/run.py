@@ -3,7 +3,7 @@
     accelerate launch -q --config_file finetune/accelerate.yaml finetune/run.py --method pcmepp \\
         --data.path dataset_coco.json --data.images coco --out runs/coco
     python -m finetune.run --method vse --data.path data/scenes --out runs/vse \\
-        --model.name scenes-cnn-gru --model.pretrained runs/scenes   # one process, no GPU needed, embedded data
+        --model.name scenes-cnn-gru --model.pretrained runs/scenes   # one process, no GPU needed, synthetic data
 
 The run folder holds config.yaml (resolved), metrics.jsonl, tensorboard/, checkpoints/, model/ (of the epoch with the
 best validation RSUM, for `probemb.load_model`) and model-swa/ (the mean of the last epochs' weights); methods with two

@@ -1,4 +1,4 @@
-"""The meaning of a caption of the embedded world, written out for one scene."""
+"""The meaning of a caption of the synthetic world, written out for one scene."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A tiny model and a small labelled and captioned piece of the embedded world, made once."""
+"""A tiny model and a small labelled and captioned piece of the synthetic world, made once."""
 
 import io
 import json

@@ -7,7 +7,7 @@ Neighbours: of every image its nearest images, and how alike their captions are,
 the most similar ones (the ceiling). Walks: from one image's code to another's in even steps, with the nearest image
 and caption of each step, in between other than the ends; how alike those of consecutive steps are, and how the likeness
 to the start turns into that to the end. Likeness of two images is the cosine of their captions' tf-idf, which no model
-has seen as such; on the embedded scenes it is the share of an image's captions that are true of the other. Writes
+has seen as such; on the synthetic scenes it is the share of an image's captions that are true of the other. Writes
 continuity.json and report.html. Source: Mahajan et al., jWAE, Fig. 2.
 """
 

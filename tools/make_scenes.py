@@ -1,4 +1,4 @@
-"""Write the embedded world as webdataset shards.
+"""Write the synthetic world as webdataset shards.
 
     python -m tools.make_scenes data/scenes --train 20000 --val 1000 --classes-images 1000
 
@@ -245,7 +245,7 @@ OPTIONS = {  # least value and help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m tools.make_scenes", description="Write the embedded world as webdataset shards.")
+    parser = Parser(prog="python -m tools.make_scenes", description="Write the synthetic world as webdataset shards.")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     for name, (_, text) in OPTIONS.items():
         text += " (default: %(default)s)"

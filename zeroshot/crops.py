@@ -103,7 +103,7 @@ class UnionConfig(CropConfig):
     """`python -m zeroshot.union`.
 
     Args:
-        data: Visual Genome (a folder with region_descriptions.json), or the embedded world's visual_genome.
+        data: Visual Genome (a folder with region_descriptions.json), or the synthetic world's visual_genome.
         sample: so many of the images, chosen by their ids; --no-sample: all.
         areas: largest area of crops A and B, as shares of the image; a figure has all of them.
         rankings: csd, mean, wasserstein2, match-probability, kl, min-kl, ..., separated by commas; by default the one

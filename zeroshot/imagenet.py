@@ -1,7 +1,7 @@
 """Zero-shot classification with uncertainty-based prompt filtering.
 
     python -m zeroshot.imagenet --filter best-topk --model runs/x --data data/imagenet/val
-    python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # embedded data
+    python -m zeroshot.imagenet --filter every --model runs/scenes --data data/scenes/classes     # synthetic data
     python -m zeroshot.imagenet --model runs/x --data imagenet=imagenet/val imagenet-r cifar-10-batches-bin  # one table
 
 Every class gets 80 prompts; a filter chooses among them. Source: PCME++ §3.5, Table 5 and §C.6.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.data == DEFAULT_DATA and not Path(config.data).exists():
         raise UserError(
             f"There is no ImageNet in {DEFAULT_DATA}, the default of --data.",
-            "Pass --data PATH, or try the embedded data: `python -m tools.make_scenes data/scenes`, then "
+            "Pass --data PATH, or try the synthetic data: `python -m tools.make_scenes data/scenes`, then "
             f"`{PROG} --model RUN --data data/scenes/classes`.",
         )
     from zeroshot.filtering.filters import filter_names, fitting_filters, parse_selection

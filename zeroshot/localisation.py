@@ -2,13 +2,13 @@
 
     python -m zeroshot.localisation --model runs/x --data data/flickr30k_entities --proposals edge_boxes.json --top 200
     python -m zeroshot.localisation --model runs/x --data data/visual_genome --sample 1000
-    python -m zeroshot.localisation --model runs/scenes --data data/scenes/entities               # embedded data
+    python -m zeroshot.localisation --model runs/scenes --data data/scenes/entities               # synthetic data
     python -m zeroshot.localisation --model runs/scan --data data/flickr30k_entities --regions boxes/test_ims.npy
 
 Every proposal is cropped and embedded as an image of its own, or for a model that reads regions its features are taken
 from a file; a phrase ranks the proposals of its image. Prints recall
 at 1, 5 and 10 for an IoU of at least 0.5, by type of phrase, with the upper bound of the proposals and what guessing
-would reach; writes results.json and report.html. Source: jWAE (003) §5.2, Table 7.
+would reach; writes results.json and report.html. Source: jWAE §5.2, Table 7.
 """
 
 from __future__ import annotations

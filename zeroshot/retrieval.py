@@ -2,11 +2,11 @@
 
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test
     python -m zeroshot.retrieval --model runs/x --data dataset_coco.json --images data/coco     # with COCO's benchmarks
-    python -m zeroshot.retrieval --model runs/scenes --data data/scenes --split val             # embedded data
+    python -m zeroshot.retrieval --model runs/scenes --data data/scenes --split val             # synthetic data
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --judgements judgements.tsv.gz
     python -m zeroshot.retrieval --model runs/x --data data/flickr8k --split test --select-data data/flickr8k
 
-Prints one table and writes results.json and report.html. All captions of an image are its positives; the embedded
+Prints one table and writes results.json and report.html. All captions of an image are its positives; the synthetic
 data have exact positives, and COCO's test split has CxC, ECCV Caption and plausible matches.
 A run with two networks is evaluated by the mean of their similarities (`--second`). Source: PCME++ §4.1, §C.5.
 """

@@ -96,7 +96,7 @@ def find_vocabulary(folders: Iterable[str | Path]) -> Path:
         if not exists and not is_remote(str(data)):
             raise UserError(
                 f"The data path {data} does not exist.",
-                "Name a folder with data, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
+                "Name a folder with data, or make the synthetic data with `python -m tools.make_scenes data/scenes`.",
             )
         for path in (folder / VOCABULARY, folder.parent / VOCABULARY):
             if path.is_file():

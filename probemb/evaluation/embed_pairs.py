@@ -66,7 +66,7 @@ def centres(pairs: EmbeddedPairs) -> EmbeddedPairs:
 
 
 def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
-    """(N, M) bool for the embedded world: whether each caption, or each of the `rows`, is true of each image."""
+    """(N, M) bool for the synthetic world: whether each caption, or each of the `rows`, is true of each image."""
     from probemb.data.scenes import match_matrix
 
     scenes = [captions.scenes[i][0] for i in kept]
@@ -77,7 +77,7 @@ def exact_match(captions: CaptionDataset, kept: Sequence[int], rows: Sequence[in
 
 
 def true_ambiguity(captions: CaptionDataset, kept: Sequence[int]) -> torch.Tensor:
-    """(M,) float64, the share of all images that each caption fits, for the embedded world."""
+    """(M,) float64, the share of all images that each caption fits, for the synthetic world."""
     from probemb.data.scenes import ambiguity
 
     return torch.tensor([ambiguity(caption) for i in kept for caption in captions.scenes[i][1]], dtype=torch.float64)

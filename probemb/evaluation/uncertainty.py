@@ -45,7 +45,7 @@ def findings(
         measure: of uncertainty, a key of MEASURES.
 
     Returns:
-        "quality"; "ambiguity_spearman" for the embedded world; "erased" unless that is 0; "extremes".
+        "quality"; "ambiguity_spearman" for the synthetic world; "erased" unless that is 0; "extremes".
     """
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}

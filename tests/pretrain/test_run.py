@@ -30,7 +30,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory):
-    """A small embedded world: train, val, classes."""
+    """A small synthetic world: train, val, classes."""
     out = tmp_path_factory.mktemp("scenes") / "world"
     make(Plan(train=64, val=16, classes_images=24, size=32, shard_size=32), out, workers=1)
     return out

@@ -1,4 +1,4 @@
-"""One cluster and one small embedded world for all tests of this folder."""
+"""One cluster and one small synthetic world for all tests of this folder."""
 
 from __future__ import annotations
 

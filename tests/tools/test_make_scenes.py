@@ -1,4 +1,4 @@
-"""The command that writes the embedded world: what it writes, twice the same, and what it leaves alone."""
+"""The command that writes the synthetic world: what it writes, twice the same, and what it leaves alone."""
 
 import dataclasses
 import hashlib

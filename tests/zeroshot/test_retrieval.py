@@ -51,7 +51,7 @@ def command(run_folder, data, out, *options):
 
 @pytest.fixture(scope="module")
 def measured(run_folder, captioned, tmp_path_factory):
-    """The folder and results of one whole evaluation of the embedded data."""
+    """The folder and results of one whole evaluation of the synthetic data."""
     out = tmp_path_factory.mktemp("measured")
     assert command(run_folder, captioned, out, "--erased", "4", "--samples", "2", "--candidates", "12") == 0
     return out, json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)

@@ -18,7 +18,7 @@ from probemb.cli.command import Parser, run_command
 def main() -> None:
     parser = Parser(prog="python -m tools.bench.zeroshot", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a run, a folder or a hub name (default: ViT-Tiny-64, random weights)")
-    parser.add_argument("--data", help="labelled images (default: 1,000 embedded ones)")
+    parser.add_argument("--data", help="labelled images (default: 1,000 synthetic ones)")
     parser.add_argument("--classes", help="a class-name file (default: the one beside the data)")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
@@ -40,7 +40,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> None:
     device = choose_device("auto", "auto")
     model, tokenizer, transforms = load(options.model, device.name)
     embedder = Embedder(model, tokenizer, transforms.evaluate, device)
-    images = find_images(options.data or embedded_images(scratch))
+    images = find_images(options.data or synthetic_images(scratch))
     classes, labels = resolve_classes(images, options.classes)
     templates = read_templates(None)
     task = Task(images, labels, classes, templates)
@@ -67,8 +67,8 @@ def load(name: str | None, device: str):
     return model, create_tokenizer(model), create_transforms(model)
 
 
-def embedded_images(scratch: Path) -> str:
-    """1,000 labelled images of the embedded world, as shards."""
+def synthetic_images(scratch: Path) -> str:
+    """1,000 labelled images of the synthetic world, as shards."""
     from tools.make_scenes import Plan, make
 
     make(Plan(train=0, val=0), scratch / "scenes", workers=1)

@@ -1,4 +1,4 @@
-"""The embedded world in the published formats of data with regions and boxes, the truth known: `make_scenes --boxes`.
+"""The synthetic world in the published formats of data with regions and boxes, the truth known: `make_scenes --boxes`.
 
     regions/        SCAN's and VSRN's region features          probemb/data/regions
     entities/       Flickr30k Entities: phrases and boxes      probemb/data/boxes/entities.py

@@ -6,7 +6,7 @@
 Images with captions give OUT/NAME_ims.npy (images, grid x grid, width), NAME_caps.txt and NAME_ids.txt for each split,
 with the places of the feature map, averaged to a grid, as regions. Images with phrases (Flickr30k Entities, Visual
 Genome) give the features of proposals for `zeroshot.localisation --regions`: NAME_ims.npy (images, proposals, width),
-NAME_boxes.npy and NAME_ids.txt; --model crops writes the 437 numbers of the embedded scenes' regions instead.
+NAME_boxes.npy and NAME_ids.txt; --model crops writes the 437 numbers of the synthetic scenes' regions instead.
 Images are read in batches, and the array is written as they come. A file is written beside its name and renamed;
 existing files are refused. The command cannot resume: an interrupted split is written again from its start.
 """

@@ -44,7 +44,7 @@ def find_phrases(
     if regions is None:
         raise UserError(
             f"{path} holds no phrases with boxes: neither Annotations and Sentences, nor {REGIONS}.",
-            "Name the folder of Flickr30k Entities or Visual Genome, or make the embedded data with "
+            "Name the folder of Flickr30k Entities or Visual Genome, or make the synthetic data with "
             "`python -m tools.make_scenes data/scenes --boxes`.",
         )
     if split not in (None, AUTO):

@@ -5,7 +5,7 @@ FOLDER/image_data.json             [{"image_id": 1, "width": 800, "height": 600}
 FOLDER/VG_100K/1.jpg, VG_100K_2/…  the images
 
 The published file of descriptions has a gigabyte; it is read one image at a time. Source: Krishna et al., IJCV 2017;
-triplets: probabilistic VSE++ (001), §4.6.
+triplets: probabilistic VSE++, §4.6.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def crop_triplets(data: PhraseDataset, largest: float, candidates: int = 10) -> 
     """One triplet for each image with two regions below an area.
 
     Of the `candidates` largest regions with an area below the share `largest` of the image, A is the largest, and B the
-    one with the smallest IoU with A. Source: 001, §4.6.
+    one with the smallest IoU with A. Source: probabilistic VSE++, §4.6.
     """
     found = []
     for image, rows in enumerate(data.by_image()):

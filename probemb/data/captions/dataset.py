@@ -27,7 +27,7 @@ class CaptionDataset:
         captions: for each image its captions, at least one.
         image_ids: COCO's id of each image if known, else a name; unique.
         caption_ids: COCO's annotation id of each caption, in the shape of `captions`; None if unknown.
-        scenes: (scene, captions with predicates) of each image of the embedded world; None for other data.
+        scenes: (scene, captions with predicates) of each image of the synthetic world; None for other data.
         classes: the class of each image, where images and captions of a class are matches of each other; else None.
         split: the one that was asked for; None: everything.
         source: the path given, for messages.

@@ -110,7 +110,7 @@ def _kind_of_files(data: str | Path) -> str:
         if not found:
             raise UserError(
                 f"{path} holds no webdataset shards, no *_caps.txt, no Karpathy json and no text_c10.",
-                "Name the data itself, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
+                "Name the data itself, or make the synthetic data with `python -m tools.make_scenes data/scenes`.",
             )
         return found[0]
     if not path.is_file():

@@ -58,7 +58,7 @@ def regions_beside(caps: Path) -> Path:
 
 
 def _scenes_beside(caps: Path, found: CaptionDataset) -> list[tuple] | None:
-    """Scenes and stated captions, from `NAME_scenes.jsonl` of the embedded world. Raises UserError: other captions."""
+    """Scenes and stated captions, from `NAME_scenes.jsonl` of the synthetic world. Raises UserError: other captions."""
     path = caps.with_name(caps.name.partition("_caps.")[0] + SCENES)
     if not path.is_file():
         return None

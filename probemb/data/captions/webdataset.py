@@ -103,7 +103,7 @@ def _find(data: str | Path, split: str | None) -> tuple[list[Path], str | None]:
         what = "holds no webdataset shards" if path.is_dir() else "does not exist"
         raise UserError(
             f"The data path {data} {what}.",
-            "Name shards with captions, or make the embedded data with `python -m tools.make_scenes data/scenes`.",
+            "Name shards with captions, or make the synthetic data with `python -m tools.make_scenes data/scenes`.",
         )
     named = [(found and split_name(found[1]), tar) for tar in tars for found in [_SPLIT_OF_TAR.match(tar.name)]]
     known = [name for name, _ in named if name]
@@ -134,7 +134,7 @@ def _entry(sample: Sample, key: str) -> Entry:
 
 
 def read_scenes(metas: Sequence[dict], texts: Sequence[Sequence[str]]) -> list[tuple] | None:
-    """(scene, captions) of each sample of the embedded world; None if any sample is from elsewhere."""
+    """(scene, captions) of each sample of the synthetic world; None if any sample is from elsewhere."""
     from probemb.data.scenes import sample_from_json
 
     found = []

@@ -26,7 +26,7 @@ from probemb.data.compositions.tuples import TupleNumbers, Tuples, no_tuples, sa
 from probemb.errors import UserError
 
 Setup = Literal["seen", "unseen"]
-MAKE_SCENES = "make the embedded data with `python -m tools.make_scenes data/scenes --compositions 15000`"
+MAKE_SCENES = "make the synthetic data with `python -m tools.make_scenes data/scenes --compositions 15000`"
 
 
 def find_compositions(

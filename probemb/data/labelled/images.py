@@ -24,7 +24,7 @@ from probemb.errors import UserError, nearest
 
 _INDEX = re.compile(r"[0-9]{1,9}")  # of a class
 CLASS_FILES = ("classes.json", "classes.txt")
-MAKE_SCENES = "or make the embedded data with `python -m tools.make_scenes data/scenes` and name a folder in it"
+MAKE_SCENES = "or make the synthetic data with `python -m tools.make_scenes data/scenes` and name a folder in it"
 
 
 def find_images(data: str | Path, labels: str | Path | None = None, exif: bool = False) -> LabelledImages:

@@ -1,4 +1,4 @@
-"""The embedded world, "scenes": drawn images whose captions, matches and classes are known exactly.
+"""The synthetic world, "scenes": drawn images whose captions, matches and classes are known exactly.
 
 A scene has one to three objects with shape, colour, size and place, and camera settings (photo or drawing, light,
 focus). Its captions range from exact ("a dark photo of a large red circle left of a small blue square") to vague ("two

@@ -1,4 +1,4 @@
-"""Meaning of captions of the embedded world: the scenes they fit, and their share of all scenes.
+"""Meaning of captions of the synthetic world: the scenes they fit, and their share of all scenes.
 
 - "a red circle" fits every scene with at least one red circle; there may be other objects. Several objects that are
   named together must be different ones.

@@ -1,4 +1,4 @@
-"""Zero-shot classes of the embedded world, and the KEY.json of its samples."""
+"""Zero-shot classes of the synthetic world, and the KEY.json of its samples."""
 
 from collections.abc import Sequence
 
@@ -54,6 +54,6 @@ def sample_from_json(row: dict) -> tuple[Scene, list[Caption]]:
     """Scene and captions of a KEY.json, from which `match_matrix` gives the true matches. Raises ValueError."""
     texts, predicates = row.get("captions"), row.get("predicates")
     if not isinstance(texts, list) or not isinstance(predicates, list) or len(texts) != len(predicates):
-        raise ValueError("not a sample of the embedded world: captions and predicates do not belong together")
+        raise ValueError("not a sample of the synthetic world: captions and predicates do not belong together")
     captions = [Caption(text, predicate_from_json(predicate)) for text, predicate in zip(texts, predicates)]
     return scene_from_json(row.get("scene", {})), captions

@@ -1,4 +1,4 @@
-"""Contents and distribution of the embedded world: objects, camera, and the draw of a scene from a seed.
+"""Contents and distribution of the synthetic world: objects, camera, and the draw of a scene from a seed.
 
 The distribution is small enough to be enumerated (`layouts`, uniform shapes and colours, independent camera settings),
 so that the true ambiguity of a caption can be computed. The draw uses the same tables.

@@ -30,7 +30,7 @@ LEAST_SAMPLE_BYTES = 1536  # the headers of two members, and an image
 _TAR_WORD = re.compile(r"[^\s/'\"=:|<>;]+\.tar(?![\w.])")  # the file name of a tar, inside a command
 _SHA256 = re.compile("[0-9a-f]{64}")
 _NOWHERE = Remote("pipe:false")  # names from an index never become part of a command
-_EMBEDDED = "make the embedded data with `python -m tools.make_scenes data/scenes`"
+_SCENES = "make the synthetic data with `python -m tools.make_scenes data/scenes`"
 
 
 class _KeptAsText:
@@ -132,7 +132,7 @@ def _read_pattern(pattern: str) -> list[Shard]:
     for name in map(Path, names):
         folder, wild = name.parent, any(mark in name.name for mark in "*?[")
         if not (folder.is_dir() if wild else name.exists()):
-            raise UserError(f"The data path {name} does not exist.", f"Check the spelling, or {_EMBEDDED}.")
+            raise UserError(f"The data path {name} does not exist.", f"Check the spelling, or {_SCENES}.")
         if folder not in indexes:
             indexes[folder] = {shard.name: shard for shard in read_index_file(folder)}
         index = indexes[folder]
@@ -223,7 +223,7 @@ def read_index_file(folder: Path) -> list[Shard]:
         if any(folder.glob("*.tar")):
             remedy = f"Make it with `{_index_command(folder)}`."
             raise UserError(f"{folder} holds shards, but no index.json beside them.", remedy)
-        raise UserError(f"{folder} holds no webdataset shards.", f"Name the folder of the .tar files, or {_EMBEDDED}.")
+        raise UserError(f"{folder} holds no webdataset shards.", f"Name the folder of the .tar files, or {_SCENES}.")
     with open(path, "rb") as file:
         return _parse_index(file.read(MAX_INDEX_BYTES + 1), str(path), partial(os.path.join, folder), rebuild)
 

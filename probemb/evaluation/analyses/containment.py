@@ -25,7 +25,7 @@ def generality(pairs: EmbeddedPairs, captions: CaptionDataset, seed: int = 0) ->
         pairs: one embedding of each item.
 
     Returns:
-        "own": see `own_pairs`; "nested": see `direction`, None but for the embedded world, whose captions' sets of
+        "own": see `own_pairs`; "nested": see `direction`, None but for the synthetic world, whose captions' sets of
         images are known.
     """
     found: dict = {"own": own_pairs(pairs, seed), "nested": None}

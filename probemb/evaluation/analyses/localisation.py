@@ -3,7 +3,7 @@
 A model that reads regions gets every proposal as an image of that region alone. Its ranking "attention" is then the
 model's own score of the phrase's words with the region; "mean" is the cosine of both embeddings, as jWAE has it.
 
-Source: jWAE (003) §5.2; the protocol of Plummer et al. (IJCV 2017) and Wang et al.: an image's own phrases are looked
+Source: jWAE §5.2; the protocol of Plummer et al. (IJCV 2017) and Wang et al.: an image's own phrases are looked
 for among its proposals, and a proposal is right if its IoU with the phrase's box is at least 0.5.
 
 P proposals of an image, Q phrases of an image, D dimensions.

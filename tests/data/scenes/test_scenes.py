@@ -1,4 +1,4 @@
-"""The embedded world: the same from the same seed, distributed as stated, drawn as described, and its classes."""
+"""The synthetic world: the same from the same seed, distributed as stated, drawn as described, and its classes."""
 
 import collections
 import dataclasses

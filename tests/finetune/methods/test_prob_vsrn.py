@@ -1,4 +1,4 @@
-"""Probabilistic VSRN on the regions of the embedded world: trains, resumes, and embeds within its bounds."""
+"""Probabilistic VSRN on the regions of the synthetic world: trains, resumes, and embeds within its bounds."""
 
 import json
 import math

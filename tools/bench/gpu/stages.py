@@ -33,7 +33,7 @@ def run(*words: object) -> str:
 
 
 def draw_scenes(folder: Path, small: bool, **more) -> Path:
-    """A small embedded world."""
+    """A small synthetic world."""
     from tools.make_scenes import Plan, make
 
     size = {"train": 64, "val": 16, "size": 32} if small else {"train": 512, "val": 128, "size": 64}

@@ -36,9 +36,9 @@ class Variant:
 RATE = " lr "  # before the learning rate, in names of trainings
 PAPERS = {
     "pcmepp": "PCME++ and its rivals",
-    "pcme": "PCME and its baselines (000)",
-    "prob": "Probabilistic VSE++ (001)",
-    "jwae": "SCAN and jWAE (003)",
+    "pcme": "PCME and its baselines",
+    "prob": "Probabilistic VSE++",
+    "jwae": "SCAN and jWAE",
 }
 SCALE = {"loss.scale": "13", "loss.shift": "13"}
 CAPTIONS = {"loss.hidden": "256", "loss.word_width": "100"}  # decoders of half the width of the default, for time

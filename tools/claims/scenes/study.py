@@ -1,4 +1,4 @@
-"""Claims on the embedded world, where every true match and the ambiguity of every caption are known.
+"""Claims on the synthetic world, where every true match and the ambiguity of every caption are known.
 
 All methods of a seed start from one pretraining (InfoNCE on other scenes with exact captions), as the paper's start
 from one CLIP, and see the same scenes in the same order. Towers, data and schedule are far smaller than the paper's;

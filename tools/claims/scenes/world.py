@@ -1,4 +1,4 @@
-"""The embedded world for `tools.claims`: scenes drawn once, kept as bytes in memory, and shared by all trainings."""
+"""The synthetic world for `tools.claims`: scenes drawn once, kept as bytes in memory, and shared by all trainings."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def describe_scenes(name: str, scenes: list[Scene], which: slice = slice(None)) 
         captions=[[caption.text for caption in captions] for captions in told],
         image_ids=list(range(len(scenes))),
         scenes=list(zip(scenes, told)),
-        source=f"the embedded world, {name}",
+        source=f"the synthetic world, {name}",
     )
 
 
