@@ -47,7 +47,7 @@ def _tiles(results: dict) -> list[tuple[str, str, str]]:
 
 
 def _uncertainty(areas: list[dict], side: str) -> Chart:
-    """Mean log det of A, B and C against the area; 001 Fig. 2."""
+    """Mean log det of A, B and C against the area; probabilistic VSE++, Fig. 2."""
     chart = Chart(side, x_label="largest area of a crop, % of the image", y_label="log det Σ, mean")
     for item, colour in COLOURS.items():
         values = [row["uncertainty"]["log-det"][side][item] for row in areas]
