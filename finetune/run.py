@@ -27,7 +27,6 @@ from finetune.config import Compose, Config, check, refuse_pixel_changes, with_m
 from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
-from probemb.cli.streams import make_output_unfailing
 from probemb.errors import UserError
 from probemb.runs.preemption import REQUEUE, Preemption
 
@@ -38,7 +37,6 @@ def main() -> int:
     """Read the configuration and train; returns the exit code."""
     argv = with_method_file(sys.argv[1:])
     config = parse_config(Config, PROG, "Finetune PCME++ or one of its rivals on images with captions.", argv)
-    make_output_unfailing()
     with Preemption() as preemption:
         return train(config, preemption)
 

@@ -23,7 +23,6 @@ from pretrain.config import Config
 from pretrain.contradictions import check
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
-from probemb.cli.streams import make_output_unfailing
 from probemb.runs.preemption import REQUEUE, Preemption
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 def main() -> int:
     """Read the configuration and train; returns the exit code."""
     config = parse_config(Config, "python -m pretrain.run", "Pretrain PCME++, ProLIP, CLIP or SigLIP on shards.")
-    make_output_unfailing()
     with Preemption() as preemption:
         return train(config, preemption)
 

@@ -1,6 +1,7 @@
 """Command lines with few options, and the errors that end every command."""
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -12,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from probemb.cli.streams import make_output_unfailing
 from probemb.errors import UserError
 
 
@@ -36,9 +36,40 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message[:1].upper()}{message[1:]}.", f"See `{self.prog} --help` for what it takes.")
 
 
+class _Unfailing:
+    """A text stream that loses what cannot be written: to a full disk, or to a reader that ended, as `| head` does."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+
+def make_output_unfailing() -> None:
+    """From now on a full disk, an ended reader, a closed stream (`>&-`) or an encoding that lacks a character lose text
+    of stdout and stderr instead of raising, also at the very end.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, and the next file to be opened would take its descriptor
+            stream = open(os.devnull, "w")  # noqa: SIM115
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+        setattr(sys, name, stream if isinstance(stream, _Unfailing) else _Unfailing(stream))
+
+
 def report(error: UserError) -> None:
     """Print an error in two lines, and leave it to torchrun, whose own report of some forty lines then ends with it."""
-    make_output_unfailing()
     rank = int(os.environ.get("RANK", "0"))
     if rank:
         time.sleep(3)  # usually all ranks fail alike: rank 0 reports it, and the launcher ends the others
@@ -57,6 +88,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
     Set PROBEMB_TRACEBACK=1 to see where an error was raised.
     """
+    make_output_unfailing()
     try:
         code = main() or 0
     except (UserError, RuntimeError) as error:
@@ -75,7 +107,4 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr, flush=True)
         exec("")  # else Python, where the signal came in code of a string (a dataclass is one), forgets our exit code
         code = 130
-    except BrokenPipeError:  # the output's reader ended, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
     sys.exit(code)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
-from probemb.data.jpeg import is_complete, load_jpeg
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
 MAX_ASPECT = 100  # after resizing the short side to a model's size, the long side is up to this many times longer
+MAX_SCANS = 100  # of a JPEG; encoders write about ten, and each costs a pass over all pixels, however few bytes it has
+MAX_MARKERS = 1000
 ORIENTATION = 0x0112  # EXIF's tag
 UPRIGHT, SIDEWAYS = 1, (5, 6, 7, 8)  # its values; width and height of the sideways ones are exchanged
+_SCAN, _END, _HUFFMAN = 0xDA, 0xD9, (0xC0, 0xC1, 0xC2)  # markers of a JPEG
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # but for tables
+_BARE = {0x00, 0x01, 0xFF, *range(0xD0, 0xD9)}  # without a segment: stuffing, fill and restarts among them
+_BEFORE_SCANS = re.compile(rb"\xff.", re.DOTALL)
+_AFTER_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]", re.DOTALL)
 # Width and height -> the smallest size needed, or None for full size.
 Draft = Callable[[int, int], "tuple[int, int] | None"]
 
@@ -29,8 +36,7 @@ def decode_image(
 
     Only PIL's JPEG, PNG and WebP decoders are tried, and the header's size is checked before decoding. Transparency is
     composited over white (as img2dataset does), 16-bit grey becomes 8-bit, CMYK and palettes become RGB; only the first
-    frame of an animation is used. Raises BadSample, also for a JPEG in which the coded data of a scan does not end
-    with the scan, for which libjpeg only warns.
+    frame of an animation is used. Raises BadSample, but not for damage of which libjpeg only warns.
 
     Args:
         draft: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size while both sides keep at least so many pixels, which
@@ -45,10 +51,7 @@ def decode_image(
         needed = draft(*image.size[::order]) if callable(draft) else draft and (draft, draft)
         if needed:
             image.draft(None, needed[::order])
-        if image.format in ("JPEG", "MPO"):
-            load_jpeg(image, data)
-        else:
-            image.load()
+        image.load()
         if exif and image.format == "PNG":  # EXIF may follow the pixels
             orientation = _orientation(image)
         return _turned(_to_rgb(image), orientation)
@@ -68,9 +71,33 @@ def size_of_plain_jpeg(data: bytes, *, exif: bool = False) -> tuple[int, int] | 
     """
     with _opened(data, MAX_PIXELS) as image:
         plain = image.format == "JPEG" and image.mode == "RGB" and image.info.get("adobe_transform", 1) == 1
-        if not plain or image.layer[0][0] == ord("R") or not is_complete(data):
+        if not plain or image.layer[0][0] == ord("R") or not _is_complete(data):
             return None
         return None if exif and _orientation(image) != UPRIGHT else image.size
+
+
+def _markers(data: bytes) -> list[int]:
+    """Markers of a JPEG's first picture up to its end, as libjpeg finds them; at most one more than `MAX_MARKERS`.
+
+    Before the first scan every 0xFF outside of segments counts, as Pillow reads that part byte by byte.
+    """
+    markers: list[int] = []
+    position, pattern = 2, _BEFORE_SCANS
+    while len(markers) <= MAX_MARKERS and _END not in markers[-1:] and (found := pattern.search(data, position)):
+        markers.append(kind := found[0][1])
+        position = found.end() - (kind == 0xFF)
+        if kind not in _BARE:
+            position += int.from_bytes(data[position : position + 2], "big")
+        if kind == _SCAN:
+            pattern = _AFTER_SCAN
+    return markers
+
+
+def _is_complete(data: bytes) -> bool:
+    """Whether a JPEG has one frame, Huffman-coded, scans, and its end after the last. Nothing is decoded."""
+    markers = _markers(data)
+    (frame, *others) = [kind for kind in markers if kind in _FRAMES] or [None]
+    return frame in _HUFFMAN and not others and _SCAN in markers and markers[-1] == _END
 
 
 def _orientation(image: Image.Image) -> int:
@@ -100,6 +127,8 @@ def _turned(image: Image.Image, orientation: int) -> Image.Image:
 def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     from PIL import Image
 
+    if data[:2] == b"\xff\xd8" and ((markers := _markers(data)).count(_SCAN) > MAX_SCANS or len(markers) > MAX_MARKERS):
+        raise BadSample(f"the image has more than {MAX_SCANS} scans or {MAX_MARKERS:,} markers")
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             width, height = image.size

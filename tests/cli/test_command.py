@@ -52,6 +52,31 @@ def test_the_error_stands_in_torchrun_s_report(monkeypatch, tmp_path, capsys):
     assert "traceback : error: The disk is full.\n         Make room.\n=" in report
 
 
+@pytest.mark.parametrize("into", [">&-", "| head -c 1 >/dev/null", "> ascii.txt", ">/dev/full"])
+def test_stdout_decides_nothing(tmp_path, into):
+    """Closed, read no further, of another encoding, or on a full disk: the command does all of its work."""
+    (tmp_path / "command.py").write_text(
+        "import time\n"
+        "from probemb.cli.command import run_command\n"
+        "def main():\n"
+        "    print('image \u2192 text ' * 9999, flush=True)\n"
+        "    time.sleep(0.1)\n"
+        "    print('image \u2192 text ' * 9999, flush=True)\n"
+        "    with open('done', 'w') as file:\n        file.write('work')\n"
+        "    return 7\n"
+        "run_command(main)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    line = f"{{ {sys.executable} -m command; echo $? > code; }} {into}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert ((tmp_path / "code").read_text(), (tmp_path / "done").read_text()) == ("7\n", "work")
+    if "ascii" in into:
+        assert (tmp_path / "ascii.txt").read_text().startswith("image ? text image ?")
+
+
 @pytest.mark.slow
 def test_torchrun_s_own_report_ends_with_the_error(tmp_path):
     """It prints some forty lines after the ranks' output; the last of them is what people read."""

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import time
 import zlib
 
 import numpy as np
@@ -10,7 +11,6 @@ from PIL import Image
 
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.jpeg import find_scans
 
 
 def pixel(data):
@@ -127,82 +127,40 @@ def test_a_thread_of_an_image_is_refused(encode):
     assert decode_image(encode("PNG", size=(100, 1))).size == (100, 1)
 
 
-def flip(data: bytes, draw: np.random.RandomState, count: int = 16) -> bytes:
-    """A JPEG with `count` random bytes in its coded data."""
-    at = draw.randint(data.rindex(b"\xff\xda") + 20, len(data) - count - 40)
-    return data[:at] + draw.bytes(count) + data[at + count :]
+def with_scans(encode, count):
+    """A progressive JPEG with so many scans, the last of them repeated."""
+    data = encode("JPEG", image=Image.effect_noise((64, 64), 50), progressive=True)
+    start, end = data.rindex(b"\xff\xda"), len(data) - 2
+    return data[:end] + data[start:end] * (count - data.count(b"\xff\xda")) + data[end:]
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize("draft", [None, 100])
-@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 40, "optimize": True}, {"progressive": True}])
-def test_random_bytes_in_a_jpegs_coded_data_are_noticed(encode, options, draft):
-    draw = np.random.RandomState(3)
-    small = Image.fromarray(draw.randint(0, 255, (60, 80, 3), dtype=np.uint8))
-    data, refused = encode("JPEG", image=small.resize((320, 240), Image.BICUBIC), **options), 0
-    whole = decode_image(data, draft)
-    for _ in range(40):
-        try:
-            decode_image(flip(data, draw, 64), draft)
-        except BadSample:
-            refused += 1
-    assert refused >= 10  # those that libjpeg warns of; Pillow alone refuses 2 to 4
-    assert decode_image(data, draft).tobytes() == whole.tobytes()
+def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded(encode):
+    assert decode_image(with_scans(encode, 100)).size == (64, 64)
+    with pytest.raises(BadSample, match="more than 100 scans"):
+        decode_image(with_scans(encode, 101))
 
 
-@pytest.mark.chaos
-def test_damage_in_every_scan_of_a_progressive_jpeg_is_noticed(encode):
-    draw = np.random.RandomState(5)
-    small = Image.fromarray(draw.randint(0, 255, (60, 80, 3), dtype=np.uint8))
-    data = encode("JPEG", image=small.resize((320, 240), Image.BICUBIC), progressive=True)
-    scans = list(find_scans(data))
-    raw = [(start, end) for start, end in scans if data[start - 3] == 0 and data[start - 1] > 15]  # refines constants
-    assert (len(scans), len(raw)) == (10, 1)
-    for start, end in set(scans) - set(raw):
-        refused = 0
-        for _ in range(20):
-            at = draw.randint(start, end - 64)
-            try:
-                decode_image(data[:at] + draw.bytes(64) + data[at + 64 :])
-            except BadSample:
-                refused += 1
-        assert refused >= 8
+@pytest.mark.parametrize("fill", [b"\xff", b"\xff\xd0", b"\xff\0", b"\xff\xfe\0\2"])
+def test_a_jpeg_of_very_many_markers_is_refused_before_it_is_opened(encode, fill):
+    data = encode("JPEG")
+    start = data.index(b"\xff\xda")
+    assert decode_image(data[:start] + fill * 100 + data[start:]).size
+    with pytest.raises(BadSample, match="1,000 markers"):
+        decode_image(data[:start] + fill * 1001 + data[start:])
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}])
-def test_coded_data_that_lacks_or_has_too_much_at_its_end(encode, options):
-    small = Image.fromarray(np.random.RandomState(6).randint(0, 255, (60, 80, 3), dtype=np.uint8))
-    data = encode("JPEG", image=small, **options)
-    for start, end in find_scans(data):
-        if end - start > 60:
-            with pytest.raises(BadSample, match="ends too early"):
-                decode_image(data[: end - 40] + data[end:])
-            with pytest.raises(BadSample, match="ends before its data"):
-                decode_image(data[:end] + b"abcd" * 10 + data[end:])
+def test_scans_in_comments_restarts_and_trailers_do_not_count(encode):
+    noise = Image.effect_noise((320, 320), 50)
+    data = encode("JPEG", image=noise, comment=b"\xff\xda\xff\xd9" * 2000, restart_marker_blocks=1)
+    assert data.count(b"\xff\xd0") > 100
+    assert decode_image(data + b"\xff\xda" * 2000).size == (320, 320)
 
 
-SOUND = [{}, {"subsampling": 0}, {"quality": 5}, {"quality": 100}, {"optimize": True}]
-SOUND += [{"progressive": True}, {"progressive": True, "quality": 100, "subsampling": 0}]
-SOUND += [
-    {"progressive": True, "quality": 5, "restart_marker_rows": 1},
-    {"restart_marker_blocks": 3},
-    {"restart_marker_rows": 1},
-    {"comment": b"\xff\xda\xff\xd9 in a comment"},
-]
-
-
-@pytest.mark.parametrize("options", SOUND)
-def test_sound_jpegs_decode_to_the_same_pixels_as_with_pillow(encode, options):
-    draw = np.random.RandomState(4)
-    for width, height in [(1, 1), (17, 33), (90, 70)]:
-        for top in (1, 256):  # flat, whose last blocks take a few bits, and noise
-            image = Image.fromarray(draw.randint(0, top, (height, width, 3), dtype=np.uint8))
-            for mode in ("RGB", "L", "CMYK"):
-                data = encode("JPEG", image=image.convert(mode), **options)
-                expected = Image.open(io.BytesIO(data)).convert("RGB").tobytes()
-                for tail in (b"", b"\0" * 40, b"trailer \xff\xd8\xff\xd9"):
-                    assert decode_image(data + tail).tobytes() == expected
-                assert decode_image(data[:-2] + b"\xff\xff\xff\xd9").tobytes() == expected  # fill bytes
+def test_stuffed_bytes_of_a_scan_cost_little(encode):
+    data = encode("JPEG")
+    started = time.process_time()
+    decode_image(data[:-2] + b"\xff\0" * (2 << 20) + data[-2:])
+    assert time.process_time() - started < 1
 
 
 def test_the_first_picture_of_several_in_a_jpeg_decodes(encode):
