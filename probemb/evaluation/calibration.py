@@ -64,24 +64,28 @@ def accepted_shares(judged: JudgedPairs, n_captions: int, least: int = LEAST) ->
     return share.masked_fill(n_judged < least, torch.nan)
 
 
-def caption_acceptance(pairs: EmbeddedPairs, judged: JudgedPairs, least: int = LEAST, seed: int = 0) -> dict | None:
+def caption_acceptance(pairs: EmbeddedPairs, judged: JudgedPairs, least: int = LEAST) -> dict | None:
     """Spearman of a caption's u with the share of its judged images that a majority accepts.
 
     Args:
         least: judged images of a caption that is counted.
 
     Returns:
-        {"spearman": {"value", "low", "high"}, "captions", "least"}, the interval by resampling captions; None for fewer
-        than three captions.
+        {"spearman": {"value", "low", "high"}, "captions", "least"}, the interval by resampling images and captions,
+        centred on the value; None for fewer than three captions.
     """
-    share = accepted_shares(judged, len(pairs.texts), least)
-    kept = torch.isfinite(share).nonzero().flatten()
-    if len(kept) < 3:
+    u, known = pairs.texts.uncertainty().double(), accepted_shares(judged, len(pairs.texts), least).isfinite()
+    if known.sum() < 3:
         return None
-    u, share = pairs.texts.uncertainty()[kept].double(), share[kept]
-    drawn = torch.randint(
-        len(kept), (len(judged.weights) - 1, len(kept)), generator=torch.Generator().manual_seed(seed)
-    )
-    values = [spearman(u[rows], share[rows]) for rows in (torch.arange(len(kept)), *drawn)]
-    values = torch.tensor([torch.nan if value is None else value for value in values], dtype=torch.float64)
-    return {"spearman": estimate(values), "captions": len(kept), "least": least}
+    (image, of_images), (caption, of_captions) = judged.clusters
+    captions, values = judged.caption.unique(), []
+    for image_weight, caption_weight in zip(of_images.double(), of_captions):
+        weight = image_weight[image]
+        share = torch.bincount(caption, weight * judged.label) / torch.bincount(caption, weight)
+        counted = (caption_weight * (known[captions] & share.isfinite())).long()
+        value = spearman(*(x.repeat_interleave(counted) for x in (u[captions], share)))
+        values.append(torch.nan if value is None else value)
+    values_R = torch.tensor(values, dtype=torch.float64)
+    # Drawing images makes the shares noisier than they are, and so every correlation weaker.
+    values_R[1:] += values_R[0] - values_R[1:].nanmean()
+    return {"spearman": estimate(values_R), "captions": int(known.sum()), "least": least}

@@ -1,11 +1,11 @@
 """Scores of models against people's judgements of single pairs, and comparisons of two models' scores.
 
-Judged are pairs of an image and a caption of another image; the label is a majority of yes. Intervals resample captions
-(see `probemb.metrics.judged`). What is chosen or fitted on judgements is cross-fitted: the judged images fall into two
-halves by a hash of their names, and what is chosen on one half is measured on the other. Scores of both halves then
-differ in scale, so each half is measured alone, and the mean of both is reported, for every ranking.
+Judged are pairs of an image and a caption of another image; the label is a majority of yes. Intervals resample images
+and captions (see `probemb.metrics.judged`). What is chosen or fitted on judgements is cross-fitted: the judged images
+fall into two halves by a hash of their names, and what is chosen on one half is measured on the other. Scores of both
+halves then differ in scale, so each half is measured alone, and the mean of both is reported, for every ranking.
 
-P judged pairs, C their captions, R resamples, S seeds.
+P judged pairs, I their images, C their captions, R resamples, S seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker, title_of
 from probemb.evaluation.scores import SCORES
 from probemb.evaluation.tolerance import GRID
-from probemb.metrics import cluster_weights, estimate, pair_metrics
+from probemb.metrics import PairMetrics, cluster_weights, estimate, pair_metrics
 from probemb.metrics.judged import RESAMPLES
 
 TOLERANCE, CROSS_FITTED = "tolerance", "tolerance-cross-fitted"
@@ -40,9 +40,9 @@ class JudgedPairs:
     Attributes:
         image, caption: (P,) int64 rows.
         label: (P,) bool, a majority said yes; share: (P,) float64, of yes.
-        cluster: (P,) int64 in [0, C), the caption's place among those judged.
         half: (P,) int64, 0 or 1, by a hash of the image's name.
-        weights: (R + 1, C), of `probemb.metrics.cluster_weights`.
+        clusters: of images and of captions: (P,) int64, places among those judged, and the bootstrap's weights, (R + 1,
+            I) and (R + 1, C), of `probemb.metrics.cluster_weights`.
         names: of each pair.
     """
 
@@ -50,9 +50,8 @@ class JudgedPairs:
     caption: Tensor
     label: Tensor
     share: Tensor
-    cluster: Tensor
     half: Tensor
-    weights: Tensor
+    clusters: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
     names: list[str]
 
     def __len__(self) -> int:
@@ -67,6 +66,11 @@ class JudgedPairs:
     def divisible(self) -> bool:
         """Whether both halves have pairs of both labels."""
         return all(len(self.label[rows].unique()) == 2 for rows in self.halves)
+
+    def metrics(self, scores: Tensor, rows: Tensor | slice = slice(None), resamples: int | None = None) -> PairMetrics:
+        """Of some pairs, (R + 1,) each; resamples: the first so many alone."""
+        keep = slice(None if resamples is None else resamples + 1)
+        return pair_metrics(scores[rows], self.label[rows], *((place[rows], w[keep]) for place, w in self.clusters))
 
     def digest(self) -> str:
         """Hash of the pairs, their labels and their order: scores of equal digests can be compared."""
@@ -86,19 +90,19 @@ def judged_pairs(judgements: Judgements, n_resamples: int = RESAMPLES) -> Judged
             f"{'all' if others.accepted.any() else 'none'}, so that no order of them is better than another.",
             "Name a file with accepted and refused pairs of the images in the data.",
         )
-    captions, cluster = others.caption.unique(return_inverse=True)
     half = torch.tensor([hashlib.sha256(name.encode("utf-8", "replace")).digest()[0] & 1 for name in
                          others.image_names()])  # fmt: skip
-    weights = cluster_weights(len(captions), n_resamples)
-    return JudgedPairs(
-        others.image, others.caption, others.accepted, others.share, cluster, half, weights, others.names
+    places = [rows.unique(return_inverse=True)[1] for rows in (others.image, others.caption)]
+    clusters = tuple(
+        (place, cluster_weights(int(place.max()) + 1, n_resamples, seed)) for seed, place in enumerate(places)
     )
+    return JudgedPairs(others.image, others.caption, others.accepted, others.share, half, clusters, others.names)
 
 
 def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, options: RankingOptions) -> Tensor:
     """(P,) scores of the judged pairs, larger is closer; float64 where float32 would blur them."""
-    images, row = judged.image.unique(return_inverse=True)
-    captions = judged.caption.unique()  # in the order of `cluster`
+    images, captions = judged.image.unique(), judged.caption.unique()  # in the order of their clusters
+    (row, _), (column, _) = judged.clusters
     ranker = make_ranker(ranking, pairs.images, pairs.texts, options)
     if not isinstance(ranker, ScoreRanker):
         raise ValueError(f"{ranking} has no scores of single pairs")
@@ -107,7 +111,7 @@ def judged_scores(pairs: EmbeddedPairs, judged: JudgedPairs, ranking: str, optio
     for start in range(0, len(images), step):
         block = part(slice(start, start + step)).cpu()
         here = ((row >= start) & (row < start + step)).nonzero().flatten()
-        found[here] = block[row[here] - start, judged.cluster[here]]
+        found[here] = block[row[here] - start, column[here]]
     return found
 
 
@@ -120,11 +124,11 @@ def judged_metrics(scores: Tensor, judged: JudgedPairs) -> Resampled:
     if scores.dim() == 2:
         every = [judged_metrics(one, judged) for one in scores]
         return {name: torch.stack([one[name] for one in every]).mean(0) for name in every[0]}
-    whole = pair_metrics(scores, judged.label, judged.cluster, judged.weights)
+    whole = judged.metrics(scores)
     found = dict(zip(METRICS, whole))
     if not judged.divisible:
         return found | {f"{name}_halves": torch.full_like(whole[0], torch.nan) for name in METRICS}
-    halves = [pair_metrics(scores[r], judged.label[r], judged.cluster[r], judged.weights) for r in judged.halves]
+    halves = [judged.metrics(scores, rows) for rows in judged.halves]
     return found | {f"{name}_halves": (a + b) / 2 for name, a, b in zip(METRICS, *halves)}
 
 
@@ -209,11 +213,8 @@ def cross_fitted(pairs: EmbeddedPairs, judged: JudgedPairs, grid: Sequence[float
     def score(weights: tuple[float, float]) -> Tensor:
         return -(squared + weights[0] * u_caption + weights[1] * u_image).float()
 
-    once = judged.weights[:1]
-
     def precision(weights: tuple[float, float], rows: Tensor) -> float:
-        found = pair_metrics(score(weights)[rows], judged.label[rows], judged.cluster[rows], once)
-        return float(found.average_precision)
+        return float(judged.metrics(score(weights), rows, resamples=0).average_precision)
 
     def best(table: dict[tuple[float, float], float]) -> tuple[float, float]:
         return max(table, key=lambda weights: (table[weights], -abs(weights[0]) - abs(weights[1])))

@@ -1,13 +1,16 @@
 """Average precision and ROC AUC of scores of single pairs, with bootstrap intervals that resample clusters of pairs.
 
-Pairs of one caption are not independent: they share its wording, its embedding and how people understood it. Resampling
-single pairs would give too narrow intervals, so whole clusters (captions) are drawn with replacement.
+Pairs of one caption, or of one image, are not independent: they share its embedding and how people understood it.
+Resampling single pairs would give intervals that are too narrow, so whole clusters are drawn with replacement. With
+clusters of two kinds, images and captions, both are drawn, and a pair counts as the product of both counts (Owen, "The
+pigeonhole bootstrap", Annals of Applied Statistics 2007).
 
 Letters: P pairs, C clusters, R resamples. Weighted metrics count pair i as weight_i pairs, as scikit-learn does.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,25 +39,29 @@ def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0
     return torch.cat([torch.ones(1, n_clusters), counts])
 
 
-def pair_metrics(scores_P: Tensor, label_P: Tensor, cluster_P: Tensor, weights_RC: Tensor) -> PairMetrics:
+def pair_metrics(scores_P: Tensor, label_P: Tensor, *clusters: tuple[Tensor, Tensor]) -> PairMetrics:
     """Both metrics under every row of weights; pairs of equal scores share one threshold.
 
     Args:
         scores_P: finite, larger means more likely a match; label_P: bool.
-        cluster_P: (P,) int64 in [0, C); weights_RC: of `cluster_weights`.
+        clusters: for each kind of cluster (P,) int64 in [0, C), the pairs' clusters, and (R, C) of `cluster_weights`.
 
     Raises:
         ValueError: shapes that differ, no pairs, or scores that are not finite.
     """
-    if not len(scores_P) or scores_P.dim() != 1 or not scores_P.shape == label_P.shape == cluster_P.shape:
+    places = [cluster_P for cluster_P, _ in clusters]
+    if not len(scores_P) or scores_P.dim() != 1 or any(x.shape != scores_P.shape for x in (label_P, *places)):
         raise ValueError(f"scores {tuple(scores_P.shape)}, label {tuple(label_P.shape)}: give (P,) of both")
     if not torch.isfinite(scores_P).all():
         raise ValueError("scores hold NaN or infinity: there is no order to measure")
     ordered, order = scores_P.double().sort(descending=True, stable=True)
     last_T = torch.cat([(ordered[1:] != ordered[:-1]).nonzero().flatten(), torch.tensor([len(ordered) - 1])])
-    positive_P, cluster_P = label_P[order].bool(), cluster_P[order]
-    step = max(1, BLOCK_ELEMENTS // len(ordered))
-    parts = [_weighted(weights[:, cluster_P], positive_P, last_T) for weights in weights_RC.split(step)]
+    positive_P, step = label_P[order].bool(), max(1, BLOCK_ELEMENTS // len(ordered))
+    blocks = zip(*(weights_RC.split(step) for _, weights_RC in clusters))
+    parts = [
+        _weighted(math.prod(w[:, place_P[order]] for w, place_P in zip(block, places)), positive_P, last_T)
+        for block in blocks
+    ]
     return PairMetrics(*(torch.cat(column) for column in zip(*parts)))
 
 

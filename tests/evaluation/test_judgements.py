@@ -65,8 +65,10 @@ def test_pairs_of_other_images_alone(world):
     given = judgements(pairs, probability(pairs))
     assert len(judged) == int((~given.own).sum()) < len(given)
     assert (pairs.owner[judged.caption] != judged.image).all()
-    assert judged.weights.shape == (201, len(judged.caption.unique()))
-    assert judged.caption.unique()[judged.cluster].equal(judged.caption)
+    for rows, (place, weights) in zip((judged.image, judged.caption), judged.clusters):
+        assert weights.shape == (201, len(rows.unique()))
+        assert rows.unique()[place].equal(rows)
+    assert not judged.clusters[0][1][1, :40].equal(judged.clusters[1][1][1, :40])  # drawn independently
     halves = {(int(i), int(h)) for i, h in zip(judged.image, judged.half)}
     assert len(halves) == len(judged.image.unique())  # an image lies in one half
     assert 0.25 < judged.half.double().mean() < 0.75
@@ -128,9 +130,9 @@ def test_rankings(world):
     assert [rows[name]["title"] for name in expected[2:]] == [
         "tolerance", "match probability", "tolerance, cross-fitted"
     ]  # fmt: skip
-    given = RankingOptions(tolerance=Tolerance(0.0, 0.0, chosen="honest (val)"))
+    given = RankingOptions(tolerance=Tolerance(0.0, 0.0, chosen="chosen on val"))
     row = evaluate_rankings_of_pairs(pairs, judged, ["tolerance"], given)[0]["rows"][0]
-    assert row["title"] == "tolerance, honest (val)"
+    assert row["title"] == "tolerance, chosen on val"
     assert row["roc_auc"]["value"] == pytest.approx(float(by_means(pairs, judged)), abs=1e-4)
     assert found["reference"] == "mean"
     assert rows["csd"]["average_precision"]["value"] > rows["mean"]["average_precision"]["value"]  # the truth is CSD
@@ -218,4 +220,7 @@ def test_acceptance_of_captions():
     assert found["captions"] == len(shares)
     assert found["spearman"]["value"] == pytest.approx(stats.spearmanr(uncertainties, shares).statistic)
     assert 0.7 < found["spearman"]["low"] < found["spearman"]["value"] < found["spearman"]["high"]
+    few = judged_pairs(judgements(pairs, truth, n=1800, people=1), 100)  # of 15 images or so each: noisy shares
+    found = caption_acceptance(pairs, few, least=5)["spearman"]
+    assert found["low"] < found["value"] < found["high"]
     assert caption_acceptance(pairs, judged, least=1000) is None

@@ -81,7 +81,7 @@ def direction(texts: Gaussian, match_NM: Tensor, seed: int = 0) -> dict | None:
     weights_RC = cluster_weights(int(cluster.max()) + 1, seed=seed)
     both = torch.cat([score_P, -score_P])  # the reverse inclusion is the negative one
     label = torch.arange(len(both)) < len(score_P)
-    area = pair_metrics(both, label, cluster.repeat(2), weights_RC).roc_auc
+    area = pair_metrics(both, label, (cluster.repeat(2), weights_RC)).roc_auc
     return {
         "captions": len(texts.mean),
         "found": n_found,

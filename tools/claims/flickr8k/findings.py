@@ -219,7 +219,7 @@ def _judged(found: Found, judged: dict) -> dict:
             "Pairs of a test image and a caption of another one; right is what a majority accepts. The weights of the "
             "tolerance are cross-fitted: chosen on the judgements of one half of the images, measured on the other. "
             "Comparisons are of the means of both halves and over the seeds, with 95 % intervals of the paired "
-            "bootstrap over captions."
+            "bootstrap over images and captions."
         ],
     }  # fmt: skip
 

@@ -67,7 +67,8 @@ class Judge:
         return found | {"tolerance": tolerant}, about["chosen"]
 
     def compare(self, found, archive, variants: Sequence[str]) -> dict[str, dict]:
-        """Average precision of every variant and ranking less InfoNCE's, by the paired bootstrap over captions.
+        """Average precision of every variant and ranking less InfoNCE's, by the paired bootstrap over images and
+        captions.
 
         Metrics of the seeds are averaged; both sides take the mean of both halves, as cross-fitted scores need it.
 
