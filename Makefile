@@ -1,4 +1,4 @@
-# Everything here works on a machine with Python (3.10 or newer) and make alone.
+# Everything here works on a machine with Python (3.11 or newer) and make alone.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin

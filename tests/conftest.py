@@ -22,11 +22,20 @@ CORE = ("losses", "metrics", "models", "evaluation", "test_compose.py", "test_di
 CORE += ("test_gaussian.py", "test_labels.py")
 
 
+SLOW = ("tools/claims", "tools/bench", "tools/test_chaos.py", "tools/test_continuity.py", "tools/test_cross_dataset.py")
+FLOW = ["tests/slurm/test_preemption.py", "test_preempted_requeued_finished_and_equal_to_an_undisturbed_run"]
+
+
 def pytest_collection_modifyitems(items):
-    """`pytest -m core`: mathematics, models and metrics; minutes instead of a quarter of an hour."""
+    """`-m slow`: also studies, benchmarks, groups of over three ranks, and Slurm but for one job that is preempted."""
     tests = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(tests).parts[0] in CORE and item.get_closest_marker("slow") is None:
+        path = item.path.relative_to(tests)
+        many_ranks = hasattr(item, "callspec") and item.callspec.params.get("world", 0) > 3
+        on_slurm = "cluster" in item.fixturenames and item.nodeid.split("::") != FLOW
+        if many_ranks or on_slurm or path.as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+        if path.parts[0] in CORE and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.core)
 
 
