@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -36,7 +36,7 @@ class Model(Towers):
 
     Args:
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
-            tower and 1 of the text tower; empty for 2, and 0 where an objective has none.
+            tower and 1 of the text tower; empty for 2. An objective that trains points has no branch.
         lock_text: freeze the text tower's trunk; its heads train.
         unlocked_image_groups: last groups of a locked image tower that train: 1 for the last norm and the projection, 2
             for the last block too, and so on.
@@ -281,8 +281,10 @@ class Config:
         from pretrain.masking import check_masks
         from probemb.models.layers import check_frozen, freeze_backbones
 
-        m = self.model
-        about = {"objective": self.objective, **OBJECTIVES[self.objective].model_options(self.loss)}
+        m, objective = self.model, OBJECTIVES[self.objective]
+        if not objective.probabilistic:
+            m = replace(m, n_unc_layers=None, uncertainty="branch")
+        about = {"objective": self.objective, **objective.model_options(self.loss)}
         model = m.create(self.train_paths, self.loss, **about, **more)
         locks = m.lock_image, m.lock_text, m.unlocked_image_groups, m.unlocked_text_groups
         freeze_backbones(model, *locks)

@@ -43,13 +43,7 @@ def check(config: Config, world_size: int) -> None:
     if config.remote_copy is not None:
         check_address(config.remote_copy, config.out)
     check_evaluation(config.evaluate)
-    objective, layers = OBJECTIVES[config.objective], config.model.n_unc_layers
-    objective.check(config.loss)
-    if not objective.probabilistic and layers not in (None, 0, (0, 0)):
-        raise UserError(
-            f"The objective {config.objective} predicts no uncertainty, and model.n_unc_layers is {layers}.",
-            "Leave model.n_unc_layers out, or set it to 0.",
-        )
+    OBJECTIVES[config.objective].check(config.loss)
     _check_images(config.model.name)
     _check_locks(config)
     parts = world_size * config.engine.accumulation

@@ -101,6 +101,7 @@ class PCMEPlusPlus(Objective):
             shift: initial b.
             pseudo_positive: weight alpha of the pseudo-positives, inside the PCME++ loss.
             vib: weight beta of the information bottleneck, inside the PCME++ loss.
+            log_var: initial log-variance; null for -log D, so that an item's variances sum to 1.
             exchange: ring (memory that does not grow with the ranks), gather (one collective), or null: gather with
                 more than 64 ranks, and for pseudo-positives and match-probability.
         """
@@ -112,9 +113,14 @@ class PCMEPlusPlus(Objective):
         shift: float = 1.0
         pseudo_positive: NonNegativeFloat = 0.0
         vib: NonNegativeFloat = 1e-4
+        log_var: float | None = None
         exchange: Exchange | None = None
 
     scalars = ("logit_scale", "scale", "shift")
+
+    @classmethod
+    def model_options(cls, options: Any) -> dict[str, Any]:
+        return {**super().model_options(options), "log_var_start": options.log_var}
 
     @classmethod
     def check(cls, options: Any) -> None:

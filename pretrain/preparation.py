@@ -76,6 +76,8 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     device, precision = pick_device(config), training_precision(config.engine.precision)
     seed_everything(config.seed)
     model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
+    if not model.probabilistic and (config.model.n_unc_layers or config.model.uncertainty != "branch"):
+        say(f"model   {config.objective} trains points: model.n_unc_layers and model.uncertainty are not used")
     if config.model.word_vectors and not earlier:
         say(f"words   {fill_word_vectors(model, config.model.word_vectors)}")
     augmentation = Augmentation(**vars(config.data.augmentation))

@@ -17,7 +17,7 @@ import yaml
 from probemb.cli.help import HELP, HELP_ALL, print_help
 from probemb.cli.named_paths import split_name
 from probemb.cli.ranges import plain, wrong_value
-from probemb.cli.yaml_file import checked_file
+from probemb.cli.yaml_file import check_keys, read_file
 from probemb.errors import UserError, nearest
 
 Config = TypeVar("Config")
@@ -26,10 +26,11 @@ Config = TypeVar("Config")
 def parse_config(config_class: type[Config], prog: str, description: str, argv: Sequence[str] | None = None) -> Config:
     """Read `--config file.yaml` and `--group.key value` into a (nested, frozen) dataclass.
 
-    Overrides win over the file, the file over the defaults. Keys may have hyphens; a switch without a value is switched
-    on, `--no-KEY` switches off or empties, and a list takes several values: `--data a b`. Types give the ranges
-    (`PositiveInt`, `Literal`, …, see probemb.cli.ranges); numbers must be finite. A field of `chosen_options` has the
-    options of the class that another field names. `--help` prints the keys in the dataclass' COMMON, if it has any, and
+    Overrides win over the file, the file over its base (see `read_file`), that over the defaults. Keys may have
+    hyphens; a switch without a value is switched on, `--no-KEY` switches off or empties, and a list takes several
+    values: `--data a b`. Types give the ranges (`PositiveInt`, `Literal`, …, see probemb.cli.ranges); numbers must be
+    finite. A field of `chosen_options` has the options of the class that another field names; those of a file that
+    names another class are left out, with a line. `--help` prints the keys in the dataclass' COMMON, if it has any, and
     `--help-all` every key.
     Raises UserError: an unknown key, a value of the wrong type or out of range, a missing or broken file.
     """
@@ -37,7 +38,7 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
 
     lists = [f"--{key}" for key in known_keys(config_class, only=list)]
     typed = _joined(sys.argv[1:] if argv is None else argv, lists)
-    whole, elsewhere = _with_chosen(config_class, typed)
+    whole, choices, elsewhere = _with_chosen(config_class, typed)
     known, switches = known_keys(whole), known_keys(whole, only=bool)
     groups = [key for key in known if any(other.startswith(f"{key}.") for other in known)]
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
@@ -50,7 +51,11 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     if asked := [word for word in typed if word in HELP]:
         print_help(parser, getattr(whole, "COMMON", ()) if HELP_ALL not in asked else ())
         sys.exit(0)
-    files = [f"--config={checked_file(Path(word[9:]), known, elsewhere)}" for word in typed if _is_file(word)]
+    files = []
+    for path in (Path(word[9:]) for word in typed if _is_file(word)):
+        content = _without_other_options(read_file(path), choices, path)
+        check_keys(content, path, known, elsewhere)
+        files.append(f"--config={yaml.safe_dump(content)}")
     words = [_as_declared(word, known, switches) for word in typed if not _is_file(word)]
     for word in words:
         key = word[2:].partition("=")[0]
@@ -85,8 +90,12 @@ def chosen_options(by: str, classes: Mapping[str, Any], default: str) -> dict[st
     return {"default_factory": lambda: classes[default].Options(), "metadata": {"chosen": choice}}
 
 
-def _with_chosen(config_class: type, argv: Sequence[str]) -> tuple[type, Callable[[str], UserError | None]]:
-    """The dataclass with the chosen classes' `Options`, and what to say of a key that only other classes have."""
+def _with_chosen(
+    config_class: type, argv: Sequence[str]
+) -> tuple[type, dict[str, tuple[str, str, Mapping]], Callable[[str], UserError | None]]:
+    """The dataclass with the chosen classes' `Options`; by their fields: the field that chooses, the name and all
+    classes; and what to say of a key that only other classes have.
+    """
     chosen, others = {}, {}
     for field in dataclasses.fields(config_class):
         if (choice := field.metadata.get("chosen")) is None:
@@ -108,7 +117,18 @@ def _with_chosen(config_class: type, argv: Sequence[str]) -> tuple[type, Callabl
         remedy = f"Leave it out, or choose one of {users}."
         return UserError(f"The {by} {name} does not use {key}.", remedy) if users else None
 
-    return _resolved(config_class, chosen), elsewhere
+    return _resolved(config_class, chosen), others, elsewhere
+
+
+def _without_other_options(content: dict, choices: dict[str, tuple[str, str, Mapping]], path: Path) -> dict:
+    """The content of a file without options of a class that the file names and the run does not use, with a line."""
+    for group, (by, name, _) in choices.items():
+        if content.get(by, name) == name or not isinstance(options := content.pop(group, None), dict):
+            continue
+        if os.environ.get("RANK", "0") == "0":
+            keys = ", ".join(f"{group}.{key}" for key in options)
+            print(f"config  {by} {name} leaves out what {path} sets for {content[by]}: {keys}", file=sys.stderr)
+    return content
 
 
 def _resolved(cls: type, chosen: Mapping[str, type]) -> type:
@@ -141,11 +161,11 @@ def _said(key: str, words: Sequence[str]) -> tuple[str, Any]:
                 return name, value
     for word in filter(_is_file, reversed(words)):
         try:
-            node = yaml.safe_load(Path(word[9:]).read_text(encoding="utf-8"))
+            node = read_file(Path(word[9:]))
             for name in key.split("."):
                 node = node[name]
             return key, node
-        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        except (OSError, UserError, LookupError, TypeError):
             continue
     return key, None
 

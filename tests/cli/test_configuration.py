@@ -253,13 +253,40 @@ def test_another_field_chooses_the_options(tmp_path, capsys):
     for kind, options in {"a": One.Options(0.5), "b": Other.Options(5), "c": Bare.Options()}.items():
         file.write_text(to_yaml(Whole(kind=kind, options=options)))
         assert parse("--config", str(file)) == Whole(kind=kind, options=options)
-    file.write_text(yaml.safe_dump({"kind": "b", "options": {"rate": None, "size": 4}}))  # as all had all options once
-    assert parse("--config", str(file)).options == Other.Options(4)
     with pytest.raises(SystemExit):
         parse("--help", "--kind=b")
     told = capsys.readouterr().out
     assert "--options.size" in told
     assert "--options.rate" not in told
+
+
+def test_options_of_another_class_come_from_no_file_that_names_that_class(tmp_path, capsys):
+    named, plain = tmp_path / "named.yaml", tmp_path / "plain.yaml"
+    named.write_text("kind: a\nname: y\noptions: {rate: 3}\n")
+    plain.write_text("options: {rate: 3}\n")
+    assert parse("--config", str(named), "--kind", "b") == Whole(name="y", kind="b", options=Other.Options())
+    assert capsys.readouterr().err == f"config  kind b leaves out what {named} sets for a: options.rate\n"
+    assert parse("--config", str(named), "--config", str(plain)).options == One.Options(3.0)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match=r"^The kind b does not use options\.rate\."):
+        parse("--config", str(plain), "--kind", "b")
+
+
+def test_a_file_builds_on_another(tmp_path):
+    base, file, last = tmp_path / "base.yaml", tmp_path / "sub/file.yaml", tmp_path / "sub/last.yaml"
+    file.parent.mkdir()
+    base.write_text("name: y\nkind: b\npart: {rate: 1e-4, sizes: [3, 4]}\noptions: {size: 7}\n")
+    file.write_text("base: ../base.yaml\npart: {rate: 3}\n")
+    last.write_text("base: file.yaml\nname: z\n")
+    whole = parse("--config", str(last))
+    assert (whole.name, whole.part, whole.options) == ("z", Part(3.0, (3, 4)), Other.Options(7))
+    assert parse("--config", str(base)).part.rate == 1e-4
+    base.write_text("base: sub/last.yaml\n")
+    with pytest.raises(UserError, match=r"file\.yaml is its own base, by way of .*last\.yaml"):
+        parse("--config", str(file))
+    base.unlink()
+    with pytest.raises(UserError, match=r"base\.yaml does not exist\. Correct the base in .*file\.yaml"):
+        parse("--config", str(last))
 
 
 def test_numbers_are_plain():

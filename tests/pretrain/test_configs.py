@@ -7,6 +7,7 @@ import torch
 
 from pretrain.config import Config
 from pretrain.contradictions import check
+from pretrain.objectives import OBJECTIVES
 from probemb.cli.configuration import parse_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "pretrain/configs").glob("*.yaml"))
@@ -28,3 +29,18 @@ def test_prolip_is_the_papers_architecture():
     text = model.encode_text(torch.ones(2, 64, dtype=torch.long, device="meta"))
     assert image.shape == text.shape == (2, 768)
     assert model.visual.uncertainty_token.shape == model.text.uncertainty_token.shape == (768,)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "vit" in path.stem], ids=lambda path: path.stem)
+def test_starts_with_every_objective(path, objective, capsys):
+    """Options of the objective that the file names do not count for another one, and a line says so."""
+    config = parse_config(Config, "python -m pretrain.run", "", ["--config", str(path), "--objective", objective])
+    check(config, 8)
+    own = parse_config(Config, "python -m pretrain.run", "", ["--config", str(path)]).objective
+    assert ("leaves out what" in capsys.readouterr().err) == (objective != own)
+    if objective != own:
+        assert config.loss == OBJECTIVES[objective].Options()
+    with torch.device("meta"):
+        model = config.create_model()
+    assert model.probabilistic == OBJECTIVES[objective].probabilistic

@@ -197,6 +197,10 @@ def test_each_makes_its_kind_of_model():
             assert model.inverse_temperature().item() == pytest.approx(10)
             assert model.match_numbers() == pytest.approx((5, 0), abs=1e-5)
         assert to_dict(config)["loss"] == vars(loss)
+        if objective.probabilistic:
+            start = replace(config, loss=replace(loss, log_var=-3.0), model=Model(name="ViT-Micro-32")).create_model()
+            log_var = start.encode_text(torch.ones(2, start.context_length, dtype=torch.long)).log_var
+            assert log_var.mean().item() == pytest.approx(-3, abs=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,6 @@ BAD = {
         "no objective 'pcmep'. Did you mean 'pcmepp'",
         "Choose from clip, pcmepp",
     ),
-    "points": ({"objective": "siglip", "model.n_unc_layers": 1}, "siglip predicts no uncertainty", "set it to 0"),
     "no such term": (
         {"objective": "clip", "loss.vib": 1},
         "The objective clip does not use loss.vib",
