@@ -17,7 +17,7 @@ import yaml
 from probemb.cli.help import HELP, HELP_ALL, print_help
 from probemb.cli.named_paths import split_name
 from probemb.cli.ranges import plain, wrong_value
-from probemb.cli.yaml_file import check_keys, read_file
+from probemb.cli.yaml_file import Loader, check_keys, load_yaml, read_file
 from probemb.errors import UserError, nearest
 
 Config = TypeVar("Config")
@@ -34,8 +34,9 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
     `--help-all` every key.
     Raises UserError: an unknown key, a value of the wrong type or out of range, a missing or broken file.
     """
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, _loaders_dumpers
 
+    _loaders_dumpers.yaml_default_loader = Loader  # set_loader leaves options of type int and float to YAML 1.1
     lists = [f"--{key}" for key in known_keys(config_class, only=list)]
     typed = _joined(sys.argv[1:] if argv is None else argv, lists)
     whole, choices, elsewhere = _with_chosen(config_class, typed)
@@ -156,7 +157,7 @@ def _said(key: str, words: Sequence[str]) -> tuple[str, Any]:
     for name, equals, value in (word.partition("=") for word in reversed(words)):
         if equals and name.replace("-", "_") == f"__{key}":
             try:
-                return name, yaml.safe_load(value)
+                return name, load_yaml(value)
             except yaml.YAMLError:
                 return name, value
     for word in filter(_is_file, reversed(words)):

@@ -1,17 +1,28 @@
 """A YAML file of a command's keys, checked before it is read."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 import yaml
 
 from probemb.errors import UserError, nearest
 
 BASE = "base"  # the key that names the file on which one builds
+MOST = 1_000_000  # bytes of a file of options
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without the keys that stand twice in a mapping, of which YAML takes the last."""
+class Loader(yaml.SafeLoader):
+    """YAML as people read it: no aliases, no key twice in a mapping (YAML takes the last), and no numbers that YAML 1.1
+    alone knows: 1:20 (80), 010 (8) and 0x10 are text.
+    """
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         seen: dict[str, int] = {}
@@ -23,6 +34,28 @@ class _Loader(yaml.SafeLoader):
                 )
             seen[name] = line
         return super().construct_mapping(node, deep)
+
+    def construct_number(self, node):
+        text = self.construct_scalar(node)
+        if re.fullmatch(r"[-+]?(0|[1-9][\d_]{0,99})", text):
+            return int(text.replace("_", ""))
+        return self.construct_yaml_float(node) if re.search(r"^[^:]*[.eE][^:]*$", text) else text
+
+
+Loader.add_implicit_resolver(  # 1e-3, which is text in YAML 1.1
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+for _tag in ("int", "float"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", Loader.construct_number)
+Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
+
+
+def load_yaml(text: str | TextIO) -> Any:
+    """A document of YAML, or a file of one. Raises yaml.YAMLError."""
+    try:
+        return yaml.load(text, Loader)
+    except (RecursionError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+        raise yaml.YAMLError("it is nested too deeply" if isinstance(error, RecursionError) else error) from None
 
 
 def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
@@ -37,10 +70,12 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
     if not path.is_file():
         remedy = f"Correct the base in {above[-1]}." if above else "Check the path given to --config."
         raise UserError(f"The configuration file {path} does not exist.", remedy)
+    if path.stat().st_size > MOST:
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes.", f"A file of options has at most {MOST:,}.")
     try:
         with path.open(encoding="utf-8") as file:
-            content = yaml.load(file, _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+            content = load_yaml(file)
+    except yaml.YAMLError as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path} is not a YAML file: {reason}.", "Correct the file.") from error
     if not isinstance(content, dict):

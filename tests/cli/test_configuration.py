@@ -160,6 +160,12 @@ def test_what_cannot_be_read_is_named(argv, message):
         ("part:\n  rate: 1\n  rate: 2\n", "has the key rate twice, in lines 2 and 3."),
         ("part:\n", "sets part to nothing, but it is a group of keys."),
         ("part: null\n", "sets part to nothing, but it is a group of keys."),
+        ("part: &p {rate: 1}\nname: *p\n", "line 2 has the alias *p"),
+        ("part: " + 3000 * "[", "nested too deeply"),
+        ("name: " + "a" * 1_000_000, "has 1,000,006 bytes"),
+        ("part: {rate: 1:20}\n", "part.rate is '1:20', which is not a number."),
+        ("seed: " + 5000 * "9", "seed is '9999"),
+        ("part: {rate: 0x10}\n", "part.rate is '0x10', which is not a number."),
         ("part: fast\n", "sets part to 'fast', but it is a group of keys."),
     ],
 )
@@ -169,6 +175,16 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
     with pytest.raises(UserError) as error:
         parse("--config", str(file))
     assert message in str(error.value)
+
+
+def test_numbers_of_a_file_are_those_of_the_command_line(tmp_path):
+    file = tmp_path / "c.yaml"
+    for text in ("010", "1e-3", "1_0", "1.5e3", "2."):
+        file.write_text(f"part: {{rate: {text}}}\n")
+        assert parse("--config", str(file)).part.rate == parse("--part.rate", text).part.rate == float(text)
+    for words in (["--part.rate", "1:20"], ["--seed", "1:20"], ["--seed", "9" * 5000]):
+        with pytest.raises(UserError, match=r"is '1:20'|is '99"):
+            parse(*words)
 
 
 def test_a_folder_is_no_configuration(tmp_path):
