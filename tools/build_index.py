@@ -15,7 +15,6 @@ by the number of items and the memory, and prints the reason; --factory takes an
 from __future__ import annotations
 
 import math
-import os
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.cli.command import Parser, run_command
+from probemb.cli.machine import machine_memory
 from probemb.errors import UserError
 
 if TYPE_CHECKING:
@@ -203,11 +203,6 @@ def choose(options: Namespace, count: int, dim: int, share: Share | None = None)
     if options.train_items is None:
         options.train_items = training_count(choice.factory, count, dim, memory) or None
     return Choice(choice.factory, choice.why, options.effort or choice.effort)
-
-
-def machine_memory() -> int:
-    """Bytes of memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def use_gpu(device: str) -> bool:

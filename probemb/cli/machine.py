@@ -10,6 +10,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def machine_memory() -> int:
+    """Bytes of memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 COMPUTING = max(64, 4 * cores())  # processes, or threads, that compute; more only cost memory
 WAITING = 64 * COMPUTING  # threads that wait for the network
 

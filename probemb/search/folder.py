@@ -10,7 +10,7 @@
     INDEX/items/00000.parquet …  metadata of each item; see `items.py`
 
 `writing.py` makes such a folder. FAISS does not check its files: load only your own. An opened index keeps all of its
-files, so replacing or removing the folder changes nothing for it.
+files or their content, so replacing or removing the folder changes nothing for it.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
 
     Args:
         device: "cpu", "cuda" (all GPUs take parts in turn), or "auto": the GPUs if the index fits into them.
-        memory_map: leave the parts in their files and read only the pages that a search needs.
+        memory_map: leave everything in its files and read only the pages that a search needs; writing into such a file
+            (`cp` over it) ends the process, replacing it does not.
 
     Raises UserError: a file is missing, damaged or of another size than index.json says; the folder is replaced
     meanwhile; no GPU, or FAISS cannot search the index there.
@@ -70,10 +71,10 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
         parts.append(part)
     if device != "cpu":
         parts = _on_gpus(parts, folder, about, must=device == "cuda")
-    u = _read_uncertainty(folder, about["count"])
+    u = _read_uncertainty(folder, about["count"], memory_map)
     index = Index(
         tuple(parts), about["form"], about["dim"], about["width"], u, _penalty(about), about["kind"], about["model"],
-        about["weights"], about["factory"], about["why"], Items(folder / ITEMS, about["count"]), before,
+        about["weights"], about["factory"], about["why"], Items(folder / ITEMS, about["count"], memory_map), before,
         about.get("resize", RESIZES[0]),
     )  # fmt: skip
     if identity(folder) != before:
@@ -152,13 +153,14 @@ def _penalty(about: dict) -> Penalty:
     return penalty_of(about["form"], about.get("tolerance"), about.get("largest_u", 0.0), about.get("least_u", 0.0))
 
 
-def _read_uncertainty(folder: Path, count: int) -> torch.Tensor:
+def _read_uncertainty(folder: Path, count: int, memory_map: bool) -> torch.Tensor:
     path = folder / UNCERTAINTY
     try:
         if os.path.getsize(path) != 4 * count:
             raise UserError(f"{path} does not hold {count:,} numbers.", _REBUILD)
         # Copy on write, as torch wants a writable array.
-        return torch.from_numpy(np.memmap(path, dtype="<f4", mode="c", shape=(count,)))
+        u = np.memmap(path, "<f4", "c", shape=(count,)) if memory_map else np.fromfile(path, "<f4")
+        return torch.from_numpy(u)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).", _REBUILD) from error
 

@@ -2,8 +2,8 @@
 
     items/00000.parquet, items/00001.parquet, …    65,536 rows each, in groups of 1,024, in the order of the gallery
 
-A row's number gives its file and group, so that looking one up reads one group. The files are mapped when they are
-opened, so rows stay the same if the folder is replaced or removed.
+A row's number gives its file and group, so that looking one up reads one group. The files are mapped or read when they
+are opened, so rows stay the same if the folder is replaced or removed.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ItemsWriter:
 class Items:
     """The metadata of gallery rows, `items[i]` -> dict. Raises UserError: a file cannot be opened."""
 
-    def __init__(self, folder: Path, count: int):
+    def __init__(self, folder: Path, count: int, memory_map: bool = True):
         self.folder, self.count = folder, count
-        self._files = [self._map(folder / f"{n:05d}.parquet") for n in range(-(-count // ROWS_PER_FILE))]
+        self._files = [self._bytes(folder / f"{n:05d}.parquet", memory_map) for n in range(-(-count // ROWS_PER_FILE))]
         self._group = lru_cache(_CACHED_GROUPS)(self._read_group)
 
     def __len__(self) -> int:
@@ -77,11 +77,14 @@ class Items:
             raise UserError(f"{self.folder} has fewer rows than its index says.", "Rebuild the index.")
         return dict(rows[row])
 
-    def _map(self, path: Path) -> np.ndarray:
+    def _bytes(self, path: Path, memory_map: bool) -> np.ndarray:
         """The bytes of a file without an open descriptor, of which a process has few."""
+        import numpy as np
         import torch
 
         try:
+            if not memory_map:
+                return np.fromfile(path, np.uint8)
             return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
         except (OSError, RuntimeError) as error:
             raise UserError(f"{path} cannot be read ({type(error).__name__}).", "Rebuild the index.") from error

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from probemb.search.embeddings import Embeddings, item_schema, open_embeddings, 
 from probemb.search.index import new_index, train, width_of
 from probemb.search.writing import Recipe, write_index
 from tools.build_index import main
+from tools.search.command import open_index
 
 ROOT = Path(__file__).resolve().parents[2]
 DIM = 16
@@ -258,6 +260,17 @@ def test_an_opened_index_stays_what_it_was(embeddings, tmp_path):
     shutil.rmtree(tmp_path / "index")
     assert other.item(699)["captions"] == ["text 4 259"]
     assert all(map(torch.equal, search(first, queries(), 5), before))
+
+
+def test_files_of_a_served_index_may_be_cut(embeddings, tmp_path):
+    """As `cp` of another index over it does; a mapped one would end the process with SIGBUS."""
+    build(embeddings, tmp_path / "index", "--factory", "IVF16,Flat")
+    index = open_index(tmp_path / "index", Namespace(serve=True, rerank=None, effort=None), "cpu")
+    before = search(index, queries(), 5)
+    for file in (tmp_path / "index").rglob("*.*"):
+        os.truncate(file, 0)
+    assert all(map(torch.equal, search(index, queries(), 5), before))
+    assert index.item(699)["captions"] == ["image 4 259"]
 
 
 def test_the_choice_says_why():

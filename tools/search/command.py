@@ -83,9 +83,11 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True) -> Searc
 
 def open_index(folder: Path, options: argparse.Namespace, device: str) -> Index:
     """An index, with what the options say of its searches. Raises UserError: they do not apply to it."""
+    from probemb.cli.machine import machine_memory
     from probemb.search import load_index, set_effort
 
-    index = load_index(folder, device=device)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    index = load_index(folder, device, memory_map=not options.serve or size > machine_memory() / 4)
     if options.rerank is not None and index.form != "mean":
         raise UserError(
             f"{folder} already ranks by CSD.",
