@@ -41,6 +41,8 @@ PAPERS = {
     "jwae": "SCAN and jWAE",
 }
 SCALE = {"loss.scale": "13", "loss.shift": "13"}
+MATCH = {**SCALE, "loss.pseudo_positive": "0"}  # from random heads what is close is no match yet
+WITH_CLIP = {**MATCH, "loss.clip": "0.3"}
 CAPTIONS = {"loss.hidden": "256", "loss.word_width": "100"}  # decoders of half the width of the default, for time
 MLP = {**CAPTIONS, "model.head": "mlp"}  # encoders of two layers
 # The paper's weight 1 is for mean word vectors. Its image features are fixed: a tower that trains makes them alike if
@@ -56,8 +58,9 @@ PROB = {**WARM, "model.n_unc_layers": "[0, 1]"}  # the GRU again for the varianc
 VARIANTS: dict[str, Variant] = {
     "infonce": Variant("InfoNCE", "infonce", "pcmepp", {"loss.temperature": "14"}),
     "vse": Variant("VSE∞", "vse", "pcmepp"),
-    "pcmepp-mu": Variant("PCME++, means alone", "pcmepp-mu", "pcmepp", SCALE),
-    "pcmepp": Variant("PCME++", "pcmepp", "pcmepp", {**SCALE, "loss.pseudo_positive": "0"}),
+    "pcmepp-mu": Variant("PCME++, means alone", "pcmepp-mu", "pcmepp", MATCH),
+    "pcmepp-mu clip": Variant("PCME++ and CLIP, means alone", "pcmepp-mu", "pcmepp", WITH_CLIP),
+    "pcmepp": Variant("PCME++", "pcmepp", "pcmepp", MATCH),
     "pcmepp-clip": Variant("PCME++ and CLIP", "pcmepp-clip", "pcmepp", {**SCALE, "loss.clip": "0.3"}),
     "pcme": Variant("PCME", "pcme", "pcme", SCALE, step=1.5),
     "vse0": Variant("VSE0", "vse0", "pcme"),
