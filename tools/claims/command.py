@@ -13,8 +13,8 @@
 A world has its own trainings and findings (`scenes/study.py`, `ambiguity/study.py`, `flickr8k/study.py`), and so has
 the comparisons of methods (`methods/study.py`, `composed/study.py`). Every
 training that is finished stays in OUT/trainings and is not repeated. OUT/claims.json holds all numbers, OUT/claims.md
-the tables, OUT/report.html tables and plots. Verdicts follow from the numbers: a difference of two means over the
-seeds counts if it is larger than the spread, the standard deviation over the seeds of the difference within a seed.
+the tables, OUT/report.html tables and plots. Verdicts follow from the numbers: a difference counts if its 95 % interval
+(paired over the seeds, Student's t) leaves out 0; † marks what Holm's correction over the claim's comparisons rejects.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def run(study: Study, out: Path, n_seeds: int = 3, workers: int = 2, report_only
     from tools.claims.queue import Archive, measure_all, train_all
     from tools.claims.report import report
     from tools.claims.tables import markdown_tables, text_tables
-    from tools.claims.verdicts import Found
+    from tools.claims.verdicts import Found, mark_family
 
     claim_files(out, ("claims.json", "claims.md", "report.html"), GENERATOR)
     archive = Archive(out, study)
@@ -164,6 +164,8 @@ def run(study: Study, out: Path, n_seeds: int = 3, workers: int = 2, report_only
     seconds = time.perf_counter() - began
     by_variant = Found(trainings, found, archive.name)
     claims = study.judge(by_variant, archive)
+    for claim in claims:
+        mark_family(claim["comparisons"])
     print("\n".join(text_tables(claims)), flush=True)
     content = {
         "settings": asdict(study.settings),

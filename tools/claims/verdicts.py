@@ -6,7 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-HOLDS, FAILS, WITHIN, ONE_SEED = "holds", "does not hold", "within the spread", "one seed, no spread"
+from scipy.stats import t as student
+
+HOLDS, FAILS, NOT_TOLD_APART, ONE_SEED = "holds", "does not hold", "not told apart", "one seed, no interval"
+LEVEL = 0.05  # of verdicts: intervals are of 95 %
+ALONE = " †"  # told apart on its own, but not after Holm's correction
 Get = Callable[[dict], float | None]
 
 
@@ -34,31 +38,43 @@ def value(numbers: Sequence[float | None]) -> Value | None:
     return Value(mean, spread, tuple(numbers))
 
 
-def verdict(difference: float, spread: float | None) -> str:
-    """Whether a difference that should be positive is larger than the spread, smaller than minus it, or neither.
-
-    The spread is the standard deviation over the seeds of the difference within a seed, because what is compared has
-    its scenes, their order and its start in common: seeds differ far more from each other than methods do.
-    """
-    if spread is None:
-        return ONE_SEED
-    return HOLDS if difference > spread else FAILS if difference < -spread else WITHIN
+def verdict(low: float, high: float) -> str:
+    """Judge a difference that should be positive by its interval."""
+    return HOLDS if low > 0 else FAILS if high < 0 else NOT_TOLD_APART
 
 
 def compare(what: str, better: Value | None, worse: Value | None, unit: str = "points", factor: float = 100.0) -> dict:
-    """One comparison that the claim decides in favour of `better`."""
+    """Compare two methods where the claim expects `better` ahead: mean difference, 95 % interval, two-sided p.
+
+    Paired over seeds, with Student's t: the methods of a seed share data, order and start, and seeds differ far more
+    from each other than methods do.
+    """
+    result = {"what": what, "difference": None, "low": None, "high": None, "p": None}
     if better is None or worse is None:
-        return {"what": what, "verdict": "undefined", "difference": None, "spread": None, "text": "undefined"}
-    within = value([a - b for a, b in zip(better.numbers, worse.numbers, strict=True)])
-    difference, spread = within.mean, within.spread
-    text = f"{factor * difference:+.2f}" + ("" if spread is None else f", spread {factor * spread:.2f}") + f" {unit}"
-    return {
-        "what": what,
-        "verdict": verdict(difference, spread),
-        "difference": difference,
-        "spread": spread,
-        "text": text.replace("-", "\N{MINUS SIGN}").rstrip(),
-    }
+        return {**result, "verdict": "undefined", "text": "undefined"}
+    paired = value([a - b for a, b in zip(better.numbers, worse.numbers, strict=True)])
+    text, judged = f"{factor * paired.mean:+.2f}", ONE_SEED
+    if paired.spread is not None:
+        freedom = len(paired.numbers) - 1
+        error = paired.spread / math.sqrt(freedom + 1)
+        half = float(student.ppf(1 - LEVEL / 2, freedom)) * error
+        low, high = paired.mean - half, paired.mean + half
+        ratio = abs(paired.mean) / error if error else math.inf if paired.mean else 0.0
+        result |= {"low": low, "high": high, "p": float(2 * student.sf(ratio, freedom))}
+        text, judged = f"{text} [{factor * low:+.2f}, {factor * high:+.2f}]", verdict(low, high)
+    text = f"{text} {unit}".rstrip().replace("-", "\N{MINUS SIGN}")
+    return {**result, "difference": paired.mean, "verdict": judged, "text": text}
+
+
+def mark_family(comparisons: Sequence[dict]) -> None:
+    """Mark the comparisons of a claim whose verdict does not survive Holm's correction for their number."""
+    told = sorted((one for one in comparisons if one.get("p") is not None), key=lambda one: one["p"])
+    rejected = True
+    for i, one in enumerate(told):
+        rejected = rejected and one["p"] <= LEVEL / (len(told) - i)
+        one["holm"] = rejected
+        if not rejected and one["p"] <= LEVEL:
+            one["text"] += ALONE
 
 
 class Found:
@@ -89,10 +105,12 @@ class Found:
 
 
 def sign_of(what: str, found: Value | None, sign: int) -> dict:
-    """Whether a correlation has the sign that the claim says, 1 or -1."""
+    """Compare a correlation with 0, where the claim expects `sign`, 1 or -1."""
     signed = None if found is None else value([sign * number for number in found.numbers])
     zero = None if found is None else value([0.0] * len(found.numbers))
-    return {**compare(what, signed, zero), "text": f"correlation {cell(found, 1.0, 2, '+')}"}
+    result = compare(what, signed, zero, "", 1.0)
+    text = cell(found, 1.0, 2, "+")
+    return {**result, "text": f"correlation {text}"}
 
 
 def cell(one: Value | None, factor: float = 100.0, digits: int = 1, sign: str = "") -> str:

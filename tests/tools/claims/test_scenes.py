@@ -17,7 +17,7 @@ from tools.claims.scenes.findings import PRETRAINING
 from tools.claims.scenes.study import METHODS, Scenes
 from tools.claims.scenes.training import CHOSEN, GRID, Settings, Training
 from tools.claims.scenes.world import MemoryLoader, Sizes, draw_world
-from tools.claims.verdicts import FAILS, HOLDS, ONE_SEED, WITHIN, Value, compare, value, verdict
+from tools.claims.verdicts import ALONE, FAILS, HOLDS, NOT_TOLD_APART, ONE_SEED, Value, compare, mark_family, value
 
 SIZES = Sizes(pixels=16, pretraining=16, training=12, validation=8, test=12, class_images=128)
 SETTINGS = Settings(
@@ -45,19 +45,33 @@ def test_the_plan_has_every_variant_for_every_seed():
     assert set(GRID) == set(CHOSEN) == set(METHODS)
 
 
-def test_verdicts():
-    assert verdict(1.0, 0.5) == HOLDS
-    assert verdict(0.4, 0.5) == verdict(-0.5, 0.5) == WITHIN
-    assert verdict(-0.6, 0.5) == FAILS
-    assert verdict(1.0, None) == ONE_SEED
+def test_verdicts_follow_the_interval_paired_over_seeds():
     one = value([1.0, 2.0, 3.0])
     assert one == Value(2.0, 1.0, (1.0, 2.0, 3.0))
     assert value([1.0, None]) is None
-    found = compare("a", one, value([0.0, 0.5, 1.0]), factor=1)
+    found = compare("a", one, value([0.0, 0.5, 1.0]), factor=1)  # differences 1, 1.5 and 2
+    half = 4.302652730 * 0.5 / math.sqrt(3)  # a table's t at 97.5 %, two degrees of freedom
     assert found["difference"] == 1.5
-    assert math.isclose(found["spread"], 0.5)  # of 1, 1.5 and 2: seeds are compared with themselves
+    assert (found["low"], found["high"]) == pytest.approx((1.5 - half, 1.5 + half))
     assert found["verdict"] == HOLDS
+    assert compare("a", value([0.0, 0.5, 1.0]), one)["verdict"] == FAILS
+    close = compare("a", one, value([0.5, 0.5, 1.0]))  # 0.5, 1.5 and 2: above its standard deviation, and no more
+    assert close["verdict"] == NOT_TOLD_APART
+    assert close["low"] < 0 < close["high"]
+    assert compare("a", value([1.0]), value([0.0]))["verdict"] == ONE_SEED
     assert compare("a", None, one)["verdict"] == "undefined"
+
+
+def test_holm_marks_what_does_not_count_among_many():
+    def family(*p):
+        return [{"p": one, "text": "", "verdict": HOLDS} for one in p]
+
+    told = family(0.04, 0.001, 0.02)  # at 0.05 / 3, / 2, / 1: 0.001 and 0.02 count, and so 0.04 does
+    mark_family([*told, {"p": None, "text": ""}])
+    assert [one["text"] for one in told] == ["", "", ""]
+    told = family(0.04, 0.001, 0.03, 0.9)  # 0.03 is above 0.05 / 3, and takes 0.04 with it
+    mark_family(told)
+    assert [one["text"] for one in told] == [ALONE, "", ALONE, ""]
 
 
 def test_the_world_is_as_its_scenes_say(world):

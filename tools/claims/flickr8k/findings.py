@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.claims.verdicts import FAILS, HOLDS, WITHIN, Found, Get, Value, cell, compare, sign_of, value
+from tools.claims.verdicts import Found, Get, Value, cell, compare, sign_of, value, verdict
 
 NAMES = {
     "infonce": "InfoNCE",
@@ -248,9 +248,8 @@ def _other_scores(found: Found) -> dict:
 
 def _interval(what: str, one: dict[str, float]) -> dict:
     """A comparison whose verdict follows from a bootstrap interval."""
-    found = HOLDS if one["low"] > 0 else FAILS if one["high"] < 0 else WITHIN
     text = f"{one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]".replace("-", "\N{MINUS SIGN}")
-    return {"what": what, "verdict": found, "difference": one["value"], "spread": None, "text": text, **one}
+    return {"what": what, "verdict": verdict(one["low"], one["high"]), "difference": one["value"], "text": text, **one}
 
 
 def _coco(found: Found) -> dict:

@@ -16,7 +16,7 @@ MARKERS = dict(zip(PAPERS, "osD^", strict=True))
 # all negatives, as all others with the hardest ones begin.
 SAYS: dict[str, list[tuple[str, str]]] = {
     "pcmepp": [("pcmepp", "infonce"), ("pcmepp", "vse"), ("pcmepp", "pcme"), ("pcmepp", "pcmepp-mu"),
-               ("pcmepp-clip", "infonce")],
+               ("pcmepp-clip", "pcmepp-mu clip"), ("pcmepp-clip", "infonce")],
     "pcme": [("vse", "vse0"), ("pcme", "vse0"), ("pcme", "vse"), ("pcme", "pvse K=1"), ("pcme", "pvse K=2"),
              ("pcme", "pvse K=4"), ("pvse K=2", "pvse K=1")],
     "prob": [("prob-vsepp", "vse"), ("prob-vsepp min-KL", "vse"), ("prob-vsepp", "prob-vsepp KL"),
@@ -135,6 +135,8 @@ def _paper(found: Found, paper: str, there: Sequence[str], exact: bool) -> dict:
     if exact:
         metrics += [(f"mAP@R {arrow}", _own(way, "map_at_r", TRUE), 100.0, "points")
                     for way, arrow in (("i2t", "i→t"), ("t2i", "t→i"))]  # fmt: skip
+    else:
+        metrics.append(("AP of judged pairs", lambda one: one.get("average_precision"), 100.0, "points"))
     pairs = _of(paper, there)
     comparisons, rows = [], []
     for better, worse in pairs:
