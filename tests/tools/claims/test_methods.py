@@ -78,7 +78,7 @@ def test_trains_measures_and_reports(study):
     assert one["retrieval"][findings.OWN]["rsum"] == results["rows"][0]["rsum"]
     assert one["ambiguity"] == results["uncertainty"]["ambiguity_spearman"]
     (table,) = content["claims"]
-    assert [row[0] for row in table["rows"]] == ["PCME++ and CLIP", "VSRN, 2-Wasserstein"]
+    assert [row[0] for row in table["rows"]] == ["match and CLIP loss, CSD", "VSRN, 2-Wasserstein"]
     logs = [(out / "logs" / f"{name}-seed-0.log").read_text() for name in ("pcmepp-clip", "prob-vsrn")]
     assert f"from {out / 'start'}" in logs[0]
     assert "from random weights" in logs[1]

@@ -119,7 +119,8 @@ def _table(found: Found, there: Sequence[str], exact: bool) -> dict:
             "directions. u and R@1: Spearman over single queries of u with a hit, below 0 where uncertain ones fail. "
             "A step's time is the run's own log, beside other trainings. VSE∞ is VSE++ after an epoch with all "
             "negatives, as all others with the hardest ones begin here (VSRN after two), and what the claims below "
-            "mean by VSE++; the row VSE++ has the hardest ones from its first step. "
+            "mean by VSE++; the row VSE++ has the hardest ones from its first step. The match loss by CSD is PCME++ "
+            "without pseudo-positives and mixed images, from a = b = 13. "
             + (
                 "What reads pixels starts from towers that the CLIP loss alone has trained, both forms of VSRN, which "
                 "read regions, from random weights, so that they compare with each other alone."
