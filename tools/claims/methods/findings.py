@@ -16,7 +16,8 @@ MARKERS = dict(zip(PAPERS, "osD^", strict=True))
 # all negatives, as all others with the hardest ones begin.
 SAYS: dict[str, list[tuple[str, str]]] = {
     "pcmepp": [("pcmepp", "infonce"), ("pcmepp", "vse"), ("pcmepp", "pcme"), ("pcmepp", "pcmepp-mu"),
-               ("pcmepp-clip", "pcmepp-mu clip"), ("pcmepp-clip", "infonce")],
+               ("pcmepp-clip", "infonce"), ("pcmepp-clip", "vse"), ("pcmepp-clip", "pcme"),
+               ("pcmepp-clip", "pcmepp-mu clip")],
     "pcme": [("vse", "vse0"), ("pcme", "vse0"), ("pcme", "vse"), ("pcme", "pvse K=1"), ("pcme", "pvse K=2"),
              ("pcme", "pvse K=4"), ("pvse K=2", "pvse K=1")],
     "prob": [("prob-vsepp", "vse"), ("prob-vsepp min-KL", "vse"), ("prob-vsepp", "prob-vsepp KL"),
