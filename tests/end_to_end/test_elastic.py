@@ -12,6 +12,7 @@ from tests.forked import Job
 from tools.make_scenes import Plan, make
 
 BATCH, STEPS, STOP = 16, 8, 3
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,8 @@ def everywhere(world: Path) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "stages"), [(2, 1, (1, 0)), (1, 2, (0, 3)), (2, 4, (2, 2)), (4, 2, (3, 1))]
+    ("before", "after", "stages"),
+    [(2, 1, (1, 0)), *(pytest.param(*case, marks=SLOW) for case in [(1, 2, (0, 3)), (2, 4, (2, 2)), (4, 2, (3, 1))])],
 )
 def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, stages, world, tmp_path):
     options = {
@@ -75,6 +77,7 @@ def test_another_number_of_ranks_and_zero_stage_goes_on_alike(before, after, sta
     assert all(len(set(found)) == BATCH for found in keys(run).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "stages"), [(2, 2, (1, 1)), (2, 1, (3, 0)), (1, 2, (2, 3))])
 def test_an_average_of_the_weights_goes_on_and_is_what_is_evaluated_and_exported(
     before, after, stages, world, tmp_path
@@ -119,7 +122,7 @@ def test_an_average_of_the_weights_goes_on_and_is_what_is_evaluated_and_exported
         assert [m["validation_loss"] for m in logged if "rsum" in m] == pytest.approx([value], abs=1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=SLOW) for stage in (0, 2, 3))])
 def test_the_same_number_of_ranks_goes_on_bit_for_bit_at_every_zero_stage(stage, world, tmp_path):
     options = {
         **everywhere(world),
