@@ -23,17 +23,20 @@ CORE += ("test_gaussian.py", "test_labels.py")
 
 
 SLOW = ("tools/claims", "tools/bench", "tools/test_chaos.py", "tools/test_continuity.py", "tools/test_cross_dataset.py")
+SLOW += ("pretrain/test_full_disk.py", "pretrain/test_watchdog.py", "pretrain/plan/test_more.py")
+SLOW += ("finetune/test_disturbed.py", "finetune/methods/test_real_regions.py")
 FLOW = ["tests/slurm/test_preemption.py", "test_preempted_requeued_finished_and_equal_to_an_undisturbed_run"]
 
 
 def pytest_collection_modifyitems(items):
-    """`-m slow`: also studies, benchmarks, groups of over three ranks, and Slurm but for one job that is preempted."""
+    """`-m slow`: also studies, benchmarks, large groups of ranks, ZeRO 0 and 2, and Slurm but for one preempted job."""
     tests = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(tests)
-        many_ranks = hasattr(item, "callspec") and item.callspec.params.get("world", 0) > 3
+        case = item.callspec.params if hasattr(item, "callspec") else {}
+        many_ranks = max(case.get("world", 0), case.get("ranks", 0)) > 2 + ("stage" not in case)
         on_slurm = "cluster" in item.fixturenames and item.nodeid.split("::") != FLOW
-        if many_ranks or on_slurm or path.as_posix().startswith(SLOW):
+        if many_ranks or case.get("stage") in (0, 2) or on_slurm or path.as_posix().startswith(SLOW):
             item.add_marker(pytest.mark.slow)
         if path.parts[0] in CORE and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.core)

@@ -273,6 +273,7 @@ def test_two_processes_stop_together_and_go_on(scenes, tmp_path):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_signal_while_validating_spares_the_workers_and_stops_behind(scenes, tmp_path):
     """Schedulers signal the whole process group, workers included."""
     options = {"method": "vse", "data.path": scenes, "data.workers": 1, "out": tmp_path / "run"}
@@ -489,6 +490,7 @@ def test_two_processes_in_bfloat16_with_mixed_images(scenes, tmp_path):
     assert len([m for m in metrics(tmp_path / "run") if "loss" in m]) == 6
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_and_with_recomputed_blocks(scenes, tmp_path, capsys):
     options = {"data.path": scenes, "engine.precision": "bf16", "engine.grad_checkpointing": "true", **ONE_EPOCH}
     assert run_here({**options, "out": tmp_path / "half"}) == 0

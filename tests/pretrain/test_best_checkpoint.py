@@ -14,6 +14,7 @@ from probemb.runs.folder import remove_leftovers
 from tests.pretrain.test_run import metrics, scenes, start  # noqa: F401
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path):  # noqa: F811
     """Evaluated at steps 1 to 6 with a rate that spoils the weights, and saved at each third."""
     options = {"data.train": scenes / "train", "evaluate.pairs": f"v={scenes}/val", "evaluate.every_samples": 16}
@@ -44,6 +45,7 @@ def test_the_best_checkpoint_stays_and_survives_a_resumption(scenes, tmp_path): 
     assert (runs["whole"] / "best.json").read_text() == (runs["parts"] / "best.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "workers"), [(3, 0), (6, 2)], ids=["in the middle", "at the end"])
 @pytest.mark.parametrize("made", [0, 1, 2], ids=["none", "the first", "both, and not kept as the best"])
 def test_an_evaluation_that_a_killed_run_left_out_is_made(scenes, tmp_path, step, workers, made):  # noqa: F811

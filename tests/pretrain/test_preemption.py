@@ -23,7 +23,7 @@ def weights(run: Path, step: int) -> bytes:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_ends_all_of_them_with_a_checkpoint(number, options, tmp_path):
     """And the run goes on from it as if it had not been stopped; a second and third signal change nothing."""
     job = Job(options, ranks=2, output=tmp_path / "log")
@@ -50,6 +50,7 @@ def test_a_signal_while_starting_ends_the_run_before_its_first_step(options, tmp
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_three_starts_in_a_row_without_a_step_are_the_last(options, tmp_path):
     """A start with a step in between, and one after the run has ended so, count from one again."""
@@ -81,6 +82,7 @@ def _signal_soon(rank):
     pretrain.preparation.make_stream = with_signal
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.parametrize(("workers", "rank"), [(0, 0), (0, 1), (2, 0)])
 def test_a_signal_while_one_rank_waits_for_its_data(workers, rank, silent, options, shards, tmp_path):
@@ -104,6 +106,7 @@ def test_a_signal_while_one_rank_waits_for_its_data(workers, rank, silent, optio
     assert weights(tmp_path / "run", 4) == weights(tmp_path / "whole", 4)
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_single_process_waits_for_its_data(silent, options, tmp_path):
     """A second start finds the server silent as before: there is nothing new to save."""
     for words in ("step     2/", "resumed at step 2"):
@@ -132,6 +135,7 @@ def await_words(process: subprocess.Popen, log: Path, words: str) -> None:
         signal.sigtimedwait([], 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
     log = tmp_path / "log"
@@ -147,6 +151,7 @@ def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_killed_rank_takes_the_job_down(options, tmp_path):
     """Rank 1 is killed; torchrun and rank 0 end by themselves, and no lock or process is left."""
@@ -166,6 +171,7 @@ def test_a_killed_rank_takes_the_job_down(options, tmp_path):
     assert on.wait() == [0], on.text()
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_two_jobs_never_write_one_folder(options, tmp_path):
     first = Job(options, ranks=1, output=tmp_path / "log")

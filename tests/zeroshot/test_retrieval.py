@@ -115,6 +115,7 @@ def two_networks(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_two_networks_of_a_run_are_measured_by_the_mean_of_their_similarities(
     two_networks, captioned, tmp_path, capsys
 ):

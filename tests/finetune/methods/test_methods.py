@@ -96,6 +96,7 @@ class Some:
         return replace(whole, captions=whole.captions[: self.n], image_ids=whole.image_ids[: self.n], located=images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*TERMS, "clip-zs"])
 def test_every_method_on_real_images_and_captions(method, shared_data, tmp_path, monkeypatch):
     """Flickr8k: three steps on images of its validation split, and retrieval among some of its test split."""

@@ -158,6 +158,7 @@ def resume(rank, world, stage, path):
     return *begin, numbers(fit.average.whole())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((1, 0), (2, 3)), ((2, 3), (3, 1)), ((2, 2), (2, 2))])
 def test_a_resumed_average_is_that_of_an_uninterrupted_run(before, after, tmp_path):
     straight, without = run_ranks(before[0], save_and_go_on, before[1], tmp_path)[0]

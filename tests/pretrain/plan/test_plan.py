@@ -251,6 +251,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batch", "world", "engine"),
     [

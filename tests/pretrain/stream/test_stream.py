@@ -641,6 +641,7 @@ def is_running(pid: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_a_stream_that_was_never_closed(corpus):
     places = [text for shard in corpus for text in (str(shard.path), str(shard.samples))]
     command = [sys.executable, "-c", SCRIPT, *places]
