@@ -1,14 +1,17 @@
 """Optimise points in a plane directly, to compare the uncertainties that training distances lead to.
 
-    python -m tools.toy2d                          # CSD and 2-Wasserstein, a table and toy2d.html
+    python -m tools.toy2d                          # all losses, a table and toy2d.html
     python -m tools.toy2d --distance csd --seeds 5
 
 Three classes of 500 points; 150 of each are confusable: whenever one is drawn, its class is its own or another one at
 random. The parameters are mean and log-variance of every point; the loss is PCME++'s match loss between the points of a
-batch. Under a suitable distance the confusable points get the larger variance.
+batch. Under a suitable distance the confusable points get the larger variance. Beside it stands VSE's triplet loss,
+with the hardest negative and with all, of pairs of a point and another one of its class in the batch; it moves the
+means alone.
 Source: PCME++ §A.2 (Adam 0.02, 500 epochs, batch 128), which reports mean variances of 1.68 and 3.05 for certain and
 confusable points under CSD, and 2.69 and 2.80 under 2-Wasserstein. Chosen here, as the paper does not state them:
-centroids on a circle of radius 2, points from N(centroid, I), log-variances from U(1/2, 3/2), a and b learned from 1.
+centroids on a circle of radius 2, points from N(centroid, I), log-variances from U(1/2, 3/2), a and b learned from 1;
+for the triplets margin 0.2 and the Euclidean distance of the means.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from probemb.errors import UserError
 GENERATOR = "probemb tools.toy2d"
 CLASSES, POINTS, CONFUSABLE = 3, 500, 150
 PAPER = {"csd": (1.68, 3.05), "wasserstein2": (2.69, 2.80)}
+TRIPLETS = {"triplet": False, "triplet-hardest": True}  # whether the hardest negative alone counts
+MARGIN = 0.2
 
 
 class Toy(NamedTuple):
@@ -44,15 +49,28 @@ class Toy(NamedTuple):
         confusable = self.own != self.other
         return float(self.variance[~confusable].mean()), float(self.variance[confusable].mean())
 
+    @property
+    def places(self) -> tuple[float, float]:
+        """Shares of certain points that lie closest to the centre of their class, and of confusable points whose two
+        closest centres are those of their two classes; centres are those of the certain points.
+        """
+        import torch
+
+        certain = self.own == self.other
+        centres = torch.stack([self.mean[certain & (self.own == c)].mean(0) for c in range(CLASSES)])
+        order = torch.cdist(self.mean, centres).argsort(1)
+        two = (order[:, :2].sort(1).values == torch.stack([self.own, self.other], 1).sort(1).values).all(1)
+        return float((order[:, 0] == self.own)[certain].double().mean()), float(two[~certain].double().mean())
+
 
 def train(distance: str, seed: int = 0, epochs: int = 500, batch: int = 128, lr: float = 0.02) -> Toy:
-    """Optimise the points under one distance."""
+    """Optimise the points under the match loss of one distance, or a loss in TRIPLETS."""
     import math
 
     import torch
 
     from probemb import Gaussian
-    from probemb.losses import pairwise_match_loss
+    from probemb.losses import pairwise_match_loss, triplet_loss
 
     g = torch.Generator().manual_seed(seed)
     own = torch.arange(CLASSES).repeat_interleave(POINTS)
@@ -70,7 +88,13 @@ def train(distance: str, seed: int = 0, epochs: int = 500, batch: int = 128, lr:
             label = torch.where(swapped, other[rows], own[rows])
             match = (label[:, None] == label[None, :]).float()
             points = Gaussian(mean[rows], log_var[rows])
-            loss = pairwise_match_loss(points, points, match, scale=scale, shift=shift, distance=distance).loss
+            if distance in TRIPLETS:
+                others = match - torch.eye(len(rows))  # a batch's last part may hold a class once
+                mate = (others + 1e-9).multinomial(1, generator=g).flatten()
+                similarity = -(points.mean[:, None] - points.mean[mate]).square().sum(-1).clamp_min(1e-12).sqrt()
+                loss = triplet_loss(similarity, match[:, mate], MARGIN, TRIPLETS[distance]).loss
+            else:
+                loss = pairwise_match_loss(points, points, match, scale=scale, shift=shift, distance=distance).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -79,7 +103,11 @@ def train(distance: str, seed: int = 0, epochs: int = 500, batch: int = 128, lr:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.toy2d", description="Uncertainty of points in a plane, by training distance.")
-    parser.add_argument("--distance", action="append", help="a training distance (default: csd and wasserstein2)")
+    parser.add_argument(
+        "--distance",
+        action="append",
+        help=f"a training distance, {' or '.join(TRIPLETS)} (default: csd, wasserstein2 and both triplets)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="draws of the points (default: 3)")
     parser.add_argument("--epochs", type=int, default=500, help="passes over the points (default: 500)")
     parser.add_argument("--out", type=Path, default=Path("toy2d.html"), help="picture (default: toy2d.html)")
@@ -95,13 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from probemb.cli.results import claim_files
     from probemb.distances import get_distance
 
-    distances = options.distance or ["csd", "wasserstein2"]
+    distances = options.distance or ["csd", "wasserstein2", *TRIPLETS]
     for distance in distances:
-        get_distance(distance)
+        if distance not in TRIPLETS:
+            get_distance(distance)
     claim_files(options.out.absolute().parent, [options.out.name], GENERATOR)
     torch.set_num_threads(1)
-    table = Table(title=f"mean variance, {options.seeds} seeds, {options.epochs} epochs")
-    for heading in ("distance", "certain", "confusable", "ratio", "paper"):
+    title = f"mean variance, and points at the right classes in percent; {options.seeds} seeds, {options.epochs} epochs"
+    table = Table(title=title)
+    for heading in ("distance", "certain", "confusable", "ratio", "paper", "certain at own", "confusable between"):
         table.add_column(heading, justify="left" if heading == "distance" else "right")
     drawn = []
     for distance in distances:
@@ -112,9 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         drawn.append((distance, toys[0]))
         certain, confusable = (torch.tensor([toy.variances[i] for toy in toys]) for i in (0, 1))
         paper = " / ".join(f"{v:.2f}" for v in PAPER.get(distance, ())) or "–"
-        table.add_row(
-            distance, f"{certain.mean():.2f}", f"{confusable.mean():.2f}", f"{(confusable / certain).mean():.2f}", paper
-        )
+        found = (certain.mean(), confusable.mean(), (confusable / certain).mean())
+        variances = ["–"] * 3 if distance in TRIPLETS else [f"{value:.2f}" for value in found]
+        places = [f"{100 * sum(toy.places[i] for toy in toys) / len(toys):.1f}" for i in (0, 1)]
+        table.add_row(distance, *variances, paper, *places)
     Console(width=100).print(table)
     draw(options.out, drawn)
     print(f"written: {options.out}", flush=True)
@@ -122,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(path: Path, toys: Sequence[tuple[str, Toy]]) -> None:
-    """Write a page with a chart of each distance's first seed; radius: standard deviation."""
+    """Write a page with a chart of each distance's first seed; radius: standard deviation, of triplets all alike."""
     from probemb.reports.figures import BLUE, GREY, Chart
     from probemb.reports.pages import write_page
 
@@ -132,10 +163,12 @@ def draw(path: Path, toys: Sequence[tuple[str, Toy]]) -> None:
         confusable = toy.own != toy.other
         for name, chosen, colour in (("certain", ~confusable, GREY), ("confusable", confusable, BLUE)):
             rows = zip(toy.mean[chosen].tolist(), toy.variance[chosen].tolist(), toy.own[chosen].tolist())
-            chart.cloud(
-                [(x, y, 2.2 * v**0.5, f"class {own + 1}, variance {v:.2f}") for (x, y), v, own in rows], name, colour
-            )
-        sections.append((distance, *toy.variances, chart))
+            if distance in TRIPLETS:
+                points = [(x, y, 2, f"class {own + 1}") for (x, y), _, own in rows]
+            else:
+                points = [(x, y, 2.2 * v**0.5, f"class {own + 1}, variance {v:.2f}") for (x, y), v, own in rows]
+            chart.cloud(points, name, colour)
+        sections.append((distance, None if distance in TRIPLETS else toy.variances, toy.places, chart))
     write_page(path, Path(__file__).with_name("toy2d.html"), GENERATOR, sections=sections)
 
 

@@ -13,6 +13,13 @@ def test_only_csd_puts_variance_where_the_confusion_is():
     assert confusable < certain
 
 
+@pytest.mark.parametrize("name", toy2d.TRIPLETS)
+def test_triplets_move_the_means_alone(name):
+    start, toy = toy2d.train(name, epochs=0), toy2d.train(name, epochs=30)
+    assert toy.variance.equal(start.variance)
+    assert toy.places[0] > 0.95 > start.places[0]
+
+
 def test_the_command_draws_what_it_found(tmp_path, capsys):
     out = tmp_path / "toy.html"
     assert toy2d.main(["--distance", "csd", "--seeds", "1", "--epochs", "2", "--out", str(out)]) == 0
@@ -20,7 +27,8 @@ def test_the_command_draws_what_it_found(tmp_path, capsys):
     page = out.read_text()
     assert page.count("<circle") == toy2d.CLASSES * toy2d.POINTS
     assert {file.name for file in (tmp_path / "toy-figures").iterdir()} == {"toy2d-csd.pdf", "toy2d-csd.png"}
-    assert toy2d.main(["--distance", "csd", "--seeds", "1", "--epochs", "1", "--out", str(out)]) == 0
+    assert toy2d.main(["--distance", "triplet-hardest", "--seeds", "1", "--epochs", "1", "--out", str(out)]) == 0
+    assert "Mean variance" not in out.read_text()
     out.write_text("somebody else's")
     with pytest.raises(UserError, match="was not written by this command"):
         toy2d.main(["--out", str(out)])
