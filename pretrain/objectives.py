@@ -120,7 +120,8 @@ class PCMEPlusPlus(Objective):
 
     @classmethod
     def model_options(cls, options: Any) -> dict[str, Any]:
-        return {**super().model_options(options), "log_var_start": options.log_var}
+        own = {"log_var_start": options.log_var, "temperature_trained": bool(options.clip)}
+        return super().model_options(options) | own
 
     @classmethod
     def check(cls, options: Any) -> None:

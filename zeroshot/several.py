@@ -112,11 +112,11 @@ def print_summary(summary: dict) -> None:
 
 
 def _shown(rows: Sequence[dict]) -> list[int]:
-    """Indices of `single`, `all`, and then rather honest and zero-shot rows than oracles."""
+    """Indices of `single`, `all`, and then rather few-shot and zero-shot rows than oracles."""
 
     def rank(q: int) -> tuple[int, int]:
         first = {"single": -2, "all": -1}.get(rows[q]["filter"])
-        kinds = ("honest", "zero-shot", "transductive", "oracle")
+        kinds = ("few-shot", "zero-shot", "unlabelled", "transductive", "oracle")
         return next(
             k for k, kind in enumerate(kinds) if rows[q]["note"].startswith(kind)
         ) if first is None else first, q

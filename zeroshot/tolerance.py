@@ -1,4 +1,4 @@
-"""The weights of the ranking `tolerance`: given, chosen on other data (honest) or on the evaluated data (an oracle)."""
+"""The weights of the ranking `tolerance`: given, chosen on other data or on the evaluated data (an oracle)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def choose(
     chosen = ORACLE
     if selection is not None:
         captions, pairs = selection, embed_pairs(embedder, selection)
-        chosen = f"honest ({selection.split or Path(config.select_data).name})"
+        chosen = f"chosen on {selection.split or Path(config.select_data).name}"
     positives, device = known_positives(pairs, captions), embedder.device.name
     true = config.select_metric in ("auto", "map-at-r-true") and TRUE in positives
     metric = "map_at_r" if true or config.select_metric == "map-at-r" else "recall"
@@ -104,7 +104,7 @@ def choose(
 
 
 def results_of(tolerance: Tolerance | None) -> dict:
-    """For results.json: under "given", "oracle" or "honest" the weights, and the curve that they were chosen from."""
+    """For results.json: under "given", "oracle" or "chosen" the weights, and the curve that they were chosen from."""
     if tolerance is None:
         return {}
     return {tolerance.chosen.split()[0]: asdict(tolerance)}

@@ -117,7 +117,10 @@ class Method:
     @classmethod
     def model_options(cls, config: Config) -> dict:
         """Further options of `create_model`, such as the number of embeddings of an item."""
-        return {"probabilistic": cls.probabilistic, "ranking": cls.ranking, "match": cls.match}
+        return {
+            "probabilistic": cls.probabilistic, "ranking": cls.ranking, "match": cls.match,
+            "temperature_trained": "logit_scale" in cls.trains or not cls.trained,
+        }  # fmt: skip
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         """The loss of the whole batch; its gradient on every rank is that of the whole batch too."""

@@ -43,6 +43,10 @@ class PCMEPlusPlusMean(Method):
         super().__init__(config, model, pairs)
         self.trains = ("scale", "shift", *(["logit_scale"] if self.options.clip else []))
 
+    @classmethod
+    def model_options(cls, config):
+        return super().model_options(config) | {"temperature_trained": bool(config.loss.clip)}
+
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         out = self.match_loss(batch, model)
         del out.terms["vib"]  # of no weight

@@ -39,7 +39,12 @@ class InfoNCE(Method):
         super().__init__(config, model, pairs)
         self.module.loss = InfoNCELoss(self.options.temperature)
 
+    @classmethod
+    def model_options(cls, config):
+        return super().model_options(config) | {"temperature_trained": True}
+
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
+        model.logit_scale.data.copy_(self.module.loss.tau.detach().log())  # so that a saved model has it
         return self.module.loss(batch.image, batch.text, batch.match)
 
     def scalars(self, model: DualEncoder) -> dict[str, Tensor]:

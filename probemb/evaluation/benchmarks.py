@@ -44,6 +44,7 @@ BENCHMARKS = ("coco", "cxc", "eccv", "pmrp")
 OWN, TRUE, CLASS = "own captions", "all true captions", "captions of the class"
 TITLES = {"coco_5k": "COCO 5K", "coco_1k": "COCO 1K", "cxc": "CxC", "cxc_1k": "CxC 1K", "eccv": "ECCV Caption"}
 METRICS = {"r@1": "R@1", "r@5": "R@5", "r@10": "R@10", "r_precision": "R-P", "map_at_r": "mAP@R"}
+SHOWN = 3  # closest items of each query that are kept
 MAX_EXACT_PAIRS = 2_000_000_000  # pairs of images and captions whose truth is held at once, a byte each
 
 PerQuery = dict[str, dict[str, Tensor]]  # side ("images", "captions") -> metric -> (N,) or (M,)
@@ -102,7 +103,7 @@ def refuse_too_many_exact_pairs(captions: CaptionDataset) -> None:
 def evaluate_rankings(
     pairs: EmbeddedPairs, captions: CaptionDataset, rankings: Sequence[str], options: RankingOptions,
     benchmarks: Sequence[str] = (), objects: Tensor | None = None, show=silent,
-) -> tuple[list[dict], PerQuery]:  # fmt: skip
+) -> tuple[list[dict], PerQuery, dict[str, Tensor]]:  # fmt: skip
     """Every ranking against every kind of positives.
 
     Args:
@@ -113,8 +114,9 @@ def evaluate_rankings(
     Returns:
         rows: {"positives", "ranking", "how", "i2t", "t2i", "rsum", "ms_per_query", "index_seconds",
             "numbers_per_item"}, and for tolerance
-            "chosen": "given", "oracle" or "honest (...)".
+            "chosen": "given", "oracle" or "chosen on ...".
         per_query: side -> metric -> values of every query under the first ranking.
+        tops: side -> (N, 3) or (M, 3) int64, the closest rows of the other side under the first ranking.
     """
     table = _Table(pairs, captions, [name for name in benchmarks if name != "pmrp"], objects)
     with show("rankings", len(rankings)) as advance:
@@ -123,7 +125,7 @@ def evaluate_rankings(
             if advance:
                 advance(1)
     order = list(dict.fromkeys(row["positives"] for row in table.rows))
-    return sorted(table.rows, key=lambda row: order.index(row["positives"])), table.per_query
+    return sorted(table.rows, key=lambda row: order.index(row["positives"])), table.per_query, table.tops
 
 
 def known_positives(pairs: EmbeddedPairs, captions: CaptionDataset) -> dict[str, Positives]:
@@ -144,6 +146,7 @@ class _Table:
         self.objects = None if objects is None else objects[pairs.kept]
         self.rows: list[dict] = []
         self.per_query: PerQuery = {"images": {}, "captions": {}}
+        self.tops: dict[str, Tensor] = {}
         self.kinds = known_positives(pairs, captions)
         self.depth = depth_for(list(self.kinds.values()))
         if coco:
@@ -166,6 +169,8 @@ class _Table:
             if first:
                 self._keep(positives, query_metrics(ranked.i2t, matches), "images")
                 self._keep(positives, query_metrics(ranked.t2i, matches.transposed()), "captions")
+        if first:
+            self.tops = {"images": ranked.i2t[:, :SHOWN], "captions": ranked.t2i[:, :SHOWN]}
         if self.coco:
             self._add_coco(ranker, ranked, about, first)
         if self.objects is not None and not name.startswith("faiss"):
@@ -191,13 +196,13 @@ class _Table:
         found = coco_benchmarks(rank, *ids, self.coco)
         self.rows += [{"positives": TITLES[name], **about, **scores} for name, scores in found.items()]
         if first:
-            self._keep_coco(ids, lists[0])
+            self._keep_coco(ids, *lists)
 
-    def _keep_coco(self, ids: tuple[list, list], lists: tuple[Tensor, Tensor]) -> None:
+    def _keep_coco(self, ids: tuple[list, list], lists: tuple[Tensor, Tensor], *folds: tuple[Tensor, Tensor]) -> None:
         """Spread the values of the test split over all rows of the data, NaN elsewhere."""
         image_rows, caption_rows = coco_rows(*ids)
         places = {"i2t": ("images", image_rows, len(ids[0])), "t2i": ("captions", caption_rows, len(ids[1]))}
-        for name, directions in coco_query_metrics(lists, self.coco).items():
+        for name, directions in coco_query_metrics(lists, self.coco, folds).items():
             for direction, metrics in directions.items():
                 side, rows, total = places[direction]
                 empty = torch.full((total,), torch.nan, dtype=torch.float64)

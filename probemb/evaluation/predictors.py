@@ -64,10 +64,8 @@ class MatchModel:
 
     @classmethod
     def of(cls, model) -> MatchModel:
-        """That of a `DualEncoder` or an `Ensemble`, which has no one temperature."""
-        inverse = getattr(model, "inverse_temperature", None)
-        temperature = inverse and float(inverse().detach())
-        return cls(*model.match_numbers(), model.probabilistic, temperature, model.predicts_matches)
+        """That of a `DualEncoder` or an `Ensemble`."""
+        return cls(*model.match_numbers(), model.probabilistic, model.trained_temperature, model.predicts_matches)
 
     def probability(self, csd: Tensor) -> Tensor | None:
         """sigmoid(-a CSD + b), the probability that an image and a caption match; None without one."""

@@ -31,7 +31,7 @@ class Tolerance:
             is CSD, 0 the means, below 0 a tolerance.
         curve: {"lambda": weights, "i2t": metric in [0, 1] at each, "t2i": the same}; None for given weights.
         metric, positives: one of METRICS and the name of its positives, or None.
-        chosen: "given", "oracle" (on the data that is scored), or "honest (...)" (on other data, which is named).
+        chosen: "given", "oracle" (on the data that is scored), or "chosen on ..." other data, which is named.
     """
 
     i2t: float = 1.0

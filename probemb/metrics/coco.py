@@ -122,14 +122,19 @@ def coco_benchmarks(
 
 
 def _recalls(tops: tuple[Tensor, Tensor]) -> dict:
-    """R@k from lists in which caption k belongs to image k // 5."""
-    n_images, n_captions = (len(top) for top in tops)
-    i2t = Positives.from_pairs(torch.arange(n_captions) // 5, torch.arange(n_captions), n_images, n_captions)
     out = {}
-    for way, top, positives in (("i2t", tops[0], i2t), ("t2i", tops[1], i2t.transposed())):
-        means = mean_metrics(query_metrics(top[:, : max(KS)], positives, KS))
+    for way, values in _own_metrics(tops).items():
+        means = mean_metrics(values)
         out[way] = {f"r@{k}": means[f"r@{k}"] for k in KS}
     return out | {"rsum": rsum(out["i2t"], out["t2i"])}
+
+
+def _own_metrics(tops: tuple[Tensor, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Of every query, from lists in which caption k belongs to image k // 5."""
+    n_images, n_captions = (len(top) for top in tops)
+    i2t = Positives.from_pairs(torch.arange(n_captions) // 5, torch.arange(n_captions), n_images, n_captions)
+    known = (("i2t", tops[0], i2t), ("t2i", tops[1], i2t.transposed()))
+    return {way: query_metrics(top[:, : max(KS)], positives, KS) for way, top, positives in known}
 
 
 def _mean_of(folds: Sequence[dict]) -> dict:
@@ -213,10 +218,17 @@ def _published_scores(retrieved: dict[str, dict[int, list[int]]], benchmarks: Se
     return out
 
 
-def coco_query_metrics(tops: tuple[Tensor, Tensor], benchmarks: Sequence[str] = BENCHMARKS) -> dict:
+def coco_query_metrics(
+    tops: tuple[Tensor, Tensor],
+    benchmarks: Sequence[str] = BENCHMARKS,
+    folds: Sequence[tuple[Tensor, Tensor]] = (),
+) -> dict:
     """Scores of every query, from lists over `coco_rows` to `coco_depth`: {"eccv": {"i2t": {"r@1": (5000,), ...}}}.
 
     NaN for queries that a benchmark does not have.
+
+    Args:
+        folds: the lists of the folds of COCO 1K, in their order, for "coco_1k": R@k of each query in its own fold.
     """
     _check(benchmarks)
     package = package_metrics()
@@ -242,4 +254,9 @@ def coco_query_metrics(tops: tuple[Tensor, Tensor], benchmarks: Sequence[str] = 
                 counts[place[way][query_id]] = len(set(items))
             positives = Positives(known.n_queries, known.n_gallery, known.keys, counts)
             out[name][way] = query_metrics(top, positives, KS)
+    if folds and "coco" in benchmarks:
+        each = [_own_metrics(fold) for fold in folds]
+        out["coco_1k"] = {
+            way: {f"r@{k}": torch.cat([fold[way][f"r@{k}"] for fold in each]) for k in KS} for way in ("i2t", "t2i")
+        }
     return out

@@ -69,6 +69,7 @@ class ModelOptions:
         init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias, such as 10, -10;
             None for those of `pretrained`, or of the architecture (then a bias of -10 if it has none).
         max_logit_scale: ceiling of exp(logit_scale), None for none.
+        temperature_trained: whether the loss trains the inverse temperature.
         objective: the name of the loss that trains the model, saved with it for people.
         probabilistic: False for a point model: no uncertainty branch and no head for it, and every log_var is
             POINT_LOG_VAR, so that ranking by CSD is ranking by cosine and all that reads a Gaussian still works.
@@ -103,6 +104,7 @@ class ModelOptions:
     init_logit_scale: float | None = None
     init_logit_bias: float | None = None
     max_logit_scale: float | None = 100.0
+    temperature_trained: bool = True
     objective: str | None = None
     probabilistic: bool = True
     n_embeddings: int = 1
@@ -188,6 +190,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "objective": o.objective,
             "match": o.match,
             "max_logit_scale": o.max_logit_scale,
+            "temperature_trained": o.temperature_trained,
             "covariance": o.covariance,
             "log_var_range": plain(o.log_var_range),
             "uncertainty": o.uncertainty,

@@ -37,6 +37,7 @@ DEFAULTS = {  # of keys that configurations once did not have
     "objective": None,
     "match": "distance",
     "max_logit_scale": 100.0,  # CLIP's
+    "temperature_trained": True,
 }
 
 
@@ -68,7 +69,8 @@ class DualEncoder(nn.Module):
             they are absent, the values of DEFAULTS: "probabilistic", "n_embeddings", "ranking", "covariance",
             "log_var_range" and "log_var_start" (see `heads.covariance`), "composer" (a name of `composers`),
             "objective" (the name of the loss that trains the model, for people), "match" (see `match_scalars`),
-            "max_logit_scale" (the ceiling of exp(logit_scale), None for none), "uncertainty" (see `heads.HeadConfig`).
+            "max_logit_scale" (the ceiling of exp(logit_scale), None for none), "temperature_trained" (whether the loss
+            trained logit_scale), "uncertainty" (see `heads.HeadConfig`).
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
@@ -127,6 +129,11 @@ class DualEncoder(nn.Module):
         """exp(logit_scale), (1,), at most `max_logit_scale`."""
         scale, limit = self.logit_scale.exp(), self._config["max_logit_scale"]
         return scale if limit is None else ceiling(scale, limit)
+
+    @property
+    def trained_temperature(self) -> float | None:
+        """`inverse_temperature` as a number; None if the loss did not train it."""
+        return float(self.inverse_temperature().detach()) if self._config["temperature_trained"] else None
 
     def match_scalars(self) -> tuple[Tensor, Tensor]:
         """a and b of the match probability sigmoid(-a CSD + b), (1,) each, with gradient.

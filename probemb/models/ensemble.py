@@ -74,6 +74,11 @@ class Ensemble(nn.Module):
         return None
 
     @property
+    def trained_temperature(self) -> None:
+        """Several models have no one temperature."""
+        return None
+
+    @property
     def n_embeddings(self) -> int:
         """K, the embeddings of every item."""
         return self.models[0].n_embeddings

@@ -188,6 +188,7 @@ def test_each_makes_its_kind_of_model():
         config = Config(objective=name, loss=loss)
         model = replace(config, model=Model(name="ViT-Micro-32")).create_model()
         assert model.objective == name
+        assert model.trained_temperature is not None
         assert model.probabilistic == objective.probabilistic
         assert model.config["n_unc_layers"] == (2 if objective.probabilistic else 0)
         scalars = {n for n, _ in model.named_parameters() if "." not in n}
@@ -201,6 +202,7 @@ def test_each_makes_its_kind_of_model():
             start = replace(config, loss=replace(loss, log_var=-3.0), model=Model(name="ViT-Micro-32")).create_model()
             log_var = start.encode_text(torch.ones(2, start.context_length, dtype=torch.long)).log_var
             assert log_var.mean().item() == pytest.approx(-3, abs=0.1)
+    assert OBJECTIVES["pcmepp"].model_options(OBJECTIVES["pcmepp"].Options(clip=0))["temperature_trained"] is False
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ def every(run_folder, shards, tmp_path_factory):
 def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
     results = json.loads((every / "results.json").read_text(), parse_constant=pytest.fail)
     assert [row["note"] for row in results["rows"]] == [
-        "zero-shot", "zero-shot", "oracle", "honest (folds:2)", "oracle", "oracle, upper bound", "honest (folds:2)",
-        "zero-shot", "zero-shot", *["oracle", "honest (folds:2)"] * 4, "transductive", "honest (folds:2)",
+        "zero-shot", "zero-shot", "oracle", "few-shot (folds:2)", "oracle", "oracle, upper bound", "few-shot (folds:2)",
+        "zero-shot", "zero-shot", *["oracle", "few-shot (folds:2)"] * 4, "transductive", "unlabelled (folds:2)",
     ]  # fmt: skip
     assert all(0 < row["gain_se"] < 0.2 for row in results["rows"] if row["gain"])
     assert results["images"] == N_CLASSES * PER_CLASS
@@ -41,8 +41,8 @@ def test_the_json_holds_every_row_the_curve_and_each_class(every, names):
     assert every_correct == pytest.approx(results["rows"][1]["top1"])
     assert results["config"]["select_on"] == "folds:2"
     assert set(results["seconds"]) == {"text", "images", "filters"}
-    oracle, honest = (row["shots"] for row in results["rows"] if row["filter"] == "reweighted")
-    assert (oracle["asked"], oracle["mean"], honest["mean"]) == (16, PER_CLASS, PER_CLASS / 2)
+    oracle, few_shot = (row["shots"] for row in results["rows"] if row["filter"] == "reweighted")
+    assert (oracle["asked"], oracle["mean"], few_shot["mean"]) == (16, PER_CLASS, PER_CLASS / 2)
     assert results["reweighted"]["reweighted, oracle"]["images_of_class"] == [PER_CLASS] * N_CLASSES
     assert any(notice.startswith("--shots 16 is more than there are images") for notice in results["notices"])
 
@@ -89,6 +89,22 @@ def test_a_point_model_has_the_filters_that_read_no_uncertainty(shards, tmp_path
     assert [row["filter"] for row in results["rows"]] == ["single", "all"]
     assert set(results["uncertainty"].values()) == {None}
     assert {row["uncertainty"] for row in results["per_class"]} == {None}
+    assert results["calibration"]["source"] == "logit_scale"
+
+
+@pytest.mark.parametrize("match", ["none", "distance"])
+def test_confidence_has_the_scale_that_the_loss_trained(match, shards, tmp_path):
+    """The configuration says what was trained, not the value: this logit_scale differs from its start."""
+    options = {"probabilistic": False, "match": match, "temperature_trained": False, "init_logit_scale": 20}
+    save_model(create_model("ViT-Micro-32", init_scale=3.0, **options), tmp_path / "vse")
+    words = ["--model", str(tmp_path / "vse"), "--data", str(shards), "--no-cache", "--out", str(tmp_path / "out")]
+    assert main([*words, "--filter", "all"]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    if match == "none":
+        assert results["calibration"] is None
+        assert "refusing doubtful images" not in (tmp_path / "out" / "report.html").read_text()
+    else:
+        assert results["calibration"]["value"] == 6
 
 
 class Page(HTMLParser):
@@ -185,7 +201,7 @@ def test_k_can_be_chosen_on_other_images(run_folder, shards, tmp_path):
         "--select-on", "train", "--select-data", str(shards / "00001.tar"), "--out", str(tmp_path),
     ])  # fmt: skip
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert rows[-1]["note"] == "honest (train)"
+    assert rows[-1]["note"] == "few-shot (train)"
 
 
 def resaved(folder, pictures, names, form="WEBP"):

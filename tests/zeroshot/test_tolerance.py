@@ -37,7 +37,7 @@ def test_weights_that_are_given(run_folder, captioned, tmp_path, capsys):
     assert "Variance as a tolerance" not in (tmp_path / "report.html").read_text()
 
 
-def test_weights_chosen_on_other_images_are_honest(run_folder, captioned, tmp_path, capsys):
+def test_weights_chosen_on_other_images_are_called_so(run_folder, captioned, tmp_path, capsys):
     members = []
     for i in range(12):
         members += [(f"{i}.jpg", jpeg(scene("other", i))), (f"{i}.txt", f"one {i}\ntwo {i}".encode())]
@@ -46,11 +46,11 @@ def test_weights_chosen_on_other_images_are_honest(run_folder, captioned, tmp_pa
     for metric, key in (("auto", "recall"), ("map-at-r", "map_at_r")):
         assert command(run_folder, captioned, tmp_path / "out", *options, "--select-metric", metric) == 0
         results = json.loads((tmp_path / "out" / "results.json").read_text())
-        found = results["tolerance"]["honest"]
-        assert (found["chosen"], found["metric"], found["positives"]) == ("honest (val)", key, "own captions")
-        assert "tolerance, honest (val)" in re.sub(r"\s+", " ", (tmp_path / "out" / "report.html").read_text())
+        found = results["tolerance"]["chosen"]
+        assert (found["chosen"], found["metric"], found["positives"]) == ("chosen on val", key, "own captions")
+        assert "tolerance, chosen on val" in re.sub(r"\s+", " ", (tmp_path / "out" / "report.html").read_text())
     assert "an <b>oracle</b>" not in (tmp_path / "out" / "report.html").read_text()
-    assert "tolerance, honest (val): u of captions times" in capsys.readouterr().out
+    assert "tolerance, chosen on val: u of captions times" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"24 of the images in .* are also evaluated"):
         command(run_folder, captioned, tmp_path / "out", "--select-data", str(captioned), "--no-select-split")
     with tarfile.open(captioned) as tar:

@@ -1,4 +1,4 @@
-"""Accuracy under every prompt filter: the whole curve over K, oracle and honest choices. Functions on tensors.
+"""Accuracy under every prompt filter: the whole curve over K, oracle and few-shot choices. Functions on tensors.
 
 N images, C classes, P prompts of a class, K prompts kept, G values of a setting, D dimensions.
 """
@@ -31,8 +31,10 @@ from zeroshot.filtering.filters import (
 )
 from zeroshot.filtering.reweighting import Reweighting, few_of_each, fit_labelled, fit_unlabelled
 from zeroshot.filtering.rows import (
+    FEW_SHOT,
     ORACLE,
     TRANSDUCTIVE,
+    UNLABELLED,
     UPPER_BOUND,
     ZERO_SHOT,
     Evaluation,
@@ -77,7 +79,7 @@ def evaluate_embeddings(
     everything = torch.ones(len(labels), dtype=torch.bool)
     images = Chosen(image_mean, labels.cpu(), image_names, everything, None)
     splits = make_splits(images, selection, select_data, groups)
-    scorer = _Scorer(images, prompts, options, splits, f"honest ({selection.label})")
+    scorer = _Scorer(images, prompts, options, splits, selection.label)
     if "best-topk" in filters or ("topk" in filters and options.k is None):
         scorer.rank_every_k()
     rows = [row for name in filters for row in scorer.rows(name)]
@@ -93,9 +95,9 @@ class _Scorer:
         per_class: (C, P) accuracy of each class, from `ranks`.
     """
 
-    def __init__(self, images: Chosen, prompts: Gaussian, options: FilterOptions, splits: list[Chosen], honest: str):
+    def __init__(self, images: Chosen, prompts: Gaussian, options: FilterOptions, splits: list[Chosen], source: str):
         self.images, self.labels, self.options = images, images.labels, options
-        self.splits, self.honest = splits, honest
+        self.splits, self.few_shot, self.unlabelled = splits, f"{FEW_SHOT} ({source})", f"{UNLABELLED} ({source})"
         self.prompts, self.mean, self.u = prompts, prompts.mean, prompts.uncertainty()
         self.n_classes, self.n_prompts = self.u.shape
         self.base = self._filtered("all")
@@ -225,11 +227,11 @@ class _Scorer:
         self._keep(kept[best], ORACLE)
         rows = [row(ranks[:, best], [best], ORACLE)]
         if self.splits:
-            honest, chosen = torch.empty_like(self.base), []
+            ranked, chosen = torch.empty_like(self.base), []
             for split, theirs in zip(self.splits, split_ranks, strict=True):
                 chosen.append(best_common_k(theirs) - 1)
-                honest[split.scored] = ranks[split.scored, chosen[-1]]
-            rows.append(row(honest, chosen, self.honest))
+                ranked[split.scored] = ranks[split.scored, chosen[-1]]
+            rows.append(row(ranked, chosen, self.few_shot))
         return rows
 
     def _threshold(self, name: str, option: str) -> list[Row]:
@@ -256,17 +258,17 @@ class _Scorer:
             return replace(self._row(name, None, ranks, note, f"{name}, {shots_text(shots)}"), shots=shots)
 
         own = self._fit(name, self.images)
-        note = ORACLE if name == "reweighted" else TRANSDUCTIVE
+        note, other = (ORACLE, self.few_shot) if name == "reweighted" else (TRANSDUCTIVE, self.unlabelled)
         self.reweighted[f"{name}, {note}"] = own
         rows = [row(self._true_ranks(class_vectors(self.mean, own.weights)), [own], note)]
         if self.splits:
-            honest, fits = torch.empty_like(self.base), []
+            ranked, fits = torch.empty_like(self.base), []
             for number, split in enumerate(self.splits):
                 fits.append(found := self._fit(name, split))
                 part = f", {number + 1}" if len(self.splits) > 1 else ""
-                self.reweighted[f"{name}, {self.honest}{part}"] = found
-                honest[split.scored] = self._true_ranks(class_vectors(self.mean, found.weights), split.scored)
-            rows.append(row(honest, fits, self.honest))
+                self.reweighted[f"{name}, {other}{part}"] = found
+                ranked[split.scored] = self._true_ranks(class_vectors(self.mean, found.weights), split.scored)
+            rows.append(row(ranked, fits, other))
         return rows
 
     def _fit(self, name: str, images: Chosen) -> Reweighting:
@@ -289,12 +291,12 @@ class _Scorer:
             self._row(name, self.oracle_k, best_of_own_class, f"{ORACLE}, upper bound", UPPER_BOUND),
         ]
         if self.splits:
-            honest, chosen = torch.empty_like(self.base), []
+            ranked, chosen = torch.empty_like(self.base), []
             for split, ranks in zip(self.splits, self.split_ranks, strict=True):
                 k = best_class_k(class_accuracy(ranks, split.labels, self.n_classes))
-                honest[split.scored] = self._with_class_k(k, split.scored)
+                ranked[split.scored] = self._with_class_k(k, split.scored)
                 chosen.append(k)
-            rows.append(self._row(name, torch.cat(chosen), honest, self.honest))
+            rows.append(self._row(name, torch.cat(chosen), ranked, self.few_shot))
         return rows
 
 

@@ -20,6 +20,7 @@ from probemb.data.look_alikes import leave_out, same_picture
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
+from probemb.models.dual_encoder import DualEncoder
 from zeroshot.filtering.evaluation import evaluate_embeddings
 from zeroshot.filtering.filters import FilterOptions, Selection
 from zeroshot.filtering.prompts import embed_prompts
@@ -33,17 +34,15 @@ class Scale(NamedTuple):
     source: str
 
 
-def softmax_scale(model: torch.nn.Module) -> Scale:
-    """CLIP's, or 2 a of the match probability where that one was never trained: -a CSD is 2 a cosine + what the classes
-    share, if their variances are left out, as they are in the class vectors.
+def softmax_scale(model: DualEncoder) -> Scale:
+    """The trained temperature, or 2 a of a trained match probability sigmoid(-a d + b): -a d is 2 a cosine + what the
+    classes share, if their variances are left out, as they are in the class vectors.
     """
-    temperature = getattr(model, "inverse_temperature", None)
-    if temperature is None:
-        return Scale(None, "none: the model has no temperature")
-    value = float(temperature().detach())
-    if model.probabilistic and model.predicts_matches and abs(value * 0.07 - 1) < 1e-5:
-        return Scale(2 * model.match_numbers()[0], "2 a of the match probability (logit_scale was not trained)")
-    return Scale(value, "logit_scale")
+    if model.trained_temperature is not None:
+        return Scale(model.trained_temperature, "logit_scale")
+    if model.config["match"] == "distance":
+        return Scale(2 * model.match_numbers()[0], "2 a of the match probability (the loss trained no temperature)")
+    return Scale(None, "none: the loss trained no temperature")
 
 
 @dataclass(frozen=True)

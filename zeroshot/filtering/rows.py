@@ -14,7 +14,7 @@ from torch import Tensor
 from probemb.metrics import standard_error
 from zeroshot.filtering.reweighting import Reweighting
 
-ZERO_SHOT, ORACLE, TRANSDUCTIVE = "zero-shot", "oracle", "transductive"
+ZERO_SHOT, FEW_SHOT, UNLABELLED, TRANSDUCTIVE, ORACLE = "zero-shot", "few-shot", "unlabelled", "transductive", "oracle"
 SIGNIFICANT = 2  # standard errors of a coloured gain: about 95 % confidence
 UPPER_BOUND = "best-topk, rivals at the same K"
 
@@ -32,9 +32,9 @@ class Row:
         mean_per_class_recall: mean over classes with images of each class' top-1 accuracy, in [0, 1].
         gain: top1 minus that of `all`.
         gain_se: its standard error, paired over images; None for a single image.
-        note: "zero-shot" (nothing chosen on images), "oracle" (chosen on the scored images and their labels),
-            "transductive" (fitted to the scored images without their labels), or "honest (...)" (chosen on, or fitted
-            to, other images, which are named).
+        note: "zero-shot" (nothing chosen on images); "few-shot (...)" (chosen on, or fitted to, other images with their
+            labels, which are named) or "unlabelled (...)" (without their labels); "oracle" (the scored images and their
+            labels) or "transductive" (without their labels).
         setting: of a threshold filter; the mean over folds where it was chosen.
         intervals: (low, high) of "top1", "top5", "mean_per_class_recall" and "gain" (paired), 95 %, by bootstrap over
             the images; empty for a single image.

@@ -28,8 +28,8 @@ CLASSES_A_GROUP = 3
 TILES = {  # (filter, what K was chosen on) -> title; the first four that were evaluated
     ("single", ""): "single prompt",
     ("all", ""): "all prompts",
-    ("best-topk", "honest"): "best-topk, honest",
-    ("topk", "honest"): "topk, honest",
+    ("best-topk", "few-shot"): "best-topk, few-shot",
+    ("topk", "few-shot"): "topk, few-shot",
     ("best-topk", "oracle"): "best-topk, oracle",
     ("topk", "oracle"): "topk, oracle",
 }
@@ -58,7 +58,7 @@ def write_report(
 
 
 def _kind(note: str) -> str:
-    return next((kind for kind in ("oracle", "honest") if note.startswith(kind)), "")
+    return next((kind for kind in ("oracle", "few-shot") if note.startswith(kind)), "")
 
 
 def _tiles(e: Evaluation, n_classes: int) -> list[tuple[str, str, str]]:
@@ -129,8 +129,10 @@ def _reliability(calibration: dict | None) -> Chart | None:
     return chart.line(xs, ys, points=True, spread=errors, notes=notes)
 
 
-def _selective(selective: dict) -> Chart:
-    """Accuracy of the images that are answered when the most doubtful ones are refused."""
+def _selective(selective: dict) -> Chart | None:
+    """Accuracy of the images that are answered when the most doubtful ones are refused; None without any score."""
+    if not selective:
+        return None
     chart = Chart("selective", x_label="most doubtful images refused, %", y_label="top-1 of the others, %")
     for (name, curve), colour in zip(selective.items(), (BLUE, ORANGE)):
         chart.line([100 * x for x in curve["refused"]], [100 * y for y in curve["score"]], name, colour)

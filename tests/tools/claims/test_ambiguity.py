@@ -94,7 +94,7 @@ def test_a_run_and_its_report(folder, world, tmp_path, capsys):
     for weight, name in ((1.0, "csd"), (0.0, "mean")):
         assert start[name]["true"]["i2t"]["map_at_r"] == pytest.approx(curve[LAMBDAS.index(weight)], abs=1e-6)
     chosen = found["start"]["chosen_by"]["tolerance"]
-    assert chosen["chosen"].startswith("honest")
+    assert chosen["chosen"].startswith("chosen on")
     assert start["tolerance"]["true"]["i2t"]["map_at_r"] == pytest.approx(curve[LAMBDAS.index(chosen["i2t"])], abs=1e-6)
     again = claims.run(STUDY, out, n_seeds=1, report_only=True)
     for one, other in zip(content["trainings"], again["trainings"], strict=True):

@@ -1,4 +1,4 @@
-"""From embeddings to numbers: oracle and honest choices of K, and correlations."""
+"""From embeddings to numbers: oracle and few-shot choices of K, and correlations."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_oracles_are_labelled_and_at_least_as_good_as_what_they_choose_from(ever
     rows = rows_of(every)
     topk, bound = rows["topk", "oracle"], rows[UPPER_BOUND, "oracle, upper bound"]
     assert topk.top1 == pytest.approx(every.curve1.max().item())
-    assert topk.top1 >= rows["topk", "honest (folds:5)"].top1
+    assert topk.top1 >= rows["topk", "few-shot (folds:5)"].top1
     assert topk.top1 >= rows["all", "zero-shot"].top1
     assert bound.top1 >= topk.top1
 
@@ -141,10 +141,10 @@ def test_the_upper_bound_is_the_mean_of_the_best_of_each_class(every):
 
 def test_folds_choose_k_without_the_images_they_score():
     images, labels, names, prompts = world()
-    honest = rows_of(
+    few_shot = rows_of(
         evaluate_embeddings(images, labels, names, prompts, ["best-topk"], selection=Selection("folds", 5))
     )
-    row = honest["best-topk", "honest (folds:5)"]
+    row = few_shot["best-topk", "few-shot (folds:5)"]
     from probemb.evaluation.classification import class_accuracy, prefix_vectors, true_ranks
     from zeroshot.filtering.filters import best_class_k, stratified_folds
 
@@ -167,9 +167,9 @@ def test_k_chosen_on_other_images_is_scored_on_these():
         selection=Selection("train"), select_data=SelectionData(other_images, other_labels, other_names),
     )  # fmt: skip
     rows = rows_of(evaluation)
-    k = int(rows["topk", "honest (train)"].k)
-    assert rows["topk", "honest (train)"].top1 == pytest.approx(evaluation.curve1[k - 1].item())
-    assert ("best-topk", "honest (train)") in rows
+    k = int(rows["topk", "few-shot (train)"].k)
+    assert rows["topk", "few-shot (train)"].top1 == pytest.approx(evaluation.curve1[k - 1].item())
+    assert ("best-topk", "few-shot (train)") in rows
 
 
 def test_a_given_k_is_no_oracle():

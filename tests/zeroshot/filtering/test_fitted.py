@@ -1,4 +1,4 @@
-"""Thresholds and weights that are chosen on images: honest rows use none of the images that they score."""
+"""Thresholds and weights that are chosen on images: few-shot rows use none of the images that they score."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_a_threshold_is_chosen_on_the_other_folds(name):
         best = max(g for g, share in enumerate(hits) if share >= max(hits) - 1e-9)
         right += int((ranks[folds == fold, best] < 1).sum())
     found = evaluate_embeddings(images, labels, names, prompts, [name], selection=Selection("folds", 3)).rows
-    assert [row.note for row in found] == ["oracle", "honest (folds:3)"]
+    assert [row.note for row in found] == ["oracle", "few-shot (folds:3)"]
     assert found[1].top1 == pytest.approx(right / len(labels))
     assert found[0].top1 == pytest.approx((ranks < 1).double().mean(0).max().item())
     assert found[0].title.startswith(name)
@@ -62,8 +62,8 @@ def test_few_shots_come_from_the_other_folds():
             selection=Selection("folds", 3),
         )
     )  # fmt: skip
-    assert list(found) == [("reweighted, 4 shots", "oracle"), ("reweighted, 4 shots", "honest (folds:3)")]
-    assert found["reweighted, 4 shots", "honest (folds:3)"].top1 == pytest.approx(right / len(labels))
+    assert list(found) == [("reweighted, 4 shots", "oracle"), ("reweighted, 4 shots", "few-shot (folds:3)")]
+    assert found["reweighted, 4 shots", "few-shot (folds:3)"].top1 == pytest.approx(right / len(labels))
 
 
 def test_classes_with_fewer_images_than_shots_are_told():
@@ -75,16 +75,16 @@ def test_classes_with_fewer_images_than_shots_are_told():
         images, labels, names, prompts, ["reweighted"], options=FilterOptions(shots=100),
         selection=Selection("folds", 2),
     )  # fmt: skip
-    oracle, honest = found.rows
+    oracle, few_shot = found.rows
     assert oracle.title == f"reweighted, up to 100 shots (mean {len(labels) / 6:.1f})"
     assert oracle.shots == {
         "asked": 100, "mean": len(labels) / 6, "fewest": 0, "most": int(counts.max()), "classes_without": 1,
     }  # fmt: skip
-    assert honest.shots["mean"] == pytest.approx(len(labels) / 12)  # each fold is fitted to the other one
+    assert few_shot.shots["mean"] == pytest.approx(len(labels) / 12)  # each fold is fitted to the other one
     assert found.reweighted["reweighted, oracle"].counts.tolist() == counts.tolist()
     notice = shots_notice(found.rows)
     assert notice.startswith("--shots 100 is more than there are images of every class: oracle 0 to ")
-    assert "1 without any; honest (folds:2) 0 to " in notice
+    assert "1 without any; few-shot (folds:2) 0 to " in notice
     whole = evaluate_embeddings(*world(), ["reweighted"], options=FilterOptions(shots=2))
     assert [row.title for row in whole.rows] == ["reweighted, 2 shots"]
     assert shots_notice(whole.rows) is None
@@ -104,8 +104,8 @@ def test_other_images_decide_alone_and_unlabelled_ones_without_labels():
     first, moved = fitted(labels, other_labels), fitted(labels.roll(5), other_labels)
     wrong = fitted(labels, other_labels.roll(5))
     assert list(first) == [
-        "reweighted, oracle", "reweighted, honest (train)",
-        "reweighted-unlabelled, transductive", "reweighted-unlabelled, honest (train)",
+        "reweighted, oracle", "reweighted, few-shot (train)",
+        "reweighted-unlabelled, transductive", "reweighted-unlabelled, unlabelled (train)",
     ]  # fmt: skip
     assert [torch.equal(first[name], moved[name]) for name in first] == [False, True, True, True]
     assert [torch.equal(first[name], wrong[name]) for name in first] == [True, False, True, True]
@@ -119,4 +119,4 @@ def test_re_weighting_finds_the_prompts_that_fit():
     rows = rows_of(
         evaluate_embeddings(images, labels, names, prompts, ["all", "reweighted"], selection=Selection("folds", 5))
     )
-    assert rows["reweighted, 16 shots", "honest (folds:5)"].gain > 0.05
+    assert rows["reweighted, 16 shots", "few-shot (folds:5)"].gain > 0.05

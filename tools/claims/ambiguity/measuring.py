@@ -21,7 +21,7 @@ from tools.claims.embeddings import Pair
 from tools.claims.scenes.world import Part
 
 LAMBDAS = (-2.0, -1.5, -1.25, -1.0, -0.75, -0.5, -0.25, 0.0, 0.5, 1.0, 2.0)
-CHOSEN = "honest (validation scenes)"
+CHOSEN = "chosen on validation scenes"
 
 
 def as_pairs(pair: Pair, part: Part) -> EmbeddedPairs:

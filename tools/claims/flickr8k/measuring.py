@@ -79,7 +79,7 @@ def tolerance_by_validation(pair: Pair, dataset: CaptionDataset) -> Tolerance:
     """The weights of the ranking "tolerance" with the best recalls of own captions."""
     pairs = EmbeddedPairs(*pair, torch.tensor(dataset.owner()), list(range(len(dataset))), [])
     return choose_tolerance(
-        pairs, own_positives(dataset), "recall", chosen="honest (validation images)", of="own captions"
+        pairs, own_positives(dataset), "recall", chosen="chosen on validation images", of="own captions"
     )
 
 
