@@ -43,6 +43,7 @@ DESCRIPTION = (
     "prints a table and writes results.json and report.html."
 )
 OUTPUTS = ("results.json", "report.html")
+UNKNOWN = 20  # unknown words that are named
 DIRECTIONS = {"i2t": "image → text", "t2i": "text → image"}
 
 
@@ -130,10 +131,10 @@ def evaluate(
         *model.match_numbers(), config.samples, config.factory, config.candidates, device.name,
         tolerance or CSD, model.attention, pairs.tokens,
     )  # fmt: skip
-    rows, per_query = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
+    rows, per_query, tops = evaluate_rankings(pairs, captions, rankings, options, benchmarks, objects, progress)
     probabilistic = getattr(model, "probabilistic", True)
     one, asked = centres(pairs), config.uncertainty
-    found = findings(embedder, captions, one, per_query, config.erased, asked) if probabilistic else {}
+    found = findings(embedder, captions, one, per_query, tops, config.erased, asked) if probabilistic else {}
     correct = {side: values[SHOWN] for side, values in per_query.items()}
     results = {
         "config": to_dict(config) | {"split": captions.split},
@@ -144,6 +145,7 @@ def evaluate(
         "images": len(pairs.images),
         "captions": len(pairs.texts),
         "images_left_out": [{"name": name, "reason": reason} for name, reason in pairs.bad],
+        "unknown_words": unknown_words(loaded[0].tokenizer, captions),
         "benchmarks": benchmarks,
         "rows": rows,
         "tolerance": results_of(tolerance),
@@ -170,6 +172,15 @@ def second_model(config: RetrievalConfig) -> list[str]:
     return networks_of(config.model)[1:]
 
 
+def unknown_words(tokenizer, captions: CaptionDataset) -> dict | None:
+    """Captions with words that a model with a vocabulary of words does not know; None for other models."""
+    if not hasattr(tokenizer, "unknown_words"):
+        return None
+    texts = [text for of_image in captions.captions for text in of_image]
+    hit = sum(bool(tokenizer.unknown_words([text])) for text in texts)
+    return {"captions": hit, "share": hit / len(texts), "words": tokenizer.unknown_words(texts)[:UNKNOWN]}
+
+
 def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:
     """The benchmarks that work with missing images. Raises UserError if others were named."""
     lost = [name for name in benchmarks if name != "pmrp"]
@@ -185,12 +196,14 @@ def print_results(results: dict) -> None:
     """Tables and lines on stdout."""
     from zeroshot.reports.judgements import print_judgements
     from zeroshot.reports.predictors import print_predictors
-    from zeroshot.reports.retrieval import describe_generality
+    from zeroshot.reports.retrieval import describe_generality, describe_unknown
 
     found = results["uncertainty"]
     print_table(results["rows"], results["images"], results["captions"])
     print("\n".join(describe_tolerance(results["tolerance"])), end="\n" if results["tolerance"] else "")
     print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
+    if results["unknown_words"] and results["unknown_words"]["captions"]:
+        print(describe_unknown(results["unknown_words"]))
     if results["generality"]:
         print("\n".join(describe_generality(results["generality"])))
     if results["judgements"]:
@@ -200,18 +213,19 @@ def print_results(results: dict) -> None:
 
 def describe_findings(found: dict) -> list[str]:
     """The main correlations as lines of text."""
+    from zeroshot.reports.retrieval import BINNED, SHOWN
 
     def text(value: float | None) -> str:
         return "undefined" if value is None else f"{value:+.3f}"
 
     lines = []
     for side, metrics in found["quality"].items():
-        both = metrics["own captions: R@1"]
-        if both["bins"]:
-            bins, curve = both["bins"], both["rejection"]
+        for name in (name for name in BINNED if name in metrics and metrics[name]["bins"]):
+            bins, curve = metrics[name]["bins"], metrics[name]["rejection"]
+            what = "R@1" if name == SHOWN else f"R@1 of {name.partition(':')[0]}"
             lines.append(
-                f"uncertainty of {side} against R@1: Pearson {text(bins['pearson'])} over {len(bins['counts'])} bins, "
-                f"Spearman {text(bins['spearman'])} over single items; area under the rejection curve "
+                f"uncertainty of {side} against {what}: Pearson {text(bins['pearson'])} over {len(bins['counts'])} "
+                f"bins, Spearman {text(bins['spearman'])} over single items; area under the rejection curve "
                 f"{curve['area']:.3f} (at random {curve['random']:.3f}, at best {curve['oracle']:.3f})"
             )
     if "ambiguity_spearman" in found:

@@ -95,9 +95,9 @@ def encode_images(
     if progress and total and total > done:
         progress(total - done)
     both = Gaussian.cat(parts)
-    if not (torch.isfinite(both.mean).all() and torch.isfinite(both.log_var).all()):
+    if not all(x.isfinite().all() for x in (both.mean, both.log_var, both.uncertainty())):
         raise UserError(
-            "The model gives embeddings that are not finite numbers.",
+            "The model gives embeddings, or variances of embeddings, that are not finite numbers.",
             "Its training has diverged or its file is damaged: evaluate an earlier checkpoint.",
         )
     return Gaussian(both.mean.clone(), both.log_var.clone())  # out of inference mode, for autograd

@@ -35,13 +35,15 @@ def findings(
     captions: CaptionDataset,
     pairs: EmbeddedPairs,
     per_query: dict[str, dict[str, Tensor]],
+    tops: dict[str, Tensor],
     erased: int,
     measure: str = "sum",
 ) -> dict:
     """The uncertainty part of results.json.
 
     Args:
-        per_query: as for `quality`; erased: number of images, and of captions, to erase parts of.
+        per_query: as for `quality`; tops: of `evaluate_rankings`.
+        erased: number of images, and of captions, to erase parts of.
         measure: of uncertainty, a key of MEASURES.
 
     Returns:
@@ -55,7 +57,13 @@ def findings(
     if erased:
         chosen = [pairs.kept[row] for row in evenly(len(pairs.kept), erased)]
         found["erased"] = erase(embedder, captions, chosen, measure=u)
-    found["extremes"] = {"images": extremes(u(pairs.images)), "captions": extremes(u(pairs.texts))}
+    found["extremes"] = {
+        side: {
+            which: [{"row": row, "retrieved": tops[side][row].tolist()} for row in rows]
+            for which, rows in extremes(u(items)).items()
+        }
+        for side, items in (("images", pairs.images), ("captions", pairs.texts))
+    }
     return found
 
 
@@ -193,7 +201,7 @@ def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:
 def _plane(points: Tensor) -> tuple[Tensor, str]:
     from sklearn.manifold import TSNE
 
-    if len(points) < 4:
+    if len(points.unique(dim=0)) < 4:  # the start of t-SNE divides by their spread
         return torch.nn.functional.pad(points, (0, 2))[:, :2], "the first two dimensions"
     perplexity = min(30.0, max(2.0, (len(points) - 1) / 4))
     plane = TSNE(init="pca", random_state=0, perplexity=perplexity).fit_transform(points.numpy())

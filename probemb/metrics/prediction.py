@@ -15,6 +15,7 @@ from torch import Tensor
 from probemb.metrics.uncertainty import average_ranks, pearson, rejection_curve
 
 SIGNIFICANT = 1.96  # standard errors
+LEAST = 5  # items of a half: the standard error of fewer says nothing
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ def rank_correlation(score: Tensor, outcome: Tensor, cluster: Tensor | None = No
 
 
 def halves(score: Tensor, outcome: Tensor, cluster: Tensor | None = None) -> Halves | None:
-    """Outcomes below and above the median score; None if one of the halves is empty. Arguments as above."""
+    """Outcomes below and above the median score; None if one half has fewer than LEAST items. Arguments as above."""
     score, outcome, cluster = _known(score, outcome, cluster)
     ranks = average_ranks(score)
     middle = (len(ranks) - 1) / 2
     low, high = ranks < middle, ranks > middle
-    if not bool(low.any()) or not bool(high.any()):
+    if min(int(low.sum()), int(high.sum())) < LEAST:
         return None
     certain, rest = float(outcome[low].mean()), float(outcome[high].mean())
     influence = low * (outcome - certain) / low.sum() - high * (outcome - rest) / high.sum()

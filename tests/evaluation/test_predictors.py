@@ -7,7 +7,14 @@ import torch
 
 from probemb import Gaussian
 from probemb.evaluation import predictors
-from probemb.evaluation.predictors import MatchModel, assess, candidate_scores, query_scores, runs_against_recall
+from probemb.evaluation.predictors import (
+    MatchModel,
+    assess,
+    candidate_scores,
+    query_scores,
+    runs_against_recall,
+    warning,
+)
 from probemb.models import create_model
 
 
@@ -87,3 +94,8 @@ def test_the_table_knows_the_right_from_the_reversed():
     alone = assess(scores, correct)[0]
     assert alone["ambiguity"] is None
     assert alone["accepted_share"] is None
+
+
+def test_two_queries_say_nothing_of_u():
+    rows = assess({"u": torch.tensor([1.0, 2.0])}, torch.tensor([0.0, 1.0]))
+    assert warning({"captions": rows, "images": rows}) is None

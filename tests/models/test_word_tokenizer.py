@@ -14,6 +14,7 @@ def test_ids_follow_the_vocabulary():
     assert tokenizer("dog").tolist() == [[4, 0, 0, 0, 0]]
     assert tokenizer([]).shape == (0, 5)
     assert tokenizer.word_ends().shape == (5,)
+    assert tokenizer.unknown_words(["A blue dog.", "a pale, blue cat red dog unread", ""]) == ["blue", "pale", "cat"]
 
 
 def test_hostile_texts_take_bounded_time():

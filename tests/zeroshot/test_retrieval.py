@@ -33,10 +33,12 @@ from probemb.evaluation.uncertainty import (
 )
 from probemb.metrics.coco import coco_test_ids, package_metrics
 from probemb.models import create_model, load_model, save_model
+from probemb.models.word_tokenizer import WordTokenizer
 from tests.truth import matches
 from tests.world import jpeg, write_tar
 from zeroshot.reports.predictors import print_predictors
-from zeroshot.retrieval import main
+from zeroshot.reports.retrieval import describe_unknown
+from zeroshot.retrieval import main, unknown_words
 
 
 def gaussians(n, dim=8, seed=0):
@@ -158,6 +160,7 @@ def test_the_report_stands_alone(measured):
     html = (out / "report.html").read_text()
     for heading in (
         "Rankings",
+        "What u measures",
         "Uncertainty against recall",
         "Refusing",
         "what is erased",
@@ -166,6 +169,12 @@ def test_the_report_stands_alone(measured):
     ):
         assert heading in html
     assert html.count("<svg") == 8
+    extremes = results["uncertainty"]["extremes"]  # the queries with what they retrieve
+    assert len(extremes["captions"]["most"]) == len(extremes["images"]["least"]) == 8
+    assert {
+        len(query["retrieved"]) for side in extremes.values() for queries in side.values() for query in queries
+    } == {3}
+    assert html.count('<div class="thumbs">') == 16
     links = re.findall(r"(?:src|href)=\"(?!data:|#)([^\"]*)", html)
     assert {str(file.relative_to(out)) for file in (out / "figures").iterdir()} == set(links)
     assert len(links) == 2 * 8
@@ -286,7 +295,7 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
         texts = Gaussian(torch.nn.functional.normalize(images.mean[owner] + 0.1 * noise, dim=1), images.log_var[owner])
         pairs = EmbeddedPairs(images, texts, owner, list(range(n)), [])
         assert choose_benchmarks(None, data, has_objects=False) == ["coco", "cxc", "eccv"]
-        rows, per_query = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
+        rows, per_query, _ = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco", "cxc", "eccv"])
         found = {row["positives"]: row for row in rows}
         assert list(found) == ["own captions", "COCO 5K", "COCO 1K", "CxC", "ECCV Caption", "CxC 1K"]
         assert found["COCO 1K"]["rsum"] > found["COCO 5K"]["rsum"] > 0
@@ -298,6 +307,11 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
             for side, way in (("images", "i2t"), ("captions", "t2i")):
                 mean = per_query[side][f"{name}: {metric}"].nanmean().item()
                 assert mean == pytest.approx(found[name][way][key], abs=1e-12)
+        for side, way in (("images", "i2t"), ("captions", "t2i")):  # each query within its own fold
+            folds = per_query[side]["COCO 1K: R@1"]
+            assert folds.isnan().sum() == 2 * extra * (side == "captions")
+            assert folds.nanmean().item() == pytest.approx(found["COCO 1K"][way]["r@1"], abs=1e-12)
+        assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
         assert per_query["captions"]["COCO 5K: R@1"].isnan().sum() == 2 * extra
         assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
 
@@ -314,6 +328,23 @@ def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():
     assert not torch.equal(ranked[:, :10], by_mean[:, :10])
     positives = own_captions(torch.arange(40) % 6, 6)
     assert positives.counts.tolist() == [7, 7, 7, 7, 6, 6]
+
+
+def test_captions_with_words_that_a_model_does_not_know_are_told():
+    data = CaptionDataset(captions=[["a red dog", "a zebra"], ["two <b>zebras</b>"]], image_ids=[1, 2])
+    found = unknown_words(WordTokenizer(["a", "red", "dog"], 8), data)
+    assert (found["captions"], found["share"]) == (2, 2 / 3)
+    assert found["words"][:2] == ["zebra", "two"]
+    assert "2 captions (66.67 %) have words that the model does not know (zebra, two" in describe_unknown(found)
+    assert unknown_words(object(), data) is None
+
+
+def test_a_collapsed_model_has_a_plane():
+    """t-SNE divides its start by the spread of the points, and ends the process at NaN."""
+    same = Gaussian(torch.eye(8)[:1].expand(40, 8), torch.zeros(40, 8))
+    found = projection(EmbeddedPairs(same, same, torch.arange(40), list(range(40)), []))
+    assert found["method"] == "the first two dimensions"
+    assert found["images"]["x"].tolist() == [1] * 40
 
 
 def test_what_is_erased_is_what_was_asked_for():

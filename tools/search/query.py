@@ -121,6 +121,7 @@ class Searcher:
                 ],
                 "composer": self.composer.name,
                 "log_normaliser": float(log_normaliser),
+                "unknown_words": self.encoder.unknown_words(wish.texts),
             },
             "feasibility": self.feasibility(parts, kinds, weights),
             "weight": weight,

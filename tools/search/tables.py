@@ -22,6 +22,9 @@ def print_answer(answer: dict) -> None:
     if answer["weight"] != 1:
         line += f"; ranked with the variances of the items times {answer['weight']:g}"
     console.print(line, highlight=False)
+    if query["unknown_words"]:
+        words = ", ".join(escape(printable(word)) for word in query["unknown_words"])
+        console.print(f"the model does not know: {words}; the uncertainty says nothing of that", highlight=False)
     if answer["feasibility"] is not None:
         console.print(answer["feasibility"]["says"], highlight=False)
     score, exceeded = answer["score"], answer["limit"]

@@ -12,7 +12,7 @@ from probemb.evaluation.tolerance import METRICS as CHOSEN_BY
 from probemb.evaluation.uncertainty import MEASURES
 from probemb.reports.figures import BLUE, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
-from probemb.reports.text import number, percent
+from probemb.reports.text import number, percent, printable
 from zeroshot.config import RETRIEVAL_GENERATOR
 from zeroshot.reports.judgements import section
 from zeroshot.reports.predictors import explain
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 METRICS = {"r@1": "R@1", "r@5": "R@5", "r@10": "R@10", "r_precision": "R-P", "map_at_r": "mAP@R"}
 SHOWN = "own captions: R@1"  # the metric of bins and curves that are drawn; the table has all
+BINNED = (SHOWN, "COCO 1K: R@1")  # the second as in PCME++ Fig. 3: each query within its own fold
 SIDES = {"images": "Images as queries", "captions": "Captions as queries"}
 MEASURED = {
     "sum": "the sum of an item's variances",
@@ -52,17 +53,19 @@ def write_report(
         "judged": section(results["judgements"]) if results["judgements"] else None,
     }
     values["generality"] = describe_generality(results["generality"]) if results["generality"] else []
+    unknown = results["unknown_words"]
+    values["unknown"] = describe_unknown(unknown) if unknown and unknown["captions"] else None
     values["explained"] = explain(results["predictors"])
     if found:
         measure = MEASURES[results["config"]["uncertainty"]]
         shown = {side: metrics[SHOWN] for side, metrics in found["quality"].items()}
         values |= {
-            "bins": _sides(shown, "bins", _bins),
+            "bins": _bins(found["quality"]),
             "rejection": _sides(shown, "rejection", _rejection),
             "erased": _erased(found.get("erased") or {}),
-            "images": {which: _images(rows, pairs, captions, per_query, measure) for which, rows in
+            "images": {which: _images(queries, pairs, captions, measure) for which, queries in
                        found["extremes"]["images"].items()},
-            "texts": {which: _texts(rows, pairs, captions, per_query, measure) for which, rows in
+            "texts": {which: _texts(queries, pairs, captions, measure) for which, queries in
                       found["extremes"]["captions"].items()},
         }  # fmt: skip
     write_page(
@@ -88,6 +91,15 @@ def describe_generality(found: dict) -> list[str]:
             f"{text(nested['lies_in'])}, ROC AUC of the direction {area}"
         )
     return lines
+
+
+def describe_unknown(found: dict) -> str:
+    """A sentence on words that the model does not know."""
+    words = ", ".join(printable(word) for word in found["words"])
+    return (
+        f"warning: {found['captions']:,} captions ({percent(found['share'])} %) have words that the model does not "
+        f"know ({words}); their uncertainty says nothing of these"
+    )
 
 
 def _distinct(rows: Sequence[dict], key: str) -> list:
@@ -125,8 +137,17 @@ def _sides(shown: dict, key: str, draw: Callable[[str, dict], Chart]) -> list[tu
     return [(SIDES[side], draw(side, both[key]), both[key]) for side, both in shown.items() if both[key]]
 
 
-def _bins(side: str, bins: dict) -> Chart:
-    return Chart(f"recall-of-{side}", x_label=f"uncertainty of the {side}", y_label="R@1, %").bins(bins, side)
+def _bins(quality: dict) -> list[tuple[str, Chart, dict]]:
+    """As `_sides`, of every metric in BINNED."""
+    found = []
+    for name in BINNED:
+        for side, metrics in quality.items():
+            if name in metrics and (bins := metrics[name]["bins"]):
+                of = "" if name == SHOWN else f" of {name.partition(':')[0]}"
+                chart = Chart(f"recall{of.replace(' ', '-').lower()}-of-{side}", x_label=f"uncertainty of the {side}",
+                              y_label=f"R@1{of}, %")  # fmt: skip
+                found.append((f"{SIDES[side]}{of.replace(' of', ',')}", chart.bins(bins, side), bins))
+    return found
 
 
 def _rejection(side: str, curve: dict) -> Chart:
@@ -161,28 +182,40 @@ def _projection(found: dict, captions: CaptionDataset, pairs: EmbeddedPairs, siz
 
 
 def _images(
-    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]],
-    measure: Callable[[Gaussian], Tensor],
-) -> list[dict]:  # fmt: skip
-    u, right, shown = measure(pairs.images), per_query["images"][SHOWN], []
-    for row in rows:
-        i = pairs.kept[row]
-        try:
-            source = thumbnail(captions.images.open(i))
-        except BadSample:  # the file has changed
-            continue
-        verdict = "right" if bool(right[row]) else "wrong"
-        note = f"{captions.images.places[i].name}: {verdict}"
-        shown.append(
-            {"src": source, "note": note, "kind": verdict, "u": float(u[row]), "caption": captions.captions[i][0]}
-        )
+    queries: Sequence[dict], pairs: EmbeddedPairs, captions: CaptionDataset, measure: Callable[[Gaussian], Tensor]
+) -> list[dict]:
+    """Image queries with the captions that they retrieve; green and red say whether these are the image's own."""
+    u, texts, shown = measure(pairs.images), [text for i in pairs.kept for text in captions.captions[i]], []
+    for query in queries:
+        row = query["row"]
+        found = [{"text": texts[c], "kind": _kind(pairs.owner[c] == row)} for c in query["retrieved"] if c >= 0]
+        picture = _picture(row, pairs, captions, found[0]["kind"])
+        about = {"u": float(u[row]), "caption": captions.captions[pairs.kept[row]][0], "retrieved": found}
+        shown += [picture | about] if picture else []
     return shown
 
 
 def _texts(
-    rows: Sequence[int], pairs: EmbeddedPairs, captions: CaptionDataset, per_query: dict[str, dict[str, Tensor]],
-    measure: Callable[[Gaussian], Tensor],
-) -> list[dict]:  # fmt: skip
-    u, right = measure(pairs.texts), per_query["captions"][SHOWN]
-    texts = [text for i in pairs.kept for text in captions.captions[i]]
-    return [{"text": texts[row], "u": float(u[row]), "kind": "right" if bool(right[row]) else "wrong"} for row in rows]
+    queries: Sequence[dict], pairs: EmbeddedPairs, captions: CaptionDataset, measure: Callable[[Gaussian], Tensor]
+) -> list[dict]:
+    """Caption queries with the images that they retrieve."""
+    u, texts, shown = measure(pairs.texts), [text for i in pairs.kept for text in captions.captions[i]], []
+    for query in queries:
+        row = query["row"]
+        found = [(i, _kind(pairs.owner[row] == i)) for i in query["retrieved"] if i >= 0]
+        pictures = [picture for i, kind in found if (picture := _picture(i, pairs, captions, kind))]
+        shown.append({"text": texts[row], "u": float(u[row]), "kind": found[0][1], "retrieved": pictures})
+    return shown
+
+
+def _kind(right: Tensor) -> str:
+    return "right" if bool(right) else "wrong"
+
+
+def _picture(row: int, pairs: EmbeddedPairs, captions: CaptionDataset, kind: str) -> dict | None:
+    i = pairs.kept[row]
+    try:
+        source = thumbnail(captions.images.open(i))
+    except BadSample:  # the file has changed
+        return None
+    return {"src": source, "note": f"{captions.images.places[i].name}: {kind}", "kind": kind}

@@ -21,10 +21,13 @@ from probemb.distances import csd
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models import create_model, load_model, save_model
+from probemb.models.word_tokenizer import WordTokenizer
 from tests.searching import EVIL, N, bomb, gallery, searcher  # noqa: F401 - fixtures
 from tests.world import run_folder  # noqa: F401 - a fixture
 from tools.search.command import main, open_searcher, parse
 from tools.search.pictures import read_picture
+from tools.search.tables import print_answer
+from tools.search.web.about import describe
 from tools.search.wish import MAX_TEXT, QueryImage, Wish, read_image
 
 
@@ -51,6 +54,22 @@ def test_a_text_is_ranked_by_csd(gallery, searcher):  # noqa: F811
     assert [one["distance"] for one in answer["results"]] == pytest.approx(distance.tolist(), abs=1e-4)
     assert [one["captions"] for one in answer["results"]] == [gallery.captions[row] for row in order]
     assert [one["rank"] for one in answer["results"]] == list(range(1, N + 1))
+
+
+def test_words_that_the_model_does_not_know_are_named(searcher, monkeypatch, capsys):  # noqa: F811
+    wish = Wish(["a red zebra", "[b]quagga"])
+    assert searcher.answer(wish)["query"]["unknown_words"] == []  # parts of words
+    words = searcher.encoder.loaded._replace(tokenizer=WordTokenizer(["a", "red", "b"], 8))
+    monkeypatch.setattr(searcher.encoder, "loaded", words)
+    answer = searcher.answer(wish)
+    assert answer["query"]["unknown_words"] == ["zebra", "quagga"]
+    print_answer(answer)
+    assert "the model does not know: zebra, quagga" in capsys.readouterr().out
+
+
+def test_the_scale_of_the_page_spans_texts(gallery, searcher):  # noqa: F811
+    u = searcher.encoder.embed_texts([captions[0][:200] for captions in gallery.captions]).uncertainty()
+    assert describe(searcher)["queries"] == pytest.approx([float(u.min()), float(u.max())], rel=1e-4)
 
 
 def test_an_index_made_with_relative_paths_works_from_any_folder(gallery, tmp_path, monkeypatch):  # noqa: F811

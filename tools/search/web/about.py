@@ -67,10 +67,12 @@ def fits(searcher: Searcher) -> dict | None:
 
 
 def query_range(searcher: Searcher, rows: Sequence[int]) -> list[float]:
-    """Expected uncertainties of queries of one part: the range over sampled items and their captions."""
+    """Expected uncertainties of queries of one part, which are mostly texts: the range over captions of sampled items,
+    or over the items where they have none; images may have quite others than texts.
+    """
     captions = [caption for row in rows for caption in list(searcher.index.item(row).get("captions") or [])[:1]]
     texts = [caption[:200] for caption in captions if caption.strip()]
-    u = [float(searcher.index.uncertainty[row]) for row in rows]
+    u = [] if texts else [float(searcher.index.uncertainty[row]) for row in rows]
     for start in range(0, len(texts), 8):
         u += searcher.encoder.embed(texts[start : start + 8], []).uncertainty().tolist()
     return [min(u), max(u)]

@@ -148,5 +148,6 @@ def shown(answer: dict, identity: str) -> dict:
         result["key"] = printable(result["key"])
         result["captions"] = [printable(caption) for caption in result["captions"]]
         result["url"] = web_link(result["url"])
-    answer["query"]["texts"] = [printable(text) for text in answer["query"]["texts"]]
+    for name in ("texts", "unknown_words"):
+        answer["query"][name] = [printable(text) for text in answer["query"][name]]
     return answer

@@ -40,8 +40,10 @@ export function show(answer, wanted) {
   const inclusion = !answer.more ? ""
     : ` Inclusion is ${answer.more === "general" ? "above 0 where the result includes the query" : "below 0 where the result lies in the query"}.`;
   $("legend").textContent = `${match}${inclusion} A smaller distance is closer; both uncertainties are in it${times}.`;
-  $("feasible").textContent = answer.feasibility?.says ?? "";
-  $("feasible").hidden = !answer.feasibility;
+  const unknown = answer.query.unknown_words.join(", ");
+  const lacks = unknown && `The model does not know: ${unknown}. The uncertainty says nothing of that.`;
+  $("feasible").textContent = [answer.feasibility?.says, lacks].filter(Boolean).join(" ");
+  $("feasible").hidden = !$("feasible").textContent;
   tell(answer, showScore(answer));
 }
 
