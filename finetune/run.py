@@ -13,6 +13,7 @@ Add `--resume` to resume. SIGTERM and SIGUSR1 end a run after the step, with a c
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import asdict, fields
@@ -118,6 +119,12 @@ def train(config: Config, preemption: Preemption) -> int:
     report_failures(loader, say)
     if not stopped:
         say(selection.summary())
+        cross_entropy, chance = trainer.logged.get("query_to_target", 0.0), math.log(config.batch_size)
+        if cross_entropy > chance:
+            say(
+                f"loss    query_to_target is {cross_entropy:.2f}; choosing among the {config.batch_size} targets of a batch "
+                f"at random has {chance:.2f}. Try another loss.temperature or optimizer.lr."
+            )
     end(accelerator)
     return REQUEUE if stopped else 0
 

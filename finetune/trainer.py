@@ -132,6 +132,7 @@ class Trainer:
         self.trained = [parameter for parameter in self.joint.parameters() if parameter not in aside]
         self.stopping = False  # agreed by all ranks
         self.progress = Progress(self.step)
+        self.logged: dict = {}  # the newest values
 
     @property
     def step(self) -> int:
@@ -224,7 +225,7 @@ class Trainer:
             window.add({"loss": out.loss.detach(), **out.terms, **more, "gradient_norm": norm, **scalars})
             if self.step % config.log_every == 0 or self.step % steps == 0:
                 left = config.epochs * self.epoch_steps - self.step
-                values = window.close(config.batch_size, left)
+                values = self.logged = window.close(config.batch_size, left)
                 which = {"network": self.network + 1} if len(self.networks) > 1 else {}
                 at = {"samples": self.position.samples, "epoch": self.step / self.epoch_steps}
                 self.hooks.report(self.step, {**which, **at, **values, "lr": self._head_lr()})

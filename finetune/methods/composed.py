@@ -63,7 +63,8 @@ class MPC(Composed):
             similarity: sampled (Eq. 6), expected (its closed form), or code, the public code's, in which the normaliser
                 cancels.
             samples: of every target; J of Eq. 6.
-            temperature: divides the similarities.
+            temperature: divides the similarities. Eq. 7 has none, for means of any length; here they have unit length,
+                and a density in nats parts them so sharply that at 1 nothing is learned.
             reverse: weight of the softmax over queries for every target; the other direction has the rest.
             log_var_l2: weight of the mean squared log-variance (Eq. 8).
             spare_correct: targets of other rows that have all concepts of a query are no negatives; the paper has
@@ -72,7 +73,7 @@ class MPC(Composed):
 
         similarity: Literal["sampled", "expected", "code"] = "sampled"
         samples: PositiveInt = 7
-        temperature: PositiveFloat = 1.0
+        temperature: PositiveFloat = 16.0
         reverse: ClosedUnitInterval = 0.0
         log_var_l2: NonNegativeFloat = 1e-3
         spare_correct: bool = False
@@ -101,6 +102,12 @@ class MPC(Composed):
 
 class MPCMLP(MPC):
     """MPC without Eq. 2: a learned map of both normals to one."""
+
+    @dataclass(frozen=True)
+    class Options(MPC.Options):
+        """Those of `mpc`; the learned map finds the scale of its own variances."""
+
+        temperature: PositiveFloat = 1.0
 
     composer = "mlp"
 
