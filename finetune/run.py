@@ -122,8 +122,8 @@ def train(config: Config, preemption: Preemption) -> int:
         cross_entropy, chance = trainer.logged.get("query_to_target", 0.0), math.log(config.batch_size)
         if cross_entropy > chance:
             say(
-                f"loss    query_to_target is {cross_entropy:.2f}; choosing among the {config.batch_size} targets of a batch "
-                f"at random has {chance:.2f}. Try another loss.temperature or optimizer.lr."
+                f"loss    query_to_target is {cross_entropy:.2f}; choosing among the {config.batch_size} targets of a "
+                f"batch at random has {chance:.2f}. Try another loss.temperature or optimizer.lr."
             )
     end(accelerator)
     return REQUEUE if stopped else 0
