@@ -73,7 +73,17 @@ class MSE(Method):
         self.module.decoders = nn.ModuleDict({"image": images, "text": decoder})
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
-        return self.weighed(self.parts(batch, model))
+        import torch
+
+        from probemb.losses.jwae import code_statistics
+
+        out = self.weighed(self.parts(batch, model))
+        out.terms |= code_statistics(torch.cat(self.codes(batch)))
+        return out
+
+    def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """All codes of images and of texts, (…, D) each: those that jWAE holds to the prior."""
+        return batch.images.codes, batch.texts.codes
 
     def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         """(weight, value) of every part of the loss, by name."""
@@ -221,10 +231,6 @@ class JWAEMSE(MSE):
                 "loss.image_prior and loss.text_prior are 0",
                 "set one of them above 0",
             )
-
-    def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """All codes of images and of texts that are held to the prior, (…, D) each."""
-        return batch.images.codes, batch.texts.codes
 
     def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         image, text = self.codes(batch)

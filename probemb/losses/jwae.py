@@ -88,6 +88,20 @@ def prior_samples(codes_ND: Tensor, generator: torch.Generator | None = None) ->
     return torch.randn(codes_ND.shape, generator=generator, device=codes_ND.device, dtype=codes_ND.dtype)
 
 
+def code_statistics(codes_ND: Tensor) -> dict[str, Tensor]:
+    """Two numbers that codes of N(0, I) are known to have, without a gradient.
+
+    Returns:
+        "code_square", the mean of |c|² / D, 1 for the prior; "code_dimensions", the participation ratio of the
+        covariance's eigenvalues, (Σ λ)² / Σ λ², which is D for the prior in the limit, and N D / (N + D) of N samples.
+    """
+    codes = at_least_float32(codes_ND.detach())
+    centred = codes - codes.mean(0)
+    products = centred @ centred.T if len(codes) < codes.shape[-1] else centred.T @ centred
+    dimensions = products.trace().square() / products.square().sum().clamp(min=torch.finfo(codes.dtype).tiny)
+    return {"code_square": codes.square().mean(), "code_dimensions": dimensions}
+
+
 def code_mse(image_ND: Tensor, text_ND: Tensor) -> Tensor:
     """Mean over pairs of ‖f_v(x) − f_t(y)‖², (). Source: Eq. 7."""
     return (at_least_float32(image_ND) - at_least_float32(text_ND)).square().sum(-1).mean()

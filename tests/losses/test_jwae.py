@@ -10,6 +10,7 @@ from probemb import Gaussian
 from probemb.losses.jwae import (
     SCALES,
     code_mse,
+    code_statistics,
     discriminator_loss,
     drop_words,
     encoder_loss,
@@ -42,6 +43,18 @@ def test_reconstruction_equals_the_loop(norm):
     assert y.grad.abs().sum() > 0
     with pytest.raises(ValueError, match="their reconstruction"):
         reconstruction(x, y[..., :4])
+
+
+@pytest.mark.parametrize(("n", "d"), [(7, 4), (4, 7)])
+def test_statistics_of_codes_are_those_of_their_eigenvalues(n, d):
+    codes = 2 * normal(n, d) + 1
+    eigenvalues = torch.linalg.eigvalsh(torch.cov(codes.T))
+    found = code_statistics(codes)
+    close(found["code_square"], codes.square().sum(1).mean() / d)
+    close(found["code_dimensions"], eigenvalues.sum() ** 2 / eigenvalues.square().sum())
+    prior = code_statistics(normal(4000, 20))
+    assert prior["code_square"] == pytest.approx(1, abs=0.02)
+    assert prior["code_dimensions"] == pytest.approx(4000 * 20 / 4020, rel=0.01)
 
 
 def test_reconstruction_without_an_error_has_a_finite_gradient():

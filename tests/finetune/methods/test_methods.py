@@ -27,7 +27,7 @@ TERMS = {
     "decl": {"evidential", "hinge", "clean"},
     "mse": {"mse", "image", "text"},
     "mmd-mse": {"mse", "mmd"},
-    "jwae-mse": {"mse", "image_prior", "text_prior", "discriminator", "js"},
+    "jwae-mse": {"mse", "image_prior", "text_prior", "discriminator", "js", "code_square", "code_dimensions"},
     "jwae-mh": {"triplet", "image", "text", "image_prior", "discriminator"},
     "vae-mh": {"triplet", "image_prior", "text_prior", "u_image"},
     "prob-vsepp": {"u_image", "u_text"},
