@@ -1,4 +1,4 @@
-"""The model and the data of an analysis (`zeroshot.set_algebra`, `zeroshot.ellipses`)."""
+"""The model and the data of an analysis (`zeroshot.set_algebra`, `zeroshot.ellipses`, `zeroshot.hierarchy`)."""
 
 from __future__ import annotations
 

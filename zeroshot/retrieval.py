@@ -232,8 +232,11 @@ def describe_findings(found: dict) -> list[str]:
         lines.append(
             f"uncertainty of captions against their true ambiguity: Spearman {text(found['ambiguity_spearman'])}"
         )
+    lines.append(f"uncertainty of captions against their number of words: Spearman {text(found['length_spearman'])}")
     for what, values in found.get("erased", {}).items():
         lines.append(f"uncertainty against the share of erased {what}: Spearman {text(values['spearman'])}")
+    if shares := [x for x in found.get("erased", {}).get("ends", {}).get("lies_in", []) if x is not None]:
+        lines.append(f"captions that lie in their prefix (inclusion): {100 * sum(shares) / len(shares):.1f} %")
     return lines
 
 

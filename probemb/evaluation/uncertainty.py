@@ -13,7 +13,7 @@ from torch import Tensor
 
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.failures import BadSample
-from probemb.evaluation.analyses.set_algebra import geometric_sigma
+from probemb.evaluation.analyses.set_algebra import geometric_sigma, own_inclusion
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
@@ -47,13 +47,16 @@ def findings(
         measure: of uncertainty, a key of MEASURES.
 
     Returns:
-        "quality"; "ambiguity_spearman" for the synthetic world; "erased" unless that is 0; "extremes".
+        "quality"; "ambiguity_spearman" for the synthetic world; "length_spearman", of a caption's u with its number of
+        words; "erased" unless that is 0; "extremes".
     """
     u = MEASURES[measure]
     found: dict = {"quality": quality(pairs, per_query, u)}
     if captions.scenes is not None:
         ambiguity = true_ambiguity(captions, pairs.kept)
         found["ambiguity_spearman"] = spearman(u(pairs.texts), ambiguity)
+    words = torch.tensor([float(len(text.split())) for i in pairs.kept for text in captions.captions[i]])
+    found["length_spearman"] = spearman(u(pairs.texts), words)
     if erased:
         chosen = [pairs.kept[row] for row in evenly(len(pairs.kept), erased)]
         found["erased"] = erase(embedder, captions, chosen, measure=u)
@@ -127,6 +130,12 @@ def erase_regions(regions_BRF: Tensor, share: float, generator: torch.Generator)
     return out
 
 
+def prefix(text: str, share: float) -> str:
+    """The text without a share of its words, rounded to whole words, at its end."""
+    words = text.split()
+    return " ".join(words[: len(words) - round(share * len(words))])
+
+
 def erase_words(text: str, share: float, generator: torch.Generator) -> str:
     """The text without a share of its words, rounded to whole words, chosen at random."""
     words = text.split()
@@ -148,8 +157,9 @@ def erase(
         chosen: indices of the images to erase parts of, and of their first captions.
 
     Returns:
-        "pixels", or "regions" of images that are precomputed regions, and "words": {"shares", "uncertainty" (mean at
-        each share), "items", "spearman" over single items, of uncertainty against share}.
+        "pixels", or "regions" of images that are precomputed regions, "words", and "ends" (the last words, which leaves
+        a prefix): {"shares", "uncertainty" (mean at each share), "items", "spearman" over single items, of uncertainty
+        against share}; "ends" also has "lies_in", the share of shortened captions that lie in their prefix (inclusion).
     """
     read = []
     for i in chosen:
@@ -160,15 +170,21 @@ def erase(
     texts = [captions.captions[i][0] for i in chosen]
     whole = embedder.model.normalized(torch.stack(read))
     side, erase_part = ("regions", erase_regions) if whole.ndim == 3 else ("pixels", erase_pixels)
-    uncertainty: dict[str, list[Tensor]] = {side: [], "words": []}
-    with embedder.show("erased", len(shares) * (len(whole) + len(texts))) as advance:
+    uncertainty: dict[str, list[Tensor]] = {side: [], "words": [], "ends": []}
+    lies_in, full = [], embedder.tokens(embedder.tokenizer(texts))
+    with embedder.show("erased", len(shares) * (len(whole) + 2 * len(texts))) as advance:
         for share in shares:
             draw = torch.Generator().manual_seed(0)
             batches = erase_part(whole, share, draw).split(embedder.batch_size)
             uncertainty[side].append(measure(embedder.pixels(batches, advance)))
             tokens = embedder.tokenizer([erase_words(text, share, draw) for text in texts])
             uncertainty["words"].append(measure(embedder.tokens(tokens, advance)))
-    return {
+            prefixes = [prefix(text, share) for text in texts]
+            ends = embedder.tokens(embedder.tokenizer(prefixes), advance)
+            uncertainty["ends"].append(measure(ends))
+            cut = torch.tensor([len(a.split()) < len(b.split()) for a, b in zip(prefixes, texts)])
+            lies_in.append(float((own_inclusion(full, ends)[cut] > 0).double().mean()) if cut.any() else None)
+    found = {
         what: {
             "shares": list(shares),
             "uncertainty": [float(u.double().mean()) for u in values],
@@ -177,6 +193,8 @@ def erase(
         }
         for what, values in uncertainty.items()
     }
+    found["ends"]["lies_in"] = lies_in
+    return found
 
 
 def projection(pairs: EmbeddedPairs, n_images: int = PROJECTED) -> dict:

@@ -28,6 +28,7 @@ from probemb.evaluation.uncertainty import (
     erase_words,
     evenly,
     extremes,
+    prefix,
     projection,
     quality,
 )
@@ -168,7 +169,7 @@ def test_the_report_stands_alone(measured):
         "Most and least",
     ):
         assert heading in html
-    assert html.count("<svg") == 8
+    assert html.count("<svg") == 9
     extremes = results["uncertainty"]["extremes"]  # the queries with what they retrieve
     assert len(extremes["captions"]["most"]) == len(extremes["images"]["least"]) == 8
     assert {
@@ -177,12 +178,17 @@ def test_the_report_stands_alone(measured):
     assert html.count('<div class="thumbs">') == 16
     links = re.findall(r"(?:src|href)=\"(?!data:|#)([^\"]*)", html)
     assert {str(file.relative_to(out)) for file in (out / "figures").iterdir()} == set(links)
-    assert len(links) == 2 * 8
+    assert len(links) == 2 * 9
     assert "<script" not in html
     found = results["uncertainty"]
     assert set(found["quality"]["images"]) == set(found["quality"]["captions"])
     assert "all true captions: mAP@R" in found["quality"]["images"]
     assert found["erased"]["words"]["items"] == 4
+    ends = found["erased"]["ends"]
+    assert ends["uncertainty"][0] == pytest.approx(found["erased"]["words"]["uncertainty"][0])
+    assert ends["lies_in"][0] is None
+    assert 0 <= ends["lies_in"][-1] <= 1
+    assert -1 <= found["length_spearman"] <= 1
     assert -1 <= found["ambiguity_spearman"] <= 1
     own, nested = results["generality"]["own"], results["generality"]["nested"]
     assert own["pairs"] == results["captions"]
@@ -358,6 +364,7 @@ def test_what_is_erased_is_what_was_asked_for():
     for share, left in ((0.0, [5, 1]), (0.4, [3, 1]), (1.0, [1, 1])):
         assert (erase_regions(regions, share, generator) != 0).all(-1).sum(1).tolist() == left
     words = "a b c d e f g h i j"
+    assert [prefix(words, share) for share in (0.0, 0.3, 1.0)] == [words, "a b c d e f g", ""]
     assert erase_words(words, 0.0, generator) == words
     left = erase_words(words, 0.3, generator).split()
     assert len(left) == 7

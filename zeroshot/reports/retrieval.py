@@ -37,6 +37,7 @@ ERASED = {
     "pixels": "Images, a grey square over them",
     "regions": "Images, regions left out",
     "words": "Captions, words left out",
+    "ends": "Captions, their ends left out",
 }
 
 

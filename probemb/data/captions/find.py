@@ -5,6 +5,7 @@ find_captions("dataset_coco.json", split="train", images="data/coco")    Karpath
 find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
 find_captions("data/f30k_precomp", split="train")                        the same with SCAN's regions, *_ims.npy
 find_captions("data/cub", split="train")                                 CUB-200-2011 with ten captions an image
+find_captions("hierarcaps_test.csv", images="data/coco/val2014")         captions from general to exact, HierarCaps
 """
 
 import gzip
@@ -14,7 +15,7 @@ from probemb.data.captions.dataset import CaptionDataset, listed, split_name
 from probemb.data.image_loader import find_tars
 from probemb.errors import UserError, nearest
 
-FORMATS = ("webdataset", "karpathy", "precomp", "regions", "cub")
+FORMATS = ("webdataset", "karpathy", "precomp", "regions", "cub", "hierarcaps")
 __all__ = ["FORMATS", "CaptionDataset", "find_captions"]
 
 
@@ -62,11 +63,12 @@ def find_captions(
 
         return _turned(read_shards(data, split), exif)
     from probemb.data.captions.cub import read_cub
+    from probemb.data.captions.hierarcaps import read_hierarcaps
     from probemb.data.captions.karpathy import read_karpathy
     from probemb.data.captions.precomp import read_precomp, read_with_regions
 
     readers = {"karpathy": read_karpathy, "precomp": read_precomp, "regions": read_with_regions, "cub": read_cub}
-    read = readers[format]
+    read = {**readers, "hierarcaps": read_hierarcaps}[format]
     return _turned(read(Path(data), split, None if images is None else Path(images)), exif)
 
 
@@ -97,6 +99,7 @@ def _kind_of_files(data: str | Path) -> str:
             "webdataset": find_tars(path) or any(path.glob("*/*.tar")),
             "precomp": any(path.glob("*_caps.txt*")) or any(path.glob("precomp/*_caps.txt*")),
             "karpathy": any(path.glob("dataset*.json*")),
+            "hierarcaps": any(path.glob("hierarcaps*.csv")),
             "cub": (path / "text_c10").is_dir(),
         }
         found = [name for name, there in holds.items() if there]
@@ -135,5 +138,7 @@ def _kind_of_files(data: str | Path) -> str:
             f"{path} is a web page, not captions.",
             "Fetch the annotation file again: the server may have answered with an error or a login page.",
         )
+    if b"captions,image_url" in start.partition(b"\n")[0]:
+        return "hierarcaps"
     is_json = start[:1] in (b"{", b"[") or path.name.endswith((".json", ".json.gz"))
     return "karpathy" if is_json else "precomp"
