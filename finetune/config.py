@@ -110,7 +110,7 @@ class Compose:
         setup: seen (validation asks for the combinations that are trained) or unseen (the test asks for others).
         lists: folder of MPC's published lists; empty to look beside the data, and to draw combinations otherwise.
         seed: of drawn splits and combinations.
-        repeats: examples of each combination in an epoch.
+        repeats: examples of each combination in an epoch; more where that is less than a batch.
         queries: validation queries.
         ranking: of the validation, which selects the epoch: cosine of the means (the paper's), or density, the expected
             log-density of a target under the composition; empty for what the method's loss compares.

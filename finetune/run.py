@@ -241,7 +241,8 @@ def make_loader(config: Config, data, transform, tokenizer, accelerator):
     )  # fmt: skip
     more = {"pin_memory": accelerator.device.type == "cuda", "failure_share": config.data.failure_share}
     if METHODS[config.method].composes:
-        return TupleLoader(*settings, repeats=config.compose.repeats, **more)
+        repeats = max(config.compose.repeats, math.ceil(config.batch_size / data.n_examples))
+        return TupleLoader(*settings, repeats=repeats, **more)
     return PairLoader(*settings, positives=config.data.positives, **more)
 
 

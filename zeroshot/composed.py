@@ -85,7 +85,7 @@ def evaluate(
     from probemb.evaluation.composed import embed_queries
     from probemb.evaluation.embedding import Embedder
     from probemb.models import load_model
-    from zeroshot.questions import Asked
+    from zeroshot.questions import Asked, training_counts
     from zeroshot.reports.composed import write_report
 
     device = choose_device(config.device, config.precision)
@@ -109,7 +109,7 @@ def evaluate(
         "config": to_dict(config),
         "device": device.name,
         "precision": device.precision,
-        **describe(embedder, trained, gallery, asked, rankings),
+        **describe(embedder, trained, gallery, asked, rankings, training_counts(config, first.data)),
     }
     print_tables(results)
     write_json(out / OUTPUTS[0], results, COMPOSED_GENERATOR)
@@ -139,9 +139,13 @@ def rankings_of(model: DualEncoder, given: Sequence[str]) -> Sequence[str]:
 
 
 def describe(
-    embedder: Embedder, trained: Trained, gallery: EmbeddedImages, asked: Sequence[Asked], rankings: Sequence[str]
-) -> dict:
-    """The content of results.json, less the settings. Metrics are shares in [0, 1]; errors over combinations."""
+    embedder: Embedder, trained: Trained, gallery: EmbeddedImages, asked: Sequence[Asked], rankings: Sequence[str],
+    training_counts: Sequence[int],
+) -> dict:  # fmt: skip
+    """The content of results.json, less the settings. Metrics are shares in [0, 1]; errors over combinations.
+
+    `training_counts`: training images of every concept.
+    """
     composer, data = embedder.model.composer, asked[0].questions.data
     notes = list(dict.fromkeys(note for one in asked for note in one.questions.data.notes))
     if not composer.probabilistic:
@@ -173,7 +177,7 @@ def describe(
         "images_left_out": [{"name": name, "reason": reason} for name, reason in gallery.bad],
         "notes": notes,
         "rows": rows,
-        "feasibility": feasibility(composer, asked),
+        "feasibility": feasibility(composer, asked, training_counts),
     }
 
 
@@ -213,19 +217,19 @@ def measure(gallery: EmbeddedImages, asked: Asked, ranking: str) -> dict:
     }
 
 
-def feasibility(composer: Composer, asked: Sequence[Asked]) -> dict | None:
+def feasibility(composer: Composer, asked: Sequence[Asked], training_counts: Sequence[int]) -> dict | None:
     """AUC of each score against infeasible combinations, of the seen and of the unseen ones; None without any."""
-    from probemb.evaluation.feasibility import SCORES, measure_feasibility
+    from probemb.evaluation.feasibility import TITLES, measure_feasibility
     from zeroshot.questions import feasibility_sets
 
     never, sets = feasibility_sets(asked)
     if never is None:
         return None
-    found = {name: measure_feasibility(composer, one.found, never.found) for name, one in sets.items()}
+    found = {name: measure_feasibility(composer, one.found, never.found, training_counts) for name, one in sets.items()}
     return {
         "infeasible": {"combinations": never.questions.number, "queries": len(never.found.queries)},
         "rows": [
-            {"score": score, "title": SCORES[score].title, "feasible": name, "kinds": kinds}
+            {"score": score, "title": TITLES[score], "feasible": name, "kinds": kinds}
             for name, scores in found.items()
             for score, kinds in scores.items()
         ],

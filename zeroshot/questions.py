@@ -155,6 +155,18 @@ def find_questions(config: ComposedConfig, trained: Trained) -> list[Questions]:
     return [one for one in result if one.queries]
 
 
+def training_counts(config: ComposedConfig, data: Compositions) -> list[int]:
+    """How many images of the training split have each concept of `data`."""
+    from probemb.data.compositions import find_compositions
+
+    if not len(data.tuples):
+        return []
+    where = {"images": config.images, "lists": config.lists, "sizes": config.sizes, "seed": config.seed}
+    training = find_compositions(config.data, "train", data.k, setup=config.setup, **where)
+    number = {concept: i for i, concept in enumerate(training.concepts)}
+    return [len(training.targets([number[concept]])) for concept in data.concepts]
+
+
 def _asked(
     config: ComposedConfig, data: Compositions, combinations: Combinations, tuples: np.ndarray,
     published: list[Query] | None = None,

@@ -71,6 +71,9 @@ SCORES: dict[str, FeasibilityScore] = {
 }
 
 
+TITLES = {name: score.title for name, score in SCORES.items()} | {"rarity": "no model: rarity of the parts in training"}
+
+
 def scores_for(composer: Composer) -> list[str]:
     """Names of the scores that a composer has; of points the distance of the parts alone."""
     has = {"nothing"}
@@ -93,7 +96,7 @@ Stratum = Sequence[tuple[Tensor, Tensor]]  # (scores, groups) of the low and of 
 
 
 def measure_feasibility(
-    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries
+    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
     """ROC AUC of telling infeasible queries from feasible ones: score -> kind -> {"value", "se"}.
 
@@ -103,19 +106,36 @@ def measure_feasibility(
     same share of texts. Standard errors take the queries of one combination for dependent.
     """
     result = {}
-    for name, strata in feasibility_strata(composer, feasible, infeasible).items():
+    for name, strata in feasibility_strata(composer, feasible, infeasible, counts).items():
         if strata:
             result[name] = {"all": auc_estimate(list(strata.values()))}
             result[name] |= {kind: auc_estimate([stratum]) for kind, stratum in strata.items()}
     return result
 
 
+def rarity(queries: Sequence[Query], counts: Sequence[int]) -> Tensor:
+    """A guess without a model: the sum of -log(1 + training images) of a query's concepts, (Q,) float64.
+
+    What is frequent occurs together more often, so an AUC of uncertainty says little unless this one stands beside it.
+
+    Args:
+        counts: training images of every concept.
+    """
+    surprise = -torch.tensor(counts, dtype=torch.float64).log1p()
+    return torch.stack([surprise[list(query.concepts)].sum() for query in queries])
+
+
 def feasibility_strata(
-    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries
+    composer: Composer, feasible: ComposedQueries, infeasible: ComposedQueries, counts: Sequence[int] | None = None
 ) -> dict[str, dict[str, Stratum]]:
-    """Score -> kind that both sides have -> scores and combinations of the feasible and of the infeasible queries."""
+    """Score -> kind that both sides have -> scores and combinations of the feasible and of the infeasible queries.
+
+    With `counts` of `rarity` that one, too.
+    """
     sides = feasible, infeasible
     scores = [infeasibility(composer, one) for one in sides]
+    if counts is not None:
+        scores = [{**found, "rarity": rarity(one.queries, counts)} for found, one in zip(scores, sides)]
     groups = [combinations_of(one.queries) for one in sides]
     rows = {kind: [_of_kind(one.queries, kind) for one in sides] for kind in KINDS}
     common = {kind: both for kind, both in rows.items() if all(bool(some.any()) for some in both)}

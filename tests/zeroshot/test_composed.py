@@ -1,6 +1,7 @@
 """`python -m zeroshot.composed` on drawn scenes: its numbers against a plain loop, page, rivals and refusals."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -134,22 +135,25 @@ def test_the_numbers_equal_a_plain_loop(measured, run, drawn):
 def test_feasibility_equals_a_plain_loop(measured, run, drawn):
     _, results = measured
     data = find_compositions(drawn, "test", 2)
-    plain = Plain(run, data)
+    plain, training = Plain(run, data), find_compositions(drawn, "train", 2)
+    assert training.concepts == data.concepts
     values = {}
     for name, tuples in (("seen", data.tuples), ("unseen", data.unseen), ("infeasible", data.infeasible)):
         for query in data.sampled_queries(min(QUERIES, 10 * len(tuples)), 0, tuples):
             _, var, log_z = plain.composed(query)
             values.setdefault(("normaliser", name, query.kind), []).append(-log_z)
             values.setdefault(("variance", name, query.kind), []).append(float(var.sum()))
+            held = [sum(concept in training.holds[i] for i in range(len(training))) for concept in query.concepts]
+            values.setdefault(("rarity", name, query.kind), []).append(-sum(math.log(1 + count) for count in held))
     rows = {(row["score"], row["feasible"]): row for row in results["feasibility"]["rows"]}
     assert {feasible for _, feasible in rows} == {"seen", "unseen"}
     assert results["feasibility"]["infeasible"]["queries"] == QUERIES
-    for score in ("normaliser", "variance"):
+    for score in ("normaliser", "variance", "rarity"):
         for name in ("seen", "unseen"):
             found, areas = rows[score, name]["kinds"], []
             for kind in ("images", "mixed", "texts"):
                 both = values[score, name, kind], values[score, "infeasible", kind]
-                area = sum(b > a for a in both[0] for b in both[1]) / (len(both[0]) * len(both[1]))
+                area = sum((b > a) + (b == a) / 2 for a in both[0] for b in both[1]) / math.prod(map(len, both))
                 assert found[kind]["value"] == pytest.approx(area, abs=4e-3)  # a rounded tie is half a pair
                 areas += [area] * min(map(len, both))
             assert found["all"]["value"] == pytest.approx(sum(areas) / len(areas), abs=4e-3)
@@ -204,7 +208,7 @@ def test_rivals(composer, drawn, tmp_path, capsys):
     assert command(tmp_path / "model", drawn, tmp_path / "out", "--k", "2,3") == 0
     results, told = json.loads((tmp_path / "out" / "results.json").read_text()), capsys.readouterr().out
     scores = {row["score"] for row in results["feasibility"]["rows"]}
-    assert scores == ({"distance"} if composer == "tirg" else {"distance", "variance", "log-variance"})
+    assert scores == {"rarity", "distance", *(() if composer == "tirg" else ("variance", "log-variance"))}
     assert results["rows"][-1]["k"] == 3
     assert {row["ranking"] for row in results["rows"]} == {"cosine"}  # it was not trained by a density
     points = " ".join(told.split())

@@ -16,7 +16,7 @@ from finetune.methods.registry import METHODS
 from finetune.network import Network
 from finetune.pair_feed import Moment
 from finetune.recipe import create_optimizer, make_schedule, parameter_groups
-from finetune.run import make_feed
+from finetune.run import make_feed, make_loader
 from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.cli.configuration import parse_config
 from probemb.data.compositions.find import find_compositions
@@ -203,6 +203,14 @@ def test_it_validates_and_its_model_composes(run, drawn):
     assert 100 * found["all"]["r_precision"] == pytest.approx(best["r_precision"], rel=1e-4)
     assert found["all"]["r_precision"] != measure_composed(gallery, data, queries, "cosine")["all"]["r_precision"]
     assert found["all"]["queries"] == sum(found[kind]["queries"] for kind in ("images", "mixed", "texts")) == 60
+
+
+def test_pairs_of_the_setup_unseen_fill_a_batch(drawn):
+    data = find_compositions(drawn, "train", setup="unseen")
+    assert len(data.tuples) < 128
+    loader = make_loader(configured("mpc", "--batch_size=128"), data, None, None, Accelerator(cpu=True))
+    assert loader.steps == 1
+    loader.close()
 
 
 @pytest.mark.slow
