@@ -45,7 +45,7 @@ class ImagenetConfig:
         unlabelled: images, without their labels, for reweighted-unlabelled.
         prior: pseudo-images of each class, evenly over its prompts, for both; 0 for maximum likelihood.
         select_on: where K and other settings are chosen, and prompts re-weighted: oracle (on the scored images), or in
-            addition train (with select_data) or folds:5.
+            addition train (with select_data) or folds:5, which are few-shot.
         select_data: labelled images to choose on, for --select-on train; of several data sets, one for each.
         out: folder for results.json and report.html, and for a folder of each of several data sets; by default
             zeroshot/ in the run folder.

@@ -255,7 +255,8 @@ def _interval(what: str, one: dict[str, float]) -> dict:
 def _coco(found: Found) -> dict:
     truths = found.all("infonce")[0]["coco"]["mean"]
     columns: list[tuple[str, str, str, str | None]] = [("RSUM", "own", "rsum", None)]
-    for truth, title, metric, label in (("cxc", "CxC", "r@1", "R@1"), ("eccv", "ECCV", "map_at_r", "mAP@R")):
+    shown = (("cxc", "CxC", "r@1", "R@1"), ("cxc", "CxC", "r_precision", "RPC²"), ("eccv", "ECCV", "map_at_r", "mAP@R"))
+    for truth, title, metric, label in shown:
         if truth in truths:
             columns += [(f"{title} {label} {arrow}", truth, metric, way) for way, arrow in
                         (("i2t", "i→t"), ("t2i", "t→i"))]  # fmt: skip
