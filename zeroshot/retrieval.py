@@ -145,7 +145,7 @@ def evaluate(
         "images": len(pairs.images),
         "captions": len(pairs.texts),
         "images_left_out": [{"name": name, "reason": reason} for name, reason in pairs.bad],
-        "unknown_words": unknown_words(loaded[0].tokenizer, captions),
+        "unknown_words": unknown_captions(loaded[0].tokenizer, captions),
         "benchmarks": benchmarks,
         "rows": rows,
         "tolerance": results_of(tolerance),
@@ -172,13 +172,17 @@ def second_model(config: RetrievalConfig) -> list[str]:
     return networks_of(config.model)[1:]
 
 
-def unknown_words(tokenizer, captions: CaptionDataset) -> dict | None:
-    """Captions with words that a model with a vocabulary of words does not know; None for other models."""
-    if not hasattr(tokenizer, "unknown_words"):
-        return None
-    texts = [text for of_image in captions.captions for text in of_image]
-    hit = sum(bool(tokenizer.unknown_words([text])) for text in texts)
-    return {"captions": hit, "share": hit / len(texts), "words": tokenizer.unknown_words(texts)[:UNKNOWN]}
+def unknown_captions(tokenizer, captions: CaptionDataset) -> dict | None:
+    """Captions with words that the model does not know; None without any."""
+    from probemb.models.inputs import unknown_words
+
+    texts = captions.flat()
+    hit = sum(bool(unknown_words(tokenizer, [text])) for text in texts)
+    return (
+        {"captions": hit, "share": hit / len(texts), "words": unknown_words(tokenizer, texts)[:UNKNOWN]}
+        if hit
+        else None
+    )
 
 
 def without_lost_images(config: RetrievalConfig, benchmarks: list[str]) -> list[str]:
@@ -202,7 +206,7 @@ def print_results(results: dict) -> None:
     print_table(results["rows"], results["images"], results["captions"])
     print("\n".join(describe_tolerance(results["tolerance"])), end="\n" if results["tolerance"] else "")
     print("\n".join(describe_findings(found) if found else ["The model predicts no uncertainty."]))
-    if results["unknown_words"] and results["unknown_words"]["captions"]:
+    if results["unknown_words"]:
         print(describe_unknown(results["unknown_words"]))
     if results["generality"]:
         print("\n".join(describe_generality(results["generality"])))

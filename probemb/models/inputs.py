@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -299,3 +299,8 @@ class Tokenizer:
 
 def _config(model_or_config) -> dict:
     return model_or_config if isinstance(model_or_config, dict) else model_or_config.config
+
+
+def unknown_words(tokenizer: Callable, texts: Sequence[str]) -> list[str]:
+    """Words of texts that a model with a vocabulary of words does not know; other models read parts of words."""
+    return tokenizer.unknown_words(list(texts)) if hasattr(tokenizer, "unknown_words") else []

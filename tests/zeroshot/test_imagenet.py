@@ -92,6 +92,16 @@ def test_a_point_model_has_the_filters_that_read_no_uncertainty(shards, tmp_path
     assert results["calibration"]["source"] == "logit_scale"
 
 
+def test_prompts_with_words_that_a_model_does_not_know_are_told(shards, tmp_path, capsys):
+    model = create_model("scenes-cnn-gru", head="mlp", probabilistic=False, vocabulary=["a", "photo", "of"])
+    save_model(model, tmp_path / "words")
+    words = ["--model", str(tmp_path / "words"), "--data", str(shards), "--no-cache", "--out", str(tmp_path / "out")]
+    assert main([*words, "--filter", "all"]) == 0
+    assert "words of the prompts are unknown to the model (" in capsys.readouterr().out
+    (notice,) = json.loads((tmp_path / "out" / "results.json").read_text())["notices"]
+    assert "which reads them all alike" in notice
+
+
 @pytest.mark.parametrize("match", ["none", "distance"])
 def test_confidence_has_the_scale_that_the_loss_trained(match, shards, tmp_path):
     """The configuration says what was trained, not the value: this logit_scale differs from its start."""

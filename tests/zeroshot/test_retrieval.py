@@ -39,7 +39,7 @@ from tests.truth import matches
 from tests.world import jpeg, write_tar
 from zeroshot.reports.predictors import print_predictors
 from zeroshot.reports.retrieval import describe_unknown
-from zeroshot.retrieval import main, unknown_words
+from zeroshot.retrieval import main, unknown_captions
 
 
 def gaussians(n, dim=8, seed=0):
@@ -338,11 +338,11 @@ def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():
 
 def test_captions_with_words_that_a_model_does_not_know_are_told():
     data = CaptionDataset(captions=[["a red dog", "a zebra"], ["two <b>zebras</b>"]], image_ids=[1, 2])
-    found = unknown_words(WordTokenizer(["a", "red", "dog"], 8), data)
+    found = unknown_captions(WordTokenizer(["a", "red", "dog"], 8), data)
     assert (found["captions"], found["share"]) == (2, 2 / 3)
     assert found["words"][:2] == ["zebra", "two"]
     assert "2 captions (66.67 %) have words that the model does not know (zebra, two" in describe_unknown(found)
-    assert unknown_words(object(), data) is None
+    assert unknown_captions(object(), data) is None
 
 
 def test_a_collapsed_model_has_a_plane():

@@ -48,11 +48,6 @@ class QueryEncoder:
         parts = [self.embed_texts(texts)] if texts else []
         return Gaussian.cat([*parts, self.embed_pixels(pixels)] if images else parts)
 
-    def unknown_words(self, texts: Sequence[str]) -> list[str]:
-        """Words that a model with a vocabulary of words does not know; other models read parts of words."""
-        tokenizer = self.loaded.tokenizer
-        return tokenizer.unknown_words(list(texts)) if hasattr(tokenizer, "unknown_words") else []
-
     def embed_texts(self, texts: Sequence[str]) -> Gaussian:
         """Texts that need no check, (K, D)."""
         with self._one_at_a_time:

@@ -73,6 +73,8 @@ class Searcher:
         Raises:
             UserError: as `QueryEncoder.embed`, or numbers out of range.
         """
+        from probemb.models.inputs import unknown_words
+
         started = time.perf_counter()
         check_wish(wish)
         weights = part_weights(wish)
@@ -121,7 +123,7 @@ class Searcher:
                 ],
                 "composer": self.composer.name,
                 "log_normaliser": float(log_normaliser),
-                "unknown_words": self.encoder.unknown_words(wish.texts),
+                "unknown_words": unknown_words(self.encoder.loaded.tokenizer, wish.texts),
             },
             "feasibility": self.feasibility(parts, kinds, weights),
             "weight": weight,

@@ -21,10 +21,14 @@ from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.gaussian import Gaussian
 from probemb.models.dual_encoder import DualEncoder
+from probemb.models.inputs import unknown_words
+from probemb.reports.text import printable
 from zeroshot.filtering.evaluation import evaluate_embeddings
 from zeroshot.filtering.filters import FilterOptions, Selection
 from zeroshot.filtering.prompts import embed_prompts
 from zeroshot.filtering.rows import Evaluation, SelectionData, shots_notice
+
+UNKNOWN = 20  # unknown words that are named
 
 
 class Scale(NamedTuple):
@@ -118,7 +122,13 @@ def evaluate(
         with timed(seconds, "selection images"):
             select_images = _without_evaluated(embedder, select_images, images, notices)
     with timed(seconds, "text"):
-        prompts = embed_prompts(embedder, prompt_texts(task.classes.names, task.templates), cache)
+        texts = prompt_texts(task.classes.names, task.templates)
+        if words := unknown_words(embedder.tokenizer, texts):
+            named = printable(", ".join(words[:UNKNOWN]))
+            notices.append(
+                f"{len(words):,} words of the prompts are unknown to the model ({named}), which reads them all alike"
+            )
+        prompts = embed_prompts(embedder, texts, cache)
     with timed(seconds, "images"):
         gaussian, kept, bad = embedder.images(images)
         labels = torch.tensor([int(task.labels[i]) for i in kept])

@@ -55,7 +55,7 @@ def write_report(
     }
     values["generality"] = describe_generality(results["generality"]) if results["generality"] else []
     unknown = results["unknown_words"]
-    values["unknown"] = describe_unknown(unknown) if unknown and unknown["captions"] else None
+    values["unknown"] = describe_unknown(unknown) if unknown else None
     values["explained"] = explain(results["predictors"])
     if found:
         measure = MEASURES[results["config"]["uncertainty"]]
