@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 import numpy as np
 from PIL import Image
@@ -188,6 +189,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_nobots(self, rest: str) -> None:
         self.answer(picture(rest), X_Robots_Tag="probemb: noai")
+
+    def do_robots(self, rest: str) -> None:  # the rule is the path
+        self.answer(picture(rest), X_Robots_Tag=unquote(rest))
+
+    def do_reserved(self, rest: str) -> None:
+        self.answer(b"", 302, Location=f"/ok/{rest}", X_Robots_Tag="noai")
+
+    def do_busy(self, rest: str) -> None:  # after the first request a pause, for as many seconds as the path says
+        if self.server.requests[self.path] > 1:
+            self.do_ok(rest)
+        else:
+            self.answer(b"", 429, Retry_After=unquote(rest))
 
     # --------------------------------------------------------------------------------------------- what does not end
     def do_announced(self, rest: str) -> None:

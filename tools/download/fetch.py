@@ -27,7 +27,6 @@ from tools.download.resizing import Resizing
 from tools.download.shard import GOT, NotWritten, Record, ShardPaths, ShardWriter
 from tools.download.web import Limits, bounded
 
-OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")
 COUNT_EVERY = 1.0  # seconds between updates of a shard's progress
 
 
@@ -43,8 +42,6 @@ class RowWriter:
         record = Record(meta["id"], meta["url"], GOT, words=len(caption.split()))
         if img_str is None:
             record.cause, _, record.detail = (meta["error_message"] or "no image|").partition("|")
-            if "X-Robots-Tag" in record.cause:
-                record.cause, record.detail = "opted out", record.cause
             self.writer.drop(record)
         else:
             hashed = meta[self.fetch.compute_hash]
@@ -80,6 +77,7 @@ class Fetcher(Downloader):
             int(options.max_mib * 2**20),
             options.redirects,
             options.private_hosts,
+            ("img2dataset", str(options.user_agent).lower()) if options.respect_opt_out else (),
         )
         super().__init__(
             sample_writer_class=None,
@@ -97,7 +95,7 @@ class Fetcher(Downloader):
             encode_format="jpg",
             retries=0,
             user_agent_token=options.user_agent,
-            disallowed_header_directives=list(OPT_OUT) if options.respect_opt_out else None,
+            disallowed_header_directives=None,  # `Limits.agents`, which also holds for redirects
         )
         self.writer: ShardWriter | None = None
         self.opener = None

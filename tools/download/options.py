@@ -42,7 +42,7 @@ class Download:
         max_mib: MiB of one response at most.
         redirects: followed for one address.
         user_agent: a token to add to the user agent, by which servers may address this project.
-        respect_opt_out: leave out images whose server says noai, noimageai, noindex or noimageindex.
+        respect_opt_out: leave out images whose server says noai, noimageai, noindex, noimageindex or none.
         private_hosts: also contact hosts in private networks, including this machine.
         distributor: multiprocessing, pyspark or ray.
         processes: concurrent processes, one shard each.

@@ -2,12 +2,13 @@
 
 img2dataset uses urllib, whose time-out applies to each read separately and whose responses are unlimited: a server that
 sends a byte now and then blocks a thread indefinitely, and one that never stops fills the memory. `bounded` installs an
-opener in urllib while a shard is fetched that limits both, follows few redirects, and connects to no private address (a
-list may name hosts of the machine's own network).
+opener in urllib while a shard is fetched that limits both, follows few redirects, connects to no private address (a
+list may name hosts of the machine's own network), leaves out what its server reserves, and pauses as hosts ask.
 """
 
 from __future__ import annotations
 
+import copy
 import http.client
 import ipaddress
 import socket
@@ -18,10 +19,12 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 
 from probemb.data.remote.deadline import Answer, Deadline, WebHandler
 
 CHUNK = 1 << 18
+OPT_OUT = {"noai", "noimageai", "noindex", "noimageindex", "none"}  # "none" is noindex and nofollow
 PLACEHOLDERS = (  # redirects for removed images, whose placeholders would be stored as pictures
     ("imgur.com", "/removed.png"),
     ("yimg.com", "/photo_unavailable"),
@@ -38,6 +41,7 @@ class Limits:
     size       bytes of the answer
     redirects  followed at most
     private    also contact hosts in private networks and this machine
+    agents     names, in lower case, under which a server's X-Robots-Tag may opt out; with none nobody opts out
     """
 
     seconds: float = 60.0
@@ -45,6 +49,7 @@ class Limits:
     size: int = 32 << 20
     redirects: int = 5
     private: bool = False
+    agents: tuple[str, ...] = ()
 
 
 class Refused(OSError):
@@ -111,8 +116,8 @@ class _Answer(Answer):
 class _Redirects(urllib.request.HTTPRedirectHandler):
     max_repeats = 2
 
-    def __init__(self, most: int):
-        self.max_redirections = most
+    def __init__(self, limits: Limits):
+        self.limits, self.max_redirections = limits, limits.redirects
 
     def http_error_302(self, request, answer, code, message, headers):
         target = headers.get("Location") or headers.get("URI") or ""
@@ -120,6 +125,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         if scheme not in ("", "http", "https"):
             answer.close()
             raise Refused("redirect to another scheme", scheme)
+        _respect(headers, self.limits.agents)
         return super().http_error_302(request, answer, code, message, headers)
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
@@ -143,23 +149,38 @@ class BoundedOpener(urllib.request.OpenerDirector):
             urllib.request.UnknownHandler(),
             urllib.request.HTTPDefaultErrorHandler(),
             urllib.request.HTTPErrorProcessor(),
-            _Redirects(limits.redirects),
+            _Redirects(limits),
             WebHandler(_Answer),
         ):
             self.add_handler(handler)
         self.stopped = False  # set when nothing can be stored any more: further requests fail at once
+        self._pauses: dict[str, float] = {}  # until when a host asks not to be asked
 
     def open(self, request, data=None, timeout=None):
         """As urllib's; a nested open is a redirect, and shares the time of the first."""
         if isinstance(timeout, _Budget):
             return super().open(request, data, timeout)
-        if self.stopped:
-            raise Refused("stopped")
-        budget = _Budget(self.limits)
-        try:
-            answer = super().open(request, data, budget)
-        except Exception as error:
-            raise _explain(error, budget) from None
+        host = urllib.parse.urlsplit(getattr(request, "full_url", request)).netloc
+        for may_repeat in (True, False):
+            if self.stopped:
+                raise Refused("stopped")
+            pause = self._pauses.get(host, 0) - time.monotonic()
+            if pause > self.limits.seconds:
+                raise Refused("HTTP 429", f"the host asks for a pause of {pause:.0f} s more")
+            time.sleep(max(0, pause))
+            budget = _Budget(self.limits)
+            try:
+                answer = super().open(copy.copy(request), data, budget)  # a proxy's handler changes a request
+                _respect(answer.headers, self.limits.agents)
+                break
+            except Exception as error:
+                if isinstance(error, urllib.error.HTTPError) and error.code in (429, 503):
+                    pause = _seconds(error.headers.get("Retry-After"))
+                    self._pauses[host] = max(self._pauses.get(host, 0), time.monotonic() + pause)
+                    if may_repeat and pause:
+                        error.close()
+                        continue
+                raise _explain(error, budget) from None
         read = answer.read
 
         def explained(*args):
@@ -170,6 +191,30 @@ class BoundedOpener(urllib.request.OpenerDirector):
 
         answer.read = explained
         return answer
+
+
+def _respect(headers: http.client.HTTPMessage, agents: tuple[str, ...]) -> None:
+    """Raise Refused where X-Robots-Tag opts out: a rule for everyone, or below the name of one of the agents."""
+    for value in headers.get_all("X-Robots-Tag", []) if agents else ():
+        agent = "*"
+        for part in value.lower().split(","):
+            name, named, rule = map(str.strip, part.partition(":"))
+            if name.startswith(("max-", "unavailable_after")):  # rules with values
+                continue
+            if named:
+                agent = name
+            if agent in ("*", *agents) and (rule if named else name) in OPT_OUT:
+                raise Refused("opted out", value)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """The pause of a Retry-After header, in seconds or as a date; 0 for what is neither."""
+    try:
+        if retry_after and retry_after.strip().isdigit():
+            return float(retry_after)
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def _explain(error: Exception, budget: _Budget) -> Refused:

@@ -10,7 +10,10 @@ import threading
 import time
 import urllib.request
 from contextlib import suppress
+from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -72,6 +75,48 @@ def test_whatever_a_server_does_ends_with_a_cause(site, word, cause):
     assert time.monotonic() - started < AMPLE
     assert refused.value.cause == cause
     assert str(refused.value).startswith(f"{cause}|")
+
+
+@pytest.mark.parametrize(
+    ("rule", "leaves_out"),
+    [
+        ("none", True), ("NoAI", True), ("nofollow, noimageai", True), ("img2dataset: noai", True), ("*: noai", True),
+        ("other: noindex, probemb: nofollow, noai", True), ("max-snippet: 5, noindex", True),
+        ("all", False), ("other: noai, noindex", False), ("img2dataset: all", False),
+        ("max-image-preview: none", False),
+    ],
+)  # fmt: skip
+def test_opting_out(site, rule, leaves_out):
+    address = f"{site.address}/robots/{quote(rule)}"
+    assert ask(address) == picture(quote(rule))
+    if leaves_out:
+        with pytest.raises(Refused, match=r"opted out\|"):
+            ask(address, replace(QUICK, agents=("img2dataset", "probemb")))
+    else:
+        assert ask(address, replace(QUICK, agents=("img2dataset", "probemb")))
+
+
+def test_a_redirect_opts_out_too(site):
+    assert ask(f"{site.address}/reserved/r") == picture("r")
+    with pytest.raises(Refused, match=r"opted out\|noai"):
+        ask(f"{site.address}/reserved/r", replace(QUICK, agents=("img2dataset",)))
+    assert site.requests["/ok/r"] == 1
+
+
+def test_a_host_that_asks_for_a_pause_gets_it(site):
+    limits, day = replace(QUICK, seconds=5), 86_400
+    with bounded(limits):
+        started = time.monotonic()
+        assert urllib.request.urlopen(f"{site.address}/busy/1").read() == picture("1")
+        assert time.monotonic() - started > 0.9
+        for word in (f"busy/{day}", "ok/later"):
+            with pytest.raises(Refused, match="HTTP 429"):
+                urllib.request.urlopen(f"{site.address}/{word}")
+        assert not site.requests["/ok/later"]
+    with bounded(limits), pytest.raises(Refused, match="HTTP 429"):
+        urllib.request.urlopen(f"{site.address}/busy/{quote(formatdate(time.time() + day, usegmt=True))}")
+    with bounded(limits), pytest.raises(Refused, match="HTTP 429"):
+        urllib.request.urlopen(f"{site.address}/busy/soon")
 
 
 def test_redirects_are_bounded(site):
