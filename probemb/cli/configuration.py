@@ -50,7 +50,7 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         if action.dest in groups:
             action.help = argparse.SUPPRESS
     if asked := [word for word in typed if word in HELP]:
-        print_help(parser, getattr(whole, "COMMON", ()) if HELP_ALL not in asked else ())
+        print_help(parser, None if HELP_ALL in asked else getattr(whole, "COMMON", ()))
         sys.exit(0)
     files = []
     for path in (Path(word[9:]) for word in typed if _is_file(word)):

@@ -17,25 +17,30 @@ HELP = ("-h", "--help", HELP_ALL, "--help_all")
 WIDEST = 120
 
 
-def print_help(parser: ArgumentParser, common: Sequence[str] = ()) -> None:
-    """Print the options in `common`, in its order, a name of a group for all of its keys; without any, every option."""
+def print_help(parser: ArgumentParser, common: Sequence[str] | None = None) -> None:
+    """Print the options in `common`, in its order, a name of a group for all of its keys; every option where it is
+    empty. None prints all with their types and everything that is said about them.
+    """
     parser.usage = f"{parser.prog} [--config FILE] [--KEY VALUE ...]"
-    if not common:
+    if common is None:
         parser.print_help()
         return
-    options = {action.dest: action for action in parser._actions if action.help != argparse.SUPPRESS}
-    names = [name for one in ("config", *common) for name in options if name == one or name.startswith(f"{one}.")]
+    shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
+    options = {action.dest: action for action in shown if action.dest not in ("help", "print_config")}
+    wanted = ("config", *common) if common else options
+    names = [name for one in wanted for name in options if name == one or name.startswith(f"{one}.")]
     width, left = min(shutil.get_terminal_size().columns, WIDEST), max(map(len, names)) + 6
-    lines = [f"usage: {parser.usage}", "", *textwrap.wrap(parser.description, width), ""]
+    usage = textwrap.wrap(f"usage: {parser.usage}", width, subsequent_indent=" " * 7, break_on_hyphens=False)
+    lines = [*usage, "", *textwrap.wrap(parser.description, width), ""]
     for name in names:
         said = textwrap.wrap(_describe(options[name]), max(30, width - left))
         lines += [f"  --{name}".ljust(left) + said[0], *(" " * left + line for line in said[1:])]
-    rest = len(options) - len(names)
-    lines += ["", f"{HELP_ALL} lists {rest} more options. Every one can stand in the file as a key."]
+    more = f"lists {len(options) - len(names)} more options" if common else "says more, and has the types"
+    lines += ["", f"{HELP_ALL} {more}. Every option can stand in the file as a key."]
     print("\n".join(lines))
 
 
 def _describe(action: argparse.Action) -> str:
     default = action.default
-    shown = default not in (None, False, [], argparse.SUPPRESS) and "==" not in str(default)
+    shown = default not in (None, False, "", [], argparse.SUPPRESS) and "==" not in str(default)
     return re.split(r"; (?![^(]*\))", action.help)[0].rstrip(".") + (f" ({default})" if shown else "")

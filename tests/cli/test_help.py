@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from probemb.cli.configuration import known_keys
+from probemb.cli.configuration import known_keys, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = {
@@ -56,6 +56,21 @@ def test_a_half_sentence_in_brackets_stays_whole():
     assert "fp32, bf16 (autocast; weights, losses and" in shown("pretrain.run", "--help")
 
 
-def test_commands_with_few_options_show_all_of_them():
-    assert shown("slurm.submit", "--help").count("--tasks_per_node") == 1
-    assert "--help-all" not in shown("slurm.submit", "--help")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "zeroshot.config:ImagenetConfig", "zeroshot.config:AlgebraConfig", "slurm.submit:Submission",
+        "tools.download.options:Download",
+    ],
+)  # fmt: skip
+def test_other_commands_show_all_options_on_one_screen(kind, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    name, _, kind = kind.partition(":")
+    config = getattr(importlib.import_module(name), kind)
+    with pytest.raises(SystemExit):
+        parse_config(config, "python -m x", "A description.", ["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 100
+    assert "type:" not in "".join(lines)
+    assert [line.split()[0] for line in lines if line.startswith("  --")][1:] == [f"--{k}" for k in known_keys(config)]
