@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     share = share_of(options)
 
-    from probemb.search.embeddings import open_embeddings, same_model
+    from probemb.search.embeddings import CORPORA, open_embeddings, same_model
 
     sources = [open_embeddings(folder) for folder in options.embeddings]
     same_model(sources)
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             raise UserError(
                 f"The {options.kind} embeddings of {source.folder} are not complete.",
-                "Let tools.embed finish, or index the finished part with --incomplete.",
+                "Let tools.embed finish, or index the finished part with --incomplete; a corpus that does not belong "
+                f"there is left out by deleting its file in {source.folder / CORPORA}.",
             )
     count = sum(part.count for source in sources for part in source.partitions(options.kind))
     if count and options.train_items and options.train_items > count:

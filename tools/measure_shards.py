@@ -161,3 +161,7 @@ def join(keys: np.ndarray, table: dict[str, np.ndarray]) -> dict[str, np.ndarray
             scores[name] = np.full(len(keys), np.nan, np.float32)
             scores[name][there] = numbers[place[there]]
     return scores
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is no command: `python -m tools.index_shards` does it with --columns; see its --help.")

@@ -91,3 +91,7 @@ def split_kind(span: SampleSpan) -> str:
     has_image = any(ext in span.parts for ext in IMAGE_EXTENSIONS)
     has_text = any(ext in span.parts for ext in TEXT_EXTENSIONS)
     return "image" if has_image and not has_text else "text" if has_text and not has_image else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is no command: `python -m tools.index_shards` does it with --repair; see its --help.")

@@ -203,3 +203,7 @@ def read_rows(folder: Path) -> dict[str, Shard] | None:
     if not (folder / INDEX_NAME).exists():
         return None
     return {shard.name: shard for shard in read_index_file(folder)}
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is no command: `python -m tools.index_shards` does it with --verify; see its --help.")

@@ -3,7 +3,11 @@
 import json
 import math
 import os
+import re
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +58,25 @@ def figures_folder(page: Path) -> Path:
 
 
 def write_json(file: Path, content: dict, generator: str) -> None:
-    """Write JSON whose first key names the `generator`; numbers that are not finite become null."""
-    plain = {"generator": generator, **finite(content)}
+    """Write JSON that begins with the `generator` and `provenance()`; numbers that are not finite become null."""
+    plain = {"generator": generator, "written": provenance(), **finite(content)}
     replace_text(file, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def provenance() -> dict:
+    """date (UTC), command (without secrets of addresses), version, and models: the SHA-256 of each that was loaded."""
+    from probemb import __version__
+
+    digest = sys.modules.get("probemb.models.digest")  # of a command that loads models
+    module = sys.modules["__main__"].__spec__
+    start = ["python", "-m", module.name.removesuffix(".__main__")] if module else ["python", sys.argv[0]]
+    words = [re.sub(r"(?<=://)[^/\s@]*@|\?\S*", "", word) if "://" in word else word for word in sys.argv[1:]]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "command": shlex.join([*start, *words]),
+        "version": __version__,
+        "models": digest.loaded_weights() if digest else {},
+    }
 
 
 def finite(value: Any) -> Any:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+loaded: dict[str, weakref.ref] = {}  # the models that this process has loaded, by name, for the reports that it writes
+
+
+def loaded_weights() -> dict[str, str]:
+    """`weights_sha256` of each loaded model that is still in use."""
+    return {name: _sha256_of(model) for name, model in loaded.items() if model() is not None}
+
+
+@lru_cache(maxsize=8)
+def _sha256_of(model: weakref.ref) -> str:
+    return weights_sha256(model())
 
 
 def digest_model(digest, model: torch.nn.Module) -> None:

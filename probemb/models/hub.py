@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
-from probemb.models.digest import tensors_sha256
+from probemb.models.digest import loaded, tensors_sha256
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder
 from probemb.models.formats import open_clip_folder
 from probemb.models.formats.open_clip_folder import OpenClipFiles, find_open_clip, import_open_clip
@@ -110,6 +111,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
     """
     weights, config = _locate(path_or_name)
     model = _build(weights, config).to(device).eval().requires_grad_(False)
+    loaded[str(path_or_name)] = weakref.ref(model)
     return LoadedModel(model, create_tokenizer(model, weights.parent), create_transforms(model, resize=resize))
 
 

@@ -97,7 +97,7 @@ class Chart:
     def __init__(self, name: str, *, x_label: str, y_label: str):
         self.name = name
         self.title = f"{y_label} against {x_label}"
-        self._x_label = x_label
+        self._x_label, self._y_label = x_label, y_label
         self._figure = Figure(figsize=(WIDTH, HEIGHT), dpi=72, layout="constrained")  # at 72 a pixel is a point
         self._axes = self._figure.add_subplot()
         self._axes.set_xlabel(printable(x_label))
@@ -245,6 +245,10 @@ class Chart:
             axes.margins(x=0.03, y=0.08)
             if axes.dataLim.ymin >= 0:
                 axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+            if "%" in self._x_label:  # shares end at 100
+                axes.set_xlim(right=min(100.0, axes.get_xlim()[1]))
+            if "%" in self._y_label:
+                axes.set_ylim(top=min(100.0, axes.get_ylim()[1]))
         longest = max((len(name) for _, name, _ in self._ends), default=0)
         self._figure.set_figwidth(WIDTH + max(0, longest - 18) * 0.075)  # inches a letter, so that the axes stay wide
         self._figure.draw_without_rendering()  # the layout's heights; names at the right do not change them

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from probemb.cli.results import figures_folder
+from probemb.cli.results import figures_folder, provenance
 from probemb.files import replace_file, replace_text
 from probemb.reports.text import between, number, percent, printable, signed
 
@@ -51,7 +51,8 @@ def write_page(file: Path, template: Path, generator: str, **values: object) -> 
     )  # fmt: skip
     environment.filters.update(between=between, number=number, percent=percent, signed=signed)
     parts = environment.get_template("parts.html").module
-    text = environment.get_template(template.name).render(generator=generator, figure=figure, **values)
+    page = environment.get_template(template.name)
+    text = page.render(generator=generator, figure=figure, written=provenance(), **values)
     _remove_figures(file)
     replace_text(file, text)
     for chart in shown.values():

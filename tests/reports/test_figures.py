@@ -188,3 +188,12 @@ def test_ellipses_are_as_wide_and_turned_as_they_should_be_and_inside_the_pictur
         assert chart._axes.get_window_extent().contains(*box.max)
     (x0, y0), (x1, y1) = transform.transform([(0, 0), (1, 1)])
     assert x1 - x0 == pytest.approx(y1 - y0)  # a circle is round
+
+
+def test_an_axis_of_shares_ends_at_100():
+    drawn = Chart("a", x_label="refused, %", y_label="accuracy, %").line([0, 100], [90, 100], spread=[5, 5])
+    drawn._finish()
+    assert (drawn._axes.get_xlim()[1], drawn._axes.get_ylim()[1]) == (100, 100)
+    counts = Chart("b", x_label="K", y_label="points").line([0, 100], [90, 100])
+    counts._finish()
+    assert counts._axes.get_ylim()[1] > 100

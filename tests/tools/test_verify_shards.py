@@ -1,6 +1,9 @@
 """--verify finds beforehand what training would stumble over, and the same of it."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -182,3 +185,11 @@ def test_samples_split_over_parts_are_damage(tmp_path, capsys):
     }
     assert main([str(tmp_path / "new"), "--workers", "1"]) == 0
     assert {shard.name: shard.samples for shard in read_index(tmp_path / "new")} == {"a.tar": 1, "c.tar": 2}
+
+
+@pytest.mark.parametrize("part", ["verify", "repair", "measure"])
+def test_a_part_says_whose_part_it_is(part):
+    argv = [sys.executable, "-m", f"tools.{part}_shards", "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
+    assert done.returncode == 1
+    assert "python -m tools.index_shards" in done.stderr

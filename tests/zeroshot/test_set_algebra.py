@@ -7,7 +7,7 @@ import torch
 
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
-from probemb.models import create_model, save_model
+from probemb.models import create_model, load_model, save_model, weights_sha256
 from tools.make_scenes import Plan, make
 from zeroshot import ellipses, set_algebra, union
 
@@ -43,9 +43,11 @@ def test_set_algebra(run_folder, world, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "pairs of nested captions" in told
     assert "own is closest" in told
-    before = (tmp_path / "results.json").read_bytes()
+    found = json.loads((tmp_path / "results.json").read_text())
     assert run(set_algebra.main, run_folder, world / "val", tmp_path, inputs=8, examples=2, split="null") == 0
-    assert (tmp_path / "results.json").read_bytes() == before  # the same again
+    again = json.loads((tmp_path / "results.json").read_text())
+    assert again | {"written": 0} == found | {"written": 0}  # the same again
+    assert again["written"]["models"][str(run_folder)] == weights_sha256(load_model(run_folder).model)
 
 
 def test_set_algebra_of_regions(tmp_path, capsys):

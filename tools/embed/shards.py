@@ -44,7 +44,7 @@ def find_corpora(data: Sequence[str]) -> dict[str, list[Shard]]:
 
 def local_shards(data: str) -> list[Shard]:
     """Local tars, which need no index; their samples and bytes are unknown (0), their hash is that of an index."""
-    paths = [Path(os.path.abspath(tar)) for tar in find_tars(data)]  # a link keeps its own name
+    paths = [Path(os.path.abspath(tar)) for tar in find_tars(data) if tar.suffix == ".tar"]  # a link keeps its own name
     listed = {path: shard for folder in {path.parent for path in paths} for path, shard in listed_in(folder).items()}
     return [Shard(path.name, path, 0, 0, listed[path].sha256 if path in listed else None) for path in paths]
 

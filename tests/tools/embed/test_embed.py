@@ -349,6 +349,7 @@ def test_what_cannot_run_is_refused(whole, corpus, run_folder, tmp_path, monkeyp
         (options("several", corpus, "out"), "The model several has 2 embeddings of an item"),
         (options(run_folder, "nowhere", "out"), "The data path nowhere does not exist"),
         (options(run_folder, "empty", "out"), "The data path empty holds no webdataset shards"),
+        (options(run_folder, "file", "out"), "The data path file holds no webdataset shards"),
         (options(run_folder, "s4://bucket/corpus", "out"), "'s4:' is not a known source"),
         (options(run_folder, corpus, "full"), "full holds other files"),
         (options(run_folder, corpus, "file"), "--out file is a file"),
