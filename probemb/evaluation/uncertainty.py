@@ -55,17 +55,20 @@ def findings(
     if captions.scenes is not None:
         ambiguity = true_ambiguity(captions, pairs.kept)
         found["ambiguity_spearman"] = spearman(u(pairs.texts), ambiguity)
-    words = torch.tensor([float(len(text.split())) for i in pairs.kept for text in captions.captions[i]])
+    texts = [text for i in pairs.kept for text in captions.captions[i]]
+    words = torch.tensor([float(len(text.split())) for text in texts])
     found["length_spearman"] = spearman(u(pairs.texts), words)
     if erased:
         chosen = [pairs.kept[row] for row in evenly(len(pairs.kept), erased)]
         found["erased"] = erase(embedder, captions, chosen, measure=u)
+    distinct = {text: row for row, text in reversed(list(enumerate(texts)))}  # the first row of each text
+    rows_of = {"images": range(len(pairs.images)), "captions": list(distinct.values())}
     found["extremes"] = {
         side: {
-            which: [{"row": row, "retrieved": tops[side][row].tolist()} for row in rows]
-            for which, rows in extremes(u(items)).items()
+            which: [{"row": rows[place], "retrieved": tops[side][rows[place]].tolist()} for place in places]
+            for which, places in extremes(u(items)[list(rows)]).items()
         }
-        for side, items in (("images", pairs.images), ("captions", pairs.texts))
+        for (side, rows), items in zip(rows_of.items(), (pairs.images, pairs.texts))
     }
     return found
 

@@ -156,7 +156,7 @@ def test_two_networks_of_a_run_are_measured_by_the_mean_of_their_similarities(
     assert found["run"] == found["named"] != found["first"] == found["first of the run"]
 
 
-def test_the_report_stands_alone(measured):
+def test_the_report_stands_alone(measured, captioned):
     out, results = measured
     html = (out / "report.html").read_text()
     for heading in (
@@ -172,6 +172,9 @@ def test_the_report_stands_alone(measured):
     assert html.count("<svg") == 9
     extremes = results["uncertainty"]["extremes"]  # the queries with what they retrieve
     assert len(extremes["captions"]["most"]) == len(extremes["images"]["least"]) == 8
+    texts = find_captions(captioned).flat()
+    for queries in extremes["captions"].values():  # the same text once
+        assert len({texts[query["row"]] for query in queries}) == 8
     assert {
         len(query["retrieved"]) for side in extremes.values() for queries in side.values() for query in queries
     } == {3}
