@@ -67,7 +67,8 @@ def add_heads(
     width: int,
     pooled_width: int,
     own_projection: bool = False,
-    unc_width: int | None = None,
+    unc_widths: tuple[int, int] | None = None,
+    raw: bool = False,
 ) -> None:
     """Set `mean_head` and `log_var_head` of a tower with tokens (B, T, width) and pooled features (B, pooled_width).
 
@@ -79,15 +80,19 @@ def add_heads(
 
     Args:
         own_projection: the tower has a projection of its own, which kind "clip" keeps instead of a mean head.
-        unc_width: width of the branch's tokens and pooled features, if not those of the mean.
+        unc_widths: of the branch's tokens and pooled features, if not those of the mean.
+        raw: kind "clip" reads the log-variance from the branch's features as they are, as the published weights of
+            PCME++ and ProLIP do; otherwise from features of unit length.
     """
     head = HEADS[config.kind]
     keep = own_projection and config.kind == "clip"
     tower.token_width, tower.pooled_width = width, pooled_width
     tower.mean_head = None if keep else head.for_mean(config, width, pooled_width)
-    unc_widths = (width, pooled_width) if unc_width is None else (unc_width, unc_width)
     unc_head = head if config.uncertainty == "branch" else ClipHead  # of one token: a linear map
+    unc_widths = unc_widths or (width, pooled_width)
     tower.log_var_head = unc_head.for_log_var(config, *unc_widths) if config.probabilistic else None
+    if raw and isinstance(tower.log_var_head, ClipHead):
+        tower.log_var_head.unit_length = False
     tower.covariance = config.covariance
 
 

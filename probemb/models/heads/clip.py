@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn import functional as F
 
+from probemb.gaussian import at_least_float32
 from probemb.models.features import Features
 from probemb.models.heads.linear import FullPrecisionLinear, start_log_var, start_mean
 
@@ -14,9 +16,13 @@ if TYPE_CHECKING:
 
 
 class ClipHead(FullPrecisionLinear):
-    """(B, P) pooled features -> (B, D), or (B, 1) for one log-variance."""
+    """(B, P) pooled features -> (B, D), or (B, 1) for one log-variance.
+
+    The log-variance reads features of unit length, as the mean does in effect: its map has no bias and is normalised.
+    """
 
     reads_tokens = False
+    unit_length = False
 
     @classmethod
     def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
@@ -29,9 +35,11 @@ class ClipHead(FullPrecisionLinear):
     def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
         """For the branch's pooled tokens."""
         head = cls(pooled_width, config.log_var_width, config.bias)
+        head.unit_length = True
         start_log_var(head, config.log_var_start)
         return head
 
     def forward(self, features: Features) -> Tensor:
         """Features -> (B, D)."""
-        return super().forward(features.pooled)
+        x = features.pooled
+        return super().forward(F.normalize(at_least_float32(x), dim=-1) if self.unit_length else x)

@@ -40,7 +40,7 @@ def start_mean(linear: nn.Linear) -> None:
 def start_log_var(linear: nn.Linear, start: float) -> None:
     """Near a constant, see `add_heads`.
 
-    Small weights: log_var stays near its bias although the branch's tokens are not normalised.
+    Small weights: log_var stays near its bias, also behind tokens that are not normalised.
     """
     nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
     if linear.bias is not None:

@@ -24,7 +24,7 @@ class Branch(nn.ModuleList):
     trunk's block (attention masks, rotary positions) are passed on to the branch's block in its place.
 
     Args:
-        own: the branch's blocks; with none of them, the branch is the trunk's last tokens.
+        own: the branch's blocks, at least one.
         trunk_blocks: all blocks of the trunk, in order.
     """
 
@@ -36,9 +36,7 @@ class Branch(nn.ModuleList):
         self._arguments: list[tuple[tuple, dict]] = []
         for i, block in enumerate(trunk_blocks[len(trunk_blocks) - len(own) :]):
             # Checkpointing may call what is inside a Sequential one by one, and then never the Sequential itself.
-            _end(block, 0).register_forward_pre_hook(partial(self._note_input, i), with_kwargs=True)
-        if not own:
-            _end(trunk_blocks[-1], -1).register_forward_hook(self._note_output)
+            _start(block).register_forward_pre_hook(partial(self._note_input, i), with_kwargs=True)
 
     def listen(self) -> None:
         """Note the next forward pass of the trunk."""
@@ -58,7 +56,7 @@ class Branch(nn.ModuleList):
                 x = checkpoint(block, x, *args, use_reentrant=False, **kwargs)
             else:
                 x = block(x, *args, **kwargs)
-            x = _tensor(x)
+            x = x[0] if isinstance(x, tuple) else x
         return x
 
     def _note_input(self, i: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -66,10 +64,6 @@ class Branch(nn.ModuleList):
             if i == 0:
                 self._start = args[0]
             self._arguments.append((args[1:], kwargs))
-
-    def _note_output(self, block: nn.Module, args: tuple, output: Tensor) -> None:
-        if self._listening:
-            self._start = _tensor(output)
 
 
 def meta_twin(module: nn.Module) -> nn.Module:
@@ -93,12 +87,8 @@ def drop_unused(trunk: nn.Module, run) -> None:
             setattr(trunk, name, nn.Identity())
 
 
-def _end(module: nn.Module, index: int) -> nn.Module:
-    """The first (0) or last (-1) module inside nested Sequentials."""
+def _start(module: nn.Module) -> nn.Module:
+    """The first module inside nested Sequentials."""
     while isinstance(module, nn.Sequential) and len(module):
-        module = module[index]
+        module = module[0]
     return module
-
-
-def _tensor(output: Tensor | tuple) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output

@@ -46,7 +46,7 @@ class TimmTower(Encoder):
 
     Args:
         trunk: made by timm, already of the right image size.
-        own_blocks: the uncertainty branch's blocks (possibly none); None for a point model.
+        own_blocks: the uncertainty branch's; with none, the log-variance reads the features of the mean.
         head: of the mean and the log-variance.
         image_size: pixels.
         projection: open_clip's, from the model's pooling to D; None for none.
@@ -55,7 +55,7 @@ class TimmTower(Encoder):
     def __init__(
         self,
         trunk: nn.Module,
-        own_blocks: list[nn.Module] | None,
+        own_blocks: list[nn.Module],
         head: HeadConfig,
         image_size: int,
         projection: nn.Module | None = None,
@@ -68,7 +68,8 @@ class TimmTower(Encoder):
         trunk.forward = MethodType(_pooled_features if own_pooling else _features, trunk)
         self.trunk = trunk
         self.head = projection if own_pooling and projection is not None else nn.Identity()
-        self.uncertainty_blocks = None if own_blocks is None else Branch(own_blocks, trunk_blocks(trunk) or [trunk])
+        self.uncertainty_blocks = Branch(own_blocks, trunk_blocks(trunk)) if own_blocks else None
+        self._probabilistic = head.probabilistic
         self._n_prefix = getattr(trunk, "num_prefix_tokens", 0)
         self._class_token = getattr(trunk, "global_pool", "") == "token"
         with torch.no_grad():
@@ -81,7 +82,7 @@ class TimmTower(Encoder):
             mean.tokens.shape[2],
             pooled_width,
             own_projection=projection is not None and pooled_width == head.embed_dim,
-            unc_width=None if unc is None else unc.tokens.shape[2],
+            unc_widths=unc and (unc.tokens.shape[2], unc.pooled.shape[1]),
         )
         self.train(self.training)
 
@@ -92,9 +93,10 @@ class TimmTower(Encoder):
             branch.listen()
         x, pooled = self.trunk(self.normalized(pixels, next(self.trunk.parameters()).dtype))
         tokens = self._tokens(x)
-        mean = Features(tokens, self._pool(tokens) if pooled is None else self.head(pooled))
+        pooled = self._pool(tokens) if pooled is None else pooled
+        mean = Features(tokens, self.head(pooled))
         if branch is None:
-            return mean, None
+            return mean, Features(tokens, pooled) if self._probabilistic else None
         unc_tokens = self._tokens(branch(*branch.heard()))
         return mean, Features(unc_tokens, self._pool(unc_tokens))
 
@@ -244,7 +246,7 @@ def timm_tower(build, trunk, name: str, image_size: int, n_unc_layers: int, head
     """
     check_n_unc_layers(n_unc_layers, len(trunk_blocks(trunk)), "image")
     resized = fit_image_size(trunk, name, image_size)
-    own = [] if head.probabilistic else None
+    own = []
     if n_unc_layers and head.probabilistic:
         fresh = build()
         if resized:

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from probemb.errors import UserError
 from probemb.models import DualEncoder, create_model, create_transforms, load_model, save_model
+from probemb.models.features import Features
 from probemb.models.heads import HeadConfig
 from probemb.models.towers.timm_image import timm_tower
 
@@ -142,3 +143,23 @@ def test_a_backbone_without_a_feature_map_is_refused():
     with pytest.raises(UserError, match="CrossVit gives no feature map") as error:
         timm_tower(lambda: None, timm.create_model(name, num_classes=0), name, 240, 0, HeadConfig("pie", 8, False))
     assert "another backbone" in error.value.remedy
+
+
+@pytest.mark.parametrize("head", ["clip", "gpo"])
+def test_without_blocks_of_its_own_the_log_variance_reads_the_features_of_the_mean(head):
+    torch.manual_seed(0)
+    tower = DualEncoder(config_of("test_efficientnet", 64, head, n_unc_layers=(0, 0))).visual.eval()
+    mean, unc = tower.features(torch.randn(2, 3, 64, 64))
+    assert torch.equal(unc.tokens, mean.tokens)
+    assert torch.equal(unc.pooled, mean.pooled)
+
+
+def test_the_length_of_features_does_not_scale_the_variance():
+    torch.manual_seed(0)
+    head = DualEncoder(config_of("test_efficientnet", 64, "clip", n_unc_layers=(0, 0))).visual.log_var_head
+    features = Features(torch.empty(0), 30 * torch.randn(4, head.in_features))
+    expected = torch.nn.functional.linear(
+        features.pooled / features.pooled.norm(dim=1, keepdim=True), head.weight, head.bias
+    )
+    assert_close(head(features), expected)
+    assert_close(head(features._replace(pooled=features.pooled / 30)), expected)

@@ -24,19 +24,20 @@ class HFText(Encoder):
 
     Args:
         stock: open_clip's tower; its transformer, pooler and projection are taken over.
-        own_layers: the uncertainty branch's layers (possibly none); None for a point model.
+        own_layers: the uncertainty branch's; with none, the log-variance reads the last layer's tokens of the mean.
         head: of the mean and the log-variance. Only "clip" keeps open_clip's pooler and projection.
         context_length: tokens of a text.
     """
 
-    def __init__(self, stock: HFTextEncoder, own_layers: list[nn.Module] | None, head: HeadConfig, context_length: int):
+    def __init__(self, stock: HFTextEncoder, own_layers: list[nn.Module], head: HeadConfig, context_length: int):
         super().__init__()
         self.context_length = context_length
         self.pad_id = stock.config.pad_token_id
         self.transformer = stock.transformer
         self.pooler, self.proj = (stock.pooler, stock.proj) if head.kind == "clip" else (None, nn.Identity())
         self._class_token = "cls" in type(stock.pooler).__name__.lower()
-        self.uncertainty_layers = None if own_layers is None else Branch(own_layers, text_layers(stock))
+        self.uncertainty_layers = Branch(own_layers, text_layers(stock)) if own_layers else None
+        self._probabilistic = head.probabilistic
         width = getattr(stock.config, arch_dict[stock.config.model_type]["config_names"]["width"])
         own_projection = head.kind == "clip"
         add_heads(self, head, width, width, own_projection)
@@ -53,9 +54,9 @@ class HFText(Encoder):
         last = out.last_hidden_state
         pooled = self._pool(last, mask) if self.pooler is None else self.proj(self.pooler(out, mask.long()))
         mean = Features(last, pooled, mask)
-        if branch is None:
+        if not self._probabilistic:
             return mean, None
-        unc = branch(*branch.heard())
+        unc = last if branch is None else branch(*branch.heard())
         return mean, Features(unc, self._pool(unc, mask), mask)
 
     def project(self, pooled: Tensor) -> Tensor:
@@ -112,9 +113,7 @@ def make_text_tower(
     stock = stock or stock_text_tower(architecture)
     layers = text_layers(stock)
     check_n_unc_layers(n_unc_layers, len(layers), "text")
-    own = None
-    if head.probabilistic:
-        own = text_layers(stock_text_tower(architecture))[-n_unc_layers:] if n_unc_layers else []
+    own = text_layers(stock_text_tower(architecture))[-n_unc_layers:] if n_unc_layers and head.probabilistic else []
     return HFText(stock, own, head, architecture["text_cfg"].get("context_length", 77))
 
 

@@ -35,7 +35,7 @@ class ImageResNet(Encoder, ModifiedResNet):
         self.image_size = (self.image_size, self.image_size)
         width = self.layer4[-1].conv3.out_channels
         if head.kind == "clip":
-            add_heads(self, head, width, head.embed_dim, own_projection=True, unc_width=width)
+            add_heads(self, head, width, head.embed_dim, own_projection=True, unc_widths=(width, width))
         else:
             self.attnpool = None
             add_heads(self, head, width, width)

@@ -29,10 +29,10 @@ class TextTransformerTower(TransformerTower, TextTransformer):
     def __init__(self, stock: TextTransformer, branch: Transformer | None, head: HeadConfig):
         take_over(self, stock, branch, head.uncertainty, TOKEN_STD)
         # The public code of ProLIP predicts the log-variance from the mean, before that is normalised.
-        unc_width = head.embed_dim if self.published else None
+        unc_widths = (self.width, head.embed_dim) if self.published else None
         if head.kind != "clip":
             self.text_projection = None
-        add_heads(self, head, self.width, self.width, own_projection=True, unc_width=unc_width)
+        add_heads(self, head, self.width, self.width, own_projection=True, unc_widths=unc_widths, raw=True)
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
         """(B, L) int64, L at most the context length -> features with L tokens.
