@@ -82,6 +82,7 @@ class Method:
         distances: whether the configuration's `distance` is the loss' distance.
         trains: the model's own scalars that the loss uses; the others stay constant.
         match: by which scalars its models give a match probability, see `create_model`.
+        note: what the headline of a run says beside the method's name, "" for nothing.
         networks: number of models trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
         options: this run's Options.
         module: parameters and buffers of the method itself, saved in checkpoints; its parameters are trained.
@@ -103,6 +104,7 @@ class Method:
     soft_labels: ClassVar[bool] = False
     distances: ClassVar[bool] = False
     trained: ClassVar[bool] = True
+    note: ClassVar[str] = ""
     networks: ClassVar[int] = 1
     trains: tuple[str, ...] = ()
     match: ClassVar[Literal["distance", "cosine", "none"]] = "none"

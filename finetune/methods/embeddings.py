@@ -29,8 +29,6 @@ class VSE0(Method):
 
         margin: PositiveFloat = 0.2
 
-    hardest = False
-
     def __init__(self, config, model, pairs):
         from probemb.losses import TripletLoss
 
@@ -38,13 +36,25 @@ class VSE0(Method):
         self.module.loss = TripletLoss(self.options.margin)
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
-        return self.module.loss(batch.image, batch.text, batch.match, hardest=self.hardest)
+        return self.module.loss(batch.image, batch.text, batch.match, hardest=False)
 
 
 class VSEPlusPlus(VSE0):
-    """The hinge of the hardest negative, from the first step on."""
+    """The hinge of the hardest negative."""
 
-    hardest = True
+    @dataclass(frozen=True)
+    class Options(VSE0.Options):
+        """Triplet loss of cosines, hardest negative. Source: VSE++ §3.
+
+        Args:
+            warmup_epochs: first epochs, with all negatives; towers from random weights collapse with the hardest alone.
+        """
+
+        warmup_epochs: NonNegativeInt = 0
+
+    def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
+        hardest = batch.epoch >= self.options.warmup_epochs
+        return self.module.loss(batch.image, batch.text, batch.match, hardest=hardest)
 
 
 class Order(Method):

@@ -44,6 +44,7 @@ class PCME(Method):
         vib_form: Literal["kl", "sum", "pcme", "pcmepp"] = "kl"
         uniformity: NonNegativeFloat = 0.0
 
+    note = "PCME's own recipe: --config finetune/recipes/pcme-coco.yaml or pcme-cub.yaml"
     probabilistic = True
     ranking = "match-probability"
     soft_labels = True

@@ -78,6 +78,15 @@ def test_pvse_begins_with_all_negatives_where_asked():
         torch.testing.assert_close(made.loss(b, None).loss, expected)
 
 
+def test_vsepp_begins_with_all_negatives_where_asked():
+    b = batch()
+    made = method("vsepp", "--loss.warmup_epochs=2")
+    for epoch, hardest in ((0, False), (1, False), (2, True)):
+        b.epoch = epoch
+        expected = triplet_loss(b.image.mean @ b.text.mean.T, b.match, 0.2, hardest).loss
+        torch.testing.assert_close(made.loss(b, None).loss, expected)
+
+
 def test_scan_begins_with_all_negatives_where_asked():
     b, g, mask = batch(), torch.Generator().manual_seed(1), torch.ones(6, 3, dtype=torch.bool)
     b.images, b.texts = (

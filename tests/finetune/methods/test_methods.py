@@ -238,7 +238,7 @@ REFUSED = {
     ),
     "diversity with order": ({"method": "order", "loss.diversity": 0.1}, "order does not use loss.diversity", "pvse"),
     "msda with order": ({"method": "order", "mix.ratio": 0.25}, "order cannot learn from mixed images", "pcmepp"),
-    "warm-up of vsepp": ({"method": "vsepp", "loss.warmup_epochs": 1}, "vsepp does not use loss.warmup_epochs", "vse"),
+    "warm-up of vse0": ({"method": "vse0", "loss.warmup_epochs": 1}, "vse0 does not use loss.warmup_epochs", "vse"),
     "distance with vse0": ({"method": "vse0", "distance": "csd"}, "vse0 has no choice of distance", "pcmepp"),
     "ranking of points": ({"method": "scan", "ranking": "csd"}, "scan has no variances to rank by", "--ranking out"),
     "head of zero-shot": (
