@@ -120,8 +120,10 @@ class PCMEPlusPlus(Objective):
 
     @classmethod
     def model_options(cls, options: Any) -> dict[str, Any]:
+        from probemb.models.match import OF_DISTANCE
+
         own = {"log_var_start": options.log_var, "temperature_trained": bool(options.clip)}
-        return super().model_options(options) | own
+        return super().model_options(options) | own | {"match": OF_DISTANCE.get(options.distance, "none")}
 
     @classmethod
     def check(cls, options: Any) -> None:

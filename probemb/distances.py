@@ -173,8 +173,13 @@ def sum_over_slices(term: Callable[..., Tensor], a: Sequence[Tensor], b: Sequenc
     return total
 
 
+def match_probability(a: Gaussian, b: Gaussian, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0) -> Tensor:
+    """PCME++'s match probability sigmoid(shift - scale CSD), (N, M). Source: PCME++ Eq. 2."""
+    return torch.sigmoid(shift - scale * csd(a, b))
+
+
 @_full_precision
-def match_probability(
+def sampled_match_probability(
     a: Gaussian,
     b: Gaussian,
     scale: Tensor | float = 1.0,
@@ -241,7 +246,7 @@ def _euclidean(x_ND: Tensor, y_MD: Tensor) -> Tensor:
 
 @_full_precision
 def _one_minus_match_probability(a: Gaussian, b: Gaussian, **options) -> Tensor:
-    return 1 - match_probability(a, b, **options)
+    return 1 - sampled_match_probability(a, b, **options)
 
 
 # Values of --distance. Smaller is closer, so the match probability is replaced by its complement.

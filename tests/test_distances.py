@@ -16,6 +16,7 @@ from probemb.distances import (
     match_log_odds_of_samples,
     match_probability,
     match_probability_of_samples,
+    sampled_match_probability,
 )
 
 
@@ -94,7 +95,13 @@ def test_match_probability_of_certain_items_is_the_logistic_of_their_distance():
     a, b = gaussians(n=4, m=3)
     a, b = Gaussian(a.mean, a.log_var * 0 - 40), Gaussian(b.mean, b.log_var * 0 - 40)
     expected = torch.sigmoid(2 * (0.7 - 0.3 * torch.cdist(a.mean, b.mean)))
-    torch.testing.assert_close(match_probability(a, b, scale=0.3, shift=0.7), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sampled_match_probability(a, b, scale=0.3, shift=0.7), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_closed_match_probability_is_the_logistic_of_csd():
+    a, b = gaussians(n=4, m=3)
+    expected = torch.sigmoid(0.7 - 0.3 * distances.csd(a, b))
+    torch.testing.assert_close(match_probability(a, b, 0.3, 0.7), expected)
 
 
 def test_match_probability_averages_all_sample_pairs():
@@ -257,7 +264,9 @@ def test_log_odds_are_those_of_the_match_probability():
         return match_log_odds_of_samples(a.sample(8, generator), b.sample(8, generator), scale, shift)
 
     odds = match_log_odds(0.7, 2.0)
-    torch.testing.assert_close(odds.sigmoid(), match_probability(a, b, 0.7, 2.0, generator=seed()), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        odds.sigmoid(), sampled_match_probability(a, b, 0.7, 2.0, generator=seed()), rtol=1e-12, atol=0
+    )
     far = match_log_odds(400.0, 2.0)
     nearest = torch.cdist(
         a.sample(8, seed_both := seed()).flatten(0, 1), b.sample(8, seed_both).flatten(0, 1)

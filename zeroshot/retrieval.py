@@ -101,11 +101,12 @@ def evaluate(
     from probemb.evaluation.benchmarks import evaluate_rankings
     from probemb.evaluation.embed_pairs import centres, embed_pairs
     from probemb.evaluation.embedding import Embedder
-    from probemb.evaluation.predictors import MatchModel, evaluate_predictors
+    from probemb.evaluation.predictors import evaluate_predictors
     from probemb.evaluation.rankings import RankingOptions, fitting
     from probemb.evaluation.tolerance import CSD
     from probemb.evaluation.uncertainty import findings, projection
     from probemb.models import as_one, load_model
+    from probemb.models.match import MatchModel
     from zeroshot.judgements import evaluate_judgements, shares_of_yes
     from zeroshot.reports.retrieval import SHOWN, write_report
 

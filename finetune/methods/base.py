@@ -107,7 +107,7 @@ class Method:
     note: ClassVar[str] = ""
     networks: ClassVar[int] = 1
     trains: tuple[str, ...] = ()
-    match: ClassVar[Literal["distance", "cosine", "none"]] = "none"
+    match: ClassVar[Literal["distance", "samples", "cosine", "none"]] = "none"
 
     def __init__(self, config: Config, model: DualEncoder, pairs: CaptionDataset):
         from torch import nn

@@ -49,7 +49,7 @@ class PCME(Method):
     ranking = "match-probability"
     soft_labels = True
     trains = ("scale", "shift")
-    match = "distance"
+    match = "samples"
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -12,6 +12,7 @@ from finetune.methods.base import Batch, Method
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from finetune.config import Config
     from probemb.losses.output import LossOutput
     from probemb.models import DualEncoder
 
@@ -39,13 +40,16 @@ class PCMEPlusPlusMean(Method):
     soft_labels = True
     match = "distance"
 
+    @classmethod
+    def model_options(cls, config: Config) -> dict:
+        from probemb.models.match import OF_DISTANCE
+
+        own = {"match": OF_DISTANCE.get(config.distance or "csd", "none")}
+        return super().model_options(config) | own | {"temperature_trained": bool(config.loss.clip)}
+
     def __init__(self, config, model, pairs):
         super().__init__(config, model, pairs)
         self.trains = ("scale", "shift", *(["logit_scale"] if self.options.clip else []))
-
-    @classmethod
-    def model_options(cls, config):
-        return super().model_options(config) | {"temperature_trained": bool(config.loss.clip)}
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         out = self.match_loss(batch, model)

@@ -3,15 +3,14 @@
 Every score is high for a query that it calls uncertain; the signs are fixed before any data are seen. The scores need
 the query, the gallery and nothing else. Q queries, N gallery items, K candidates of each query, D dimensions.
 
-The match probability is PCME++'s, sigmoid(-a CSD + b) with the model's own a and b (PCME++ Eq. 2); a model of ProLIP or
-SigLIP has them too (`DualEncoder.match_scalars`). A point model has no u, and but for SigLIP's no match probability;
-its entropy is that of the softmax of its cosines at its own temperature.
+The match probability is the model's own (`models.match`). A point model has no u, and but for SigLIP's no match
+probability; its entropy is that of the softmax of its cosines at its own temperature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -20,8 +19,10 @@ from torch.nn.functional import log_softmax, logsigmoid
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.distances import squared_euclidean
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
+from probemb.evaluation.scores import match_probability_scores
 from probemb.gaussian import Gaussian
 from probemb.metrics.prediction import SIGNIFICANT, halves, rank_correlation, rejection_gain
+from probemb.models.match import MatchModel
 
 NEIGHBOURS = 10  # whose means' spread is measured
 BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
@@ -44,58 +45,20 @@ ABOUT = {
 }
 
 
-@dataclass(frozen=True)
-class MatchModel:
-    """How a model turns a distance into the probability of a match.
-
-    Attributes:
-        scale, shift: a and b of sigmoid(-a CSD + b).
-        probabilistic: False for a point model, which has no u.
-        temperature: for a model without match probability, the factor of its cosines in the softmax; None for none.
-        matches: whether there is a match probability: not in a point model, unless a sigmoid loss trained it (SigLIP),
-            nor where the loss had no a and b.
-    """
-
-    scale: float = 1.0
-    shift: float = 0.0
-    probabilistic: bool = True
-    temperature: float | None = None
-    matches: bool = True
-
-    @classmethod
-    def of(cls, model) -> MatchModel:
-        """That of a `DualEncoder` or an `Ensemble`."""
-        return cls(*model.match_numbers(), model.probabilistic, model.trained_temperature, model.predicts_matches)
-
-    def probability(self, csd: Tensor) -> Tensor | None:
-        """sigmoid(-a CSD + b), the probability that an image and a caption match; None without one."""
-        return (self.shift - self.scale * csd).sigmoid() if self.matches else None
-
-    def describe(self) -> str:
-        """The formula with its numbers."""
-        if self.matches:
-            return f"sigmoid(-{self.scale:.4g} CSD {'+' if self.shift >= 0 else '-'} {abs(self.shift):.4g})"
-        why = "none: " + ("the loss trained no a and b" if self.probabilistic else "a point model")
-        if self.temperature is None:
-            return why
-        return f"{why}; its entropy is that of the softmax of {self.temperature:.4g} times the cosine"
-
-
-def candidate_scores(distance_QK: Tensor, csd_QK: Tensor, model: MatchModel) -> dict[str, Tensor]:
-    """The scores that follow from the distances of candidates alone, (Q,) each.
+def candidate_scores(distance_QK: Tensor, log_p_QK: Tensor | None, model: MatchModel) -> dict[str, Tensor]:
+    """The scores that follow from distances and match probabilities of candidates alone, (Q,) each.
 
     Args:
         distance_QK: squared distance of the means, in any order; infinite for a candidate that was not found.
-        csd_QK: CSD, likewise.
+        log_p_QK: log of the match probability, likewise; None of a model without.
 
     Returns:
         "expected-matches" and "entropy" as far as the model has them; "distance"; "margin", 0 for a single candidate.
     """
     found = {}
-    if model.matches:
-        log_p = logsigmoid(model.shift - model.scale * csd_QK)
-        found["expected-matches"] = log_p.exp().sum(1)
-        found["entropy"] = torch.special.entr(log_softmax(log_p, 1).exp()).sum(1)
+    if log_p_QK is not None:
+        found["expected-matches"] = log_p_QK.exp().sum(1)
+        found["entropy"] = torch.special.entr(log_softmax(log_p_QK, 1).exp()).sum(1)
     elif model.temperature is not None:  # unit vectors: the cosine is 1 - distance / 2
         found["entropy"] = torch.special.entr(log_softmax(-model.temperature / 2 * distance_QK, 1).exp()).sum(1)
     closest = distance_QK.topk(min(2, distance_QK.shape[1]), largest=False).values
@@ -116,6 +79,7 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
     """
     queries, gallery, parts = queries.float(), gallery.float(), []
     u_gallery, step = gallery.uncertainty(), max(1, BLOCK_ELEMENTS // max(1, len(gallery)))
+    sampled = match_probability_scores(queries, gallery, model.scale, model.shift)
     for start in range(0, len(queries), step):
         block = queries[start : start + step]
         u = block.uncertainty()
@@ -125,7 +89,12 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
         closest = ranked.topk(min(NEIGHBOURS, len(gallery)), largest=False).indices
         closest = closest.sort(1).values  # so that the same neighbours have the same spread, to the bit
         scores = {"u": u} if model.probabilistic else {}
-        scores |= candidate_scores(apart, distance, model) | {"spread": spread(gallery.mean[closest])}
+        log_p = None
+        if model.form == "samples":
+            log_p = sampled(slice(start, start + step)).log()
+        elif model.matches:
+            log_p = logsigmoid(model.shift - model.scale * distance)
+        scores |= candidate_scores(apart, log_p, model) | {"spread": spread(gallery.mean[closest])}
         parts.append({name: scores[name].cpu() for name in TITLES if name in scores})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -63,9 +63,10 @@ class ModelOptions:
         uncertainty_bias: whether the log-variance heads have a bias; the published pretraining weights have none.
         init_scale, init_shift: a and b of the match probability; 1, 1 in pretraining, 5, 5 on COCO; None for those of
             the run in `pretrained`, if it has match probabilities, else 5.
-        match: "distance": a and b are parameters; "cosine": the inverse temperature and logit_bias are, as in SigLIP
-            and ProLIP, see `DualEncoder.match_scalars`. Then init_scale and init_shift have no use. "none": the loss
-            trains neither, so that the model has no match probability.
+        match: "distance": a and b are parameters, of CSD; "samples": they are of PCME's sampled form; "cosine": the
+            inverse temperature and logit_bias are parameters, as in SigLIP and ProLIP, see `DualEncoder.match_scalars`.
+            Then init_scale and init_shift have no use. "none": the loss trains neither, so that the model has no match
+            probability.
         init_logit_scale, init_logit_bias: exp(logit_scale) and, where match is "cosine", logit_bias, such as 10, -10;
             None for those of `pretrained`, or of the architecture (then a bias of -10 if it has none).
         max_logit_scale: ceiling of exp(logit_scale), None for none.
@@ -231,7 +232,8 @@ def _start_scalars(model: DualEncoder, o: ModelOptions, source: DualEncoder | No
         if o.init_logit_bias is not None:
             model.logit_bias.fill_(o.init_logit_bias)
         return
-    own = source.match_numbers() if source is not None and source.predicts_matches else (5.0, 5.0)
+    form = "samples" if o.match == "samples" else "csd"  # a and b of another form are of another unit
+    own = source.match_numbers() if source is not None and source.match_form == form else (5.0, 5.0)
     for scalar, start, given in zip((model.scale, model.shift), (o.init_scale, o.init_shift), own):
         scalar.fill_(given if start is None else start)
 

@@ -20,6 +20,7 @@ from probemb.models.composers import create_composer
 from probemb.models.encoder import Encoder
 from probemb.models.heads import HeadConfig, check_head, check_uncertainty
 from probemb.models.heads.covariance import make_covariance
+from probemb.models.match import MatchModel
 from probemb.models.towers import make_image_tower, make_text_tower
 
 POOLING = {"code_dim": 32, "hidden_dim": 32}
@@ -141,7 +142,8 @@ class DualEncoder(nn.Module):
         Where "match" is "distance" they are the parameters scale and shift (PCME++ Eq. 2). Where it is "cosine", the
         model was trained on sigmoid(s (cosine - u / 2) + logit_bias), u = u_image + u_text and s the inverse
         temperature (SigLIP; ProLIP §3.2). Of unit means that is the same function: a = s / 2, b = s + logit_bias.
-        Where it is "none", the loss had no such scalars: scale and shift are constants without a meaning.
+        Where it is "samples", scale and shift are a and b of PCME's sampled form. Where it is "none", the loss had no
+        such scalars, or they are of another distance: scale and shift are constants without a meaning.
         """
         if self._config["match"] == "cosine":
             s = self.inverse_temperature()
@@ -236,9 +238,23 @@ class DualEncoder(nn.Module):
         return self._config["objective"]
 
     @property
+    def match_form(self) -> Literal["csd", "samples", "none"]:
+        """The form of the match probability, see `MatchModel`; a and b of normals make none in a point model."""
+        match = self._config["match"]
+        if match == "cosine":
+            return "csd"
+        return {"distance": "csd", "samples": "samples"}.get(match, "none") if self.probabilistic else "none"
+
+    @property
     def predicts_matches(self) -> bool:
-        """Whether a and b make a match probability: not where "match" is "none", nor by CSD in a point model."""
-        return self._config["match"] == "cosine" or (self._config["match"] == "distance" and self.probabilistic)
+        """Whether there is a match probability."""
+        return self.match_form != "none"
+
+    def match_probability(
+        self, image: Gaussian, text: Gaussian, among: Literal["images", "texts"] | None = None
+    ) -> Tensor:
+        """The probability that each image and text match, (N, M), see `MatchModel.probability`."""
+        return MatchModel.of(self).probability(image, text, among)
 
     @property
     def ranking(self) -> str:

@@ -89,9 +89,13 @@ class Ensemble(nn.Module):
         return self.models[0].objective
 
     @property
-    def predicts_matches(self) -> bool:
-        """Whether all of them make match probabilities."""
-        return all(model.predicts_matches for model in self.models)
+    def match_form(self) -> str:
+        """That of all of them, or "none"."""
+        forms = {model.match_form for model in self.models}
+        return forms.pop() if len(forms) == 1 else "none"
+
+    predicts_matches = DualEncoder.predicts_matches
+    match_probability = DualEncoder.match_probability
 
     def match_numbers(self) -> tuple[float, float]:
         """The means of their a and of their b."""

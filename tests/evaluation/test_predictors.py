@@ -7,15 +7,9 @@ import torch
 
 from probemb import Gaussian
 from probemb.evaluation import predictors
-from probemb.evaluation.predictors import (
-    MatchModel,
-    assess,
-    candidate_scores,
-    query_scores,
-    runs_against_recall,
-    warning,
-)
+from probemb.evaluation.predictors import assess, candidate_scores, query_scores, runs_against_recall, warning
 from probemb.models import create_model
+from probemb.models.match import MatchModel
 
 
 def gaussians(n, seed, dim=6):
@@ -67,13 +61,14 @@ def test_a_point_model_has_neither_u_nor_match_probabilities():
 
 def test_candidates_that_were_not_found_count_for_nothing():
     distance = torch.tensor([[0.2, 0.5, torch.inf], [0.3, torch.inf, torch.inf]])
-    found = candidate_scores(distance, distance + 0.1, MatchModel(3.0, 1.0))
+    log_p = torch.nn.functional.logsigmoid(1 - 3 * (distance + 0.1))
+    found = candidate_scores(distance, log_p, MatchModel(3.0, 1.0))
     p = torch.sigmoid(1 - 3 * (distance[:1, :2] + 0.1))
     assert float(found["expected-matches"][0]) == pytest.approx(float(p.sum()))
     assert float(found["entropy"][0]) == pytest.approx(float(torch.distributions.Categorical(p).entropy()))
     assert float(found["entropy"][1]) == 0
     assert found["margin"].tolist() == pytest.approx([-0.3, 0.0])
-    assert candidate_scores(distance[:, :1], distance[:, :1], MatchModel())["margin"].tolist() == [0, 0]
+    assert candidate_scores(distance[:, :1], None, MatchModel(form="none"))["margin"].tolist() == [0, 0]
 
 
 def test_the_table_knows_the_right_from_the_reversed():

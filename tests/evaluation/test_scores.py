@@ -10,9 +10,9 @@ from probemb.distances import (
     csd,
     elk,
     inclusion,
-    match_probability,
     match_probability_of_samples,
     mean_distance_of_samples,
+    sampled_match_probability,
     symmetric_kl,
     wasserstein2,
 )
@@ -107,7 +107,7 @@ def test_one_set_of_samples_for_all_blocks(monkeypatch):
 def test_match_probability_is_the_distances_one_up_to_sampling():
     a, b = pair()
     many = match_probability_scores(a, b, 0.5, 1.0, 200)(slice(0, 7))
-    truth = match_probability(a, b, 0.5, 1.0, 200, torch.Generator().manual_seed(3))
+    truth = sampled_match_probability(a, b, 0.5, 1.0, 200, torch.Generator().manual_seed(3))
     torch.testing.assert_close(many, truth, rtol=0, atol=0.05)
 
 

@@ -8,13 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from probemb import Gaussian, create_model, load_model
-from probemb.distances import csd
+from probemb.distances import csd, sampled_match_probability
 from probemb.errors import UserError
-from probemb.evaluation.predictors import MatchModel, query_scores
+from probemb.evaluation.predictors import query_scores
 from probemb.evaluation.rankings import fitting, ranking_names
 from probemb.models import as_one, save_model
 from probemb.models.dual_encoder import ceiling
 from probemb.models.formats.export import export_open_clip
+from probemb.models.match import MatchModel
 
 NAME = "ViT-Micro-32"
 COSINE = {"match": "cosine", "init_logit_scale": 10.0, "init_logit_bias": -10.0}
@@ -35,12 +36,43 @@ def test_the_match_probability_is_the_trained_one(match):
     cosine = image.mean @ text.mean.T
     truth = 10 * (cosine - u / 2) - 10 if match == "cosine" else 2 - 3 * (2 - 2 * cosine + u)
     torch.testing.assert_close(logits, truth, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(MatchModel.of(model).probability(csd(image, text)), truth.sigmoid().detach())
+    torch.testing.assert_close(model.match_probability(image, text), truth.sigmoid().detach())
     logits.sum().backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == ({"logit_scale", "logit_bias"} if match == "cosine" else {"scale", "shift"})
     assert model.predicts_matches
     assert as_one([model, model]).match_numbers() == pytest.approx(model.match_numbers())
+
+
+def test_a_model_that_was_trained_on_samples_uses_their_form_everywhere(tmp_path):
+    save_model(create_model(NAME, match="samples", init_scale=2, init_shift=3), tmp_path)
+    model = load_model(tmp_path).model
+    image, text = (Gaussian(g.mean, g.log_var - 4) for g in (items(5, 0), items(7, 1)))
+    truth = sampled_match_probability(image, text, 2, 3, 300, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model.match_probability(image, text), truth, rtol=0, atol=0.08)
+    match = MatchModel.of(model)
+    found = query_scores(image, text, match)
+    torch.testing.assert_close(found["expected-matches"], truth.sum(1), rtol=0.1, atol=0)
+    torch.testing.assert_close(
+        found["entropy"], torch.distributions.Categorical(probs=truth).entropy(), rtol=0.05, atol=0.02
+    )
+    u = image.uncertainty()[:, None] + text.uncertainty()
+    spheres = (Gaussian(g.mean, (g.uncertainty() / 8).log()[:, None].expand(g.shape)) for g in (image, text))
+    truth = sampled_match_probability(*spheres, 2, 3, 300, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(match.log_odds_at(csd(image, text), u, 8).sigmoid(), truth, rtol=0, atol=0.02)
+    # a and b are of another unit, so a model of CSD does not start from them
+    fresh = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
+    assert fresh.match_numbers() == (5, 5)
+
+
+def test_in_a_gallery_exactly_one_item_matches():
+    model, image, text = create_model(NAME, init_scale=3, init_shift=2), items(5, 0), items(7, 1)
+    p = model.match_probability(image, text)
+    alone = p / (1 - p) * (1 - p).prod(1, keepdim=True)  # this text matches and no other does
+    torch.testing.assert_close(model.match_probability(image, text, among="texts"), alone / alone.sum(1, keepdim=True))
+    torch.testing.assert_close(model.match_probability(image, text, among="images").sum(0), torch.ones(7))
+    with pytest.raises(UserError, match="no match probability"):
+        create_model(NAME, match="none").match_probability(image, text)
 
 
 def test_a_sigmoid_loss_of_points_has_match_probabilities_and_no_u():

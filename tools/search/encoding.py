@@ -28,7 +28,7 @@ class QueryEncoder:
     def __init__(self, loaded, name: str, device: Device | None = None, decoding: DecodingPool | None = None):
         from probemb.cli.device import CPU
         from probemb.evaluation.embedding import Embedder
-        from probemb.evaluation.predictors import MatchModel
+        from probemb.models.match import MatchModel
         from tools.search.composing import QueryComposer
 
         model, tokenizer, transforms = loaded

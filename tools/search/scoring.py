@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from probemb.evaluation.predictors import MatchModel
     from probemb.gaussian import Gaussian
+    from probemb.models.match import MatchModel
     from probemb.search import Index
 
 CANDIDATES = 100
@@ -40,6 +40,8 @@ def query_scores(
         distance_QK, found_QK: CSD (with the weight of the index's u in the form "tolerance") and rows of the
             `candidate_count` closest items, -1 for one that was not found.
     """
+    from torch.nn.functional import logsigmoid
+
     from probemb.evaluation.predictors import NEIGHBOURS, candidate_scores, spread
 
     u = query.float().uncertainty().cpu()
@@ -48,7 +50,8 @@ def query_scores(
         distance_QK = distance_QK + (1 - index.weight) * u_items
     apart = distance_QK - u[:, None] - u_items
     scores = {"u": u} if model.probabilistic else {}
-    scores |= candidate_scores(apart, distance_QK, model)
+    log_p = logsigmoid(model.log_odds_at(distance_QK, u[:, None] + u_items, index.dim)) if model.matches else None
+    scores |= candidate_scores(apart, log_p, model)
     means = stored_means(index, found_QK[:, :NEIGHBOURS])
     if means is not None:
         scores["spread"] = spread(means)

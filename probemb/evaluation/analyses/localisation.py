@@ -31,10 +31,11 @@ from probemb.data.workers import make_loader, read
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder, encode_images
 from probemb.evaluation.kept_tokens import KeptTokens, TokenKeeper
-from probemb.evaluation.predictors import MatchModel, query_scores
+from probemb.evaluation.predictors import query_scores
 from probemb.evaluation.rankings import RankingOptions, ScoreRanker, make_ranker
 from probemb.gaussian import Gaussian
 from probemb.metrics.localisation import KS, THRESHOLD, chance_at
+from probemb.models.match import MatchModel
 
 
 @dataclass

@@ -81,6 +81,7 @@ def test_every_method_trains_validates_and_saves(method, scenes, tmp_path, capsy
         assert (model.trained_temperature is None) == (method not in ("infonce", "pcmepp-clip", "prolip"))
         if method == "infonce" and name == "model":
             assert model.trained_temperature == pytest.approx(trained[-1]["temperature"], rel=1e-2)
+        assert (model.match_form == "samples") == (method == "pcme")
     told = capsys.readouterr().out
     assert f"method  {method}" in told
     assert ("2 networks" in told) == (networks == 2)

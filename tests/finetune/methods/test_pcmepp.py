@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from finetune.config import Config, Mix, with_method_file
 from finetune.methods import METHODS, Batch
-from probemb import Gaussian
+from probemb import Gaussian, load_model
 from probemb.cli.configuration import parse_config
 from probemb.cli.ranges import Distance
 from probemb.models import Encoded, create_model
@@ -29,6 +29,8 @@ def test_every_distance_trains_a_step(distance, scenes, tmp_path, capsys):
     assert math.isfinite(line["loss"])
     assert line["gradient_norm"] > 0
     assert f"pcmepp ({distance})" in capsys.readouterr().out
+    form = {"csd": "csd", "match-probability": "samples"}.get(distance, "none")
+    assert load_model(tmp_path / "run").model.match_form == form  # a and b belong to the distance that trained them
 
 
 @pytest.mark.parametrize("method", ["pcmepp", "pcmepp-clip", "pcmepp-mu"])

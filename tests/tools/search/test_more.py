@@ -76,7 +76,7 @@ def test_a_model_of_points_knows_nothing_of_it(searcher, monkeypatch):  # noqa: 
 
 def test_the_page_knows_of_a_model_without_match_probability(searcher, monkeypatch):  # noqa: F811
     assert describe(searcher)["matches"]
-    without = replace(searcher.encoder.match_model, matches=False)
+    without = replace(searcher.encoder.match_model, form="none")
     monkeypatch.setattr(searcher.encoder, "match_model", without)
     assert not describe(searcher)["matches"]
     assert all(one["match"] is None for one in searcher.answer(Wish([QUERY]))["results"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from probemb.evaluation.embed_pairs import EmbeddedPairs
-from probemb.evaluation.predictors import MatchModel, assess, query_scores
+from probemb.evaluation.predictors import assess, query_scores
 from probemb.evaluation.rankings import (
     RankingOptions,
     both_directions,
@@ -17,6 +17,7 @@ from probemb.evaluation.rankings import (
 from probemb.evaluation.tolerance import Tolerance, choose_tolerance, sweep
 from probemb.evaluation.uncertainty import spearman
 from probemb.metrics import query_metrics
+from probemb.models.match import MatchModel
 from tools.claims.embeddings import Pair
 from tools.claims.scenes.world import Part
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from probemb.evaluation.predictors import MatchModel
+from probemb.models.match import MatchModel
 from tools.claims.ambiguity import charts, findings
 from tools.claims.ambiguity.measuring import look, measure
 from tools.claims.ambiguity.training import NOTHING, RANDOM, START, Settings, Training, pretrain, train
