@@ -88,8 +88,9 @@ def evaluate_judgements(
         "acceptance": None,
         "compared": None if given.other is None else compared(given.other, judged, metrics),
     }
-    if model.probabilistic and model.predicts_matches:
-        results["calibration"] = match_calibration(pairs, judged, options, scores.get("match-probability"))
+    sampled, closed = scores.get("match-probability"), model.match_form == "csd"
+    if model.probabilistic and model.predicts_matches and (closed or sampled is not None):
+        results["calibration"] = match_calibration(pairs, judged, options, sampled, closed)
     if model.probabilistic:
         results["acceptance"] = caption_acceptance(pairs, judged)
     save_scores(out / SCORES, scores, judged, models)

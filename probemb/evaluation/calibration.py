@@ -21,7 +21,11 @@ CLOSED, SAMPLED = "closed form", "sampled"
 
 
 def match_calibration(
-    pairs: EmbeddedPairs, judged: JudgedPairs, options: RankingOptions, sampled: Tensor | None = None
+    pairs: EmbeddedPairs,
+    judged: JudgedPairs,
+    options: RankingOptions,
+    sampled: Tensor | None = None,
+    closed: bool = True,
 ) -> dict:
     """Match probabilities against the share of people who say yes, raw and after a refit of two parameters.
 
@@ -30,13 +34,16 @@ def match_calibration(
 
     Args:
         sampled: (P,), PCME's match probabilities, if known.
+        closed: whether a and b are of the closed form, not of a model that was trained on samples.
 
     Returns:
         "closed form" and "sampled": {"raw" and "refitted": `Reliability` as a dict, "parameters": for each half
         {"slope", "intercept"}}; "constant": {"share", "brier"} of the mean share for every pair. "refitted" is None if
         one half has no pairs of both labels.
     """
-    logits = {CLOSED: options.shift + options.scale * judged_scores(pairs, judged, "csd", options).double()}
+    logits = {}
+    if closed:
+        logits[CLOSED] = options.shift + options.scale * judged_scores(pairs, judged, "csd", options).double()
     if sampled is not None:
         logits[SAMPLED] = torch.logit(sampled.double(), eps=1e-6)
     found: dict = {name: _calibration(logit, judged) for name, logit in logits.items()}

@@ -9,7 +9,7 @@ probability; its entropy is that of the softmax of its cosines at its own temper
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
 from probemb.data.captions.dataset import CaptionDataset
-from probemb.distances import squared_euclidean
+from probemb.distances import csd, squared_euclidean
 from probemb.evaluation.embed_pairs import EmbeddedPairs, true_ambiguity
 from probemb.evaluation.scores import match_probability_scores
 from probemb.gaussian import Gaussian
 from probemb.metrics.prediction import SIGNIFICANT, halves, rank_correlation, rejection_gain
-from probemb.models.match import MatchModel
+from probemb.models.match import MatchModel, in_gallery
 
 NEIGHBOURS = 10  # whose means' spread is measured
 BLOCK_ELEMENTS = 1 << 22  # pairs whose probabilities are held at a time
@@ -79,7 +79,7 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
     """
     queries, gallery, parts = queries.float(), gallery.float(), []
     u_gallery, step = gallery.uncertainty(), max(1, BLOCK_ELEMENTS // max(1, len(gallery)))
-    sampled = match_probability_scores(queries, gallery, model.scale, model.shift)
+    log_odds = _log_odds(queries, gallery, model)
     for start in range(0, len(queries), step):
         block = queries[start : start + step]
         u = block.uncertainty()
@@ -89,14 +89,29 @@ def query_scores(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> dic
         closest = ranked.topk(min(NEIGHBOURS, len(gallery)), largest=False).indices
         closest = closest.sort(1).values  # so that the same neighbours have the same spread, to the bit
         scores = {"u": u} if model.probabilistic else {}
-        log_p = None
-        if model.form == "samples":
-            log_p = sampled(slice(start, start + step)).log()
-        elif model.matches:
-            log_p = logsigmoid(model.shift - model.scale * distance)
+        log_p = logsigmoid(log_odds(slice(start, start + step), distance)) if model.matches else None
         scores |= candidate_scores(apart, log_p, model) | {"spread": spread(gallery.mean[closest])}
         parts.append({name: scores[name].cpu() for name in TITLES if name in scores})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _log_odds(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Callable[[slice, Tensor], Tensor]:
+    """(rows of the queries, their CSD) -> the log-odds of a match, (rows, N)."""
+    if model.form != "samples":
+        return lambda rows, csd: model.shift - model.scale * csd
+    sampled = match_probability_scores(queries, gallery, model.scale, model.shift)
+    return lambda rows, csd: sampled(rows).double().logit(eps=1e-15).to(csd)
+
+
+@torch.no_grad()
+def match_of_first(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Tensor:
+    """The largest probability of any item to be the one that matches, (Q,); see `models.match.in_gallery`."""
+    queries, gallery, parts = queries.float(), gallery.float(), []
+    log_odds, step = _log_odds(queries, gallery, model), max(1, BLOCK_ELEMENTS // max(1, len(gallery)))
+    for start in range(0, len(queries), step):
+        distance = csd(queries[start : start + step], gallery)
+        parts.append(in_gallery(log_odds(slice(start, start + step), distance)).amax(1).cpu())
+    return torch.cat(parts)
 
 
 def evaluate_predictors(
@@ -114,13 +129,19 @@ def evaluate_predictors(
         accepted_share: (M,) as for `assess`.
 
     Returns:
-        {"match_probability": the formula, "captions": rows of `assess` for text -> image, "images": for image -> text,
-        "warning": one line if u runs against recall, else None}.
+        {"match_probability": the formula, "match_of_first": {"mean", "right"}: the mean match of a caption's closest
+        image among all and the share that is right, None without match probability; "captions": rows of `assess` for
+        text -> image, "images": for image -> text, "warning": one line if u runs against recall, else None}.
     """
     images, texts = pairs.images.to(device), pairs.texts.to(device)
     ambiguity = None if captions.scenes is None else true_ambiguity(captions, pairs.kept)
+    first = None
+    if model.matches:
+        right = correct["captions"].double().mean()
+        first = {"mean": match_of_first(texts, images, model).mean().item(), "right": right.item()}
     found = {
         "match_probability": model.describe(),
+        "match_of_first": first,
         "captions": assess(
             query_scores(texts, images, model), correct["captions"], pairs.owner, ambiguity, accepted_share
         ),

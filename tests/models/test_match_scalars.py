@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from probemb import Gaussian, create_model, load_model
 from probemb.distances import csd, sampled_match_probability
 from probemb.errors import UserError
-from probemb.evaluation.predictors import query_scores
+from probemb.evaluation.predictors import match_of_first, query_scores
 from probemb.evaluation.rankings import fitting, ranking_names
 from probemb.models import as_one, save_model
 from probemb.models.dual_encoder import ceiling
@@ -71,6 +71,7 @@ def test_in_a_gallery_exactly_one_item_matches():
     alone = p / (1 - p) * (1 - p).prod(1, keepdim=True)  # this text matches and no other does
     torch.testing.assert_close(model.match_probability(image, text, among="texts"), alone / alone.sum(1, keepdim=True))
     torch.testing.assert_close(model.match_probability(image, text, among="images").sum(0), torch.ones(7))
+    torch.testing.assert_close(match_of_first(image, text, MatchModel.of(model)), (alone / alone.sum(1, True)).amax(1))
     with pytest.raises(UserError, match="no match probability"):
         create_model(NAME, match="none").match_probability(image, text)
 

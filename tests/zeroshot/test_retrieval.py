@@ -621,5 +621,5 @@ def test_the_warning_names_the_direction_in_which_u_is_turned_round(capsys):
         assert "\n" not in line
         assert "--calibrate" in line
     assert "; images: " in warning({"captions": [turned], "images": [halved]})
-    print_predictors(found | {"match_probability": "x", "warning": line})
+    print_predictors(found | {"match_probability": "x", "match_of_first": None, "warning": line})
     assert line in capsys.readouterr().out

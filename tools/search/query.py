@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from threading import Lock
@@ -12,7 +13,7 @@ from uuid import uuid4
 from probemb.errors import UserError
 from tools.search.feasibility import Feasibility
 from tools.search.limits import find_limits, is_above
-from tools.search.scoring import SCORES, candidate_count, query_scores
+from tools.search.scoring import SCORES, candidate_count, query_scores, stored_means
 from tools.search.wish import QueryImage, StoredImage, Wish, check_wish, part_weights
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 NEAR = 100  # closest items that are ranked by inclusion, or 5 times the results
 MAX_NEIGHBOURS = 2_048  # among which certain enough items are searched; FAISS' limit on a GPU
+SAMPLE = 2_048  # items that stand for all which a search does not return, in the match
 
 
 class Found(NamedTuple):
@@ -64,6 +66,7 @@ class Searcher:
             tolerance = index.weight if index.form == "tolerance" else calibration and calibration.tolerance
         self.tolerance = tolerance
         self.feasibility = Feasibility(self)
+        self._sample = _even_sample(index)
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
         self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources serve one thread
 
@@ -107,7 +110,7 @@ class Searcher:
                 )
             values[name] = float(scores[name])
             refused = is_above(values, limits)
-        found, looked_at = [], 0
+        found, looked_at = [], {}
         if wish.more is not None and not refused:
             found, looked_at = self.more(query[None], wish)
         elif not refused:
@@ -131,8 +134,8 @@ class Searcher:
             "limit": limits.get("u"),
             "score": {"name": name, "title": SCORES[name][0], "value": values.get(name), "limit": limits.get(name)},
             "refused": refused,
-            "results": self.describe(found, weight, kinds),
-            "looked_at": looked_at,
+            "results": self.describe(found, self.matches(query, looked_at, kinds)),
+            "looked_at": len(looked_at),
             "gallery": len(self.index),
             "seconds": round(time.perf_counter() - started, 4),
         }
@@ -197,8 +200,8 @@ class Searcher:
 
     def closest(
         self, query: Gaussian, top: int, max_uncertainty: float | None, weight: float
-    ) -> tuple[list[Found], int]:
-        """At most `top` items, and the number of neighbours that were searched; the query is (1, D)."""
+    ) -> tuple[list[Found], dict[int, float]]:
+        """At most `top` items, and the CSD of all that were looked at, by row; the query is (1, D)."""
         k = min(top, len(self.index))
         while True:
             with self._one_search:
@@ -211,7 +214,10 @@ class Searcher:
                 if row >= 0 and (max_uncertainty is None or u_row <= max_uncertainty)
             ]
             if max_uncertainty is None or len(found) >= top or k >= min(len(self.index), MAX_NEIGHBOURS):
-                return found[:top], k
+                looked = zip(rows, distances[0].tolist(), u)
+                return found[:top], {
+                    row: distance + (1 - weight) * u_row for row, distance, u_row in looked if row >= 0
+                }
             k = min(4 * k, len(self.index), MAX_NEIGHBOURS)
 
     def check_more(self, wish: Wish) -> float:
@@ -237,8 +243,8 @@ class Searcher:
             )
         return 1.0
 
-    def more(self, query: Gaussian, wish: Wish) -> tuple[list[Found], int]:
-        """The items that include the query (1, D), or lie in it, and how many of the closest were looked at.
+    def more(self, query: Gaussian, wish: Wish) -> tuple[list[Found], dict[int, float]]:
+        """The items that include the query (1, D), or lie in it, and the CSD of the closest, looked at, by row.
 
         Inclusion compares widths more than places, so it ranks the NEAR closest items only, by their means where the
         index can.
@@ -258,23 +264,44 @@ class Searcher:
         most = float("inf") if wish.max_item_uncertainty is None else wish.max_item_uncertainty
         kept = [i for i in order.tolist() if sign * inclusion[i] > 0 and u[i] <= most][: wish.top]
         csd = apart + u_query + u
-        return [Found(int(rows[i]), float(csd[i]), float(u[i]), float(inclusion[i])) for i in kept], len(rows)
+        found = [Found(int(rows[i]), float(csd[i]), float(u[i]), float(inclusion[i])) for i in kept]
+        return found, dict(zip(rows.tolist(), csd.tolist()))
 
-    def describe(self, found: Sequence[Found], weight: float, kinds: Sequence[str]) -> list[dict]:
-        """Results with the metadata of their items, and with their match probabilities.
+    def matches(self, query: Gaussian, csd: dict[int, float], kinds: Sequence[str]) -> dict[int, float]:
+        """The probability that an item matches the query (D,) if exactly one of the gallery does, by row.
 
-        The model knows these of an image and a caption: they are None if a part of the query is of the gallery's kind,
-        and of models that learned to compose, without a probability of pairs.
+        Empty where it is unknown. The model knows the odds of an image and a caption: not if a part of the query is of
+        the gallery's kind, nor if it learned to compose. And all other items have to be known: those that a search does
+        not return are estimated by an even sample of the index, if it gives vectors back.
+
+        Args:
+            csd: of items that were looked at, by row.
         """
         import torch
 
-        csd = torch.tensor([one.distance + (1 - weight) * one.uncertainty for one in found])
-        unknown = self.index.kind in kinds or self.composer.trained
-        p = None if unknown else self.encoder.match_model.probability(csd)
+        model = self.encoder.match_model
+        if not csd or not model.matches or self._sample is None or self.index.kind in kinds or self.composer.trained:
+            return {}
+
+        def log_odds(csd: Tensor, rows: Tensor) -> Tensor:
+            u = query.uncertainty().double().cpu() + self.index.uncertainty[rows].double()
+            return model.log_odds_at(csd.double(), u, self.index.dim)
+
+        rows, (others, means) = torch.tensor(list(csd)), self._sample
+        seen = log_odds(torch.tensor(list(csd.values())), rows)
+        total, unseen = seen.logsumexp(0), ~torch.isin(others, rows)
+        if unseen.any():
+            others, apart = others[unseen], (means[unseen] - query.mean.cpu()).square().sum(1)
+            rest = log_odds(apart + query.uncertainty().cpu() + self.index.uncertainty[others], others)
+            total = total.logaddexp(rest.logsumexp(0) + math.log((len(self.index) - len(rows)) / len(others)))
+        return dict(zip(csd, (seen - total).exp().tolist()))
+
+    def describe(self, found: Sequence[Found], matches: dict[int, float]) -> list[dict]:
+        """Results with the metadata of their items, and with their `matches`, None where these are unknown."""
         several = []
         for place, one in enumerate(found):
-            item, match = self.index.item(one.row), None if p is None else float(p[place])
-            result = {"rank": place + 1, "match": match, **one._asdict(), "key": item["key"]}
+            item = self.index.item(one.row)
+            result = {"rank": place + 1, "match": matches.get(one.row), **one._asdict(), "key": item["key"]}
             result |= {"captions": list(item.get("captions") or []), "shard": item.get("shard"), "url": item.get("url")}
             several.append(result)
         return several
@@ -307,3 +334,12 @@ class Searcher:
         from probemb.data.remote.sources import is_remote
 
         return self.picture(row) if is_remote(self.index.item(row).get("shard") or "") else None
+
+
+def _even_sample(index: Index) -> tuple[Tensor, Tensor] | None:
+    """Rows of at most SAMPLE items, evenly spaced, and their means (S, D); None if the index gives no vectors back."""
+    import torch
+
+    rows = torch.linspace(0, len(index) - 1, min(len(index), SAMPLE), dtype=torch.float64).round().long()
+    means = stored_means(index, rows[None])
+    return None if means is None else (rows, means[0])

@@ -44,7 +44,8 @@ def print_answer(answer: dict) -> None:
     table.add_column("key", overflow="fold")
     table.add_column("caption", overflow="fold")
     for result in answer["results"]:
-        match = "" if result["match"] is None else f"{100 * result['match']:.3g} %"
+        match, n = result["match"], answer["gallery"]
+        match = "" if match is None else f"{100 * match:.3g} %, {match * n:.3g} x"
         table.add_row(
             str(result["rank"]), match, f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
             *((f"{result['inclusion']:.4g}",) if answer["more"] else ()),
@@ -52,6 +53,9 @@ def print_answer(answer: dict) -> None:
         )  # fmt: skip
     if answer["results"]:
         console.print(table)
+        if answer["results"][0]["match"] is not None:
+            line = f"match: the chance of an item if exactly one of the {answer['gallery']:,} matches, in percent and "
+            console.print(f"{line}in times the average item's", highlight=False, soft_wrap=True)
     else:
         wanted = f"result that is more {answer['more']}" if answer["more"] else "certain enough result"
         console.print(f"no {wanted} among the {answer['looked_at']:,} closest", highlight=False)

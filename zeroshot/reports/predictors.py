@@ -20,6 +20,7 @@ def explain(found: dict) -> dict:
     return {
         "sides": SIDES,
         "outcomes": outcomes(found),
+        "first": first(found),
         "about": {title: ABOUT[name] for name, title in titles.items()},
     }
 
@@ -47,9 +48,20 @@ def print_predictors(found: dict) -> None:
                 estimate(row["gain"]), end_section=last,
             )  # fmt: skip
     console.print(table)
-    console.print(f"match probability: {found['match_probability']}", highlight=False)
+    console.print(f"match probability: {found['match_probability']}{first(found)}", highlight=False, soft_wrap=True)
     if found["warning"]:
         console.print(found["warning"], highlight=False, soft_wrap=True, markup=False)
+
+
+def first(found: dict) -> str:
+    """What the match of the closest image promises, and what it keeps; "" without one."""
+    one = found["match_of_first"]
+    if one is None:
+        return ""
+    return (
+        f"; if exactly one image of the gallery matches, a caption's closest image does with {one['mean']:.1%} on "
+        f"average, and {one['right']:.1%} are right"
+    )
 
 
 def estimate(value: dict | None) -> str:

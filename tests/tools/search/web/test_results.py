@@ -27,27 +27,26 @@ from tests.searchpage import (  # noqa: F401 - fixtures
     serving,
 )
 from tests.world import run_folder  # noqa: F401 - a fixture
+from tools.search.query import Searcher
 from tools.search.wish import QueryImage, Wish
 
 
-def test_match_probabilities_are_the_models_own(searcher, gallery):  # noqa: F811
-    from probemb.distances import csd
-
+def test_a_match_is_the_models_probability_among_the_whole_gallery(searcher, gallery, monkeypatch):  # noqa: F811
     query = searcher.encoder.embed(["a red circle"], [])
-    model = searcher.encoder.loaded.model
-    logits = model.shift - model.scale * csd(query, gallery.embedded)[0]
-    truth = torch.distributions.Bernoulli(logits=logits.detach()).probs
-    for fits in (None, False):
-        results = searcher.answer(Wish(["a red circle"], top=N, fits=fits))["results"]
+    truth = searcher.encoder.loaded.model.match_probability(gallery.embedded, query, among="images")[:, 0]
+    assert float(truth.sum()) == pytest.approx(1)
+    for top, fits in ((N, None), (N, False), (3, None)):
+        results = searcher.answer(Wish(["a red circle"], top=top, fits=fits))["results"]
         found = torch.tensor([one["match"] for one in results])
         torch.testing.assert_close(found, truth[[one["row"] for one in results]], atol=1e-4, rtol=1e-3)
+    monkeypatch.setattr("tools.search.query.SAMPLE", 10)  # stands for the 37 that are not returned
+    best = Searcher(searcher.index, searcher.encoder).answer(Wish(["a red circle"], top=3))["results"][0]
+    assert best["match"] == pytest.approx(float(truth[best["row"]]), rel=0.5)
     for images in ([QueryImage("x", gallery.jpegs[3])], [searcher.stored_image(3)]):
         assert {one["match"] for one in searcher.answer(Wish(["a"], images))["results"]} == {None}
 
 
 def test_match_probability_with_another_weight(gallery, searcher):  # noqa: F811
-    from tools.search.query import Searcher
-
     fitting = Searcher(searcher.index, searcher.encoder, tolerance=-2.0)
     plain = {one["row"]: one["match"] for one in searcher.answer(Wish(["a red circle"], top=N))["results"]}
     for one in fitting.answer(Wish(["a red circle"], top=N, fits=True))["results"]:

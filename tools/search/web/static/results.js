@@ -33,7 +33,7 @@ export function show(answer, wanted) {
   $("more").hidden = answer.results.length < wanted || wanted === Math.min(state.about.max_results, state.index.count);
   $("above").hidden = !answer.results.length;
   const known = answer.results.some((result) => result.match !== null);
-  const match = known ? "Match is the model's probability that a picture and a text belong together."
+  const match = known ? `Match is the chance of a result if exactly one of the ${answer.gallery.toLocaleString("en")} items belongs to the query, and how many times the average item's that is.`
     : state.index.matches ? "This query has no match probability: the model knows one between pictures and texts."
     : "The model has not learned a match probability.";
   const times = answer.weight === 1 ? "" : `, that of the result times ${shorten(answer.weight)}`;
@@ -94,7 +94,7 @@ function card(result, loading, answer) {
   }
   const told = make("div", "told");
   const place = make("div", "place", `${result.rank}.`);
-  if (result.match !== null) place.append(make("span", "match", `match ${chance(result.match)}`));
+  if (result.match !== null) place.append(make("span", "match", `match ${chance(result.match)}, ${shorten(result.match * answer.gallery)} ×`));
   const numbers = make("div", "numbers");
   if (answer.more) numbers.append(make("span", "inclusion", `inclusion ${shorten(result.inclusion)}`));
   numbers.append(make("span", "distance", `distance ${shorten(result.distance)}`), make("span", "uncertainty", `uncertainty ${shorten(result.uncertainty)}`));
