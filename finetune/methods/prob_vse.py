@@ -25,8 +25,8 @@ class ProbVSEPlusPlus(Method):
         """Triplet loss of a similarity of normals. Source: Probabilistic VSE++/VSRN Eq. 3 to 8, §4.2.
 
         Args:
-            similarity: wasserstein2 (the paper's choice for COCO), min-kl (VSE++ with a trained image tower), or kl, of
-                the image from the caption (VSE++ on Flickr30k).
+            similarity: wasserstein2 (the paper's choice for COCO), min-kl (VSE++ with a trained image tower), kl, of
+                the image from the caption (VSE++ on Flickr30k), or reverse-kl, of the caption from the image (Table 6).
             margin: of the hinges, in units of the similarity.
             negatives: hardest (the paper's Eq. 3), semi-hard (its text: the hardest one that is farther than the pair)
                 or all.
@@ -37,7 +37,7 @@ class ProbVSEPlusPlus(Method):
             largest: the other bound.
         """
 
-        similarity: Literal["wasserstein2", "min-kl", "kl"] = "wasserstein2"
+        similarity: Literal["wasserstein2", "min-kl", "kl", "reverse-kl"] = "wasserstein2"
         margin: PositiveFloat = 0.2
         negatives: Literal["hardest", "semi-hard", "all"] = "hardest"
         warmup_epochs: NonNegativeInt = 0

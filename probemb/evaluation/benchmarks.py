@@ -28,7 +28,7 @@ from probemb.evaluation.rankings import (
     own_captions,
     rank_all,
 )
-from probemb.evaluation.scores import both_ways
+from probemb.evaluation.scores import Scores, both_ways
 from probemb.metrics import (
     Positives,
     coco_benchmarks,
@@ -38,6 +38,7 @@ from probemb.metrics import (
     plausible_match_r_precision,
     query_metrics,
 )
+from probemb.metrics.coco import FOLDS
 from probemb.metrics.plausible import VARIANTS
 
 BENCHMARKS = ("coco", "cxc", "eccv", "pmrp")
@@ -180,9 +181,7 @@ class _Table:
         self.per_query[side] |= {f"{positives}: {METRICS[name]}": tensor for name, tensor in values.items()}
 
     def _add_coco(self, ranker: Ranker, ranked: Ranked, about: dict, first: bool) -> None:
-        kept, captions = self.pairs.kept, self.captions
-        ids = [captions.image_ids[i] for i in kept], [number for i in kept for number in captions.caption_ids[i]]
-        lists = []
+        ids, lists = self._coco_ids(), []
 
         def rank(images: Tensor, texts: Tensor, depth: tuple[int, int]):
             known = len(images) == len(ranked.i2t) and len(texts) == len(ranked.t2i)
@@ -198,6 +197,11 @@ class _Table:
         if first:
             self._keep_coco(ids, *lists)
 
+    def _coco_ids(self) -> tuple[list, list]:
+        """Of the embedded images and captions."""
+        kept, captions = self.pairs.kept, self.captions
+        return [captions.image_ids[i] for i in kept], [number for i in kept for number in captions.caption_ids[i]]
+
     def _keep_coco(self, ids: tuple[list, list], lists: tuple[Tensor, Tensor], *folds: tuple[Tensor, Tensor]) -> None:
         """Spread the values of the test split over all rows of the data, NaN elsewhere."""
         image_rows, caption_rows = coco_rows(*ids)
@@ -209,18 +213,47 @@ class _Table:
                 self._keep(TITLES[name], {key: empty.index_copy(0, rows, v) for key, v in metrics.items()}, side)
 
     def _add_plausible(self, ranker: Ranker, about: dict, first: bool) -> None:
-        images, texts = self.objects, self.objects[self.pairs.owner]
-        of_images, of_texts = both_ways(ranker.scores)
+        objects, owner, both = self.objects, self.pairs.owner, both_ways(ranker.scores)
         for variant in VARIANTS:
-            found = {
-                "i2t": plausible_match_r_precision(of_images, images, texts, variant=variant),
-                "t2i": plausible_match_r_precision(of_texts, texts, images, variant=variant),
-            }
+            found = plausible_matches(*both, objects, objects[owner], variant)
             row = {"positives": f"plausible matches, {variant}", **about}
             for direction, side in (("i2t", "images"), ("t2i", "captions")):
                 values = found[direction].pop("per_query")
                 if first:
                     self._keep(row["positives"], {"r_precision": values["pmrp"], "r@1": values["pmr1"]}, side)
-                recall = {"r@1": found[direction]["pmr1"], "r_precision": found[direction]["pmrp"]}
-                row[direction] = {**recall, **found[direction]}
-            self.rows.append(row)
+            self.rows.append(row | found)
+            if self.coco:
+                found = plausible_1k(ranker.scores, objects, objects[owner], coco_rows(*self._coco_ids()), variant)
+                self.rows.append({"positives": f"plausible matches 1K, {variant}", **about, **found})
+
+
+def plausible_matches(i2t, t2i, of_images: Tensor, of_texts: Tensor, variant: str) -> dict:
+    """`plausible_match_r_precision` of both directions, with PMRP as "r_precision" and PMR@1 as "r@1".
+
+    Args:
+        i2t, t2i: scores, as there.
+        of_images, of_texts: (N, L) and (M, L) multi-hot object categories.
+    """
+    found = {
+        "i2t": plausible_match_r_precision(i2t, of_images, of_texts, variant=variant),
+        "t2i": plausible_match_r_precision(t2i, of_texts, of_images, variant=variant),
+    }
+    return {way: {"r@1": one["pmr1"], "r_precision": one["pmrp"], **one} for way, one in found.items()}
+
+
+def plausible_1k(
+    scores: Scores, of_images: Tensor, of_texts: Tensor, rows: tuple[Tensor, Tensor], variant: str
+) -> dict:
+    """The mean of `plausible_matches` over the folds of COCO 1K. Source: PCME Table 3.
+
+    Args:
+        rows: of the test split's images and captions, in COCO's order (`coco_rows`).
+    """
+    found = []
+    for images, texts in zip(*(side.chunk(FOLDS) for side in rows)):
+        both = both_ways(scores.only(images, texts))
+        found.append(plausible_matches(*both, of_images[images], of_texts[texts], variant))
+    return {
+        way: {name: sum(one[way][name] for one in found) / FOLDS for name in ("r@1", "r_precision")}
+        for way in ("i2t", "t2i")
+    }

@@ -40,6 +40,7 @@ TITLES = {
     "log-likelihood": "log-likelihood",
     "inclusion": "inclusion",
     "kl": "KL(image || caption)",
+    "reverse-kl": "KL(caption || image)",
     "min-kl": "smaller KL",
     "symmetric-kl": "symmetric KL",
     "bhattacharyya": "Bhattacharyya",
@@ -51,11 +52,11 @@ TITLES = {
 ANY_DIMENSION = 1024  # with which the spelling of an index is checked
 # They do not separate: some hundred times the work of CSD.
 SLOW = ("log-likelihood", "bhattacharyya", "inclusion", "order")
-MORE = ("kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance", "attention")
+MORE = ("kl", "reverse-kl", "min-kl", "symmetric-kl", "average-l2", "multi-instance", "attention")
 BY_NAME_ALONE = (*SLOW, *MORE)  # unless the model was trained so
 BY_VARIANCES = (  # not of points; CSD is, as the squared distance of the means
-    *("wasserstein2", "match-probability", "tolerance", "log-likelihood", "inclusion", "kl", "min-kl"),
-    *("symmetric-kl", "bhattacharyya", "average-l2"),
+    *("wasserstein2", "match-probability", "tolerance", "log-likelihood", "inclusion", "kl"),
+    *("reverse-kl", "min-kl", "symmetric-kl", "bhattacharyya", "average-l2"),
 )
 SAMPLED = ("match-probability", "average-l2")
 OF_SEVERAL = ("multi-instance",)  # of K embeddings an item; all others are of one
@@ -217,6 +218,7 @@ def describe_ranking(name: str, options: RankingOptions) -> str:
         "tolerance": f"CSD with the captions' u times {weights.i2t:g} and the images' u times {weights.t2i:g}",
         "log-likelihood": "log of the expected likelihood kernel, closed form",
         "kl": "closed form, from the image to the caption",
+        "reverse-kl": "closed form, from the caption to the image",
         "min-kl": "closed form, the smaller one of both directions",
         "attention": f"tokens attend to tokens, {options.attention.direction if options.attention else ''}",
         "multi-instance": "largest cosine of any of the image's embeddings with any of the caption's",

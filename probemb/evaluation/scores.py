@@ -279,6 +279,11 @@ def kl_scores(a: Gaussian, b: Gaussian) -> DotScores:
     )
 
 
+def reverse_kl_scores(a: Gaussian, b: Gaussian) -> DotScores:
+    """-KL(b || a); see `distances.kl`."""
+    return kl_scores(b, a).transposed()
+
+
 def min_kl_scores(a: Gaussian, b: Gaussian) -> LargerScores:
     """-min(KL(a || b), KL(b || a)); see `distances.min_kl`."""
     return LargerScores(kl_scores(a, b), kl_scores(b, a).transposed())
@@ -334,6 +339,7 @@ SCORES: dict[str, Callable[..., Scores]] = {
     "log-likelihood": log_likelihood_scores,
     "inclusion": inclusion_scores,
     "kl": kl_scores,
+    "reverse-kl": reverse_kl_scores,
     "min-kl": min_kl_scores,
     "symmetric-kl": symmetric_kl_scores,
     "bhattacharyya": bhattacharyya_scores,

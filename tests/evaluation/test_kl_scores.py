@@ -7,7 +7,7 @@ from probemb import Gaussian
 from probemb.distances import kl, min_kl
 from probemb.errors import UserError
 from probemb.evaluation.rankings import fitting, make_ranker, ranking_names
-from probemb.evaluation.scores import SCORES, kl_scores, min_kl_scores, multi_instance_scores
+from probemb.evaluation.scores import SCORES, kl_scores, min_kl_scores, multi_instance_scores, reverse_kl_scores
 from probemb.models import create_model
 
 N, M, K, D = 13, 21, 3, 8
@@ -20,7 +20,9 @@ def gaussians(seed=0, shape=()):
     ]
 
 
-@pytest.mark.parametrize(("scores", "distance"), [(kl_scores, kl), (min_kl_scores, min_kl)])
+@pytest.mark.parametrize(
+    ("scores", "distance"), [(kl_scores, kl), (min_kl_scores, min_kl), (reverse_kl_scores, lambda a, b: kl(b, a).T)]
+)
 def test_kl_in_blocks_both_ways_and_of_parts(scores, distance):
     a, b = gaussians()
     expected = -distance(a, b)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 import torch
@@ -323,6 +324,16 @@ def test_coco_benchmarks_beside_the_rest(monkeypatch):
         assert quality(pairs, per_query)["images"]["COCO 1K: R@1"]["bins"]["counts"] == [25] * 10
         assert per_query["captions"]["COCO 5K: R@1"].isnan().sum() == 2 * extra
         assert quality(pairs, per_query)["captions"]["ECCV Caption: R@1"]["bins"]["counts"]
+        objects = (torch.rand(n, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
+        rows, *_ = evaluate_rankings(pairs, data, ["csd"], RankingOptions(), ["coco"], objects)
+        fold = {row["positives"]: row for row in rows}["plausible matches 1K, pcme"]
+        values = []
+        for i in range(0, n, n // 5):
+            of = [k for k, number in enumerate(chain(*ids)) if number in caption_ids[5 * i : 5 * i + n]]
+            scores = -csd(images[i : i + n // 5], texts[of])
+            labels = objects[i : i + n // 5], objects[owner[of]]
+            values.append(metrics.plausible_match_r_precision(scores, *labels)["pmrp"])
+        assert fold["i2t"]["r_precision"] == pytest.approx(sum(values) / 5)
 
 
 def test_re_ranking_beyond_the_candidates_keeps_the_order_of_the_means():

@@ -15,7 +15,7 @@ from probemb.gaussian import Gaussian
 from probemb.losses.output import LossOutput
 from probemb.losses.triplets.triplet import hinges
 
-Similarity = Literal["min-kl", "kl", "wasserstein2"]
+Similarity = Literal["min-kl", "kl", "reverse-kl", "wasserstein2"]
 Negatives = Literal["hardest", "semi-hard", "all"]
 # The root's slope is unlimited at 0, and float32 resolves squared distances to about this.
 SMALLEST_SQUARE = 1e-8
@@ -26,11 +26,14 @@ def gaussian_similarity(image: Gaussian, text: Gaussian, kind: Similarity = "min
 
     Args:
         kind: "min-kl", the negative of the smaller of both KL divergences (Eq. 6); "kl", -KL(image || caption), since
-            an image holds more than a caption can say (Eq. 4); "wasserstein2", the negative 2-Wasserstein distance
+            an image holds more than a caption can say (Eq. 4); "reverse-kl", -KL(caption || image) (Table 6);
+            "wasserstein2", the negative 2-Wasserstein distance
             itself, not its square (Eq. 7; of standard deviations, where the paper's Eq. 8 prints variances).
     """
     if kind == "kl":
         return -kl(image, text)
+    if kind == "reverse-kl":
+        return -kl(text, image).T
     if kind == "min-kl":
         return -min_kl(image, text)
     if kind != "wasserstein2":

@@ -10,7 +10,7 @@ from probemb.losses import gaussian_similarity, prob_triplet_loss
 from tests.losses.points import close, pairs, same_images
 from tests.ranks import run_ranks
 
-KINDS = ("min-kl", "kl", "wasserstein2")
+KINDS = ("min-kl", "kl", "reverse-kl", "wasserstein2")
 NEGATIVES = ("hardest", "semi-hard", "all")
 
 
@@ -21,8 +21,8 @@ def normal(g):
 def one_similarity(image, text, kind):
     """Of single items, from their definitions; (D,) each."""
     there, back = (float(kl_divergence(normal(a), normal(b))) for a, b in ((image, text), (text, image)))
-    if kind == "kl":
-        return -there
+    if kind in ("kl", "reverse-kl"):
+        return -there if kind == "kl" else -back
     if kind == "min-kl":
         return -min(there, back)
     squared = (image.mean - text.mean).square() + image.var + text.var - 2 * (image.var * text.var).sqrt()  # Eq. 7
