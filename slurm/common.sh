@@ -66,14 +66,15 @@ seconds() {
   echo $((10#$days * 86400 + 10#${parts[0]} * 3600 + 10#${parts[1]} * 60 + 10#${parts[2]}))
 }
 
-# The time limit must exceed the margin that the script's --signal line keeps for the last checkpoint.
-require_time_to_save() {
+# Warns of a time limit within the margin that the script's --signal line keeps for the last checkpoint. It does not
+# refuse it, as sbatch's --signal wins over that line, and Slurm does not tell a job its margin.
+warn_without_time_to_save() {
   local limit margin
   limit=$(squeue --noheader --job "$THIS_JOB" --format %l)
   margin=$(sed -n 's/^#SBATCH --signal=B:USR1@\([0-9]*\).*/\1/p' "$0")
   if [[ $limit =~ ^[0-9:-]+$ ]] && [ "$(seconds "$limit")" -le "${margin:-300}" ]; then
-    refuse "The time limit $limit is not longer than the ${margin:-300} s kept for the last checkpoint." \
-      "Give sbatch a longer --time."
+    echo "warning: the time limit $limit is not longer than the ${margin:-300} s kept for the last checkpoint, unless" \
+      "sbatch got another --signal: the run is then asked to stop at once. Give sbatch a longer --time." >&2
   fi
 }
 

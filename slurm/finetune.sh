@@ -38,7 +38,7 @@ METHODS=${PROBEMB_METHODS:-pcmepp pcmepp-mu infonce vse pcme daa p2rm ncr decl} 
 }
 require_job finetune.sh
 require_gpu_per_task
-require_time_to_save
+warn_without_time_to_save
 take_arguments "$@"
 
 if [ -z "$sweep" ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # an array without a sweep: one method per task

@@ -34,6 +34,6 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 }
 require_job pretrain.sh
 require_gpu_per_task
-require_time_to_save
+warn_without_time_to_save
 take_arguments "$@"
 run_ranks pretrain.run

@@ -53,13 +53,14 @@ class ContentCheck:
             shard, fd = item
             try:
                 with suppress(OSError):  # its samples cannot be read either, which is counted
-                    if not self._closed and _sha256(fd) != shard.sha256:
+                    if not self._closed and open_sha256(fd) != shard.sha256:
                         self._wrong = self._wrong or shard
             finally:
                 os.close(fd)
 
 
-def _sha256(fd: int) -> str:
+def open_sha256(fd: int) -> str:
+    """The SHA-256 of an open file, whose position is unchanged."""
     digest, offset = hashlib.sha256(), 0
     while chunk := os.pread(fd, _CHUNK, offset):
         digest.update(chunk)

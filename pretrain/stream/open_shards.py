@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from pretrain.stream.content_check import ContentCheck
+from pretrain.stream.content_check import ContentCheck, open_sha256
 from probemb.data.failures import BadSample, BadShard
 from probemb.data.remote.cache import CacheFull, ShardCache
 from probemb.data.remote.sources import Remote
@@ -34,11 +34,11 @@ class TarReader:
     """An open shard, a tar file; samples are numbered as in `tools.index_shards`.
 
     Places are kept in arrays, as Python objects would take about a kilobyte per sample. `watch`: notice when the file
-    is written to; not for files whose time others set, as that of cached shards.
+    is rewritten; not for files whose time others set, as that of cached shards. `sha256`: that of its index, if known.
     """
 
-    def __init__(self, file: BinaryIO, path: str, watch: bool = False):
-        self._file, self._path = file, path
+    def __init__(self, file: BinaryIO, path: str, watch: bool = False, sha256: str | None = None):
+        self._file, self._path, self._sha256 = file, path, sha256
         self._state = _state(file) if watch else None
         try:
             samples, _ = list_samples(self._file)
@@ -69,9 +69,24 @@ class TarReader:
             content = read_sample(self._file.fileno(), SampleSpan(key, parts))
         except OSError as error:
             raise _unreadable(key, error) from None
-        if self._state is not None and _state(self._file) != self._state:
-            raise BadShard(f"{self._path}: was rewritten while it is being read")
+        if self._state is not None and (state := _state(self._file)) != self._state:
+            if state[0] != self._state[0] or not self._is_unchanged():
+                raise BadShard(f"{self._path}: was rewritten while it is being read")
+            self._state = state
         return key, content
+
+    def _is_unchanged(self) -> bool:
+        """Whether the content is still that of the index, or if that has no hash, all samples are where they were."""
+        if self._sha256:
+            return open_sha256(self._file.fileno()) == self._sha256
+        try:
+            now = TarReader(os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0), self._path)
+        except BadSample:
+            return False
+        now.close()
+        return (now._keys, now._extensions) == (self._keys, self._extensions) and np.array_equal(
+            now._places, self._places
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -124,9 +139,8 @@ class OpenShards:
     def _read(self, shard: Shard) -> TarReader:
         file = self._open_file(shard)
         size = os.fstat(file.fileno()).st_size
-        reader = TarReader(
-            file, str(shard.path), watch=isinstance(shard.path, Path)
-        )  # which says more of a damaged tar
+        # First, as it says more of a damaged tar.
+        reader = TarReader(file, str(shard.path), isinstance(shard.path, Path), shard.sha256)
         if size != shard.bytes:
             file.close()
             raise BadShard(f"{shard.path}: has {size:,} bytes, but its index says {shard.bytes:,}")

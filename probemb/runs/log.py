@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Sequence
@@ -21,16 +22,15 @@ class RunLog:
     Args:
         run: the run folder.
         step: the step that the run resumes from; later entries of an interrupted attempt are dropped.
-        wandb_project: a Weights & Biases project, or None.
-        config: the resolved configuration, for wandb.
+        wandb: of `start_wandb`.
     """
 
-    def __init__(self, run: Path, step: int, wandb_project: str | None, config: dict):
+    def __init__(self, run: Path, step: int, wandb=None):
         drop_lines_after(run / "metrics.jsonl", step)
         self.warnings = Warnings()
         self.file = LogFile(run / "metrics.jsonl", self.warnings)
         self.board = Board(run / "tensorboard", step + 1, self.warnings)
-        self.wandb = _start_wandb(wandb_project, run, config)
+        self.wandb = wandb
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write a line of metrics.jsonl and a point of every curve."""
@@ -102,7 +102,8 @@ def logged_lines(path: Path) -> list[tuple[str, dict]]:
     return found
 
 
-def _start_wandb(project: str | None, run: Path, config: dict):
+def start_wandb(project: str | None, run: Path, config: dict):
+    """A run of the Weights & Biases project, if one is named. Raises UserError, and has written nothing then."""
     if not project:
         return None
     try:
@@ -111,11 +112,14 @@ def _start_wandb(project: str | None, run: Path, config: dict):
         raise UserError(
             "wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out."
         ) from error
+    is_new = not (run / "wandb").exists()
     try:
         return wandb.init(
             project=project, name=run.name, dir=str(run), config=config, resume="allow", id=_wandb_id(run)
         )
     except wandb.Error as error:
+        if is_new:
+            shutil.rmtree(run / "wandb", ignore_errors=True)
         raise UserError(
             f"Weights & Biases does not start ({' '.join(str(error).split())[:200]}).",
             "Run `wandb login`, or leave --wandb out.",

@@ -13,7 +13,7 @@ from probemb.runs.background_writer import BackgroundWriter
 from probemb.runs.checkpoints import Snapshot, prune, set_aside_after
 from probemb.runs.folder import remove_leftovers
 from probemb.runs.lock import RunLock
-from probemb.runs.log import RunLog, train_line
+from probemb.runs.log import RunLog, start_wandb, train_line
 
 
 def take_lock(run: Path | str) -> RunLock | None:
@@ -47,10 +47,11 @@ class RunOutput:
 
     def _begin(self, step: int) -> RunLog:
         self.path.mkdir(parents=True, exist_ok=True)
+        wandb = start_wandb(self.config.wandb, self.path, to_dict(self.config))  # first: the login may fail
         remove_leftovers(self.path)
         set_aside_after(self.path, step)
         replace_text(self.path / "config.yaml", to_yaml(self.config))
-        return RunLog(self.path, step, self.config.wandb, to_dict(self.config))
+        return RunLog(self.path, step, wandb)
 
     def line(self, step: int, values: dict[str, float]) -> str:
         """The progress line; `values` as in metrics.jsonl."""

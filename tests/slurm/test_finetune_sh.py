@@ -74,7 +74,6 @@ def test_each_task_of_an_array_trains_its_method(jobs):
 
 REFUSALS = {
     "no GPUs": ((), (), {}, "The job has no GPUs."),
-    "no time to save": (("--time=5",), (), CPU, "The time limit 5:00 is not longer than the 300 s"),
     "a method and an array": (("--array=1",), ("--method=vse",), CPU, "and --method names one."),
     "an unknown method": ((), ("--method=vsee",), CPU, "There is no method 'vsee'. Did you mean 'vse'?"),
     "a batch for another number of ranks": ((), ("--batch_size=15",), CPU, "which 2 processes cannot share evenly"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -79,7 +80,6 @@ REFUSALS = {
     "no GPUs": ((), {}, "The job has no GPUs.", "PROBEMB_ALLOW_CPU=1"),
     "GPUs and tasks differ": (("--gpus-per-node=2",), {}, "2 GPUs but 1 tasks on each node", "the same number"),
     "GPUs that torch cannot see": (("--gpus-per-node=1",), {}, "torch does not see the job's 1 GPUs", "nvidia-smi"),
-    "no time to save": (("--time=5",), CPU, "The time limit 5:00 is not longer than the 300 s", "longer --time"),
     "no Python": ((), {**CPU, "PROBEMB_PYTHON": "/nowhere/python"}, "There is no Python at", "PROBEMB_PYTHON"),
 }
 
@@ -126,3 +126,16 @@ def test_the_nodes_are_apart(cluster):
         python3 -c "{find}" localhost && exit 4; exit 0"""
     done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", script, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("limit", "warned"), [("4:00", True), ("5:01", False), ("UNLIMITED", False)])
+def test_a_time_limit_within_the_margin_is_warned_of(limit, warned, tmp_path):
+    """Not refused: sbatch's --signal, which the job is not told, may have kept less."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {limit}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    script = tmp_path / "job.sh"
+    script.write_text("#SBATCH --signal=B:USR1@300\nsource slurm/common.sh\nwarn_without_time_to_save\necho goes on\n")
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
+    done = subprocess.run(["bash", script], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+    assert (f"the time limit {limit} is not longer than the 300 s" in done.stderr) == warned

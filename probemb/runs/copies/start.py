@@ -77,14 +77,15 @@ def refuse_another_copy(store: Store, step: int | None, tell: Callable[[str], ob
         step: that the run resumes from; None for a new one.
 
     Raises:
-        UserError: it holds a run, or later steps of this one, or cannot be reached by a new run.
+        UserError: it holds a run, or later steps of this one, or cannot be reached or written by a new run.
     """
     try:
         there = store.steps()
+        store.try_writing()
     except CopyFailed as error:
         if step is None:
             raise _unreachable(store, error) from None
-        tell(f"The remote copy {store} cannot be reached ({error}); the run tries again.")
+        tell(f"The remote copy {store} cannot be reached or written ({error}); the run tries again.")
         return
     if there and step is None:
         raise UserError(
@@ -106,7 +107,8 @@ def _steps(store: Store) -> list[int]:
 
 def _unreachable(store: Store, error: CopyFailed) -> UserError:
     return UserError(
-        f"The remote copy {store} cannot be reached ({error}).", "Check the address and the credentials, or try again."
+        f"The remote copy {store} cannot be reached or written ({error}).",
+        "Check the address and the credentials, or try again.",
     )
 
 

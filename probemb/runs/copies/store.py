@@ -46,6 +46,10 @@ class Store:
         found = self._do("list") or {}
         return sorted((int(name[5:]) for name in found if re.fullmatch(r"step-\d+", name)), reverse=True)
 
+    def try_writing(self) -> None:
+        """Raises CopyFailed: nothing can be written or removed there."""
+        self._do("try_writing")
+
     def put(self, folder: Path) -> None:
         """Copy a checkpoint; one of the same step is replaced. Raises CopyFailed."""
         self._do("put_checkpoint", str(folder))

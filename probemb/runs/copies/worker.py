@@ -37,6 +37,14 @@ class Copy:
     def path(self, *names):
         return "/".join((self.root.rstrip("/"), *names))
 
+    def try_writing(self):
+        """A small file, which is removed again."""
+        path = self.path(".writable")
+        if self.has_folders:
+            self.files.makedirs(self.root, exist_ok=True)
+        self.files.pipe_file(path, b"")
+        self.files.rm_file(path)
+
     def list(self):
         """Sizes by name, by name of every complete checkpoint."""
         self.files.invalidate_cache()
