@@ -17,6 +17,7 @@ from probemb.cli.ranges import (
     Folder,
     Gibibytes,
     Minutes,
+    Passes,
     Precision,
     Resize,
     Seed,
@@ -250,7 +251,7 @@ class Config:
     allow_changes: bool = False
     seed: Seed = 0
     batch_size: PositiveInt = 1024
-    epochs: float = 32.0
+    epochs: Passes = 32.0
     samples: NonNegativeInt = 0
     stop_at_step: NonNegativeInt = 0
     log_every: PositiveInt = 20

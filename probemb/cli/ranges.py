@@ -13,6 +13,7 @@ Threads = Workers  # 0 chooses a number
 Processes = restricted_number_type("Processes", int, [(">=", 1), ("<=", COMPUTING)])
 Requests = restricted_number_type("Requests", int, [(">=", 1), ("<=", WAITING)])  # threads that wait for the network
 Count = restricted_number_type("Count", int, [(">=", 1), ("<=", 1_000_000)])  # of a batch: more is a typing error
+Passes = restricted_number_type("Passes", float, [(">=", 0), ("<=", 1_000_000)])  # over the data
 Dimensions = restricted_number_type("Dimensions", int, [(">=", 1), ("<=", 2**20)])
 Gibibytes = restricted_number_type("Gibibytes", float, [(">", 0), ("<=", 1_000_000)])
 Minutes = restricted_number_type("Minutes", float, [(">", 0), ("<=", 60 * 24 * 365)])
@@ -107,3 +108,13 @@ def wrong_value(key: str, hint: Any, value: Any, prog: str = "the command") -> U
     if kind is tuple and not isinstance(value, list):
         remedy = "Give several values: 1 2 on the command line, [1, 2] in a file."
     return UserError(f"{key} is {shown}, which is not {describe(hint)}.", remedy)
+
+
+def refuse_long_warmup(key: str, warmup: float, run: float, unit: str, lr: float) -> None:
+    """Refuse a warm-up of the learning rate that is longer than the run. Raises UserError."""
+    if warmup > run:
+        raise UserError(
+            f"{key} is {warmup:,}, and the run has {run:,} {unit}: its learning rate would end at "
+            f"{lr * run / warmup:.1e}, {run / warmup:.2g} of the peak of {lr:.1e}.",
+            f"Set {key} to at most {run:,}, or train longer.",
+        )

@@ -46,7 +46,7 @@ def test_a_filtered_run_and_its_resumption(tmp_path):
     assert sum(map(len, steps.values())) == 64
 
     (tmp_path / "drop.txt").write_text("\n".join([*steps[1], "unknown"]))
-    dropped = start({**options, "data.filter.drop": tmp_path / "drop.txt", "samples": 16, "out": tmp_path / "c"})
+    dropped = start({**options, "data.filter.drop": tmp_path / "drop.txt", "stop-at-step": 1, "out": tmp_path / "c"})
     assert dropped.returncode == 0, dropped.stderr
     assert "drop    drop.txt: 1 of 17 keys are not in the data; samples listed: 16\n" in dropped.stdout
     assert not {*logged(tmp_path / "c", 1)[1]} & {*steps[1]}

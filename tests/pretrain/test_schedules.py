@@ -114,6 +114,12 @@ def test_contradictions_are_refused(change, says, remedy):
     assert remedy in str(refused.value)
 
 
+def test_a_warm_up_must_fit_into_the_run():
+    check_schedule(O, WARMUP)
+    with pytest.raises(UserError, match=r"is 100, and the run has 1 samples: .* end at 2.0e-02, 0.01 of"):
+        check_schedule(O, 1)
+
+
 def test_a_cooldown_must_fit_into_the_run():
     o = replace(COOLED, schedule="wsd")
     check_schedule(o, WARMUP + COOLDOWN)
