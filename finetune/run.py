@@ -29,7 +29,7 @@ from finetune.methods.registry import METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
 from probemb.errors import UserError
-from probemb.runs.preemption import REQUEUE, Preemption
+from probemb.runs.preemption import Preemption
 
 PROG = "finetune/run.py"
 
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def train(config: Config, preemption: Preemption) -> int:
-    """Run the configured training; returns 0 when it is done, REQUEUE when it was asked to stop."""
+    """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from finetune.folder import RunFolder, load_checkpoint, take_models
@@ -126,7 +126,7 @@ def train(config: Config, preemption: Preemption) -> int:
                 f"batch at random has {chance:.2f}. Try another loss.temperature or optimizer.lr."
             )
     end(accelerator)
-    return REQUEUE if stopped else 0
+    return preemption.exit_code if stopped else 0
 
 
 def make_networks(config: Config, earlier: Path | None, say, texts=None) -> list:

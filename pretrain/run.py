@@ -5,7 +5,7 @@
 
 Add `--resume` to resume from the newest checkpoint in --out. The run folder holds config.yaml (resolved),
 metrics.jsonl, tensorboard/, checkpoints/step-N/ and model/, which `probemb.load_model` reads.
-SIGTERM and SIGUSR1 end a run after the step, or while it waits for data, with a checkpoint and exit code 85.
+SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end a run after the step, or while it waits for data, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pretrain.config import Config
 from pretrain.contradictions import check
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
-from probemb.runs.preemption import REQUEUE, Preemption
+from probemb.runs.preemption import Preemption
 
 if TYPE_CHECKING:
     from pretrain.preparation import Prepared
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def train(config: Config, preemption: Preemption) -> int:
-    """Run the configured training; returns 0 when it is done, REQUEUE when it was asked to stop."""
+    """Run the configured training; returns 0 when it is done, another code when it was asked to stop."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check(config, world_size)
 
@@ -106,7 +106,7 @@ def train(config: Config, preemption: Preemption) -> int:
         folder.finish_copy(seconds=30 * config.engine.timeout)  # half of what a collective may take
         any_host([False])
     finish(lock)
-    return REQUEUE if stopped else 0
+    return preemption.exit_code if stopped else 0
 
 
 def report_decoding(stream, say) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from pretrain.stream.open_shards import LOOK_UP_SECONDS
 from probemb.data import worker_stacks
-from probemb.data.workers import describe_process
+from probemb.data.workers import SIGNALS, describe_process
 from probemb.errors import UserError
 
 _LOOK_AROUND_SECONDS = 1.0  # between an idle worker's checks for its parent
@@ -127,7 +127,7 @@ def _work(
     connection: Connection, parents_ends: list[Connection], parent: int, job: Callable[[int], Any], ahead: int
 ) -> None:
     # Ctrl-C and a scheduler's warnings reach the whole process group; the parent handles them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     worker_stacks.listen()
     for end in parents_ends:  # so that a write fails once the parent is gone

@@ -19,7 +19,7 @@ from probemb.errors import UserError, ended_worker, worker_ended
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LONGEST = 71  # bytes of a folder that leave room for a socket's /pymp-xxxxxxxx/listener-xxxxxxxx
 
 
@@ -53,7 +53,7 @@ def starting_workers() -> Iterator[None]:
     """Block signals while workers start in this context, because they would kill a worker that does not ignore them
     yet.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
@@ -110,9 +110,9 @@ def describe_process(pid: int) -> str:
 
 def _begin(_: int) -> None:
     # Ctrl-C and a scheduler's warnings reach the whole process group; the parent handles them.
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     worker_stacks.listen()
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
 

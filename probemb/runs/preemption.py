@@ -1,27 +1,34 @@
-"""Preemption by a scheduler: a signal sets a flag, which is checked at every step and while waiting for data."""
+"""Requests to stop, by a scheduler or Ctrl-C: a signal sets a flag, which is checked at every step and in waits."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 
 REQUEUE = 85
 """Exit code of a run that was asked to stop, has saved, and wants to be started again with --resume."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SAME_SECONDS = 1.0  # a launcher hands on a Ctrl-C that the terminal has sent to its ranks as well
 
 
 class Preemption:
-    """A context in which SIGTERM and SIGUSR1 are remembered instead of ending the process.
+    """A context in which SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C are remembered instead of ending the process; a
+    second Ctrl-C raises KeyboardInterrupt.
 
-    On leaving, the earlier handlers return, so that a launcher can end a run that fails or has saved. `name` is the
-    first signal that came, such as "SIGTERM", or None.
+    SIGHUP stays ignored under nohup. On leaving, the earlier handlers return, so that a launcher can end a run that
+    fails or has saved. `name` is the first signal that came, such as "SIGTERM", or None.
     """
 
     def __init__(self):
         self.name: str | None = None
+        self._interrupted: float | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Preemption:
-        self._before = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        for number in (*SIGNALS, signal.SIGINT):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *_) -> None:
@@ -30,11 +37,24 @@ class Preemption:
 
     def _remember(self, number: int, _frame) -> None:
         self.name = self.name or signal.Signals(number).name
+        if number != signal.SIGINT:
+            return
+        if self._interrupted is None:
+            self._interrupted = time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nstopping, and saving what is done; Ctrl-C again ends at once\n")
+        elif time.monotonic() > self._interrupted + SAME_SECONDS:
+            raise KeyboardInterrupt
 
     @property
     def description(self) -> str:
-        """Name of the signal that stopped the run."""
-        return self.name or "a signal to another rank"
+        """What stopped the run."""
+        return {None: "a signal to another rank", "SIGINT": "Ctrl-C"}.get(self.name, self.name)
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that has stopped and saved: of Ctrl-C, a launcher shall not start it again."""
+        return 130 if self.name == "SIGINT" else REQUEUE
 
     def asked(self) -> bool:
         """Whether this process was asked to stop."""

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from probemb.models import check_single_embeddings, create_transforms, lasting_name, load_model, weights_sha256
-    from probemb.runs.preemption import REQUEUE, Preemption
+    from probemb.runs.preemption import Preemption
     from probemb.search.embeddings import KINDS, open_embeddings, plan_embeddings, save_embeddings
 
     if device.name.startswith("cuda"):
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "a shard",
             "Give it more time (--time), or smaller shards, and start it again, which resumes.",
         )
-        print(f"stopped by {preemption.name}; the same command resumes from here", file=sys.stderr, flush=True)
-        return REQUEUE
+        print(f"stopped by {preemption.description}; the same command resumes from here", file=sys.stderr, flush=True)
+        return preemption.exit_code
     out = open_embeddings(out.folder)  # other commands may have added to it
     complete = {kind: count for kind in KINDS if (count := out.count(kind)) is not None}
     refuse_damaged([task for task in tasks if task.damage], options.skip_damaged)
