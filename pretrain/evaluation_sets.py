@@ -22,15 +22,15 @@ class Named(NamedTuple):
 
     Args:
         name: NAME in NAME/rsum, …; empty for rsum alone.
-        measure: engine -> values.
+        measure: engine, and `meet` of `Evaluator` -> values.
     """
 
     name: str
-    measure: Callable[[object], dict[str, float]]
+    measure: Callable[..., dict[str, float]]
 
-    def __call__(self, engine) -> dict[str, float]:
+    def __call__(self, engine, meet: Callable[[], object]) -> dict[str, float]:
         """The values, by NAME/METRIC; collective."""
-        return {f"{self.name}/{key}" if self.name else key: value for key, value in self.measure(engine).items()}
+        return {f"{self.name}/{key}" if self.name else key: value for key, value in self.measure(engine, meet).items()}
 
 
 def split_set(values: dict[str, float]) -> tuple[str, dict[str, float]]:
@@ -112,5 +112,5 @@ def make_evaluators(config: Config, transform, tokenizer, device, rank: int, wor
     for name, path in class_sets(config.evaluate):
         from pretrain.evaluation import Evaluator
 
-        found.append(Named(name, Evaluator(config.evaluate, path, *where, exif=config.data.exif)))
+        found.append(Named(name, Evaluator(config, path, *where)))
     return found

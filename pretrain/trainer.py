@@ -134,15 +134,16 @@ class Trainer:
         self._queued: Queued | None = None
         self._window: Window | None = None  # gets the terms of steps that were read
 
-    def fit(self, evaluators: Sequence[Callable[[], dict[str, float]]] = ()) -> bool:
+    def fit(self, evaluators: Sequence[Callable[..., dict[str, float]]] = ()) -> bool:
         """Train to the last step, to `stop_at_step`, or until `stop`; saves at the end.
 
         Args:
-            evaluators: called every `evaluate.every_samples` and at the end; each one's values are reported. Those of
-                the step that the run resumes from come first, if they were due and are not in the log.
+            evaluators: called every `evaluate.every_samples` and at the end, with what they call between batches; each
+                one's values are reported. Those of the step that the run resumes from come first, if they were due and
+                are not in the log.
 
         Returns:
-            whether it was stopped before the last step; the same on all ranks.
+            whether it was stopped before the last step and its evaluation; the same on all ranks.
 
         Raises:
             UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
@@ -150,11 +151,12 @@ class Trainer:
         config, recorder, (images_at_peak, profiler) = self.config, self.recorder, self.measured
         last = min(self.steps, config.stop_at_step or self.steps)
         self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
+        whole = True
         if self.step and evaluators and self._crossed(config.evaluate.every_samples, self.steps):
-            self._evaluate([evaluators[number] for number in recorder.left_out])
+            whole = self._evaluate([evaluators[number] for number in recorder.left_out])
             window.restart()
         saved, first, began = self.step, self.step + 1, time.perf_counter()
-        while self.step < last:
+        while self.step < last and whole:
             if profiler:
                 profiler.begin(self.step + 1)
             batch = self._load(last=self.step + 1 == last)  # ------------------------------------------- load, agree
@@ -194,25 +196,33 @@ class Trainer:
             if self.stopping and self.step < last:
                 break  # there may be no time for an evaluation; the run that resumes makes it
             if evaluating:  # ---------------------------------------------------------------------------- evaluate
-                self._evaluate(evaluators)
+                whole = self._evaluate(evaluators)
                 window.restart()
         self.progress.doing("saving")
         self.read_outcome()
         if self.stopping and self.step > saved:  # ----------------------------------------------- save, when stopped
             recorder.save(self.engine, self.step, self.samples, self.skipped)
-        return self.stopping and self.step < last
+        return self.stopping and (self.step < last or not whole)
 
-    def _evaluate(self, evaluators: Sequence[Callable[[], dict[str, float]]]) -> None:
-        """Report their values, and keep the step if it is the best so far; collective."""
+    def _evaluate(self, evaluators: Sequence[Callable[..., dict[str, float]]]) -> bool:
+        """Report their values, and keep the step if it is the best so far; False if a stop was asked for meanwhile, and
+        the run that resumes makes the rest; collective.
+        """
         self.progress.doing("evaluating")
-        state = random_state()
+        state, whole = random_state(), True
         with self.average.in_place() if self.average else nullcontext():
             for evaluate in evaluators:
                 self.progress.doing("evaluating")
-                self.recorder.report(self.step, {"samples": self.samples, **evaluate()})
+                try:
+                    values = evaluate(partial(self._meet, waiting=False))
+                except _Stopped:  # caught here, as the weights must come back
+                    whole = False
+                    break
+                self.recorder.report(self.step, {"samples": self.samples, **values})
         set_random_state(state)  # as in a run that was resumed from what has just been saved
         self.progress.doing("saving")
         self.recorder.keep_best(self.engine, self.step, self.samples, self.skipped)
+        return whole
 
     def _load(self, last: bool = False) -> Batch | None:
         """This rank's next batch, or None if any rank was asked to stop; collective.

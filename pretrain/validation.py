@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from pretrain.config import Config
-from pretrain.evaluation import encode_images, encode_texts
+from pretrain.evaluation import RankImages, encode_texts
 from pretrain.objectives import OBJECTIVES, Pairs
 from probemb import Gaussian, UserError, distributed
 from probemb.data.captions.find import find_captions
-from probemb.data.image_loader import ImageBatches
 from probemb.evaluation.rankings import KS, RankingOptions, own_captions, retrieval
 
 
@@ -60,22 +58,22 @@ class Validator:
         self.captions, self.tokens = captions.captions, tokenizer(captions.flat())  # (M, L)
         self.mine = list(range(rank, n, world_size))
         images = replace(captions.images, places=[captions.images.places[i] for i in self.mine])
-        option = "--evaluate.max-bad"
-        self.batches = ImageBatches(images, transform, self.batch_size, max_bad=given.max_bad, option=option)
-        self.n_batches = -(-n // (world_size * self.batch_size))
+        self.images = RankImages(images, transform, config, n, world_size)
 
     @torch.no_grad()
-    def __call__(self, engine) -> dict[str, float]:
-        """{"validation_loss", "rsum", and "i2t_r1", … in percent}, the same on every rank; collective."""
+    def __call__(self, engine, meet: Callable[[], object] = lambda: None) -> dict[str, float]:
+        """{"validation_loss", "rsum", and "i2t_r1", … in percent}, the same on every rank; collective.
+
+        `meet`: as `Evaluator`'s.
+        """
         engine.eval()
         tokens = engine.module.model.cut_padding(self.tokens)
-        texts = encode_texts(engine, tokens, self.batch_size, self.device)
-        batches = iter(self.batches)
-        first = next(batches)
-        *_, scalars = engine(first[:1].to(self.device), tokens[:1].to(self.device))
-        mine = Gaussian(*encode_images(engine, chain([first], batches), self.n_batches, self.device))
+        texts = encode_texts(engine, tokens, self.batch_size, self.device, meet)
+        side = engine.module.model.image_size
+        *_, scalars = engine(torch.zeros(1, 3, side, side, device=self.device), tokens[:1].to(self.device))
+        mine = self.images.encode(engine, self.device, meet)
         engine.train()
-        shares = distributed.all_of(([self.mine[row] for row in self.batches.kept], mine.mean, mine.log_var))
+        shares = distributed.all_of(([self.mine[row] for row in self.images.kept], mine.mean, mine.log_var))
         values = self._measure(shares, texts, scalars.cpu()) if distributed.is_main() else None
         return distributed.all_of(values)[0]
 

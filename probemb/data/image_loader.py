@@ -199,12 +199,17 @@ class ImageBatches:
 
     def _refuse_too_many(self) -> None:
         total = len(self.images) + len(self.images.bad)
-        if len(self.bad) > self.max_bad * total:
-            shown = "; ".join(f"{name}: {why}" for name, why in self.bad[:3])
-            raise UserError(
-                f"{len(self.bad)} of {total} images of {self.images.source} cannot be used ({shown}).",
-                f"Repair the data, or allow more than {self.max_bad:.0%} with {self.option}.",
-            )
+        refuse_too_many(self.bad, total, self.images.source, self.max_bad, self.option)
+
+
+def refuse_too_many(bad: list[tuple[str, str]], total: int, source: str, max_bad: float, option: str) -> None:
+    """Refuse images of which more than the share `max_bad` are `bad`: names and reasons. Raises UserError."""
+    if len(bad) > max_bad * total:
+        shown = "; ".join(f"{name}: {why}" for name, why in bad[:3])
+        raise UserError(
+            f"{len(bad)} of {total} images of {source} cannot be used ({shown}).",
+            f"Repair the data, or allow more than {max_bad:.0%} with {option}.",
+        )
 
 
 def describe_bad(bad: Iterable[tuple[str, str]], limit: int = 10) -> str:

@@ -22,8 +22,11 @@ def weights(run: Path, step: int) -> bytes:
     return (run / "checkpoints" / f"step-{step}" / "weights.safetensors").read_bytes()
 
 
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP)]
+
+
 @pytest.mark.chaos
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW])
 def test_a_signal_to_one_rank_ends_all_of_them_with_a_checkpoint(number, options, tmp_path):
     """And the run goes on from it as if it had not been stopped; a second and third signal change nothing."""
     job = Job(options, ranks=2, output=tmp_path / "log")
@@ -42,6 +45,75 @@ def test_a_signal_to_one_rank_ends_all_of_them_with_a_checkpoint(number, options
     whole = Job({**options, **last, "out": tmp_path / "whole"}, ranks=2, output=tmp_path / "whole.log")
     assert whole.wait() == [0, 0], whole.text()
     assert weights(tmp_path / "run", step + 2) == weights(tmp_path / "whole", step + 2)
+
+
+@pytest.mark.slow
+def test_the_first_ctrl_c_saves_and_a_second_one_ends_at_once(options, tmp_path):
+    """The terminal sends it to all ranks, and torchrun hands it on right after."""
+    job = Job(options, ranks=2, output=tmp_path / "log")
+    job.until("step     2/")
+    for _ in range(2):
+        job.signal(signal.SIGINT)
+    assert job.wait() == [130, 130], job.text()
+    assert job.text().count("Ctrl-C again ends at once") == 1
+    assert "stopped by Ctrl-C; continue with --resume" in job.text()
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+    slow = Job({**options, "out": tmp_path / "slow"}, ranks=1, output=tmp_path / "slow.log", prepare=_never_stops)
+    slow.until("step     2/")
+    slow.signal(signal.SIGINT)
+    slow.until("Ctrl-C again")
+    time.sleep(1.5)
+    slow.signal(signal.SIGINT)
+    assert slow.wait() == [130], slow.text()
+    assert "interrupted" in slow.text()
+    assert not (tmp_path / "slow" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_while_evaluating_stops_there_and_the_next_start_evaluates(workers, options, world, tmp_path):
+    options |= {"evaluate.classes": world / "classes", "evaluate.every_samples": 16, "evaluate.batch_size": 1}
+    options |= {"data.workers": workers, "ema.half_life_samples": 100, "stop-at-step": 2}
+    job = Job(options, ranks=2, output=tmp_path / "log", prepare=_read_slowly)
+    job.until("reading")
+    began = time.monotonic()
+    job.signal(signal.SIGTERM, rank=1)
+    assert job.wait() == [REQUEUE, REQUEUE], job.text()
+    assert time.monotonic() - began < 20  # a rank would read for 60 s
+    assert "zero-shot" not in job.text()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
+    on = Job(options, "--resume", ranks=2, output=tmp_path / "on")
+    assert on.wait() == [0, 0], on.text()
+    whole = Job({**options, "out": tmp_path / "whole"}, ranks=2, output=tmp_path / "whole.log")
+    assert whole.wait() == [0, 0], whole.text()
+    assert weights(tmp_path / "run", 2) == weights(tmp_path / "whole", 2)
+    found, expected = (
+        [row["zeroshot_top5"] for row in map(json.loads, file.read_text().splitlines()) if "zeroshot_top5" in row]
+        for file in (tmp_path / "run/metrics.jsonl", tmp_path / "whole/metrics.jsonl")
+    )
+    assert found == expected
+    assert len(found) == 2
+
+
+def _read_slowly(rank):
+    from probemb.data.image_loader import _Decoded
+
+    getitem, own = _Decoded.__getitem__, os.getpid()
+
+    def slowly(data, index):
+        assert "data.workers=0" in " ".join(sys.argv) or os.getpid() != own  # a worker reads
+        print("reading", flush=True)
+        time.sleep(5)
+        return getitem(data, index)
+
+    _Decoded.__getitem__ = slowly
+
+
+def _never_stops(rank):
+    from probemb.runs.preemption import Preemption
+
+    Preemption.asked = lambda self: False
 
 
 def test_a_signal_while_starting_ends_the_run_before_its_first_step(options, tmp_path):

@@ -189,6 +189,12 @@ def empty_index(folder: Path) -> Path:
     return folder
 
 
+def flat(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "ILSVRC2012_val_00000001.JPEG").write_bytes(b"")
+    return folder
+
+
 def twice(folder: Path) -> str:
     folder.mkdir()
     (folder / "a.tar").write_bytes(bytes(102400))
@@ -225,6 +231,7 @@ BAD = {
     "uneven batch": ({"engine.accumulation": 3}, "batch_size 16 cannot be shared evenly", "Set batch_size to 15 or 18"),
     "lanes": ({"data.lanes": 5}, "lanes", ""),
     "zero stage": ({"engine.zero_stage": 4}, "zero_stage is 4", "0, 1, 2 or 3"),
+    "epochs without end": ({"epochs": 1e308}, "epochs is 1e+308", "from 0 to 1,000,000"),
     "too few samples": ({"samples": 8}, "no step", "Lower batch_size"),
     "weights": ({"data.weights": "[1, 2]"}, "2 weights", "one number"),
     "no average": ({"ema.rampup": 0.1}, "ema.rampup is 0.1, and there is no average", "Set ema.half_life_samples"),
@@ -239,7 +246,12 @@ BAD = {
     "one folder twice": ({"data.train": twice}, "a.tar is named 2 times", "data.weights"),
     "copy beside itself": ({"remote-copy": "run/copy", "out": "run"}, "is in the run folder", "Name another"),
     "copy to a page": ({"remote-copy": "https://host/x"}, "cannot be written to https://host/x", "s3://BUCKET"),
-    "missing classes": ({"evaluate.classes": "absent"}, "absent", ""),
+    "missing classes": (
+        {"evaluate.classes": "absent"},
+        "absent does not exist",
+        "or leave them out with --no-evaluate",
+    ),
+    "flat classes": ({"evaluate.classes": flat}, "holds no labelled images", "docs/data.md"),
 }
 
 
@@ -274,6 +286,10 @@ def test_a_run_folder_is_neither_overwritten_nor_resumed_by_another_run(scenes, 
 
     def refused_here(options: dict, *words: str, what: str, remedy: str) -> None:
         refused(here(monkeypatch, options, *words), capsys.readouterr().err, what, remedy)
+
+    (out / "checkpoints").rename(tmp_path / "kept")
+    refused_here(options, "--resume", what="holds a model and no checkpoint", remedy="Put the run's checkpoints/ back")
+    (tmp_path / "kept").rename(out / "checkpoints")
 
     longer = {**options, "samples": 64}
     refused_here({**longer, "batch-size": 8}, "--resume", what="batch_size", remedy="--out")

@@ -1,17 +1,16 @@
 """Validation loss and retrieval while training, on real engines, against one model and plain loops."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Config, Engine, Evaluate
+from pretrain.config import Config, Data, Engine, Evaluate
 from pretrain.engine.engine import make_engine, start_deepspeed
 from pretrain.validation import Validator
 from probemb import create_model
 from probemb.data.captions.find import find_captions
 from probemb.distances import csd
+from probemb.errors import UserError
 from probemb.losses import clip_loss, pairwise_match_loss
 from probemb.models import create_tokenizer, create_transforms
 from tests.ranks import run_ranks
@@ -26,11 +25,16 @@ def tiny():
 
 
 def measured(rank, world, config):
+    """The values, and how often the rank called `meet`; or the error, as text."""
     start_deepspeed()
-    model = tiny()
+    model, met = tiny(), []
     transform, tokenizer = create_transforms(model).evaluate, create_tokenizer(model)
     engine = make_engine(model, config, "fp32", CPU, persistent_elements=0)
-    return Validator(config, config.evaluate.pairs, "val", transform, tokenizer, CPU, rank, world)(engine)
+    validator = Validator(config, config.evaluate.pairs, "val", transform, tokenizer, CPU, rank, world)
+    try:
+        return validator(engine, lambda: met.append(None)), len(met)
+    except UserError as error:
+        return str(error), len(met)
 
 
 def by_hand(path, batch, most=None):
@@ -61,9 +65,11 @@ def test_loss_and_recall_are_those_of_one_model_on_all_pairs(world, stage, tmp_p
     """Eleven images: shares of the ranks, and their numbers of batches, differ."""
     make(Plan(train=0, val=11, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
     pairs = Evaluate(pairs=str(tmp_path / "world"), batch_size=2)
-    config = replace(Config(batch_size=6, evaluate=pairs), engine=Engine(zero_stage=stage))
+    config = Config(batch_size=6, evaluate=pairs, engine=Engine(zero_stage=stage), data=Data(workers=0))
     loss, i2t, t2i = by_hand(tmp_path / "world", batch=6)
-    for values in run_ranks(world, measured, config):
+    found = run_ranks(world, measured, config)
+    assert len({met for _, met in found}) == 1  # or a rank would wait for others in vain
+    for values, _ in found:
         np.testing.assert_allclose(values["validation_loss"], loss, rtol=1e-5)
         np.testing.assert_allclose([values["i2t_r5"], values["t2i_r5"]], [i2t, t2i], rtol=1e-5)
         assert 0 < values["rsum"] < 600
@@ -71,8 +77,29 @@ def test_loss_and_recall_are_those_of_one_model_on_all_pairs(world, stage, tmp_p
 
 def test_some_of_the_pairs_are_spread_over_the_data(tmp_path):
     make(Plan(train=0, val=11, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
-    config = Config(batch_size=4, evaluate=Evaluate(pairs=str(tmp_path / "world"), batch_size=2, max_images=5))
+    some = Evaluate(pairs=str(tmp_path / "world"), batch_size=2, max_images=5)
     loss, i2t, t2i = by_hand(tmp_path / "world", batch=4, most=5)
-    (values,) = run_ranks(1, measured, config)
+    ((values, _),) = run_ranks(1, measured, Config(batch_size=4, evaluate=some, data=Data(workers=0)))
     np.testing.assert_allclose(values["validation_loss"], loss, rtol=1e-5)
     np.testing.assert_allclose([values["i2t_r5"], values["t2i_r5"]], [i2t, t2i], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("max_bad", "refused"), [(0.2, True), (0.4, False)])
+def test_unreadable_images_are_judged_over_all_ranks(max_bad, refused, tmp_path):
+    """Two of six, which are all that rank 1 of 3 has."""
+    make(Plan(train=0, val=6, classes_images=0, size=32, shard_size=32), tmp_path / "world", workers=1)
+    (tar,) = tmp_path.glob("world/val/*.tar")
+    places = find_captions(str(tmp_path / "world"), "val").images.places
+    with tar.open("r+b") as file:
+        for bad in (1, 4):
+            file.seek(places[bad].offset)
+            file.write(bytes(places[bad].size))
+    given = Evaluate(pairs=str(tmp_path / "world"), batch_size=2, max_bad=max_bad)
+    found = run_ranks(3, measured, Config(batch_size=6, evaluate=given, data=Data(workers=0)))
+    assert len({met for _, met in found}) == 1
+    for values, _ in found:
+        if refused:
+            assert values.startswith("2 of 6 images of ")
+            assert "allow more than 20% with --evaluate.max-bad" in values
+        else:
+            assert 0 < values["rsum"] < 600
