@@ -29,12 +29,15 @@ def newest_checkpoint(
     With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
     ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `config_class` is
     the dataclass that a run of this stage writes to config.yaml. Raises UserError: a new run would overwrite something,
-    or another job writes the folder.
+    such as the results of one whose checkpoints are gone, or another job writes the folder.
     """
     run = Path(out)
     if resume:
         refuse_something_else(run, config_class, tell, minutes)
-        return find_checkpoint(run, verify=True, tell=tell)
+        earlier = find_checkpoint(run, verify=True, tell=tell)
+        if not earlier:
+            _refuse_lost_checkpoints(run)
+        return earlier
     refuse_locked(run, 0.0, tell)
     restore_replaced(run)
     if find_checkpoint(run, tell=lambda line: None) or (run / "config.yaml").exists():
@@ -55,6 +58,15 @@ def refuse_something_else(
     restore_replaced(run)
     if not find_checkpoint(run, tell=lambda line: None) and not _may_begin(run, config_class):
         raise UserError(f"{run} holds something else than a run.", "Choose another --out.")
+
+
+def _refuse_lost_checkpoints(run: Path) -> None:
+    """Refuse a run that has saved a model, or logged without its checkpoints/, which is there from the start."""
+    if any(run.glob("model*/*")) or (run / "metrics.jsonl").exists() and not (run / "checkpoints").exists():
+        raise UserError(
+            f"{run} holds a run without its checkpoints: starting again would overwrite its model and metrics.",
+            "Put checkpoints/ back to continue it, or choose another --out.",
+        )
 
 
 def _names(run: Path) -> set[str]:

@@ -48,6 +48,7 @@ class RunOutput:
     def _begin(self, step: int) -> RunLog:
         self.path.mkdir(parents=True, exist_ok=True)
         wandb = start_wandb(self.config.wandb, self.path, to_dict(self.config))  # first: the login may fail
+        (self.path / "checkpoints").mkdir(exist_ok=True)
         remove_leftovers(self.path)
         set_aside_after(self.path, step)
         replace_text(self.path / "config.yaml", to_yaml(self.config))

@@ -739,6 +739,24 @@ def test_a_folder_of_something_else_and_a_locked_one_stay_as_they_are(scenes, tm
     assert [p.name for p in locked.iterdir()] == [".lock"]
 
 
+def test_a_run_whose_checkpoints_were_removed_is_not_begun_again(scenes, tmp_path):
+    """One that was killed before its first checkpoint is."""
+    options = {"method": "vse", "data.path": scenes, "out": tmp_path / "run", **ONE_EPOCH}
+    run_here(options)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    model, log = (tmp_path / "run" / name for name in ("model/model.safetensors", "metrics.jsonl"))
+    before = model.read_bytes(), log.read_bytes()
+    with pytest.raises(UserError, match="a run without its checkpoints"):
+        run_here(options, "--resume")
+    shutil.move(tmp_path / "run/model", tmp_path / "model")
+    with pytest.raises(UserError, match="a run without its checkpoints"):
+        run_here(options, "--resume")
+    assert ((tmp_path / "model" / model.name).read_bytes(), log.read_bytes()) == before
+    (tmp_path / "run/checkpoints").mkdir()
+    assert run_here(options, "--resume") == 0
+    assert model.read_bytes() == before[0]
+
+
 def test_images_that_do_not_decode_stop_the_run_and_are_named(scenes, tmp_path):
     """In training, and in validation: there after the first epoch, on all ranks."""
     for split in ("train", "val"):
