@@ -74,14 +74,18 @@ class Mix:
     """Mixed-sample augmentation of images; labels become soft.
 
     Args:
-        ratio: share of the images of a batch that are mixed with another one; 0 for none.
+        mode: element (every image is mixed, or not, by itself) or batch (a batch as a whole, all images alike).
+        ratio: share of the images that are mixed with another one, of mode element; 0 for none, 1 for mode batch.
+        prob: of an image to be mixed, beside the ratio; of mode batch, of a batch.
         mixup: parameter of Mixup's Beta distribution; 0 for CutMix alone.
         cutmix: parameter of CutMix's; 0 for Mixup alone.
         switch: probability of CutMix rather than Mixup.
         smoothing: label smoothing; a match of 1 becomes 1 - smoothing, of 0 smoothing.
     """
 
+    mode: Literal["element", "batch"] = "element"
     ratio: ClosedUnitInterval = 0.0
+    prob: ClosedUnitInterval = 1.0
     mixup: NonNegativeFloat = 2.0
     cutmix: NonNegativeFloat = 2.0
     switch: ClosedUnitInterval = 0.5
@@ -272,6 +276,11 @@ def check(config: Config, world_size: int = 1) -> None:
     if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:
         raise UserError(
             "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
+        )
+    if config.mix.mode == "batch" and config.mix.ratio != 1:
+        raise UserError(
+            f"mix.mode batch mixes all images of a batch, or none, and mix.ratio is {config.mix.ratio}.",
+            "Set mix.ratio to 1, and mix.prob to the share of batches that are mixed.",
         )
     if config.batch_size % world_size:
         raise UserError(

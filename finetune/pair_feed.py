@@ -48,7 +48,7 @@ class PairFeed:
     def inputs(
         self, pairs: PairBatch, model: DualEncoder, step: int
     ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Mix | None]:
-        """Augmented images, tokens and the mask of image tokens, on the device, and how images were mixed."""
+        """Augmented images, tokens and the mask of image tokens, on the device, and how the whole batch is mixed."""
         config, rank = self.config, distributed.rank()
         images = pairs.images.to(self.device, non_blocking=True)
         tokens, mask, mix = pairs.tokens, None, None
@@ -63,12 +63,7 @@ class PairFeed:
             draw = torch.rand(whole, tokens.shape[1], generator=self._generator(step, _WORDS))[rows]
             tokens = drop_words(tokens, draw, config.augment.word_dropping, ids)
         if config.mix.ratio:
-            rng = np.random.default_rng([config.seed, step, rank, _MIX])  # partners are of the same rank
-            mix = draw_mix(
-                len(images), *images.shape[-2:], rng, config.mix.ratio, config.mix.mixup, config.mix.cutmix,
-                config.mix.switch,
-            )  # fmt: skip
-            images = mix_images(images, mix)
+            images, mix = self._mixed(images, step)
         if config.size_augment:
             everyone = tokens.new_zeros(whole, tokens.shape[1])
             everyone[rows] = tokens
@@ -79,22 +74,31 @@ class PairFeed:
             )[rows].to(self.device, non_blocking=True)
         return (images, model.cut_padding(tokens, self.device), mask), mix
 
+    def _mixed(self, images: Tensor, step: int) -> tuple[Tensor, Mix]:
+        """This rank's images, mixed, and how the whole batch is. Rank r has the partners of rank W − 1 − r."""
+        o, rank, world = self.config.mix, distributed.rank(), distributed.world_size()
+        rng = np.random.default_rng([self.config.seed, step, 0, _MIX])
+        size = self.config.batch_size, *images.shape[-2:]
+        mix = draw_mix(*size, rng, o.ratio, o.mixup, o.cutmix, o.switch, o.prob, mode=o.mode)
+        n, other = len(images), world - 1 - rank
+        changed, theirs = (torch.nonzero(mix.lam[r * n : (r + 1) * n] != 1).flatten() for r in (rank, other))
+        asked = images.index_select(0, (n - 1 - theirs).to(images.device, non_blocking=True))
+        partners = distributed.swap(asked, other, len(changed))
+        return mix_images(images, Mix(*(x[rank * n : (rank + 1) * n] for x in mix)), partners), mix
+
     def _generator(self, step: int, what: int) -> torch.Generator:
         """Drawn from for the whole batch, so that no draw depends on the number of ranks."""
         return shared_generator(self.config.seed, step, what)
 
     def gather(self, embedded: tuple[Tensor, ...], pairs: PairBatch, mix: Mix | None, now: Moment) -> Batch:
         """The pairs of all ranks, with gradient; labels from image numbers and mixing partners."""
-        n = len(pairs.image_index)
         images, texts = of_all_ranks(embedded)
         numbers = distributed.gather_host(torch.stack([pairs.image_index, pairs.pair_index], 1))
         image, pair = numbers.T.contiguous()
         group = self.groups[image.to(self.device)]
         match = labels.same_image(group, group)
         if mix is not None:
-            row = torch.stack([mix.lam.double(), (mix.partner + distributed.rank() * n).double()], 1)
-            lam, partner = distributed.gather_host(row).to(self.device).unbind(1)
-            match = labels.mixed(match, lam.float(), partner.long())
+            match = labels.mixed(match, *(x.to(self.device, non_blocking=True) for x in (mix.lam, mix.partner)))
         match = labels.smooth(match, self.config.mix.smoothing)
         generator = shared_generator(self.config.seed, now.step, _LOSS, self.device)
         words = distributed.gather(pairs.tokens.to(self.device)) if self.wants_words else None

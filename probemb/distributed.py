@@ -177,6 +177,18 @@ def gather(x: Tensor) -> Tensor:
     return x if world_size() == 1 else _Gather.apply(x)
 
 
+def swap(x: Tensor, other: int, n: int) -> Tensor:
+    """Send (m, …) to another rank, which sends (n, …) here in the same call; with this rank itself, `x`."""
+    if other == rank() or pretending():
+        return x
+    received = x.new_empty(n, *x.shape[1:])
+    both = (dist.isend, x.contiguous()), (dist.irecv, received)
+    messages = [dist.P2POp(way, tensor, other) for way, tensor in both if len(tensor)]
+    for request in dist.batch_isend_irecv(messages) if messages else ():
+        request.wait()
+    return received
+
+
 def gather_host(x: Tensor) -> Tensor:
     """(n, ...) on the CPU of each of W ranks to (W n, ...) in rank order; between the hosts, which wait for no GPU."""
     if world_size() == 1:

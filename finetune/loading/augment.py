@@ -9,7 +9,6 @@ Shapes: B images, L text positions, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,17 +58,6 @@ class Mix(NamedTuple):
     use_cutmix: Tensor
     boxes: Tensor
     partner: Tensor
-
-    def to(self, device: torch.device | str) -> Mix:
-        """On another device, for `labels.mixed` there."""
-        return Mix(*(tensor.to(device, non_blocking=True) for tensor in self))
-
-    @staticmethod
-    def cat(mixes: Sequence[Mix]) -> Mix:
-        """The ranks' mixes as one of the gathered batch, in rank order, with partners renumbered."""
-        starts = np.cumsum([0, *(len(mix.lam) for mix in mixes)])
-        partner = torch.cat([mix.partner + int(start) for mix, start in zip(mixes, starts)])
-        return Mix(*(torch.cat([mix[i] for mix in mixes]) for i in range(3)), partner)
 
 
 def draw_mix(
@@ -132,24 +120,26 @@ def draw_mix(
     return Mix(*map(torch.from_numpy, whole), torch.arange(batch - 1, -1, -1))
 
 
-def mix_images(images: Tensor, mix: Mix) -> Tensor:
+def mix_images(images: Tensor, mix: Mix, partners: Tensor | None = None) -> Tensor:
     """(B, C, H, W) float, normalised, on any device -> the mixed images; `images` is not changed.
 
-    `mix` is on the CPU, so that the images' device is not synchronised.
+    Args:
+        mix: on the CPU, so that the images' device is not synchronised.
+        partners: (R, C, H, W), those of the R images whose lam is not 1; None to take them from `images`.
     """
     rows = torch.nonzero(mix.lam != 1).flatten()
     if not len(rows):
         return images
-    partner, lam, use_cutmix, boxes, rows = (
-        x.to(images.device, non_blocking=True)
-        for x in (mix.partner[rows], mix.lam[rows], mix.use_cutmix[rows], mix.boxes[rows], rows)
+    lam, use_cutmix, boxes, partner, rows = (
+        x.to(images.device, non_blocking=True) for x in (*(drawn[rows] for drawn in mix), rows)
     )
+    partners = images[partner] if partners is None else partners
     top, bottom, left, right = boxes[:, :, None].unbind(1)  # (R, 1) each, R mixed images
     y, x = (torch.arange(n, device=images.device) for n in images.shape[-2:])
     inside_RHW = ((y >= top) & (y < bottom))[:, :, None] & ((x >= left) & (x < right))[:, None, :]
     own_R11 = lam.to(images.dtype)[:, None, None]
     own_RHW = torch.where(use_cutmix[:, None, None], (~inside_RHW).to(images.dtype), own_R11)[:, None]
-    mixed = images[rows] * own_RHW + images[partner] * (1 - own_RHW)
+    mixed = images[rows] * own_RHW + partners * (1 - own_RHW)
     return images.index_copy(0, rows, mixed)
 
 

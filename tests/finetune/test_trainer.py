@@ -11,7 +11,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 
 from finetune.config import Config, Optimizer, with_method_file
-from finetune.loading.augment import Mix, draw_mix
+from finetune.loading.augment import draw_mix
 from finetune.loading.noise import shuffle_captions
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods import METHODS
@@ -19,7 +19,6 @@ from finetune.pair_feed import Moment
 from finetune.recipe import WeightAverage, create_optimizer, make_schedule, parameter_groups
 from finetune.run import make_feed
 from finetune.trainer import Hooks, Joint, State, Trainer
-from probemb import labels
 from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
@@ -152,9 +151,8 @@ TRAINED = (
     "scan --size-augment=0",
     *(f"{name} {DECODERS}" for name in ("mse", "mmd-mse", "jwae-mse", "jwae-mh", "vae-mh", "jwae-scan")),
 )
-# SizeAugment, Cutout and dropped words are on: they are drawn for the whole batch. Mixing is off: partners are of the
-# same rank.
-WORDS = ("--mix.ratio=0", "--size-augment=0.2", "--augment.cutout=0.2", "--augment.word_dropping=0.3")
+# Mixing (of pcmepp), SizeAugment, Cutout and dropped words are on: they are drawn for the whole batch.
+WORDS = ("--size-augment=0.2", "--augment.cutout=0.2", "--augment.word_dropping=0.3")
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -188,47 +186,44 @@ def test_every_parameter_that_is_trained_gets_a_gradient(method, head, few):
     assert without == [[], []]  # frozen, thawed
 
 
-def labels_of_ranks(rank, world, few):
-    """The labels that every rank makes of a gathered batch, and what it mixed."""
+def mixed(rank, world, few, words):
+    """This rank's images, mixed; which images all ranks have, their labels, and how they are mixed."""
     data = find_captions(few, "train")
-    config = configured("pcmepp", "--mix.ratio=1", "--mix.smoothing=0.01", "--size-augment=0")
+    config = configured("pcmepp", "--mix.smoothing=0.01", "--size-augment=0", "--augment.cutout=0.2", *words)
     trainer = make_trainer(config, data, rank, world)
     pairs = next(trainer.loader.epoch(0))
     (images, _, _), mix = trainer.feed.inputs(pairs, trainer.model, 0)
-    n = len(images)
-    embedded = [torch.zeros(n, 8, dtype=torch.float64)] * 4
+    embedded = [torch.zeros(len(images), 8, dtype=torch.float64)] * 4
     batch = trainer.feed.gather(embedded, pairs, mix, Moment(0, 0, 0))
-    return batch.match.numpy(), batch.image_index.numpy(), [x.numpy() for x in mix], images.numpy()
+    return images.numpy(), batch.image_index.numpy(), batch.match.numpy(), [x.numpy() for x in mix]
 
 
-def test_labels_of_mixed_images_of_several_ranks(few):
-    """Row i is lam of its own image's matches and 1 - lam of its partner's, which is of the same rank."""
-    ranks = run_ranks(2, labels_of_ranks, few)
-    mixes = [Mix(*map(torch.from_numpy, mix)) for _, _, mix, _ in ranks]
-    assert not torch.equal(mixes[0].lam, mixes[1].lam)  # ranks draw their own
-    together = Mix.cat(mixes)
-    images = ranks[0][1]
-    expected = np.empty((BATCH, BATCH))
-    for i in range(BATCH):
-        partner = i // 6 * 6 + 5 - i % 6
-        assert together.partner[i] == partner
-        lam = float(together.lam[i])
-        for j in range(BATCH):
-            mixed = lam * (images[i] == images[j]) + (1 - lam) * (images[partner] == images[j])
-            expected[i, j] = mixed * 0.98 + 0.01
-    for match, index, _, _ in ranks:
-        np.testing.assert_array_equal(index, images)
-        np.testing.assert_allclose(match, expected, atol=1e-6)
-    assert (together.lam < 1).sum() > BATCH // 2
-    torch.testing.assert_close(
-        torch.from_numpy(ranks[0][0]),
-        labels.smooth(
-            labels.mixed(
-                labels.same_image(torch.from_numpy(images), torch.from_numpy(images)), together.lam, together.partner
-            ),
-            0.01,
-        ),
-    )
+@pytest.mark.parametrize(
+    "words", [("--mix.ratio=0.5",), ("--mix.mode=batch", "--mix.ratio=1", "--mix.mixup=0")], ids=["element", "batch"]
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_mix_images_and_labels_as_one_process(world, words, few):
+    ((images, index, match, mix),) = run_ranks(1, mixed, few, words)
+    for rank, (own, *others) in enumerate(run_ranks(world, mixed, few, words)):
+        np.testing.assert_array_equal(own, images[rank * len(own) : (rank + 1) * len(own)])
+        for theirs, expected in zip((*others[:2], *others[2]), (index, match, *mix)):
+            np.testing.assert_array_equal(theirs, expected)
+    lam, use_cutmix, _, partner = mix
+    assert (lam < 1).sum() > BATCH // 4
+    assert len(set(lam)) == (1 if "--mix.mode=batch" in words else (lam < 1).sum() + 1)
+    assert use_cutmix.all() or "--mix.mode=batch" not in words
+    same = index[:, None] == index
+    expected = lam[:, None] * same + (1 - lam[:, None]) * same[partner]
+    np.testing.assert_allclose(match, expected * 0.98 + 0.01, atol=1e-6)
+
+
+def test_a_batch_is_mixed_with_the_probability(few):
+    config = configured("pcmepp", "--mix.mode=batch", "--mix.ratio=1", "--mix.prob=0.25", "--size-augment=0")
+    trainer = make_trainer(config, find_captions(few, "train"))
+    pairs = next(trainer.loader.epoch(0))
+    drawn = [trainer.feed.inputs(pairs, trainer.model, step)[1].lam for step in range(80)]
+    assert 10 < sum(bool((lam < 1).all()) for lam in drawn) < 30
+    assert all(len(set(lam.tolist())) == 1 for lam in drawn)
 
 
 def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):

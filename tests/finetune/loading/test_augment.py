@@ -11,7 +11,6 @@ from finetune.loading.augment import (
     END_TOKEN,
     MASK_TOKEN,
     START_TOKEN,
-    Mix,
     TextIds,
     cut_out,
     draw_mix,
@@ -144,16 +143,6 @@ def test_nothing_drawn_leaves_the_images_alone():
     mix = draw_mix(4, 8, 8, np.random.default_rng(0), ratio=0.0)
     assert torch.equal(mix_images(images, mix), images)
     assert torch.equal(labels.mixed(torch.eye(4), mix.lam, mix.partner), torch.eye(4))
-
-
-def test_draws_of_ranks_are_those_of_the_gathered_batch():
-    generator = np.random.default_rng(2)
-    ranks = [draw_mix(n, 8, 8, generator, ratio=1.0) for n in (4, 4, 4)]
-    images = torch.randn(12, 3, 8, 8)
-    parts = [mix_images(images[4 * r : 4 * r + 4], ranks[r]) for r in range(3)]
-    whole = Mix.cat(ranks).to("cpu")
-    assert whole.partner.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]
-    assert torch.equal(torch.cat(parts), mix_images(images, whole))
 
 
 def test_pairs_are_mixed_alike():
