@@ -62,7 +62,7 @@ def refuse_something_else(
 
 def _refuse_lost_checkpoints(run: Path) -> None:
     """Refuse a run that has saved a model, or logged without its checkpoints/, which is there from the start."""
-    if any(run.glob("model*/*")) or (run / "metrics.jsonl").exists() and not (run / "checkpoints").exists():
+    if any(run.glob("model*/*")) or ((run / "metrics.jsonl").exists() and not (run / "checkpoints").exists()):
         raise UserError(
             f"{run} holds a run without its checkpoints: starting again would overwrite its model and metrics.",
             "Put checkpoints/ back to continue it, or choose another --out.",
