@@ -122,9 +122,9 @@ def take_snapshot(state: State, step: int, content: dict, window: dict) -> Snaps
     for name, held in _states(state):
         moments |= {f"{moment}.{name}": _copy(held[moment]) for moment in MOMENTS}
         counts[name] = int(held["step"])
-    extra = {"cpu": torch.get_rng_state()} | {f"window.{name}": value for name, value in window["sums"].items()}
+    sums = {f"window.{name}": value for name, value in window["sums"].items()}
     header = {"step": step, "adam_steps": counts, "state": content, "window": window["counts"]}
-    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: extra}, header)
+    return Snapshot({WEIGHTS: weights, OPTIMIZER: moments, RANDOM: sums}, header)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -170,5 +170,5 @@ def load_checkpoint(path: Path, training: State) -> dict:
             state = {moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
             count = counts[name] if isinstance(optimizer, AdamP) else torch.tensor(float(counts[name]))
             optimizer.state[parameter] = {"step": count, **state}
-    extra = load_file(path / RANDOM)
-    return {"sums": {name: extra[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}
+    sums = load_file(path / RANDOM)
+    return {"sums": {name: sums[f"window.{name}"] for name in content["window"]}, "counts": content["window"]}

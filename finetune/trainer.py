@@ -28,6 +28,7 @@ from finetune.pair_feed import Moment, PairFeed
 from finetune.recipe import Schedule, WeightAverage, set_learning_rates
 from finetune.tuple_feed import TupleFeed
 from probemb import distributed
+from probemb.data.randomness import number_of
 from probemb.errors import UserError
 from probemb.losses.output import LossOutput
 from probemb.models import DualEncoder, Encoded
@@ -199,6 +200,7 @@ class Trainer:
         for pairs in self._noted(self.loader.epoch(order, self.step_in_epoch - before)):
             # ------------------------------------------------------------------------------------------- load, augment
             inputs, drawn = self.feed.inputs(pairs, self.model, self.step)
+            torch.manual_seed(number_of("dropout", config.seed, self.step, distributed.rank()))  # where a tower has any
             # ----------------------------------------------------------------------------------------------- forward
             now = Moment(self.position.epoch, self.step, self.network)
             batch = self.feed.gather(self.wrapped(*inputs), pairs, drawn, now)

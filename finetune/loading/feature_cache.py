@@ -1,7 +1,7 @@
 """Cache of a frozen image tower's features, so that heads and text towers train without it.
 
     FOLDER/KEY/features.f16   (N, width) float16, memory-mapped, one row per image
-    FOLDER/KEY/about.json     {"count", "width", "failures": {index: reason}}, written last
+    FOLDER/KEY/about.json     {"count", "width", "sums": [CRC-32 of a row], "failures": {index: reason}}, written last
 
 KEY is a digest of the trunk's weights, its preprocessing, who resizes, and the images. The row of an unreadable image
 stays zero; reading it raises BadSample.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -37,14 +38,23 @@ FEATURES, ABOUT = "features.f16", "about.json"
 class CachedImages(Images):
     """Images whose features stand in for their pixels: `open` gives a row, (width,) float16."""
 
-    rows: np.ndarray
+    rows: np.memmap
+    sums: list[int]
     failures: dict[int, str] = field(default_factory=dict)
 
     def open(self, index: int) -> torch.Tensor:
-        """The features of one image. Raises BadSample."""
+        """The features of one image. Raises BadSample; UserError: they are not those that were written."""
         if index in self.failures:
             raise BadSample(self.failures[index])
-        return torch.from_numpy(np.array(self.rows[index]))
+        row = np.array(self.rows[index])
+        if crc32(row) != self.sums[index]:
+            place = Path(self.rows.filename).parent
+            raise UserError(f"The features in {place} have changed since they were written.", _delete(place))
+        return torch.from_numpy(row)
+
+
+def _delete(place: Path) -> str:
+    return f"Delete {place}, and run the command again."
 
 
 def unchanged(row: torch.Tensor) -> torch.Tensor:
@@ -134,7 +144,7 @@ def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, d
     n = len(batches.images)
     aside = place / f"{FEATURES}.{uuid4().hex}.part"  # another run may be computing the same features
     rows = np.memmap(aside, np.float16, "w+", shape=(n, layout.width))
-    training, done = tower.training, 0
+    training, done, sums = tower.training, 0, [0] * n
     tower.eval()
     try:
         with progress("features", n) as advance:
@@ -147,6 +157,8 @@ def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, d
                     )
                 kept = batches.kept[done:]
                 rows[kept] = packed.numpy()
+                for index, row in zip(kept, packed.numpy()):
+                    sums[index] = crc32(row)
                 done = len(batches.kept)
                 advance(len(kept))
         rows.flush()
@@ -159,19 +171,21 @@ def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, d
     failed = sorted(set(range(n)) - set(batches.kept))
     reasons = dict(batches.bad)
     failures = {i: reasons.get(batches.images.places[i].name, "cannot be read") for i in failed}
-    replace_text(place / ABOUT, json.dumps({"count": n, "width": layout.width, "failures": failures}) + "\n")
+    about = {"count": n, "width": layout.width, "sums": sums, "failures": failures}
+    replace_text(place / ABOUT, json.dumps(about) + "\n")
 
 
 def _open(place: Path, layout: FeatureLayout, images: Images) -> CachedImages:
-    again = f"Delete {place}, and run the command again."
     try:
         about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
         failures = {int(i): str(reason) for i, reason in about["failures"].items()}
-        n, width = about["count"], about["width"]
+        n, width, sums = about["count"], about["width"], about["sums"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{place / ABOUT} does not describe cached features.", again) from error
+        raise UserError(f"{place / ABOUT} does not describe cached features.", _delete(place)) from error
     size = os.path.getsize(place / FEATURES) if (place / FEATURES).is_file() else -1
     if (n, width) != (len(images), layout.width) or size != 2 * n * width:
-        raise UserError(f"{place} does not hold the features of {len(images)} images.", again)
+        raise UserError(f"{place} does not hold the features of {len(images)} images.", _delete(place))
     rows = np.memmap(place / FEATURES, np.float16, "r", shape=(n, width))
-    return CachedImages(places=images.places, source=images.source, bad=images.bad, rows=rows, failures=failures)
+    return CachedImages(
+        places=images.places, source=images.source, bad=images.bad, rows=rows, sums=sums, failures=failures
+    )

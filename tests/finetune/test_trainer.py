@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
+from torch.nn import functional
 
 from finetune.config import Config, Optimizer, with_method_file
 from finetune.loading.augment import draw_mix
@@ -240,6 +241,21 @@ def test_mixing_and_size_augment_change_with_the_step_and_the_seed_alone(few):
     assert not torch.equal(mix.lam, other.lam)
     rng = np.random.default_rng([0, 1, 0, 2])
     torch.testing.assert_close(other.lam, draw_mix(BATCH, 32, 32, rng, 1.0).lam)
+
+
+def test_dropout_follows_seed_and_step_as_a_run_that_resumes_needs(few):
+    """A tower from Hugging Face draws it from torch's global generator."""
+
+    def losses(state: int) -> list[float]:
+        told: list[float] = []
+        data = find_captions(few, "train")
+        trainer = make_trainer(configured("vse"), data, report=lambda step, values: told.append(values["loss"]))
+        trainer.model.text.ln_final.register_forward_hook(lambda module, inputs, out: functional.dropout(out, 0.5))
+        torch.manual_seed(state)
+        trainer.fit()
+        return told
+
+    assert losses(1) == losses(2)
 
 
 def diverging(rank, world, few):

@@ -154,3 +154,14 @@ def test_what_cannot_be_cached_is_refused(tmp_path, data):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be kept"):
         cache_features([make()], data, tmp_path / "file")
+
+
+def test_changed_features_are_noticed_when_they_are_read(tmp_path, data):
+    cache_features([make()], data, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    with open(folder / FEATURES, "r+b") as file:
+        file.write(bytes(2 * 5))
+    cached = cache_features([make()], data, tmp_path)
+    assert cached.images.open(1).any()
+    with pytest.raises(UserError, match="have changed since they were written"):
+        cached.images.open(0)
