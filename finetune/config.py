@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from finetune.methods.registry import METHODS
 from probemb.cli.configuration import chosen_options, given
 from probemb.cli.ranges import BelowHalf, Count, Distance, Folder, Minutes, Precision, Resize, Seed, Threads, Workers
 from probemb.cli.towers import Towers
-from probemb.errors import UserError
+from probemb.errors import UserError, raise_together
 
 CONFIGS = Path(__file__).parent / "configs"
 Parts = restricted_number_type("Parts", int, [(">=", 2), ("<=", 10)])
@@ -44,7 +44,7 @@ class Data:
         path: Karpathy's json, a folder of precomp caption files (with regions or without), CUB's, or webdataset shards.
         images: folder of the images that the json or the caption files name.
         format: karpathy, precomp, regions, cub or webdataset; empty to look.
-        train: split to train on; COCO's restval belongs to train.
+        train: split to train on; COCO's restval belongs to train. Empty for all of the data.
         validation: split that selects the model; empty for none.
         positives: image (captions match their own image) or class (all images of their class, of data with classes);
             the validation counts the same matches.
@@ -59,7 +59,7 @@ class Data:
     path: str | None = None
     images: str | None = None
     format: str | None = None
-    train: str = "train"
+    train: str | None = "train"
     validation: str | None = "val"
     positives: Literal["image", "class"] = "image"
     workers: Workers = 2
@@ -196,7 +196,7 @@ class Config:
     """A finetuning run.
 
     Args:
-        method: pcmepp, vse, pcme, scan, ... (docs/finetune.md); clip-zs trains nothing.
+        method: one of those above; docs/finetune.md describes them.
         out: the run folder.
         resume: continue from the newest checkpoint in out.
         seed: of everything random.
@@ -218,8 +218,8 @@ class Config:
 
     COMMON: ClassVar = (
         *("method", "loss", "out", "resume", "data.path", "data.images", "batch_size", "epochs", "seed"),
-        *("model.name", "model.pretrained", "model.head", "model.lock_image", "data.cache_features"),
-        *("optimizer.lr", "optimizer.schedule", "engine.precision", "data.workers", "wandb"),
+        *("model.name", "model.pretrained", "model.head", "model.lock_image"),
+        *("optimizer.lr", "engine.precision", "data.workers", "wandb"),
     )
     PATHS: ClassVar = (
         *("out", "data.path", "data.images", "data.cache_features"),
@@ -261,29 +261,54 @@ def with_method_file(argv: Sequence[str]) -> list[str]:
     return [f"--config={CONFIGS / f'{method}.yaml'}", *argv] if method in METHODS else list(argv)
 
 
-def check(config: Config, world_size: int = 1) -> None:
-    """Refuse settings that cannot work, before anything is loaded or written.
-
-    Raises:
-        UserError: names the setting and a remedy.
+def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
+    """The configuration for fewer epochs than the files have, whose phases do not all fit: they are shortened in
+    proportion, but for those that options name. With a line that says so, or "".
     """
+    recipe, epochs, o = given("epochs", argv, options=False) or Config.epochs, config.epochs, config.optimizer
+    decay = 0 if o.schedule == "cosine" else max(o.decays, default=0)
+    if not 0 < epochs < recipe or max(o.freeze_epochs + 1, decay + 1, o.freeze_epochs + o.warmup_epochs) <= epochs:
+        return config, ""
+    phases = {name: getattr(o, name) for name in ("freeze_epochs", "warmup_epochs", "decay_epochs")}
+    now = {
+        "freeze_epochs": min(epochs - 1, round(o.freeze_epochs * epochs / recipe)),
+        "warmup_epochs": round(o.warmup_epochs * epochs / recipe, 3),
+        "decay_epochs": tuple(min(epochs - 1, round(one * epochs / recipe)) for one in o.decays),
+    }
+    if o.schedule == "cosine":
+        del now["decay_epochs"]
+    elif not isinstance(o.decay_epochs, tuple):
+        (now["decay_epochs"],) = now["decay_epochs"]
+    now = {name: value for name, value in now.items() if given(f"optimizer.{name}", argv, files=False) is None}
+    told = ", ".join(f"{name} {phases[name]} -> {value}" for name, value in now.items() if value != phases[name])
+    freeze_text = o.freeze_text and now.get("freeze_epochs", o.freeze_epochs) > 0
+    config = replace(config, optimizer=replace(o, **now, freeze_text=freeze_text))
+    return config, f"recipe  of {recipe} epochs, shortened to {epochs}: {told}" if told else ""
+
+
+def check(config: Config, world_size: int = 1) -> None:
+    """Refuse settings that cannot work, all at once, before anything is loaded or written. Raises UserError."""
+    raise_together([*_problems(config, world_size), *METHODS[config.method].problems(config)])
+
+
+def _problems(config: Config, world_size: int) -> Iterator[UserError]:
     if config.data.path is None:
-        raise UserError(
+        yield UserError(
             "--data.path is missing.",
             "Name Karpathy's json, a folder of precomp captions or of CUB, or shards; the synthetic data are made by "
             "`python -m tools.make_scenes data/scenes`.",
         )
     if config.mix.ratio and not config.mix.mixup and not config.mix.cutmix:
-        raise UserError(
+        yield UserError(
             "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
         )
     if config.mix.mode == "batch" and config.mix.ratio != 1:
-        raise UserError(
+        yield UserError(
             f"mix.mode batch mixes all images of a batch, or none, and mix.ratio is {config.mix.ratio}.",
             "Set mix.ratio to 1, and mix.prob to the share of batches that are mixed.",
         )
     if config.batch_size % world_size:
-        raise UserError(
+        yield UserError(
             f"batch_size is {config.batch_size}, which {world_size} processes cannot share evenly.",
             f"Set it to a multiple of {world_size}, such as {-(-config.batch_size // world_size) * world_size}.",
         )
@@ -297,32 +322,38 @@ def check(config: Config, world_size: int = 1) -> None:
         if name == "freeze_epochs" and config.model.lock_image and optimizer.freeze_epochs == config.epochs:
             continue  # of texts alone, for the whole run
         if config.epochs and epochs >= config.epochs:
-            raise UserError(
+            yield UserError(
                 f"optimizer.{name} is {epochs} of {config.epochs} epochs: {what}.",
                 f"Set --optimizer.{name.replace('_', '-')} to less than {config.epochs}.",
             )
+    room = config.epochs - optimizer.freeze_epochs
+    if 0 < room < optimizer.warmup_epochs:
+        yield UserError(
+            f"The warm-up of {optimizer.warmup_epochs:g} epochs is longer than the {room} that follow the frozen ones: "
+            f"the learning rate would end at {room / optimizer.warmup_epochs:.0%} of its peak.",
+            f"Set --optimizer.warmup-epochs to at most {room}.",
+        )
     if config.data.cache_features is not None and not config.model.lock_image:
-        raise UserError(
+        yield UserError(
             "data.cache_features keeps what the image tower computes, and the tower is trained.",
             "Add --model.lock-image true, or leave data.cache_features out.",
         )
     if config.data.cache_features is not None:
-        refuse_pixel_changes(config, "data.cache_features")
+        yield from pixel_changes(config, "data.cache_features")
     if optimizer.freeze_text and not optimizer.freeze_epochs:
-        raise UserError(
+        yield UserError(
             "optimizer.freeze_text is for the first freeze_epochs, and there are none.",
             "Set optimizer.freeze_epochs to 1 or more, or leave freeze_text out.",
         )
     if config.wandb and not _is_installed("wandb"):
-        raise UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")
-    METHODS[config.method].check(config)
+        yield UserError("wandb was asked for and is not installed.", "Run `pip install wandb`, or leave --wandb out.")
 
 
-def refuse_pixel_changes(config: Config, what: str) -> None:
-    """Refuse augmentation of pixels where something else stands in for them. Raises UserError."""
+def pixel_changes(config: Config, what: str) -> Iterator[UserError]:
+    """Errors for augmentation of pixels where something else stands in for them."""
     for name, value in (("mix.ratio", config.mix.ratio), ("augment.cutout", config.augment.cutout)):
         if value:
-            raise UserError(f"{what} has no pixels that {name} could change.", f"Set {name} to 0, or leave it out.")
+            yield UserError(f"{what} has no pixels that {name} could change.", f"Set {name} to 0, or leave it out.")
 
 
 def _is_installed(package: str) -> bool:

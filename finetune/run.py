@@ -24,11 +24,11 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: make the project importable, not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from finetune.config import Compose, Config, check, refuse_pixel_changes, with_method_file
-from finetune.methods.registry import METHODS
+from finetune.config import Compose, Config, check, pixel_changes, shortened, with_method_file
+from finetune.methods.registry import GROUPS, METHODS
 from probemb.cli.command import run_command
 from probemb.cli.configuration import parse_config
-from probemb.errors import UserError
+from probemb.errors import UserError, raise_together
 from probemb.runs.preemption import Preemption
 
 PROG = "finetune/run.py"
@@ -37,7 +37,11 @@ PROG = "finetune/run.py"
 def main() -> int:
     """Read the configuration and train; returns the exit code."""
     argv = with_method_file(sys.argv[1:])
-    config = parse_config(Config, PROG, "Finetune PCME++ or one of its rivals on images with captions.", argv)
+    groups = [f"  {group}: {', '.join(methods)}" for group, methods in GROUPS.items()]
+    description = "\n".join(["Finetune PCME++, or another method, on images with captions. --method takes", *groups])
+    config, told = shortened(parse_config(Config, PROG, description, argv), argv)
+    if told and os.environ.get("RANK", "0") == "0":
+        print(told, flush=True)
     with Preemption() as preemption:
         return train(config, preemption)
 
@@ -218,7 +222,7 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
             if not METHODS[config.method].composes:
                 check_words(networks[0], captions)
     if reads_regions(networks[0].config["architecture"]):
-        refuse_pixel_changes(config, "A region")
+        raise_together(pixel_changes(config, "A region"))
     elif METHODS[config.method].over_regions:
         raise UserError(
             f"{config.method} reasons over an image's regions, and {config.model.name} reads none.",
@@ -406,7 +410,7 @@ def describe(config: Config, joint, loader, accelerator, steps: int, step: int, 
         model=f"{config.model.name}, {'2 networks of together ' if two else ''}{n / 1e6:.1f} M parameters, "
         f"head {config.model.head}, from {config.model.pretrained or 'random weights'}",
         data=f"{loader.n_rows:,} {'queries' if METHODS[config.method].composes else 'pairs'} of {config.data.path} "
-        f"({config.data.train}), {loader.steps} steps an epoch"
+        f"({config.data.train or 'all'}), {loader.steps} steps an epoch"
         + (" of each network" if two else "")
         + (f", {config.noise_ratio:.0%} of the captions at wrong images" if config.noise_ratio else ""),
         engine=f"{world} x {accelerator.device.type}, {precision}, batch {config.batch_size} = {world} ranks x "

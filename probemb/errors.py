@@ -31,17 +31,30 @@ class LostRank(UserError):
     exit_code = 1
 
 
+def raise_together(errors: Iterable[UserError]) -> None:
+    """Raise the error, or all of them as one; nothing if there are none."""
+    errors = list(errors)
+    if len(errors) > 1:
+        listed = "".join(f"\n- {error.what} {error.remedy}" for error in errors)
+        raise UserError(f"{len(errors)} settings cannot work:{listed}", "Change all of them, and start again.")
+    for error in errors:
+        raise error
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close.
 
-    Of dotted names the last part must be close by itself, as most of a long name may be what all share.
+    Of dotted names the last part must be close by itself, as most of a long name may be what all share. `--lr` is meant
+    as the option of a group, and a + as a p (PCME++).
     """
-    known = list(known)
+    known, name = list(known), name.lower().replace("+", "p")
     lower = {k.lower(): k for k in known}
-    last = name.lower().rpartition(".")[2]
-    found = get_close_matches(name.lower(), lower, n=len(known) or 1, cutoff=0.6)
-    found = [one for one in found if get_close_matches(last, [one.rpartition(".")[2]], cutoff=0.6)]
-    return f" Did you mean '{lower[found[0]]}'?" if found else ""
+    last = name.rpartition(".")[2]
+    found = [one for one in lower if one.startswith("--") and one.rpartition(".")[2] == last.removeprefix("--")]
+    if not found:
+        close = get_close_matches(name, lower, n=len(known) or 1, cutoff=0.6)
+        found = [one for one in close if get_close_matches(last, [one.rpartition(".")[2]], cutoff=0.6)][:1]
+    return f" Did you mean {' or '.join(repr(lower[one]) for one in found)}?" if found else ""
 
 
 def ended_worker(error: RuntimeError) -> UserError | None:

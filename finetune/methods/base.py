@@ -5,11 +5,11 @@ A family's file imports torch and the losses inside functions: `--help` reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from probemb.errors import UserError
+from probemb.errors import UserError, raise_together
 
 if TYPE_CHECKING:
     import torch
@@ -168,33 +168,31 @@ class Method:
         return {name: getattr(model, name) for name in self.trains}
 
     @classmethod
-    def refuse_unused(cls, config: Config, names: Iterable[str], because: str, remedy: str) -> None:
-        """Refuse options of the method that have no effect in this configuration and are not at their defaults.
+    def unused(cls, config: Config, names: Iterable[str], because: str, remedy: str) -> Iterator[UserError]:
+        """Errors for options of the method that have no effect in this configuration and are not at their defaults.
 
         Args:
             names: of these options.
             because: the setting that leaves them without effect, a clause.
             remedy: what to do instead of leaving the option out, a clause.
-
-        Raises:
-            UserError: names the option.
         """
         defaults = {field.name: field.default for field in fields(cls.Options)}
         for name in names:
             value = getattr(config.loss, name)
             if value != defaults[name]:
-                raise UserError(
+                yield UserError(
                     f"The method {config.method} does not use loss.{name}, which is {value}: {because}.",
                     f"Leave loss.{name} out, or {remedy}.",
                 )
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Refuse settings that the method cannot train with.
+        """Refuse settings that the method cannot train with, all at once. Raises UserError."""
+        raise_together(cls.problems(config))
 
-        Raises:
-            UserError: names the setting.
-        """
+    @classmethod
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        """Errors for settings that the method cannot train with."""
         from finetune.methods.registry import METHODS
 
         def others(attribute: str) -> str:
@@ -202,46 +200,46 @@ class Method:
 
         name = config.method
         if config.distance is not None and not cls.distances:
-            raise UserError(
+            yield UserError(
                 f"The method {name} has no choice of distance.",
                 f"Leave --distance out, or choose one of {others('distances')}.",
             )
-        check_composing(config, cls.composes, others("composes"))
+        yield from composing_problems(config, cls.composes, others("composes"))
         if config.ranking is not None and not cls.probabilistic:
-            raise UserError(
+            yield UserError(
                 f"The method {name} has no variances to rank by, and ranking is {config.ranking}.",
                 "Leave --ranking out: the method validates by its own.",
             )
         if not cls.soft_labels and (config.mix.ratio or config.mix.smoothing):
             what = "mixed images (mix.ratio)" if config.mix.ratio else "label smoothing (mix.smoothing)"
-            raise UserError(
+            yield UserError(
                 f"The method {name} cannot learn from {what}: its loss needs pairs that match or do not.",
                 f"Set it to 0, or choose one of {others('soft_labels')}.",
             )
         if not cls.probabilistic and config.model.n_unc_layers:
-            raise UserError(
+            yield UserError(
                 f"The method {name} predicts no uncertainty, and model.n_unc_layers is {config.model.n_unc_layers}.",
                 "Leave model.n_unc_layers out.",
             )
         if config.size_augment and config.model.head in ("clip", "mlp"):
-            raise UserError(
+            yield UserError(
                 f"SizeAugment drops tokens, and head {config.model.head} pools a single one.",
                 "Set size_augment to 0, or model.head to gpo.",
             )
         if cls.trained and config.epochs < 1:
-            raise UserError(
+            yield UserError(
                 "epochs is 0: nothing would be trained.", "Set it to 1 or more, or choose --method clip-zs."
             )
 
 
-def check_composing(config: Config, composes: bool, those: str) -> None:
-    """Refuse what has no use for composed queries, or for pairs. Raises UserError: names the setting."""
+def composing_problems(config: Config, composes: bool, those: str) -> Iterator[UserError]:
+    """Errors for what has no use for composed queries, or for pairs."""
     from finetune.config import Compose
     from finetune.methods.registry import METHODS
 
     if not composes:
         if config.compose != Compose():
-            raise UserError(
+            yield UserError(
                 f"The method {config.method} trains on pairs, and has no queries of several parts (compose).",
                 f"Leave compose out, or choose one of {those}.",
             )
@@ -254,12 +252,12 @@ def check_composing(config: Config, composes: bool, those: str) -> None:
         ("ranking", config.ranking is not None),
     ):
         if used:
-            raise UserError(
+            yield UserError(
                 f"The method {config.method} trains on composed queries, which {name} is not for.",
                 f"Leave {name} out, or set it to its default.",
             )
     if config.compose.ranking == "density" and not METHODS[config.method].probabilistic:
-        raise UserError(
+        yield UserError(
             f"The method {config.method} predicts no uncertainty, so compose.ranking cannot be density.",
             "Leave compose.ranking out.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,10 +53,10 @@ class Captioned(Method):
         self.module.decoders = nn.ModuleDict({"caption": decoder})
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if not config.loss.caption_weight:
-            cls.refuse_unused(
+            yield from cls.unused(
                 config,
                 ("word_width", "hidden"),
                 "loss.caption_weight is 0, so no captions are generated",

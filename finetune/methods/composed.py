@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -30,14 +31,14 @@ class Composed(Method):
     composed_ranking: ClassVar[Literal["cosine", "density"]] = "cosine"
 
     @classmethod
-    def check(cls, config: Config) -> None:
+    def problems(cls, config: Config) -> Iterator[UserError]:
         from torch.nn import BatchNorm1d
 
         from probemb.models.composers import create_composer
 
-        super().check(config)
+        yield from super().problems(config)
         if config.swa_epochs and any(isinstance(m, BatchNorm1d) for m in create_composer(cls.composer, 4).modules()):
-            raise UserError(
+            yield UserError(
                 f"swa_epochs is {config.swa_epochs}, but the composer {cls.composer} has batch norms, whose statistics "
                 "cannot be averaged.",
                 "Set swa_epochs to 0.",
@@ -83,10 +84,10 @@ class MPC(Composed):
     composed_ranking = "density"
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if config.loss.similarity == "expected":
-            cls.refuse_unused(config, ["samples"], "loss.similarity is expected", "set loss.similarity to sampled")
+            yield from cls.unused(config, ["samples"], "loss.similarity is expected", "set loss.similarity to sampled")
 
     def __init__(self, config: Config, model: DualEncoder, pairs):
         from probemb.losses import MPCLoss

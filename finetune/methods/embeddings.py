@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -136,21 +137,21 @@ class PVSE(Method):
         return self.module.loss(batch.image, batch.text, batch.match, tokens, hardest=hardest)
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if config.model.head != "pie":
-            raise UserError(
+            yield UserError(
                 f"The method pvse trains PIE-Net's several embeddings, and model.head is {config.model.head}.",
                 "Set --model.head pie, or choose another method.",
             )
         if config.loss.embeddings == 1:
-            cls.refuse_unused(
+            yield from cls.unused(
                 config,
                 ("diversity", "mmd", "gamma", "kernel"),
                 "with one embedding of an item the triplet loss is alone",
                 "set loss.embeddings to 2 or more",
             )
         elif not config.loss.mmd:
-            cls.refuse_unused(config, ("gamma", "kernel"), "loss.mmd is 0", "set loss.mmd above 0")
+            yield from cls.unused(config, ("gamma", "kernel"), "loss.mmd is 0", "set loss.mmd above 0")
         if not config.loss.hardest:
-            cls.refuse_unused(config, ["warmup_epochs"], "loss.hardest is false", "set loss.hardest to true")
+            yield from cls.unused(config, ["warmup_epochs"], "loss.hardest is false", "set loss.hardest to true")

@@ -7,6 +7,7 @@ features and the caption: its words where the text tower has weights, its mean w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -140,24 +141,24 @@ class MSE(Method):
         return LossOutput(loss, {name: value.detach() for name, (_, value) in parts.items()})
 
     @classmethod
-    def check(cls, config) -> None:
-        super().check(config)
+    def problems(cls, config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if config.size_augment:
-            raise UserError(
+            yield UserError(
                 f"{config.method} reconstructs whole captions, and SizeAugment changes them.", "Set size_augment to 0."
             )
         o = config.loss
         if not o.image_weight:
-            cls.refuse_unused(config, ["image_norm"], "loss.image_weight is 0", "set loss.image_weight above 0")
+            yield from cls.unused(config, ["image_norm"], "loss.image_weight is 0", "set loss.image_weight above 0")
         if not o.image_weight and not o.text_weight:
-            cls.refuse_unused(config, ["reduce"], "loss.image_weight and loss.text_weight are 0", "set one above 0")
+            yield from cls.unused(config, ["reduce"], "loss.image_weight and loss.text_weight are 0", "set one above 0")
         if not o.text_weight:
             because = "loss.text_weight is 0, so no captions are generated"
-            cls.refuse_unused(config, TEXT_DECODER, because, "set loss.text_weight above 0")
+            yield from cls.unused(config, TEXT_DECODER, because, "set loss.text_weight above 0")
         from probemb.models.architectures import read_architecture, reads_vectors
 
         if not cls.wants_tokens and reads_vectors(read_architecture(config.model.name)):
-            cls.refuse_unused(
+            yield from cls.unused(
                 config,
                 TEXT_DECODER,
                 f"{config.model.name} has mean word vectors as text, and they are reconstructed without words",
@@ -187,10 +188,10 @@ class MMDMSE(MSE):
         return super().parts(batch, model) | {"mmd": (self.options.mmd_weight, found)}
 
     @classmethod
-    def check(cls, config) -> None:
-        super().check(config)
+    def problems(cls, config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if not config.loss.mmd_weight:
-            cls.refuse_unused(config, ["kernel"], "loss.mmd_weight is 0", "set loss.mmd_weight above 0")
+            yield from cls.unused(config, ["kernel"], "loss.mmd_weight is 0", "set loss.mmd_weight above 0")
 
 
 class JWAEMSE(MSE):
@@ -222,10 +223,10 @@ class JWAEMSE(MSE):
         self.aside_optimizer = torch.optim.Adam(self.aside.parameters(), self.options.discriminator_lr)
 
     @classmethod
-    def check(cls, config) -> None:
-        super().check(config)
+    def problems(cls, config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if not (config.loss.image_prior or config.loss.text_prior):
-            cls.refuse_unused(
+            yield from cls.unused(
                 config,
                 ("discriminator_lr", "discriminator_hidden"),
                 "loss.image_prior and loss.text_prior are 0",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from finetune.methods.base import Batch, Method
+from probemb.errors import UserError
 
 if TYPE_CHECKING:
     from finetune.config import Config
@@ -52,10 +54,10 @@ class PCME(Method):
     match = "samples"
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if not config.loss.vib:
-            cls.refuse_unused(config, ["vib_form"], "loss.vib is 0", "set loss.vib above 0")
+            yield from cls.unused(config, ["vib_form"], "loss.vib is 0", "set loss.vib above 0")
 
     def loss(self, batch: Batch, model: DualEncoder) -> LossOutput:
         from probemb.losses import pcme_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -65,16 +66,16 @@ class ProbVSEPlusPlus(Method):
         return prob_triplet_loss(batch.image, batch.text, batch.match, o.similarity, o.margin, negatives)
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         o = config.loss
         if o.smallest >= o.largest:
-            raise UserError(
+            yield UserError(
                 f"The variances are to lie between loss.smallest {o.smallest:g} and loss.largest {o.largest:g}.",
                 "Set loss.smallest below loss.largest.",
             )
         if o.negatives == "all":
-            cls.refuse_unused(
+            yield from cls.unused(
                 config,
                 ["warmup_epochs"],
                 "loss.negatives is all in every epoch",

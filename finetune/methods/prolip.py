@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from finetune.methods.base import Batch, Method
+from probemb.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,12 +49,12 @@ class ProLIP(Method):
     match = "cosine"
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if not config.loss.inclusion:
-            cls.refuse_unused(config, ["inclusion_scale"], "loss.inclusion is 0", "set loss.inclusion above 0")
+            yield from cls.unused(config, ["inclusion_scale"], "loss.inclusion is 0", "set loss.inclusion above 0")
         if not config.loss.inclusion and not config.loss.vib:
-            cls.refuse_unused(config, ["form"], "loss.inclusion and loss.vib are 0", "set one above 0")
+            yield from cls.unused(config, ["form"], "loss.inclusion and loss.vib are 0", "set one above 0")
 
     def __init__(self, config, model, pairs):
         from probemb.losses import ProLIPLoss

@@ -7,42 +7,59 @@ from importlib import import_module
 
 from finetune.methods.base import Method
 
-_HOME = {  # name on the command line: file and class
-    "pcmepp": "pcmepp:PCMEPlusPlus",
-    "pcmepp-clip": "pcmepp:PCMEPlusPlusCLIP",
-    "pcmepp-mu": "pcmepp:PCMEPlusPlusMean",
-    "prolip": "prolip:ProLIP",
-    "infonce": "vse:InfoNCE",
-    "vse": "vse:VSE",
-    "vse0": "embeddings:VSE0",
-    "vsepp": "embeddings:VSEPlusPlus",
-    "order": "embeddings:Order",
-    "pvse": "embeddings:PVSE",
-    "pcme": "pcme:PCME",
-    "daa": "vse:DAA",
-    "p2rm": "vse:P2RM",
-    "ncr": "noisy:NCR",
-    "decl": "noisy:DECL",
-    "mse": "jwae:MSE",
-    "mmd-mse": "jwae:MMDMSE",
-    "jwae-mse": "jwae:JWAEMSE",
-    "jwae-mh": "jwae:JWAEMH",
-    "vae-mh": "jwae:VAEMH",
-    "jwae-scan": "jwae_scan:JWAESCAN",
-    "prob-vsepp": "prob_vse:ProbVSEPlusPlus",
-    "scan": "scan:SCAN",
-    "vsrn": "vsrn:VSRN",
-    "prob-vsrn": "vsrn:ProbVSRN",
-    "mpc": "composed:MPC",
-    "mpc-mlp": "composed:MPCMLP",
-    "mpc-cosine": "composed:MPCCosine",
-    "pcme-addition": "composed:PCMEAddition",
-    "relationship": "composed:Relationship",
-    "film": "composed:FiLM",
-    "mrn": "composed:MRN",
-    "tirg": "composed:TIRG",
-    "clip-zs": "vse:ZeroShot",
+GROUPS = {  # name on the command line: file and class
+    "PCME++": {
+        "pcmepp": "pcmepp:PCMEPlusPlus",
+        "pcmepp-clip": "pcmepp:PCMEPlusPlusCLIP",
+        "pcmepp-mu": "pcmepp:PCMEPlusPlusMean",
+    },
+    "probabilistic": {
+        "prolip": "prolip:ProLIP",
+        "pcme": "pcme:PCME",
+        "prob-vsepp": "prob_vse:ProbVSEPlusPlus",
+        "prob-vsrn": "vsrn:ProbVSRN",
+    },
+    "triplets and InfoNCE": {
+        "infonce": "vse:InfoNCE",
+        "vse": "vse:VSE",
+        "vse0": "embeddings:VSE0",
+        "vsepp": "embeddings:VSEPlusPlus",
+        "order": "embeddings:Order",
+        "pvse": "embeddings:PVSE",
+        "daa": "vse:DAA",
+        "p2rm": "vse:P2RM",
+    },
+    "noisy captions": {
+        "ncr": "noisy:NCR",
+        "decl": "noisy:DECL",
+    },
+    "regions": {
+        "scan": "scan:SCAN",
+        "vsrn": "vsrn:VSRN",
+    },
+    "autoencoders": {
+        "mse": "jwae:MSE",
+        "mmd-mse": "jwae:MMDMSE",
+        "jwae-mse": "jwae:JWAEMSE",
+        "jwae-mh": "jwae:JWAEMH",
+        "vae-mh": "jwae:VAEMH",
+        "jwae-scan": "jwae_scan:JWAESCAN",
+    },
+    "composed": {
+        "mpc": "composed:MPC",
+        "mpc-mlp": "composed:MPCMLP",
+        "mpc-cosine": "composed:MPCCosine",
+        "pcme-addition": "composed:PCMEAddition",
+        "relationship": "composed:Relationship",
+        "film": "composed:FiLM",
+        "mrn": "composed:MRN",
+        "tirg": "composed:TIRG",
+    },
+    "trains nothing": {
+        "clip-zs": "vse:ZeroShot",
+    },
 }
+_HOME = {name: home for group in GROUPS.values() for name, home in group.items()}
 
 
 class _Methods(Mapping[str, type[Method]]):

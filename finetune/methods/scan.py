@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -65,28 +66,28 @@ class SCAN(Method):
         return scan_loss(images, texts, batch.match, how, options.margin, hardest)
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         if config.model.head != "average":
-            raise UserError(
+            yield UserError(
                 f"The method {config.method} compares tokens, and head {config.model.head} pools them by what would "
                 "not be trained.",
                 "Set model.head to average, which works with every image and text tower.",
             )
         if config.size_augment:
-            raise UserError(
+            yield UserError(
                 f"The method {config.method} compares the tokens that there are, and SizeAugment has others.",
                 "Set size_augment to 0.",
             )
         if config.loss.aggregation != "lse":
-            cls.refuse_unused(
+            yield from cls.unused(
                 config,
                 ["lambda_lse"],
                 f"loss.aggregation is {config.loss.aggregation}",
                 "set loss.aggregation to lse",
             )
         if not config.loss.hardest:
-            cls.refuse_unused(config, ["warmup_epochs"], "loss.hardest is false", "set loss.hardest to true")
+            yield from cls.unused(config, ["warmup_epochs"], "loss.hardest is false", "set loss.hardest to true")
 
 
 def cross_attention(options: SCAN.Options) -> CrossAttention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -134,10 +135,10 @@ class ZeroShot(Method):
     trained = False
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        super().check(config)
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        yield from super().problems(config)
         for name in ("epochs", "noise_ratio", "swa_epochs", "stop_after_epochs"):
             if value := getattr(config, name):
-                raise UserError(f"clip-zs trains nothing, and {name} is {value}.", f"Leave {name} out.")
+                yield UserError(f"clip-zs trains nothing, and {name} is {value}.", f"Leave {name} out.")
         if config.model.head != "clip":
-            raise UserError("clip-zs measures CLIP's own head.", "Set model.head to clip.")
+            yield UserError("clip-zs measures CLIP's own head.", "Set model.head to clip.")

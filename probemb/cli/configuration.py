@@ -18,7 +18,7 @@ from probemb.cli.help import HELP, HELP_ALL, print_help
 from probemb.cli.named_paths import split_name
 from probemb.cli.ranges import plain, wrong_value
 from probemb.cli.yaml_file import Loader, check_keys, load_yaml, read_file
-from probemb.errors import UserError, nearest
+from probemb.errors import UserError, nearest, raise_together
 
 Config = TypeVar("Config")
 
@@ -58,14 +58,16 @@ def parse_config(config_class: type[Config], prog: str, description: str, argv: 
         check_keys(content, path, known, elsewhere)
         files.append(f"--config={yaml.safe_dump(content)}")
     words = [_as_declared(word, known, switches) for word in typed if not _is_file(word)]
-    for word in words:
-        key = word[2:].partition("=")[0]
-        if word.startswith("--") and key not in ("", "print_config") and (key not in known or key in groups):
-            options = [f"--{name}" for name in known if name not in groups]
-            raise elsewhere(key) or UserError(
-                f"There is no option --{key}.{nearest(f'--{key}', options)}",
-                f"See `{prog} {HELP_ALL}` for all of them.",
-            )
+    options = [f"--{name}" for name in known if name not in groups]
+    keys = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    raise_together(
+        elsewhere(key)
+        or UserError(
+            f"There is no option --{key}.{nearest(f'--{key}', options)}", f"See `{prog} {HELP_ALL}` for all of them."
+        )
+        for key in keys
+        if key not in ("", "print_config") and f"--{key}" not in options
+    )
     try:
         return _build(config_class, parser.parse_args(files + words), get_type_hints(whole))
     except UserError:
@@ -145,11 +147,11 @@ def _resolved(cls: type, chosen: Mapping[str, type]) -> type:
     return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=space, frozen=True)
 
 
-def given(key: str, argv: Sequence[str]) -> Any:
+def given(key: str, argv: Sequence[str], files: bool = True, options: bool = True) -> Any:
     """The value of a key in the options, or else in the `--config` files, as YAML reads it; the last one counts, None
-    without any. A file that cannot be read is skipped: parsing refuses it.
+    without any. A file that cannot be read is skipped: parsing refuses it. `files`, `options`: whether these count.
     """
-    return _said(key, _joined(argv))[1]
+    return _said(key, [word for word in _joined(argv) if (files if _is_file(word) else options)])[1]
 
 
 def _said(key: str, words: Sequence[str]) -> tuple[str, Any]:

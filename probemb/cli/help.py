@@ -30,8 +30,10 @@ def print_help(parser: ArgumentParser, common: Sequence[str] | None = None) -> N
     wanted = ("config", *common) if common else options
     names = [name for one in wanted for name in options if name == one or name.startswith(f"{one}.")]
     width, left = min(shutil.get_terminal_size().columns, WIDEST), max(map(len, names)) + 6
-    usage = textwrap.wrap(f"usage: {parser.usage}", width, subsequent_indent=" " * 7, break_on_hyphens=False)
-    lines = [*usage, "", *textwrap.wrap(parser.description, width), ""]
+    lines = [*textwrap.wrap(f"usage: {parser.usage}", width, subsequent_indent=" " * 7, break_on_hyphens=False), ""]
+    for paragraph in parser.description.split("\n"):
+        lines += textwrap.wrap(paragraph, width, subsequent_indent="    " if paragraph[0] == " " else "")
+    lines.append("")
     for name in names:
         said = textwrap.wrap(_describe(options[name]), max(30, width - left))
         lines += [f"  --{name}".ljust(left) + said[0], *(" " * left + line for line in said[1:])]

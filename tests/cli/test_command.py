@@ -105,6 +105,13 @@ def test_nearest_says_nothing_where_nothing_is_near():
     assert nearest("--optimiser.lr", ["--optimizer.eps", "--optimizer.lr"]) == " Did you mean '--optimizer.lr'?"
 
 
+def test_nearest_knows_a_name_without_its_group_and_pcmepp():
+    options = ["--optimizer.lr", "--optimizer.name", "--model.name", "--seed"]
+    assert nearest("--lr", options) == " Did you mean '--optimizer.lr'?"
+    assert nearest("--name", options) == " Did you mean '--optimizer.name' or '--model.name'?"
+    assert nearest("PCME++", ["pcme", "pcmepp", "pcmepp-mu"]) == " Did you mean 'pcmepp'?"
+
+
 COMMANDS = ["pretrain.run", "zeroshot.imagenet", "zeroshot.retrieval", "tools.make_scenes", "tools.index_shards"]
 
 

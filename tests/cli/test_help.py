@@ -2,12 +2,14 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from finetune.methods.registry import METHODS
 from probemb.cli.configuration import known_keys, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +36,7 @@ def test_one_screen_of_help_and_the_rest_on_request(module):
     config = getattr(importlib.import_module(name), kind)
     brief, everything = shown(module, "--help"), shown(module, "--help-all")
     lines = brief.splitlines()
-    assert len(lines) <= 40
+    assert len(lines) <= 45
     assert max(map(len, lines)) <= 80
     options = [line.split()[0] for line in lines if line.startswith("  --")]
     assert len(options) == len(set(options))
@@ -46,10 +48,12 @@ def test_one_screen_of_help_and_the_rest_on_request(module):
     assert len(everything.splitlines()) > 2 * len(lines)
 
 
-def test_help_of_a_method_has_its_options_and_no_other_s():
+def test_help_of_a_method_has_its_options_and_no_other_s_and_names_all_methods():
     vse = shown("finetune.run", "--help", "--method", "vse")
     assert "--loss.margin" in vse
     assert "--loss.vib" not in vse
+    for method in METHODS:
+        assert re.search(rf"^  .*[ :]{method}(,|$)", vse, re.MULTILINE), method
 
 
 def test_a_half_sentence_in_brackets_stays_whole():

@@ -13,7 +13,7 @@ from timm.optim import AdamP as TimmsAdamP
 from torch import nn
 
 from finetune.adamp import AdamP
-from finetune.config import Config, Optimizer, check, with_method_file
+from finetune.config import Config, Optimizer, check, shortened, with_method_file
 from finetune.recipe import (
     Schedule,
     WeightAverage,
@@ -262,6 +262,51 @@ def test_a_rate_that_falls_twice():
     assert make_schedule(configured("[]"), networks=1, steps=4).factor(30 * 40) == 1
     with pytest.raises(UserError, match="decay_epochs is 30 of 30 epochs"):
         check(configured("[10, 30]"), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "freeze", "warmup", "decay"),
+    [
+        (("--epochs=1",), 0, 0.04, 0),
+        (("--epochs=10",), 1, 0.4, 4),
+        (("--epochs=11",), 2, 1, 10),  # all of them fit
+        (("--epochs=10", "--optimizer.decay-epochs=3"), 2, 1, 3),
+        (("--method=vsrn", "--epochs=3", "--optimizer.decay-epochs=[20, 10]"), 0, 0, (20, 10)),  # named: refused
+        (("--config=finetune/recipes/pcme-coco.yaml", "--epochs=6"), 3, 0, 10),
+        (("--config=finetune/recipes/pcme-coco.yaml", "--epochs=1"), 0, 0, 10),
+        (("--method=vsepp", "--epochs=3"), 2, 0, 2),
+    ],
+)
+def test_a_recipe_is_shortened_to_fewer_epochs(words, freeze, warmup, decay):
+    argv = with_method_file([*words, "--data.path=x"])
+    whole = parse_config(Config, "test", "", argv)
+    config, told = shortened(whole, argv)
+    o = config.optimizer
+    assert (o.freeze_epochs, o.warmup_epochs, o.decay_epochs) == (freeze, warmup, decay)
+    assert bool(told) == (o != whole.optimizer)
+    if decay == (20, 10):
+        with pytest.raises(UserError, match="decay_epochs is 20 of 3 epochs"):
+            check(config)
+    else:
+        check(config)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_with_what_it_would_reach():
+    words = ["--data.path=x", "--optimizer.warmup_epochs=46"]
+    with pytest.raises(UserError, match=r"longer than the 23 that follow the frozen ones: .* at 50% of its peak"):
+        check(parse_config(Config, "test", "", with_method_file(words)))
+
+
+def test_all_that_cannot_work_is_said_at_once():
+    words = ["--batch_size=9", "--optimizer.decay-epochs=30", "--method=vse", "--mix.ratio=0.5", "--distance=kl"]
+    with pytest.raises(UserError, match=r"^5 settings cannot work") as caught:
+        check(parse_config(Config, "test", "", with_method_file(words)), world_size=2)
+    for name in ("--data.path", "batch_size", "decay_epochs", "mix.ratio", "distance"):
+        assert name in caught.value.what
+    with pytest.raises(
+        UserError, match=r"no option --optimizer.lrr.*\n.*no option --lr. Did you mean '--optimizer.lr'"
+    ):
+        parse_config(Config, "test", "", ["--optimizer.lrr=1", "--lr=1"])
 
 
 def test_cosine():

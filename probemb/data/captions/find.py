@@ -140,5 +140,10 @@ def _kind_of_files(data: str | Path) -> str:
         )
     if b"captions,image_url" in start.partition(b"\n")[0]:
         return "hierarcaps"
+    if {".csv", ".tsv"} & set(path.suffixes):
+        raise UserError(
+            f"{path} is a table, which is no format of captions here.",
+            "Write a Karpathy json, or five captions an image as NAME_caps.txt with NAME_ids.txt beside it.",
+        )
     is_json = start[:1] in (b"{", b"[") or path.name.endswith((".json", ".json.gz"))
     return "karpathy" if is_json else "precomp"

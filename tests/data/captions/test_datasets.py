@@ -222,6 +222,7 @@ def test_what_no_reader_takes(tmp_path):
         ("c.bin", b"\0\1\2", "neither a tar nor a text"),
         ("d.txt", b"caf\xe9\n" * 5, "not a text in UTF-8"),
         ("e.txt", b"a\nb\n", "2 lines, which is not 5 for each image"),
+        ("f.csv", b"image,caption\n" * 5, "is a table"),
         ("f.txt", b"", "0 lines"),
         ("g.tar", b"no tar", "not a tar"),
     ]:
