@@ -94,13 +94,17 @@ class Mix:
 
 @dataclass(frozen=True)
 class Augment:
-    """What is taken away of images and texts.
+    """What is cut or taken away of images and texts.
 
     Args:
+        scale: share of the image's area that a random crop keeps, from and to.
+        hflip: share of the images that are mirrored; what captions say of left and right is wrong of them.
         cutout: share of every image that a grey square covers, at a random place; 0 for none.
         word_dropping: probability of every word to become the unknown word; 0 for none.
     """
 
+    scale: tuple[PositiveFloat, PositiveFloat] = (0.9, 1.0)
+    hflip: ClosedUnitInterval = 0.0
     cutout: ClosedUnitInterval = 0.0
     word_dropping: ClosedUnitInterval = 0.0
 
@@ -302,6 +306,11 @@ def _problems(config: Config, world_size: int) -> Iterator[UserError]:
         yield UserError(
             "mix.mixup and mix.cutmix are both 0, and mix.ratio is not.", "Set one of them above 0, or mix.ratio to 0."
         )
+    low, high = config.augment.scale
+    if not low <= high <= 1:
+        yield UserError(
+            f"augment.scale is {low:g} to {high:g}.", "Give the smaller number first, and at most 1 as the second."
+        )
     if config.mix.mode == "batch" and config.mix.ratio != 1:
         yield UserError(
             f"mix.mode batch mixes all images of a batch, or none, and mix.ratio is {config.mix.ratio}.",
@@ -351,9 +360,13 @@ def _problems(config: Config, world_size: int) -> Iterator[UserError]:
 
 def pixel_changes(config: Config, what: str) -> Iterator[UserError]:
     """Errors for augmentation of pixels where something else stands in for them."""
-    for name, value in (("mix.ratio", config.mix.ratio), ("augment.cutout", config.augment.cutout)):
-        if value:
-            yield UserError(f"{what} has no pixels that {name} could change.", f"Set {name} to 0, or leave it out.")
+    changes = {"mix.ratio": (config.mix.ratio, 0)}
+    for name in ("scale", "hflip", "cutout"):
+        changes[f"augment.{name}"] = getattr(config.augment, name), getattr(Augment, name)
+    for name, (value, none) in changes.items():
+        if value != none:
+            remedy = f"Set {name} to {list(none) if isinstance(none, tuple) else none}, or leave it out."
+            yield UserError(f"{what} has no pixels that {name} could change.", remedy)
 
 
 def _is_installed(package: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -74,6 +75,10 @@ def train(config: Config, preemption: Preemption) -> int:
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
     composes = METHODS[config.method].composes
+    if config.augment.hflip and clean is not None:
+        texts = clean.texts if composes else clean.flat()
+        if n := sum(bool(re.search(r"\b(left|right)\b", text, re.IGNORECASE)) for text in texts):
+            say(f"hflip   {n:,} of {len(texts):,} captions say left or right, which is wrong of a mirrored image")
     networks = make_networks(config, earlier, say, texts=clean.texts if composes else None)
     clean, validation, transforms, tokenizer = prepare_inputs(config, networks, clean, validation, accelerator)
     kind, out = ComposedValidator if composes else Validator, Path(config.out)
@@ -213,7 +218,7 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
     Raises:
         UserError: the models cannot read these images, or the configuration changes pixels and there are none.
     """
-    from probemb.models import check_images, check_words, create_tokenizer, create_transforms
+    from probemb.models import Augmentation, check_images, check_words, create_tokenizer, create_transforms
     from probemb.models.architectures import reads_regions
 
     for captions in (train, validation):
@@ -228,7 +233,8 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
             f"{config.method} reasons over an image's regions, and {config.model.name} reads none.",
             "Choose a model that reads regions, such as vsrn-regions-gru, or the method vsepp or prob-vsepp.",
         )
-    transforms = create_transforms(networks[0], resize=config.data.resize)
+    augmentation = Augmentation(config.augment.scale, config.augment.hflip)
+    transforms = create_transforms(networks[0], augmentation, config.data.resize)
     if train is not None and config.data.cache_features is not None:
         train, validation, transforms = read_features(config, networks, train, validation, accelerator)
     return train, validation, transforms, create_tokenizer(networks[0])

@@ -16,6 +16,7 @@ class Augmentation:
     Args:
         scale: share of the image's area that a crop keeps, from and to.
         ratio: width by height of a crop, from and to.
+        hflip: share of the images that are mirrored; what captions say of left and right is wrong of them.
         color_jitter: largest change of brightness, contrast, saturation and hue; empty for none.
         color_jitter_prob: share of the images that it is applied to.
         gray_scale_prob: share of the images that lose their colours.
@@ -25,6 +26,7 @@ class Augmentation:
 
     scale: tuple[PositiveFloat, PositiveFloat] = (0.9, 1.0)
     ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
+    hflip: ClosedUnitInterval = 0.0
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
     color_jitter_prob: ClosedUnitInterval = 0.0
     gray_scale_prob: ClosedUnitInterval = 0.0
@@ -34,7 +36,7 @@ class Augmentation:
     @property
     def changes_pixels(self) -> bool:
         """Whether anything but crops is asked for."""
-        return bool(self.color_jitter or self.gray_scale_prob or self.re_prob)
+        return bool(self.hflip or self.color_jitter or self.gray_scale_prob or self.re_prob)
 
     def check(self) -> None:
         """Raise UserError for ranges in the wrong order, and for a jitter without images or images without jitter."""

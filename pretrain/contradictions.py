@@ -112,8 +112,8 @@ def _check_decoding(config: Config) -> None:
         )
     if config.data.augmentation.changes_pixels:
         raise UserError(
-            "Of data.augmentation only crops can be used with data.decode device, no changed colours and no erasing.",
-            "Set data.decode to workers, or leave color_jitter, color_jitter_prob, gray_scale_prob and re_prob out.",
+            "Of data.augmentation only crops can be used with data.decode device: no mirroring, colours or erasing.",
+            "Set data.decode to workers, or leave hflip, color_jitter, gray_scale_prob and re_prob out.",
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt
 
-from probemb.cli.ranges import Dimensions
+from probemb.cli.ranges import Dimensions, Share
 
 if TYPE_CHECKING:
     from probemb.models import DualEncoder
@@ -32,6 +32,8 @@ class Towers:
             training data or above.
         word_vectors: a file in GloVe's text format that such a model's words start from; empty to leave them.
         image_weights: of an image tower from timm: "timm" for its default weights, another tag, or a file.
+        crop_pct: share of an image's shorter side that evaluation's centre crop keeps: 0.875 for 224 of 256 pixels;
+            empty for the pretrained run's, or 1.
         lock_image: freeze the image tower's trunk; its heads train.
     """
 
@@ -44,6 +46,7 @@ class Towers:
     vocabulary: str | None = None
     word_vectors: str | None = None
     image_weights: str | None = None
+    crop_pct: Share | None = None
     lock_image: bool = False
 
     DEFAULT_LAYERS: ClassVar[int | None] = None  # of a branch, if not create_model's own default
@@ -78,6 +81,7 @@ class Towers:
             head=self.head,
             pretrained=self.pretrained,
             image_weights=self.image_weights,
+            crop_pct=self.crop_pct,
             init_scale=getattr(loss, "scale", 1.0),
             init_shift=getattr(loss, "shift", 1.0),
             vocabulary=vocabulary_for(self.name, self.vocabulary, self.pretrained, data, texts),

@@ -90,6 +90,8 @@ class ModelOptions:
             tower that they were trained with.
         image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
             file (.safetensors, .pth) with a state dict of timm's; the preprocessing is then the weights' own.
+        crop_pct: side of the centre crop of evaluation, over the shorter side that images are resized to before, as
+            timm calls it: 0.875 for 224 of 256. None for that of `pretrained`, or 1.
     """
 
     embed_dim: int | None = None
@@ -118,6 +120,7 @@ class ModelOptions:
     composed_ranking: Literal["cosine", "density"] = "cosine"
     vocabulary: str | Path | Sequence[str] | None = None
     image_weights: str | None = None
+    crop_pct: float | None = None
     uncertainty: str = "branch"
 
     @property
@@ -199,7 +202,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "uncertainty_bias": o.uncertainty_bias,
             "pooling": {} if o.head in ("pie", "mlp") else dict(POOLING),
             "architecture": plain(config),
-            "preprocess": preprocess,
+            "preprocess": preprocess if o.crop_pct is None else {**preprocess, "crop_pct": o.crop_pct},
         },
         stock,
     )

@@ -305,11 +305,13 @@ class DualEncoder(nn.Module):
 
 def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in open_clip's PreprocessCfg. Raises ValueError: they are none."""
-    wanted = PreprocessCfg(**preprocess)
+    wanted = PreprocessCfg(**{key: value for key, value in preprocess.items() if key != "crop_pct"})
     both = (value if isinstance(value, list | tuple) else (value,) * 3 for value in (wanted.mean, wanted.std))
     mean, std = (tuple(map(float, value)) for value in both)
     if not (len(mean) == len(std) == 3 and all(map(math.isfinite, mean + std)) and min(std) > 0):
         raise ValueError(f"a mean of {mean} and a deviation of {std} in place of three numbers each")
+    if not 0 < preprocess.get("crop_pct", 1) <= 1:
+        raise ValueError(f"a crop_pct of {preprocess['crop_pct']}")
     return mean, std
 
 

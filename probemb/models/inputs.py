@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import AugmentationCfg, MaybeConvertMode, PreprocessCfg, image_transform_v2
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
+from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToTensor
 
 from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.image_loader import Images
@@ -45,6 +45,7 @@ class Augmentation:
 
     Attributes:
         scale: share of the image that a random crop keeps, from and to.
+        hflip: probability of a mirrored image.
         color_jitter: brightness, contrast, saturation, hue; applied with color_jitter_prob.
         gray_scale_prob: probability of dropping the colours.
         ratio: width by height of a crop, from and to; open_clip reads this and the rest with timm's transforms alone.
@@ -53,6 +54,7 @@ class Augmentation:
     """
 
     scale: tuple[float, float] = (0.9, 1.0)
+    hflip: float = 0.0
     color_jitter: tuple[float, float, float, float] | None = None
     color_jitter_prob: float | None = None
     gray_scale_prob: float | None = None
@@ -72,7 +74,9 @@ def create_transforms(model_or_config, augmentation: Augmentation = Augmentation
     """
     if reads_regions(_config(model_or_config).get("architecture")):
         return Transforms(as_they_are, as_they_are)
-    preprocess = PreprocessCfg(**_config(model_or_config)["preprocess"])
+    wanted = dict(_config(model_or_config)["preprocess"])
+    crop_pct = wanted.pop("crop_pct", None)
+    preprocess = PreprocessCfg(**wanted)
     with warnings.catch_warnings():  # open_clip calls colour options unused, although it has just used them
         warnings.filterwarnings("ignore", message="Unused augmentation")
         options = {key: getattr(augmentation, key) for key in ("color_jitter", "color_jitter_prob", "gray_scale_prob")}
@@ -80,11 +84,15 @@ def create_transforms(model_or_config, augmentation: Augmentation = Augmentation
     crop = train.transforms[0]
     if isinstance(crop, RandomResizedCrop):
         crop.ratio = augmentation.ratio
-    train, evaluate = (_without_floats(t, resize) for t in (train, image_transform_v2(preprocess, is_train=False)))
+    evaluate = image_transform_v2(replace(preprocess, resize_mode="shortest") if crop_pct else preprocess, False)
+    if crop_pct:
+        first = evaluate.transforms[0]
+        evaluate.transforms[0] = Resize(int(np.max(preprocess.size) / crop_pct), first.interpolation)
+    train, evaluate = (_without_floats(t, resize) for t in (train, evaluate))
+    more = [RandomHorizontalFlip(augmentation.hflip)] if augmentation.hflip else []
     if augmentation.re_prob:
-        erase = RandomErasing(augmentation.re_prob, augmentation.re_count, preprocess.mean, preprocess.std)
-        train = Compose([*train.transforms, erase])
-    return Transforms(train, evaluate)
+        more.append(RandomErasing(augmentation.re_prob, augmentation.re_count, preprocess.mean, preprocess.std))
+    return Transforms(Compose([*train.transforms, *more]), evaluate)
 
 
 def _without_floats(transform: Compose, resize: str) -> Compose:

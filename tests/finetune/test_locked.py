@@ -52,6 +52,8 @@ def test_features_are_kept_and_the_saved_model_reads_pixels(scenes, tmp_path, ca
         ({"model.lock_image": "false"}, "the tower is trained"),
         ({"mix.ratio": 0.5}, "no pixels that mix.ratio could change"),
         ({"augment.cutout": 0.2}, "no pixels that augment.cutout could change"),
+        ({"augment.hflip": 0.5}, "no pixels that augment.hflip could change"),
+        ({"augment.scale": "[0.5, 1.0]"}, "no pixels that augment.scale could change"),
         ({"model.n_unc_layers": 1}, "blocks of its own"),
     ],
 )

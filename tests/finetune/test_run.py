@@ -656,6 +656,7 @@ BAD = {
     "no evaluation batch": ({"engine.eval_batch_size": 0}, "eval_batch_size is 0", "from 1"),
     "share": ({"noise-ratio": 1.5}, "noise-ratio is 1.5", "from 0 to 1"),
     "size augment": ({"size-augment": -0.1}, "size-augment is -0.1", "from 0 to 1"),
+    "scale": ({"augment.scale": "[1.0, 0.5]"}, "augment.scale is 1 to 0.5", "smaller number first"),
     "smoothing": ({"mix.smoothing": 0.5}, "mix.smoothing is 0.5", "below 0.5"),
     "nothing to mix": ({"mix.mixup": 0, "mix.cutmix": 0}, "are both 0", "mix.ratio"),
     "negative mixup": ({"mix.mixup": -1}, "mix.mixup is -1", "from 0"),
@@ -738,6 +739,15 @@ def test_a_folder_of_something_else_and_a_locked_one_stay_as_they_are(scenes, tm
     with pytest.raises(UserError, match="holds something else"):
         run_here({"data.path": scenes, "out": tmp_path / "file"})
     assert [p.name for p in locked.iterdir()] == [".lock"]
+
+
+def test_mirrored_images_are_warned_of_and_train_another_model(scenes, tmp_path, capsys):
+    options = {"method": "vse", "data.path": scenes, **ONE_EPOCH, "augment.scale": "[0.9, 1.0]"}
+    for name, more in (("plain", {}), ("mirrored", {"augment.hflip": 1.0})):
+        assert run_here({**options, **more, "out": tmp_path / name}) == 0
+        told = capsys.readouterr().out
+        assert ("captions say left or right, which is wrong of a mirrored image" in told) == bool(more)
+    assert metrics(tmp_path / "plain") != metrics(tmp_path / "mirrored")
 
 
 def test_a_run_whose_checkpoints_were_removed_is_not_begun_again(scenes, tmp_path):

@@ -8,7 +8,9 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import CenterCrop, InterpolationMode, Resize
 
+from probemb.data.pixels import as_pixels
 from probemb.errors import UserError
 from probemb.models import (
     Augmentation,
@@ -16,7 +18,10 @@ from probemb.models import (
     create_model,
     create_tokenizer,
     create_transforms,
+    load_model,
+    save_model,
 )
+from probemb.models.dual_encoder import channel_statistics
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,42 @@ def test_augmentation_is_passed_on(model):
     colours = create_transforms(model, Augmentation(gray_scale_prob=1.0)).train(image)[:, 0, 0]
     assert torch.equal(colours, colours[:1].expand(3))
     assert create_transforms(model).train(image)[:, 0, 0].tolist() == [200, 30, 30]
+
+
+@pytest.mark.parametrize("resize", ["pil", "tensor"])
+def test_mirrored_images_come_from_the_same_crops(model, resize):
+    image = Image.effect_noise((70, 50), 80).convert("RGB")
+
+    def batch(hflip):
+        transform = create_transforms(model, Augmentation(scale=(0.08, 1.0), hflip=hflip), resize).train
+        torch.manual_seed(0)
+        first = transform(image)
+        return first, torch.stack([transform(image) for _ in range(60)])
+
+    assert torch.equal(batch(1.0)[0], batch(0.0)[0].flip(-1))
+    shared = batch(1e-9)[1]  # the same draws, and none mirrored
+    mirrored = (batch(0.5)[1] == shared.flip(-1)).flatten(1).all(1)
+    assert 15 < mirrored.sum() < 45
+    assert torch.equal(batch(0.5)[1][~mirrored], shared[~mirrored])
+
+
+@pytest.mark.parametrize("resize", ["pil", "tensor"])
+def test_a_model_keeps_the_share_that_its_centre_crop_has(resize, tmp_path):
+    model = create_model("ViT-Micro-32", crop_pct=0.8)
+    save_model(model, tmp_path / "model")
+    image = Image.effect_noise((90, 60), 80).convert("RGB")
+    expected = as_pixels(CenterCrop(32)(Resize(40, InterpolationMode.BICUBIC)(image)))
+    for one in (
+        model,
+        load_model(tmp_path / "model").model,
+        create_model("ViT-Micro-32", pretrained=tmp_path / "model"),
+    ):
+        found = create_transforms(one, resize=resize).evaluate(image)
+        assert (found.int() - expected.int()).abs().max() <= (0 if resize == "pil" else 2)
+    config = model.config
+    config["preprocess"]["crop_pct"] = 0
+    with pytest.raises(ValueError, match="a crop_pct of 0"):
+        channel_statistics(config["preprocess"])
 
 
 def test_tokens_are_open_clips(model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 
-from finetune.config import Config
+from finetune.config import Config, with_method_file
 from finetune.loading.pair_loader import PairLoader
 from finetune.methods.registry import METHODS
 from finetune.pair_feed import PairFeed
@@ -14,7 +14,7 @@ from pretrain.stream.stream import Stream
 from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captions
 from probemb.data.shards.index import Shard
-from probemb.models import create_model, create_tokenizer, create_transforms
+from probemb.models import Augmentation, create_model, create_tokenizer, create_transforms
 from tests.world import captioned  # noqa: F401 - fixture
 
 BATCH = 12
@@ -57,6 +57,16 @@ def test_pixels_are_those_of_open_clip_and_differ_by_rounding_from_torchs(model,
         assert 0 < (ours.images.int() - other.images.int()).abs().max() <= 8  # of drawn edges
         for one in (other, expected):
             assert torch.equal(ours.pair_index, one.pair_index)
+
+
+@pytest.mark.parametrize("name", ["vsepp", "vse0", "prob-vsepp"])
+def test_vsepps_recipes_crop_and_mirror_as_published(model, captioned, name):  # noqa: F811
+    data = find_captions(captioned, None)
+    config = parse_config(Config, "test", "", with_method_file([f"--method={name}", "--data.path=x"]))
+    assert config.model.crop_pct == 224 / 256
+    transform = prepare_inputs(config, [model], data, None, None)[2].train
+    expected = create_transforms(model, Augmentation(scale=(0.08, 1.0), hflip=0.5), "tensor").train
+    assert repr(transform) == repr(expected)
 
 
 def test_workers_change_nothing_and_pixels_keep_the_decoders_order(model, captioned):  # noqa: F811
@@ -105,8 +115,6 @@ def test_augmentation_is_that_of_normalised_floats(model, captioned, words):  # 
 
 def test_the_baseline_without_training_reads_pils_pixels():
     """Its figures stand beside those of open_clip and CLIP_benchmark."""
-    from finetune.config import with_method_file
-
     resolved = {
         name: parse_config(Config, "test", "", with_method_file([f"--method={name}"])).data.resize for name in METHODS
     }
