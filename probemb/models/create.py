@@ -252,6 +252,8 @@ def _set_embed_dim(config: dict, name: str, o: ModelOptions, source: DualEncoder
                 "Leave embed_dim out, or choose head 'gpo', which has a projection of its own.",
             )
         config["embed_dim"] = o.embed_dim
+        if not config["text_cfg"].get("projection", True):  # the states of a GRU in one direction are the embedding
+            config["text_cfg"]["hidden"] = o.embed_dim
 
 
 def _starting_point(

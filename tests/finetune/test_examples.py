@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import finetune
 from finetune.config import Config, check, with_method_file
 from finetune.methods import METHODS
+from finetune.recipe import make_schedule
 from probemb.cli.configuration import parse_config
 from probemb.models.architectures import architecture
-from probemb.models.heads import HeadConfig
-from probemb.models.towers.word_gru import GRUShape, WordGRU
 
 EXAMPLES = sorted((Path(finetune.__file__).parent / "examples").glob("*.yaml"))
 
@@ -52,11 +53,25 @@ def test_the_scenes_are_finetuned_with_the_losses_of_pretraining():
 def test_recipes_are_complete_and_accepted(path):
     config = parse_config(Config, "", "", with_method_file(["--config", str(path), "--data.path=x"]))
     check(config)
-    assert architecture(config.model.name)
-    head = HeadConfig(config.model.head, config.model.embed_dim)
-    shape = architecture(config.model.name)["text_cfg"]
-    shape.pop("tower")
-    assert WordGRU(["a"], 1, head, GRUShape(**shape)).mean_head is not None  # its sizes fit the embedding's
+    of_method = METHODS[config.method].model_options(config)
+    with torch.device("meta"):  # its sizes fit each other's
+        model = replace(config.model, image_weights=None).create([], config.loss, ["word"], **of_method)
+    text = architecture(config.model.name)["text_cfg"]
+    if path.stem.endswith("-double"):
+        twice = 2 * architecture(config.model.name)["embed_dim"]
+        assert model.config["embed_dim"] == twice
+        assert text.get("projection", True) or model.text.shape.hidden == twice == 2 * text["hidden"]
+
+
+def test_fine_tuned_models_train_the_image_tower_in_the_last_15_epochs_at_a_tenth():
+    for words in (["--method=vsepp"], [f"--config={RECIPES[0].with_name('prob-vsepp-ft.yaml')}"]):
+        config = parse_config(Config, "", "", with_method_file(words))
+        schedule = make_schedule(config, 1, 10)
+        samples = [epoch * schedule.epoch_samples + 1 for epoch in range(45)]
+        rates = [schedule.factor(at, image_backbone=True) for at in samples]
+        assert rates == pytest.approx([0] * 30 + [0.1] * 15)
+        assert [schedule.factor(at) for at in samples] == pytest.approx([1] * 15 + [0.1] * 30)
+        assert not any(map(schedule.frozen, samples[30:]))
 
 
 def test_pcmes_recipes_are_the_papers():
