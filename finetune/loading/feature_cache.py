@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
@@ -23,7 +23,10 @@ import torch
 
 from probemb import distributed
 from probemb.cli.progress import progress
+from probemb.data.boxes.geometry import Box
 from probemb.data.captions.find import CaptionDataset
+from probemb.data.compositions.crops import Crop, CroppedImages
+from probemb.data.compositions.dataset import Compositions
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches, Images, image_digest
 from probemb.errors import UserError
@@ -41,6 +44,7 @@ class CachedImages(Images):
     rows: np.memmap
     sums: list[int]
     failures: dict[int, str] = field(default_factory=dict)
+    crops: dict[Crop, int] = field(default_factory=dict)  # rows behind those of the whole images
 
     def open(self, index: int) -> torch.Tensor:
         """The features of one image. Raises BadSample; UserError: they are not those that were written."""
@@ -51,6 +55,10 @@ class CachedImages(Images):
             place = Path(self.rows.filename).parent
             raise UserError(f"The features in {place} have changed since they were written.", _delete(place))
         return torch.from_numpy(row)
+
+    def part(self, index: int, box: Box | None) -> torch.Tensor:
+        """The features of a part of an image, or of all of it. Raises as `open`."""
+        return self.open(index if box is None else self.crops[Crop(index, box)])
 
 
 def _delete(place: Path) -> str:
@@ -64,7 +72,7 @@ def unchanged(row: torch.Tensor) -> torch.Tensor:
 
 def cache_features(
     networks: Sequence[DualEncoder],
-    dataset: CaptionDataset,
+    dataset: CaptionDataset | Compositions,
     folder: str | Path,
     resize: str = "pil",
     *,
@@ -72,12 +80,13 @@ def cache_features(
     batch_size: int = 64,
     workers: int = 0,
     failure_share: float = 0.05,
-) -> CaptionDataset:
-    """The same images and captions with features instead of pixels; collective.
+) -> CaptionDataset | Compositions:
+    """The same images, with their captions or concepts, with features instead of pixels; collective.
 
     The first process computes missing features, with progress, while the others wait.
 
     Args:
+        dataset: of `Compositions`, what image queries are cut from has features of its own.
         networks: models with equal, frozen image trunks; their image towers read features from now on.
         resize: who resizes the images, "tensor" or "pil"; as for evaluation, without random crops.
         device: computes the features; the first network's image tower is moved there.
@@ -94,8 +103,13 @@ def cache_features(
     height, width = tower.image_size
     for network in networks:
         network.image_tower.feature_layout = None
+    crops = {crop: None for one in getattr(dataset, "crops", ()) for crop in one if crop.box is not None}
+    crops = {crop: len(dataset) + row for row, crop in enumerate(crops)}
+    images = dataset.images
+    if crops:
+        images = CroppedImages.of(images, [*(Crop(index, None) for index in range(len(dataset))), *crops])
     layout = tower.layout(torch.linspace(-1, 1, 6 * height * width, device=device).view(2, 3, height, width))
-    key, *others = (cache_key(network, layout, dataset.images, resize) for network in networks)
+    key, *others = (cache_key(network, layout, dataset.images, resize, crops) for network in networks)
     if any(other != key for other in others):
         raise UserError(
             "The method's networks have different image towers, so their features cannot be shared.",
@@ -105,7 +119,7 @@ def cache_features(
     failure = None
     if distributed.is_main() and not (place / ABOUT).is_file():
         transform = create_transforms(networks[0], resize=resize).evaluate
-        batches = ImageBatches(dataset.images, transform, batch_size, workers, failure_share, "data.failure_share")
+        batches = ImageBatches(images, transform, batch_size, workers, failure_share, "data.failure_share")
         try:
             _compute(tower, layout, batches, place, device)
         except UserError as error:
@@ -113,16 +127,19 @@ def cache_features(
         except OSError as error:
             failure = UserError(
                 f"The features cannot be kept in {place} ({error.strerror or error}).",
-                f"They take {len(dataset) * layout.width * 2 / 1e9:.2f} GB: make room, or name another folder with "
+                f"They take {len(images) * layout.width * 2 / 1e9:.2f} GB: make room, or name another folder with "
                 "data.cache_features.",
             )
     distributed.agree(failure)
     for network in networks:
         network.image_tower.feature_layout = layout
-    return replace(dataset, located=_open(place, layout, dataset.images))
+    cached = _open(place, layout, dataset.images, crops)
+    return replace(dataset, **{"images" if isinstance(dataset, Compositions) else "located": cached})
 
 
-def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images, resize: str) -> str:
+def cache_key(
+    model: DualEncoder, layout: FeatureLayout, images: Images, resize: str, crops: Iterable[Crop] = ()
+) -> str:
     """A digest of everything that the features depend on."""
     digest = hashlib.sha256()
     config = model.config
@@ -135,6 +152,8 @@ def cache_key(model: DualEncoder, layout: FeatureLayout, images: Images, resize:
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     for place in images.places:
         digest.update(f"|{place.name}|{image_digest(place)}".encode("utf-8", "surrogateescape"))
+    for image, box in crops:
+        digest.update(f"|{image}|{box}".encode())
     return digest.hexdigest()[:32]
 
 
@@ -175,7 +194,7 @@ def _compute(tower, layout: FeatureLayout, batches: ImageBatches, place: Path, d
     replace_text(place / ABOUT, json.dumps(about) + "\n")
 
 
-def _open(place: Path, layout: FeatureLayout, images: Images) -> CachedImages:
+def _open(place: Path, layout: FeatureLayout, images: Images, crops: dict[Crop, int]) -> CachedImages:
     try:
         about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
         failures = {int(i): str(reason) for i, reason in about["failures"].items()}
@@ -183,9 +202,9 @@ def _open(place: Path, layout: FeatureLayout, images: Images) -> CachedImages:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place / ABOUT} does not describe cached features.", _delete(place)) from error
     size = os.path.getsize(place / FEATURES) if (place / FEATURES).is_file() else -1
-    if (n, width) != (len(images), layout.width) or size != 2 * n * width:
-        raise UserError(f"{place} does not hold the features of {len(images)} images.", _delete(place))
+    if (n, width) != (len(images) + len(crops), layout.width) or size != 2 * n * width:
+        raise UserError(f"{place} does not hold the features of {len(images) + len(crops)} images.", _delete(place))
     rows = np.memmap(place / FEATURES, np.float16, "r", shape=(n, width))
     return CachedImages(
-        places=images.places, source=images.source, bad=images.bad, rows=rows, sums=sums, failures=failures
+        places=images.places, source=images.source, bad=images.bad, rows=rows, sums=sums, failures=failures, crops=crops
     )

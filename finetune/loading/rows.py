@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from probemb.data.boxes.geometry import Box
-from probemb.data.compositions.crops import cropped
 from probemb.data.failures import BadSample
 from probemb.data.image_loader import Images
 from probemb.data.pixels import empty_stack
@@ -94,9 +93,9 @@ class Rows(ABC, Generic[Row, Batch]):
     def image(self, index: int, *seeds: int, box: Box | None = None) -> torch.Tensor:
         """An image, or a part of it, transformed; the transform's random numbers are a function of the seeds."""
         try:
-            found = self.images.open(index)
+            found = self.images.part(index, box)
             seed_all(number_of(_TRANSFORM, self.seed, *seeds))
-            return self._apply(self.transform, found if box is None else cropped(found, box))
+            return self._apply(self.transform, found)
         except BadSample as error:
             raise Unusable(self.images.places[index].name, str(error)) from None
 

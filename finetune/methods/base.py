@@ -247,7 +247,6 @@ def composing_problems(config: Config, composes: bool, those: str) -> Iterator[U
     for name, used in (
         ("noise_ratio", config.noise_ratio),
         ("size_augment", config.size_augment),
-        ("data.cache_features", config.data.cache_features is not None),
         ("data.positives", config.data.positives != "image"),
         ("ranking", config.ranking is not None),
     ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,8 @@ from probemb.errors import UserError
 if TYPE_CHECKING:
     import torch
     from PIL import Image
+
+    from probemb.data.boxes.geometry import Box
 
 
 class Place(NamedTuple):
@@ -62,6 +65,21 @@ class Images:
     def open(self, index: int) -> Image.Image:
         """Decode one image to RGB. Raises BadSample."""
         return decode_image(read_place(self.places[index]), self.draft, exif=self.exif)
+
+    def part(self, index: int, box: Box | None) -> Image.Image:
+        """The part of an image in a box of its stored pixels; None for all of it. Raises BadSample."""
+        return cropped(self.open(index), box)
+
+
+def cropped(image: Image.Image, box: Box | None) -> Image.Image:
+    """The crop in whole pixels, all that the box touches. Raises BadSample: the box does not lie in the image."""
+    if box is None:
+        return image
+    left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
+    right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))
+    if right <= left or bottom <= top:
+        raise BadSample(f"the box {tuple(round(at) for at in box)} lies outside of its {image.width}x{image.height}")
+    return image.crop((left, top, right, bottom))
 
 
 def read_place(place: Place) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from probemb.data.compositions.crops import cropped
 from probemb.data.compositions.find import find_compositions
+from probemb.data.image_loader import cropped
 from probemb.errors import UserError
 from probemb.models import create_model, load_model, save_model
 from tests.data.compositions.fashion import write_fashion200k

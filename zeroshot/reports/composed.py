@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from probemb.data.compositions.crops import cropped
 from probemb.data.compositions.dataset import Compositions
 from probemb.data.compositions.queries import KINDS, Part, Query
 from probemb.data.failures import BadSample
@@ -128,7 +127,7 @@ def _part(data: Compositions, part: Part) -> dict:
     if not part.is_image:
         return {"text": part.text, "src": "", "note": ""}
     try:
-        picture = cropped(data.images.open(part.image), part.box)
+        picture = data.images.part(part.image, part.box)
     except BadSample:
         return {"text": f"(an image of {data.concepts[part.concept]})", "src": "", "note": ""}
     return {"text": "", "src": thumbnail(picture, SIDE), "note": data.concepts[part.concept]}

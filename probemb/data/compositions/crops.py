@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from probemb.data.boxes.geometry import Box
 from probemb.data.compositions.holdings import among
-from probemb.data.failures import BadSample
-from probemb.data.image_loader import Images
+from probemb.data.image_loader import Images, Place
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,22 +60,24 @@ class CroppedImages(Images):
     """Crops as images: place i is that of the image which crop i is cut from.
 
     Attributes:
-        boxes: for each place a box in its image's stored pixels, or None.
+        whole: the images that they are cut from.
+        crops: an image of `whole` for each place, and a box in its stored pixels, or None.
     """
 
-    boxes: list[Box | None]
+    whole: Images
+    crops: list[Crop]
+
+    @staticmethod
+    def of(images: Images, crops: Iterable[Crop]) -> CroppedImages:
+        """The crops of these images, each with a name."""
+        crops = list(crops)
+        places = [_named(images.places[image], box) for image, box in crops]
+        return CroppedImages(places=places, source=images.source, whole=replace(images, draft=None), crops=crops)
 
     def open(self, index: int) -> Image.Image:
         """Decode one image and cut the crop out. Raises BadSample."""
-        return cropped(super().open(index), self.boxes[index])
+        return self.whole.part(*self.crops[index])
 
 
-def cropped(image: Image.Image, box: Box | None) -> Image.Image:
-    """The crop in whole pixels, all that the box touches. Raises BadSample: the box does not lie in the image."""
-    if box is None:
-        return image
-    left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
-    right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))
-    if right <= left or bottom <= top:
-        raise BadSample(f"the box {tuple(round(at) for at in box)} lies outside of its {image.width}x{image.height}")
-    return image.crop((left, top, right, bottom))
+def _named(place: Place, box: Box | None) -> Place:
+    return place if box is None else place._replace(name=f"{place.name} {tuple(round(at) for at in box)}")

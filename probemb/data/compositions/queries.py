@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -83,11 +82,5 @@ def query_parts(images: Images, queries: Sequence[Query]) -> QueryParts:
         ]
         for query in queries
     ]
-    plain = {name: value for name, value in vars(replace(images, bad=[], draft=None)).items() if name != "places"}
-    places = [_named(images.places[crop.image], crop.box) for crop in crops]
-    table = CroppedImages(places=places, boxes=[crop.box for crop in crops], **plain)
+    table = CroppedImages.of(images, crops)
     return QueryParts(table, list(texts), np.array(rows, dtype=np.int64).reshape(len(queries), -1))
-
-
-def _named(place, box: Box | None):
-    return place if box is None else place._replace(name=f"{place.name} {tuple(round(at) for at in box)}")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from probemb.data.compositions import Compositions, query_parts
-from probemb.data.compositions.crops import Crops, cropped
+from probemb.data.compositions.crops import Crops
 from probemb.data.compositions.holdings import Holdings
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import Images, Place
+from probemb.data.image_loader import Images, Place, cropped
 from probemb.data.randomness import stream_of
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from finetune.config import Config, with_method_file
 from finetune.config import Optimizer as Rates
+from finetune.loading.feature_cache import cache_features, unchanged
 from finetune.loading.tuple_loader import TupleLoader
 from finetune.methods.registry import METHODS
 from finetune.network import Network
@@ -226,6 +227,36 @@ def test_it_resumes_exactly(run, drawn, tmp_path):
     assert run_here({**given, "resume": True}) == 0
     ours, theirs = (load_model(one).model.state_dict() for one in (out, run))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_kept_features_are_those_of_images_and_of_what_queries_are_cut_from(drawn, tmp_path):
+    data = find_compositions(drawn, "train")
+    model = create_model("ViT-Micro-32", n_unc_layers=0)
+    settings = create_tokenizer(model), BATCH
+    pixels = next(TupleLoader(data, create_transforms(model).evaluate, *settings).epoch(0))
+    with torch.no_grad():
+        expected = model.encode_image(pixels.images).mean
+    cached = cache_features([model], data, tmp_path)
+    rows = next(TupleLoader(cached, unchanged, *settings).epoch(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode_image(rows.images).mean, expected, rtol=0, atol=2e-3)
+    assert all(torch.equal(a, b) for a, b in zip(rows[1:], pixels[1:]))
+    boxes = {crop for one in data.crops for crop in one if crop.box}
+    assert len(cached.images.rows) == len(data) + len(boxes) > 2 * len(data)
+
+
+@pytest.mark.slow
+def test_it_trains_on_kept_features_and_the_saved_model_reads_pixels(drawn, tmp_path):
+    locked = {"model.lock_image": True, "model.n_unc_layers": 0, "data.cache_features": tmp_path / "features"}
+    assert run_here({"method": "mpc", **options(drawn, tmp_path / "run", **locked, epochs=1)}) == 0
+    (told,) = (line["r_precision"] for line in lines(tmp_path / "run") if "r_precision" in line)
+    loaded, data = load_model(tmp_path / "run"), find_compositions(drawn, "val")
+    embedder = Embedder(
+        loaded.model.eval(), loaded.tokenizer, create_transforms(loaded.model, resize="tensor").evaluate
+    )
+    gallery, queries = embedder.images(data.images), embed_queries(embedder, data, data.sampled_queries(60))
+    found = measure_composed(gallery, data, queries, "density")["all"]["r_precision"]
+    assert 100 * found == pytest.approx(told, abs=1)  # features are float16
 
 
 @pytest.mark.parametrize(

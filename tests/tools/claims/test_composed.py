@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.methods.registry import METHODS
-from probemb.data.compositions.crops import Crops, cropped
+from probemb.data.compositions.crops import Crops
 from probemb.data.compositions.shards import read_concept_shards
+from probemb.data.image_loader import cropped
 from probemb.errors import UserError
 from probemb.evaluation.composed import embed_queries, measure_composed
 from probemb.evaluation.embedding import Embedder

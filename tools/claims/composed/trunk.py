@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from probemb.cli.progress import progress
-from probemb.data.compositions.crops import cropped
 from probemb.data.compositions.dataset import Compositions
+from probemb.data.image_loader import cropped
 from probemb.data.randomness import stream_of
 from probemb.files import replace_file
 from probemb.models import DualEncoder, create_transforms

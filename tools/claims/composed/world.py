@@ -202,10 +202,7 @@ def keep_features(
         if digest in held:
             return Kept(held[digest], place)
     tell(f"features of {len(data):,} images and {len(parts) - len(data):,} crops in {file}")
-    images = CroppedImages(
-        places=[data.images.places[crop.image] for crop in parts], boxes=[crop.box for crop in parts],
-        source=data.images.source, exif=data.images.exif,
-    )  # fmt: skip
+    images = CroppedImages.of(data.images, parts)
     batches, found = ImageBatches(images, create_transforms(model).evaluate, FORWARD, max_bad=0.0), []
     with torch.inference_mode(), progress("features", len(parts)) as advance:
         for pixels in batches:
