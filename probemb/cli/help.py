@@ -35,7 +35,7 @@ def print_help(parser: ArgumentParser, common: Sequence[str] | None = None) -> N
         lines += textwrap.wrap(paragraph, width, subsequent_indent="    " if paragraph[0] == " " else "")
     lines.append("")
     for name in names:
-        said = textwrap.wrap(_describe(options[name]), max(30, width - left))
+        said = textwrap.wrap(_describe(options[name]), max(30, width - left)) or [""]
         lines += [f"  --{name}".ljust(left) + said[0], *(" " * left + line for line in said[1:])]
     more = f"lists {len(options) - len(names)} more options" if common else "says more, and has the types"
     lines += ["", f"{HELP_ALL} {more}. Every option can stand in the file as a key."]
@@ -45,4 +45,4 @@ def print_help(parser: ArgumentParser, common: Sequence[str] | None = None) -> N
 def _describe(action: argparse.Action) -> str:
     default = action.default
     shown = default not in (None, False, "", [], argparse.SUPPRESS) and "==" not in str(default)
-    return re.split(r"; (?![^(]*\))", action.help)[0].rstrip(".") + (f" ({default})" if shown else "")
+    return re.split(r"; (?![^(]*\))", action.help or "")[0].rstrip(".") + (f" ({default})" if shown else "")
