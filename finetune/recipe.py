@@ -223,7 +223,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, sam
 class WeightAverage:
     """The mean of the weights of all networks and the loss over the updates (SWA). Source: PCME++ §B.3.
 
-    A copy in evaluation mode. Towers have no batch statistics to recompute; composers that have some are refused.
+    A copy in evaluation mode. Models whose batch norms have statistics to recompute are refused.
     """
 
     def __init__(self, model: DualEncoder, loss_module: nn.Module | None = None, second: DualEncoder | None = None):

@@ -162,6 +162,12 @@ def make_networks(config: Config, earlier: Path | None, say, texts=None) -> list
                 **method.model_options(config),
             )
         )
+        if networks[-1].batch_statistics and config.swa_epochs:
+            raise UserError(
+                f"The batch norms of {config.model.name} normalise by the batch in training, and averaged weights "
+                f"(swa_epochs is {config.swa_epochs}) would need other statistics.",
+                "Set swa_epochs to 0, or model.batch_norm to frozen.",
+            )
         if config.model.word_vectors and not earlier:
             say(f"words   {fill_word_vectors(networks[-1], config.model.word_vectors)}")
         elif not (earlier or config.model.pretrained) and reads_vectors(networks[-1].config["architecture"]):

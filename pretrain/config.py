@@ -26,6 +26,7 @@ from probemb.cli.ranges import (
     Workers,
 )
 from probemb.cli.towers import Towers
+from probemb.errors import UserError
 
 if TYPE_CHECKING:
     from probemb.models import DualEncoder
@@ -291,4 +292,11 @@ class Config:
         freeze_backbones(model, *locks)
         check_frozen(model, *locks)
         check_masks(self, model)
+        if model.batch_statistics and (self.engine.accumulation > 1 or self.ema.half_life_samples):
+            raise UserError(
+                f"The batch norms of {m.name} normalise by the whole batch in training: it cannot be cut into "
+                f"engine.accumulation {self.engine.accumulation} parts, and their statistics are not those of averaged "
+                "weights (ema).",
+                "Set engine.accumulation to 1 and ema.half_life_samples to 0, or model.batch_norm to frozen.",
+            )
         return model

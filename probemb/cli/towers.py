@@ -35,6 +35,8 @@ class Towers:
         crop_pct: share of an image's shorter side that evaluation's centre crop keeps: 0.875 for 224 of 256 pixels;
             empty for the pretrained run's, or 1.
         lock_image: freeze the image tower's trunk; its heads train.
+        batch_norm: statistics that batch norms normalise by in training: batch (of all ranks), frozen (the stored ones)
+            or auto: batch in a tower that starts from random weights, frozen in a pretrained one.
     """
 
     name: str = "ViT-B-16"
@@ -48,6 +50,7 @@ class Towers:
     image_weights: str | None = None
     crop_pct: Share | None = None
     lock_image: bool = False
+    batch_norm: Literal["auto", "batch", "frozen"] = "auto"
 
     DEFAULT_LAYERS: ClassVar[int | None] = None  # of a branch, if not create_model's own default
 
@@ -82,6 +85,7 @@ class Towers:
             pretrained=self.pretrained,
             image_weights=self.image_weights,
             crop_pct=self.crop_pct,
+            batch_norm=self.batch_norm,
             init_scale=getattr(loss, "scale", 1.0),
             init_shift=getattr(loss, "shift", 1.0),
             vocabulary=vocabulary_for(self.name, self.vocabulary, self.pretrained, data, texts),

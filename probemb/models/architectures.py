@@ -65,7 +65,7 @@ def architecture(name: str, image_size: int | None = None) -> dict:
     if image_size is not None:
         if reads_regions(config):
             raise UserError(f"{name} reads regions, which have no image_size.", "Leave image_size out.")
-        patch_size = config["vision_cfg"].get("patch_size", 1)
+        patch_size = config["vision_cfg"].get("patch_size") or 1  # a ResNet has null
         if image_size < patch_size:
             raise UserError(
                 f"An image of {image_size} pixels is smaller than one patch of {name} ({patch_size} pixels).",

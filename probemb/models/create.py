@@ -92,6 +92,9 @@ class ModelOptions:
             file (.safetensors, .pth) with a state dict of timm's; the preprocessing is then the weights' own.
         crop_pct: side of the centre crop of evaluation, over the shorter side that images are resized to before, as
             timm calls it: 0.875 for 224 of 256. None for that of `pretrained`, or 1.
+        batch_norm: statistics that batch norms normalise by in training: "batch" (of all ranks, which update the stored
+            ones), "frozen" (the stored ones), or "auto": batch in a tower that starts from random weights, frozen in a
+            pretrained one, its uncertainty branch included.
     """
 
     embed_dim: int | None = None
@@ -122,6 +125,7 @@ class ModelOptions:
     image_weights: str | None = None
     crop_pct: float | None = None
     uncertainty: str = "branch"
+    batch_norm: Literal["auto", "batch", "frozen"] = "auto"
 
     @property
     def branch_layers(self) -> int | tuple[int, int]:
@@ -209,6 +213,9 @@ def create_model(name: str, **options) -> DualEncoder:
     if source is not None:
         fill_from_model(model, source, o.pretrained)
     _start_scalars(model, o, source)
+    for tower, weights in ((model.visual, o.pretrained or o.image_weights), (model.text, o.pretrained)):
+        if o.batch_norm == "batch" or (o.batch_norm == "auto" and not weights):
+            tower.use_batch_statistics()
     model.set_grad_checkpointing(o.grad_checkpointing)
     return model
 

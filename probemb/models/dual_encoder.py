@@ -223,6 +223,11 @@ class DualEncoder(nn.Module):
         return "image" if tower == "visual" else "text"
 
     @property
+    def batch_statistics(self) -> bool:
+        """Whether batch norms normalise by the batch in training, see `Encoder.use_batch_statistics`."""
+        return self.visual.batch_statistics or self.text.batch_statistics
+
+    @property
     def config(self) -> dict:
         """What `DualEncoder(config)` needs to build this model again; plain JSON types, a fresh copy."""
         return deepcopy(self._config)

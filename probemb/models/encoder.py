@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from probemb import distributed
 from probemb.data.pixels import normalize
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
@@ -113,6 +114,7 @@ class Encoder(nn.Module):
         covariance: what becomes of the predicted log-variances.
         feature_layout: set where features that were computed before come in place of inputs; see `features.py`.
         required_parts: at most so many of an input's parts may not be dropped; see `parts.py`.
+        batch_statistics: whether batch norms normalise by the batch in training, see `use_batch_statistics`.
     """
 
     mean_head: nn.Module | None
@@ -121,6 +123,8 @@ class Encoder(nn.Module):
     pooled_width: int
     feature_layout: FeatureLayout | None = None
     required_parts: int = 0
+    batch_statistics: bool = False
+    _updating: bool = False
     covariance: Covariance = Covariance()
     normalization: tuple[Sequence[float], Sequence[float]] | None = None
 
@@ -169,15 +173,45 @@ class Encoder(nn.Module):
         return at_least_float32(pooled_BP)
 
     def train(self, mode: bool = True) -> Encoder:
-        """Training or evaluation mode, except for batch norms, which always use their stored statistics.
-
-        A batch's own statistics would differ between one process and several; their weights and biases do train.
+        """Training or evaluation mode, except for batch norms, which use their stored statistics; their weights and
+        biases do train. See `use_batch_statistics` for the other kind of training.
         """
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
         return self
+
+    def use_batch_statistics(self) -> None:
+        """Normalise by the whole batch of all ranks in training, and update the stored statistics from it.
+
+        For towers with random weights, whose stored statistics (0 and 1) are of no data. Frozen norms keep theirs.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.register_forward_pre_hook(self._normalize_by_batch)
+                self.batch_statistics = True
+
+    def _normalize_by_batch(self, norm: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
+        """The input of a norm in evaluation mode, scaled and shifted so that the batch's statistics normalise it.
+
+        The stored ones are updated in `forward` alone, not when blocks are computed again for their gradient, and never
+        by NaN or Inf, which a skipped step must not leave behind.
+        """
+        if not (self.training and all(p.requires_grad for p in norm.parameters())):
+            return None
+        (x,) = inputs
+        mean, var, n = batch_moments(at_least_float32(x))
+        if self._updating:
+            with torch.no_grad():
+                norm.num_batches_tracked += 1
+                for name, new in (("running_mean", mean), ("running_var", var * n / (n - 1))):
+                    stored = getattr(norm, name)  # not changed in place: an earlier call may need it for its gradient
+                    setattr(norm, name, stored.lerp(torch.where(new.isfinite(), new, stored), norm.momentum))
+        scale = ((norm.running_var + norm.eps) / (var + norm.eps)).sqrt()
+        shift = norm.running_mean - mean * scale
+        shape = (-1, *[1] * (x.ndim - 2))
+        return (x * scale.view(shape) + shift.view(shape)).to(x.dtype)
 
     def normalized(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, 3, H, W) as the trunk reads them, in its `dtype`: uint8 is normalised here, floats already are."""
@@ -216,7 +250,9 @@ class Encoder(nn.Module):
                 head than PIE; parts of cached features.
             UserError: parts of inputs that the tower reads as a whole.
         """
+        self._updating = True
         mean_features, unc_features = self._features(inputs, kept)
+        self._updating = False
         if token_mask is not None:
             if not getattr(self.mean_head, "reads_tokens", False):
                 raise ValueError("these heads read the pooled features alone, so they take no token_mask")
@@ -284,6 +320,18 @@ class Encoder(nn.Module):
     ) -> Encoded:
         """`forward`, as an `Encoded`."""
         return Encoded.of(self(inputs, token_mask, want_tokens, want_features, kept))
+
+
+def batch_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance (C,) of every channel of (B, C, …) over the batches of all ranks, with gradient, and the number
+    of elements of a channel. Ranks may have different numbers of items.
+    """
+    var, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
+    n = torch.full_like(mean, x.numel() // len(mean))
+    mean_WC, var_WC, n_WC = distributed.gather(torch.stack([mean, var, n])[None]).unbind(1)
+    share_WC = n_WC / n_WC.sum(0)
+    mean = (share_WC * mean_WC).sum(0)
+    return mean, (share_WC * (var_WC + (mean_WC - mean).square())).sum(0), n_WC.sum(0)
 
 
 def l2_normalize(x: Tensor) -> Tensor:

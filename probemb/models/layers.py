@@ -33,7 +33,7 @@ def freeze_backbones(
 ) -> bool:
     """Freeze or thaw the image tower, and the text tower, without what starts from random weights.
 
-    Batch norms always use their stored statistics (`Encoder.train`), so these are as frozen as the rest.
+    Frozen batch norms keep their stored statistics (`Encoder.use_batch_statistics`).
 
     Args:
         image, text: whether the tower's pretrained part (`Encoder.is_pretrained`) is frozen from now on.

@@ -1,10 +1,12 @@
 """The loop itself: ranks against one process, labels of mixed images, averaging, freezing, NaN."""
 
 import gc
+import json
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -70,7 +72,8 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
     size = {} if config.model.head == "clip" else {"embed_dim": 8}
     networks = [
         create_model(
-            "ViT-Micro-32", head=config.model.head, init_scale=5, init_shift=5, **method.model_options(config), **size,
+            config.model.name, head=config.model.head, init_scale=5, init_shift=5, **size,
+            **method.model_options(config),
         )
         for _ in range(method.networks)
     ]  # fmt: skip
@@ -167,6 +170,22 @@ def test_ranks_equal_one_process(world, few, alone):
             for key, value in weights.items():
                 np.testing.assert_allclose(state[key], value, rtol=0, atol=2e-7, err_msg=f"{name} {key}")
             assert ("aside" in " ".join(state)) == ("jwae" in name)
+
+
+def test_batch_norms_of_two_ranks_equal_one_process(few, tmp_path):
+    """Their stored statistics, which the checkpoints hold, among the weights."""
+    vision = {"layers": [1, 1, 1, 1], "width": 8, "head_width": 16, "image_size": 32}
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    (tmp_path / "small-rn.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    open_clip.add_model_config(tmp_path / "small-rn.json")
+    args = few, ["vse"], ["--model.name=small-rn", "--size-augment=0"]
+    (alone,) = run_ranks(1, trained, *args)
+    losses, weights = alone["vse"]
+    assert np.abs(weights["model.visual.bn1.running_mean"]).max() > 1e-3
+    for found in run_ranks(2, trained, *args):
+        np.testing.assert_allclose(found["vse"][0], losses, rtol=1e-7)
+        for key, value in weights.items():
+            np.testing.assert_allclose(found["vse"][1][key], value, rtol=0, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("head", ["gpo", "clip"])

@@ -7,9 +7,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from probemb import distributed
+from probemb.data.scenes import draw_captions, render, scene
 from probemb.errors import UserError
-from probemb.models import create_model, create_tokenizer, load_model, save_model
+from probemb.losses import clip_loss
+from probemb.models import create_model, create_tokenizer, create_transforms, load_model, save_model
 from probemb.models.architectures import architecture
+from tests.ranks import run_ranks
 
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 TIMM = {"timm_model_pretrained": False, "image_size": 160}
@@ -144,14 +148,104 @@ def test_saved_and_loaded(kind, tmp_path):
     assert torch.equal(again.encode_image(images).log_var, model.encode_image(images).log_var)
 
 
-@pytest.mark.parametrize("kind", ["batch norm", "resnet"])
-def test_batch_norms_use_their_stored_statistics(kind):
-    model = make(kind).train()
+BATCH_NORMS = pytest.mark.parametrize("kind", ["batch norm", "resnet"])
+
+
+@BATCH_NORMS
+def test_batch_norms_of_pretrained_towers_use_their_stored_statistics(kind, tmp_path):
+    save_model(make(kind), tmp_path / "model")
+    model = make(kind, pretrained=str(tmp_path / "model")).train()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     images = batch(model)[0]
     both = model.encode_image(images)
     assert_close(model.encode_image(images[:1]).log_var, both.log_var[:1])
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+@BATCH_NORMS
+def test_batch_norms_of_random_towers_normalise_by_the_batch(kind):
+    """As torch's own batch norm in training: embeddings, gradients and stored statistics."""
+    torch.manual_seed(0)
+    stock = open_clip.create_model(f"small {kind}", force_custom_text=True).train()
+    model = make(kind, probabilistic=False)
+    model.visual.load_state_dict(stock.visual.state_dict())
+    images = torch.randn(6, 3, model.image_size, model.image_size)
+    for _ in range(2):
+        ours, theirs = model.encode_image(images).mean, stock.encode_image(images, normalize=True)
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        for out in (ours, theirs):
+            out[:, 0].sum().backward()
+    expected = dict(stock.visual.named_parameters())
+    for name, parameter in model.visual.named_parameters():
+        assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-4)
+    for name, buffer in model.visual.named_buffers():
+        assert_close(buffer, stock.visual.get_buffer(name), rtol=1e-4, atol=1e-5)
+    assert_close(model.eval().encode_image(images).mean, stock.eval().encode_image(images, normalize=True))
+
+
+def normalised(rank, world, share):
+    """Means, gradients and stored statistics of 8 images, of which the first rank has `share`."""
+    model, images = make("resnet", probabilistic=False).double(), batch_of_eight()
+    means = model.encode_image(images[:share] if rank == 0 else images[share:]).mean
+    (means[:, 0] * means[:, 1]).sum().backward()
+    gradients = [p.grad for p in model.visual.parameters()]
+    if world > 1:
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient)
+    rows = [torch.from_numpy(rows) for rows in distributed.all_of(means.detach().numpy())]
+    return [x.numpy() for x in (torch.cat(rows), *gradients, *model.visual.buffers())]
+
+
+def batch_of_eight():
+    return torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("share", [4, 3])  # composed queries have different numbers of images on each rank
+def test_batch_norms_of_two_ranks_equal_those_of_one_process(share):
+    (expected,) = run_ranks(1, normalised, 8)
+    for found in run_ranks(2, normalised, share):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_stored_statistics_follow_each_batch_once(tmp_path):
+    plain, recomputed = make("batch norm"), make("batch norm", grad_checkpointing=True)
+    for model in (plain, recomputed):
+        total(model(*batch(model))).backward()
+    for a, b in zip(plain.buffers(), recomputed.buffers(), strict=True):
+        assert torch.equal(a, b)
+    before = [buffer.clone() for buffer in plain.visual.buffers() if buffer.is_floating_point()]
+    plain.encode_image(torch.full((2, 3, 160, 160), torch.nan))  # of a step that is skipped
+    after = [buffer for buffer in plain.visual.buffers() if buffer.is_floating_point()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.slow
+@BATCH_NORMS
+def test_a_tower_with_batch_norms_learns_from_random_weights(kind, tmp_path):
+    vision = VISION[kind] | {"image_size": 64}
+    vision |= {"width": 16} if kind == "resnet" else {"timm_proj": "linear"}
+    words = {"tower": "word_gru", "width": 32, "hidden": 32, "layers": 1, "pooling": "last", "context_length": 32}
+    path = tmp_path / "learner.json"
+    path.write_text(json.dumps({"embed_dim": 64, "vision_cfg": vision, "text_cfg": words | {"bidirectional": True}}))
+    open_clip.add_model_config(path)
+    scenes = [scene("train", number) for number in range(64)]
+    captions = [draw_captions(one, 3)[0].text for one in scenes]
+    torch.manual_seed(0)
+    vocabulary = sorted({word for caption in captions for word in caption.lower().replace(",", " ").split()})
+    model = create_model("learner", vocabulary=vocabulary, probabilistic=False)
+    images = torch.stack([create_transforms(model).evaluate(render(one, 64)) for one in scenes])
+    tokens = create_tokenizer(model)(captions)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(80):
+        out = model(images, tokens)
+        optimizer.zero_grad()
+        clip_loss(out.image.mean, out.text.mean, out.logit_scale).loss.backward()
+        optimizer.step()
+    save_model(model, tmp_path / "model")  # with the stored statistics
+    model = load_model(tmp_path / "model").model
+    similarity = model.encode_image(images).mean @ model.encode_text(tokens).mean.T
+    assert (similarity.argmax(1) == torch.arange(64)).double().mean() > 0.9
 
 
 @KINDS
