@@ -181,7 +181,7 @@ class Engine:
     """Computation of a step.
 
     Args:
-        precision: fp32, bf16, or auto: bf16 on a GPU.
+        precision: fp32, bf16, or auto: bf16 on a GPU that has it.
         grad_checkpointing: trade time for memory in all blocks.
         threads: CPU threads of each process; 0 shares the machine's cores.
         eval_batch_size: images in a batch while validating.

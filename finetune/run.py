@@ -341,11 +341,11 @@ def start_accelerator(config: Config):
     from accelerate.utils import GradientAccumulationPlugin
 
     from finetune.recipe import check_engine
-    from probemb.cli.device import share_cores, training_precision
+    from probemb.cli.device import gpu_capability, share_cores, training_precision
     from probemb.distributed import control_group
 
     timeout = timedelta(minutes=config.engine.timeout)
-    precision = training_precision(config.engine.precision)
+    precision = training_precision(config.engine.precision, gpu_capability())
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
@@ -406,10 +406,11 @@ def measure_only(config: Config, model, validator, accelerator, say) -> int:
 
 def describe(config: Config, joint, loader, accelerator, steps: int, step: int, earlier) -> str:
     """The summary printed before the first step."""
-    from probemb.cli.device import training_precision
+    from probemb.cli.device import gpu_capability, precision_words, training_precision
     from probemb.runs.log import count, headline
 
-    precision = training_precision(config.engine.precision)
+    gpu = gpu_capability()
+    precision = precision_words(training_precision(config.engine.precision, gpu), gpu)
     world = accelerator.num_processes
     n = sum(p.numel() for p in joint.parameters())
     two = joint.second is not None

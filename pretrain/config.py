@@ -150,7 +150,7 @@ class Engine:
 
     Args:
         zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
-        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 on a GPU.
+        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 where a GPU has it.
         accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
         compile: torch.compile the towers.

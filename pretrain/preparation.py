@@ -55,7 +55,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     from pretrain.engine.randomness import make_deterministic
     from pretrain.evaluation_sets import left_out, logged_evaluations, make_evaluators
     from pretrain.folder import MODEL, complete_finished
-    from probemb.cli.device import training_precision
+    from probemb.cli.device import gpu_capability, training_precision
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
     from probemb.runs.copies.start import fetch_newest, refuse_another_copy
@@ -78,7 +78,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         )
     if config.engine.deterministic:
         make_deterministic(fill=config.data.decode == "workers")
-    device, precision = pick_device(config), training_precision(config.engine.precision)
+    device, precision = pick_device(config), training_precision(config.engine.precision, gpu_capability())
     seed_everything(config.seed)
     model = config.create_model(grad_checkpointing=config.engine.grad_checkpointing)
     if not model.probabilistic and (config.model.n_unc_layers or config.model.uncertainty != "branch"):

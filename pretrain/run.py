@@ -138,6 +138,7 @@ def finish(lock) -> None:
 
 def describe(config: Config, engine, run: Prepared) -> str:
     """The summary printed before the first step."""
+    from probemb.cli.device import gpu_capability, precision_words
     from probemb.runs.log import headline
 
     stream, order = run.stream, run.stream.order
@@ -159,7 +160,8 @@ def describe(config: Config, engine, run: Prepared) -> str:
         f"{order.lanes} lanes, {order.steps} steps an epoch"
         + (f"; filter: {stream.selection.describe()}" if stream.selection else ""),
         **(stream.selection.describe_lists() if stream.selection else {}),
-        engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, {run.precision}, "
+        engine=f"{world} x {run.device.type}, DeepSpeed ZeRO-{config.engine.zero_stage}, "
+        f"{precision_words(run.precision, gpu_capability())}, "
         f"batch {order.batch_size} = {world} ranks x {parts} parts x {order.batch_size // world // parts}",
         **average,
     )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
+BF16 = (8, 0)  # compute capability from which GPUs compute in bf16; torch emulates it slowly on older ones
 PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -69,7 +70,7 @@ def choose_device(device: str, precision: str) -> Device:
             "Name one of them.",
         )
     if precision == "auto":
-        precision = "bf16" if kind == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        precision = training_precision("auto", torch.cuda.get_device_capability(device) if kind == "cuda" else None)
     if precision not in PRECISIONS:
         raise UserError(
             f"There is no precision '{precision}'.{nearest(precision, PRECISIONS)}",
@@ -97,11 +98,26 @@ def share_cores(threads: int, workers: int, world_size: int = 1) -> int:
     return here
 
 
-def training_precision(asked: str) -> str:
-    """ "bf16" or "fp32": for "auto", bf16 on a GPU."""
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of this process' GPU; None without one."""
     import torch
 
-    return asked if asked != "auto" else "bf16" if torch.cuda.is_available() else "fp32"
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def training_precision(asked: str, capability: tuple[int, int] | None) -> str:
+    """ "bf16" or "fp32": for "auto", bf16 on a GPU that has it. Raises UserError: bf16 on a GPU that has not."""
+    if asked == "bf16" and capability and capability < BF16:
+        raise UserError(
+            f"This GPU (compute capability {capability[0]}.{capability[1]}) has no bf16.",
+            "Set engine.precision to auto or fp32.",
+        )
+    return asked if asked != "auto" else "bf16" if capability and capability >= BF16 else "fp32"
+
+
+def precision_words(precision: str, capability: tuple[int, int] | None) -> str:
+    """The precision, and why it is not bf16, for a run's headline."""
+    return f"{precision} (this GPU has no bf16)" if capability and capability < BF16 else precision
 
 
 def loader_workers(wanted: int | None, n_images: int, device: str) -> int:

@@ -41,6 +41,11 @@ WORD_TOWERS = {"word_gru", "word_mean"}  # read words of a vocabulary: text_cfg[
 TOKEN_TOWERS = {"open_clip.transformer"}  # have a place for an uncertainty token
 # The tokenizer of SigLIP, and of ProLIP's weights: an end token, repeated, is the padding.
 SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "i18n": "timm/ViT-B-16-SigLIP-i18n-256", "vocab_size": 32000, "pad_id": 1}
+FOREIGN = {  # parts of architectures of open_clip's that embed something else, by their key
+    "audio_cfg": "it embeds audio and no images (CLAP)",
+    "genlip_cfg": "it generates captions and embeds no texts (GenLIP)",
+    "genlap_cfg": "it generates captions of audio (GenLAP)",
+}
 VECTOR_TOWERS = {"word_mean"}  # pool word vectors that are inputs: their pooled features depend on no weight
 
 
@@ -85,7 +90,7 @@ def read_architecture(name: str) -> dict | None:
 
 def complete(config: dict) -> dict:
     """A configuration of open_clip's with what these leave out: the padding of SigLIP's tokenizer. Changes it."""
-    if config["text_cfg"].get("hf_tokenizer_name") in (SIGLIP["name"], SIGLIP["i18n"]):
+    if config.get("text_cfg", {}).get("hf_tokenizer_name") in (SIGLIP["name"], SIGLIP["i18n"]):
         config["text_cfg"].setdefault("pad_id", SIGLIP["pad_id"])
     return config
 
@@ -96,8 +101,12 @@ def supported_names() -> list[str]:
 
 
 def tower_kind(config: dict, part: str) -> str:
-    """The kind of tower that a part ("vision_cfg" or "text_cfg") of an architecture describes: a key of `towers`."""
-    cfg = config[part]
+    """The kind of tower that a part ("vision_cfg" or "text_cfg") of an architecture describes: a key of `towers`, or
+    "none" where the architecture has no such part.
+    """
+    cfg = config.get(part)
+    if cfg is None:
+        return "none"
     if "tower" in cfg:
         return cfg["tower"]
     if cfg.get("timm_model_name"):
@@ -217,7 +226,17 @@ def _hub_errors(config: dict) -> Iterator[None]:
 
 def obstacle(config: dict) -> str | None:
     """Why an architecture cannot be made probabilistic; None if it can."""
+    for part, what in FOREIGN.items():
+        if part in config:
+            return what
     image, text = tower_kind(config, "vision_cfg"), tower_kind(config, "text_cfg")
+    if image == "none":
+        return "it has no image tower"
+    if text == "none":
+        return "it has no text tower of its own (MaMMUT)"
+    vision = config["vision_cfg"]
+    if "naflex" in (vision.get("timm_model_name") or "") or (vision.get("timm_model_kwargs") or {}).get("use_naflex"):
+        return "it reads images as patches of any number and shape (NaFlex)"
     if image not in IMAGE_TOWERS:
         return f"there is no image tower of the kind {image}"
     if text not in TEXT_TOWERS:

@@ -14,6 +14,7 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
 from probemb.cross_attention import CrossAttention
+from probemb.errors import UserError
 from probemb.gaussian import Gaussian
 from probemb.models.architectures import build_stock, check_uncertainty_token
 from probemb.models.composers import create_composer
@@ -166,15 +167,26 @@ class DualEncoder(nn.Module):
             kept: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
 
         Raises:
-            UserError: `kept` for an image tower without patches.
+            UserError: an image in place of its pixels; `kept` for an image tower without patches.
         """
+        if not isinstance(pixels, Tensor):
+            raise UserError(
+                f"encode_image takes pixels (B, 3, H, W), not {type(pixels).__name__}.",
+                "Call model.encode_image(transforms.evaluate(image)[None]), with model, tokenizer, transforms = "
+                "load_model(...).",
+            )
         return self.visual.encode(pixels, token_mask, kept=kept).gaussian
 
     def encode_text(self, tokens: Tensor, token_mask: Tensor | None = None, kept: Tensor | None = None) -> Gaussian:
         """(B, L) int64 -> Gaussian (B, D), as `encode_image`; `kept` is of tokens.
 
-        L may be shorter than the context length, see `cut_padding`.
+        L may be shorter than the context length, see `cut_padding`. Raises UserError: words in place of tokens.
         """
+        if not isinstance(tokens, Tensor):
+            raise UserError(
+                f"encode_text takes tokens (B, L), not {type(tokens).__name__}.",
+                'Call model.encode_text(tokenizer(["a dog"])), with model, tokenizer, transforms = load_model(...).',
+            )
         return self.text.encode(tokens, token_mask, kept=kept).gaussian
 
     def cut_padding(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 
+from probemb.cli.device import precision_words, training_precision
 from probemb.cli.machine import COMPUTING, WAITING, cores, refuse_crowd
 from probemb.errors import UserError
 
@@ -56,3 +57,13 @@ def test_ranks_started_here_are_bound(tmp_path):
     with pytest.raises(UserError, match="--tasks-per-node is 10000"):
         main(["pretrain", "--local", "--cpu", "--tasks-per-node", "10000", "--folder", str(tmp_path / "jobs")])
     assert not any(tmp_path.iterdir())
+
+
+def test_bf16_is_for_gpus_that_have_it():
+    v100, a100, none = (7, 0), (8, 0), None
+    assert [training_precision("auto", gpu) for gpu in (v100, a100, none)] == ["fp32", "bf16", "fp32"]
+    assert [training_precision("bf16", gpu) for gpu in (a100, none)] == ["bf16", "bf16"]
+    with pytest.raises(UserError, match=r"compute capability 7\.0\) has no bf16"):
+        training_precision("bf16", v100)
+    assert precision_words("fp32", v100) == "fp32 (this GPU has no bf16)"
+    assert [precision_words("fp32", gpu) for gpu in (a100, none)] == ["fp32", "fp32"]

@@ -5,6 +5,7 @@ import math
 import open_clip
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
@@ -43,6 +44,16 @@ def total(out):
     weight = torch.linspace(-1, 1, out.image.mean.shape[-1], dtype=out.image.mean.dtype)
     gaussians = ((g.mean * weight).sum() + (g.log_var * weight).sum() for g in (out.image, out.text))
     return sum(gaussians) + (out.logit_scale * out.scale + out.shift).sum()
+
+
+def test_an_image_or_words_are_refused_with_what_to_call():
+    model = make().eval()
+    with pytest.raises(UserError, match="not Image") as told:
+        model.encode_image(Image.new("RGB", (8, 8)))
+    assert "model.encode_image(transforms.evaluate(image)[None])" in str(told.value.remedy)
+    with pytest.raises(UserError, match="not str") as told:
+        model.encode_text("a dog")
+    assert 'model.encode_text(tokenizer(["a dog"]))' in str(told.value.remedy)
 
 
 @pytest.mark.parametrize("name", [NAME, "ViT-Tiny-64"])
