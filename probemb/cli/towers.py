@@ -36,7 +36,7 @@ class Towers:
             empty for the pretrained run's, or 1.
         lock_image: freeze the image tower's trunk; its heads train.
         batch_norm: statistics that batch norms normalise by in training: batch (of all ranks), frozen (the stored ones)
-            or auto: batch in a tower that starts from random weights, frozen in a pretrained one.
+            or auto: batch in a tower that starts from random weights, frozen in a pretrained or locked one.
     """
 
     name: str = "ViT-B-16"
@@ -85,7 +85,7 @@ class Towers:
             pretrained=self.pretrained,
             image_weights=self.image_weights,
             crop_pct=self.crop_pct,
-            batch_norm=self.batch_norm,
+            batch_norm="frozen" if self.lock_image and self.batch_norm == "auto" else self.batch_norm,
             init_scale=getattr(loss, "scale", 1.0),
             init_shift=getattr(loss, "shift", 1.0),
             vocabulary=vocabulary_for(self.name, self.vocabulary, self.pretrained, data, texts),

@@ -46,6 +46,10 @@ FOREIGN = {  # parts of architectures of open_clip's that embed something else, 
     "genlip_cfg": "it generates captions and embeds no texts (GenLIP)",
     "genlap_cfg": "it generates captions of audio (GenLAP)",
 }
+SIZES = {
+    *("layers", "width", "widths", "hidden", "heads", "head_width", "mlp_ratio", "patch_size", "image_size"),
+    *("context_length", "vocab_size", "regions", "features", "convolutions", "groups"),
+}
 VECTOR_TOWERS = {"word_mean"}  # pool word vectors that are inputs: their pooled features depend on no weight
 
 
@@ -98,6 +102,18 @@ def complete(config: dict) -> dict:
 def supported_names() -> list[str]:
     """Names that `architecture` accepts."""
     return [name for name in (*OWN, *open_clip.list_models()) if obstacle(read_architecture(name)) is None]
+
+
+def check_sizes(config: dict, state: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError for a stranger's architecture with sizes that are none, or that its weights cannot have."""
+    largest = max((n for tensor in state.values() for n in tensor.shape), default=0)
+    most = {"layers": len(state), **dict.fromkeys(("width", "hidden", "vocab_size", "features"), largest)}
+    for part in ("vision_cfg", "text_cfg"):
+        for key in SIZES & config[part].keys():
+            found = config[part][key]
+            for size in found if isinstance(found, list) else [found]:
+                if size is not None and not (type(size) in (int, float) and 0 < size <= most.get(key, 10**5)):
+                    raise ValueError(f"{part} has {key} {found}")
 
 
 def tower_kind(config: dict, part: str) -> str:

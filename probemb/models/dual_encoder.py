@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from probemb.cross_attention import CrossAttention
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian
-from probemb.models.architectures import build_stock, check_uncertainty_token
+from probemb.models.architectures import build_stock, check_sizes, check_uncertainty_token
 from probemb.models.composers import create_composer
 from probemb.models.encoder import Encoder
 from probemb.models.heads import HeadConfig, check_head, check_uncertainty
@@ -43,6 +43,23 @@ DEFAULTS = {  # of keys that configurations once did not have
 }
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+VALID = {  # values of a configuration that nothing else looks at before they are used
+    "embed_dim": lambda value: _is_count(value) and value > 0,
+    "n_unc_layers": lambda value: all(map(_is_count, per_tower(value))),
+    "n_embeddings": _is_count,
+    "probabilistic": lambda value: isinstance(value, bool),
+    "uncertainty_bias": lambda value: isinstance(value, bool),
+    "ranking": lambda value: isinstance(value, str),
+    "composed_ranking": lambda value: value in ("cosine", "density"),
+    "match": lambda value: value in ("distance", "cosine", "samples", "none"),
+    "max_logit_scale": lambda value: value is None or (type(value) in (int, float) and 0 < value < math.inf),
+}
+
+
 class ModelOutput(NamedTuple):
     """A forward pass of both towers, and the three scalars, of shape (1,).
 
@@ -59,6 +76,16 @@ class ModelOutput(NamedTuple):
     logit_scale: Tensor
     scale: Tensor
     shift: Tensor
+
+
+def check_config(config: dict, state: dict[str, Tensor]) -> None:
+    """Raise ValueError for a stranger's configuration with values of another type or range, or that does not describe
+    these weights' sizes; `DualEncoder` refuses the rest.
+    """
+    for key, is_valid in VALID.items():
+        if key in config and not is_valid(config[key]):
+            raise ValueError(f"{key} is {config[key]!r}")
+    check_sizes(config["architecture"], state)
 
 
 class DualEncoder(nn.Module):

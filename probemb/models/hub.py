@@ -23,7 +23,7 @@ from torch import Tensor
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
 from probemb.models.digest import loaded, tensors_sha256
-from probemb.models.dual_encoder import DEFAULTS, DualEncoder
+from probemb.models.dual_encoder import DEFAULTS, DualEncoder, check_config
 from probemb.models.formats import open_clip_folder
 from probemb.models.formats.open_clip_folder import OpenClipFiles, find_open_clip, import_open_clip
 from probemb.models.formats.published import import_pcmepp, import_prolip, is_pcmepp, is_prolip
@@ -284,9 +284,10 @@ def _build(weights: Path, config_path: Path | None) -> DualEncoder:
             "Give a model that save_model wrote, or published weights of PCME++ or ProLIP.",
         )
     try:
+        check_config(config, state)
         model = DualEncoder({key: value for key, value in config.items() if key not in FORMAT})
         create_transforms(model)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise UserError(
             f"{config_path or weights} describes no model that can be built ({type(error).__name__}: {error}).",
             f"Restore the {CONFIG} that was saved with the weights.",

@@ -284,25 +284,34 @@ def load_strictly(model: torch.nn.Module, state: dict[str, Tensor], source: str 
     """`load_state_dict`, all or nothing.
 
     Raises:
-        UserError: names the first missing, surplus and mis-shaped keys; the model is then unchanged.
+        UserError: names the first tensors that are NaN or Inf, missing, surplus, of another shape or kind; the model is
+            then unchanged.
     """
+    if broken := [key for key, value in state.items() if not value.isfinite().all()]:
+        raise UserError(
+            f"{source} holds weights that are NaN or Inf ({len(broken)} tensors: {_some(broken)}).",
+            "Name an earlier checkpoint, or train again with a lower learning rate.",
+        )
     own = model.state_dict()
     complaints = {
         "missing": [key for key in own if key not in state],
         "not part of this model": [key for key in state if key not in own],
         "of another shape": [key for key in own if key in state and own[key].shape != state[key].shape],
+        "no floating-point numbers, or should be none": [
+            key for key in own if key in state and own[key].is_floating_point() != state[key].is_floating_point()
+        ],
     }
-    found = [
-        f"{len(keys)} tensors are {what}: {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}"
-        for what, keys in complaints.items()
-        if keys
-    ]
+    found = [f"{len(keys)} tensors are {what}: {_some(keys)}" for what, keys in complaints.items() if keys]
     if found:
         raise UserError(
             f"{source} holds the weights of another model ({'; '.join(found)}).",
             "Name the architecture, head and n_unc_layers that the weights were trained with.",
         )
     model.load_state_dict(state)
+
+
+def _some(keys: list[str]) -> str:
+    return f"{', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}"
 
 
 def _resize_positions(state: dict[str, Tensor], stock: CustomTextCLIP) -> None:

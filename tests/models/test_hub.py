@@ -188,6 +188,16 @@ def test_a_checkpoint_of_another_model(tmp_path):
         lambda config: config.update(head="gap"),
         lambda config: config.update(n_unc_layers="one"),
         lambda config: config.update(embed_dim=17),
+        lambda config: config.update(embed_dim=True),
+        lambda config: config.update(match="x"),
+        lambda config: config.update(max_logit_scale="a"),
+        lambda config: config.update(log_var_range=[0, 10**400]),
+        lambda config: config["architecture"]["vision_cfg"].update(head_width=0),
+        lambda config: config["architecture"]["vision_cfg"].update(patch_size=0),
+        lambda config: config["architecture"]["vision_cfg"].update(width=0),
+        lambda config: config["architecture"]["text_cfg"].update(layers=0),
+        lambda config: config["architecture"]["text_cfg"].update(layers=10**6),
+        lambda config: config["architecture"]["text_cfg"].update(width=10**7),
         lambda config: config.update(preprocess={"unheard_of": 1}),
         lambda config: config["preprocess"].update(mean=[0.5, 0.5]),
         lambda config: config["preprocess"].update(mean="abc"),
@@ -202,6 +212,26 @@ def test_wrong_configurations(tmp_path, change):
     change(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_weights_that_are_nan_or_infinite_are_refused_by_name(tmp_path, broken):
+    model = model_with()
+    with torch.no_grad():
+        model.text.ln_final.bias[3] = broken
+    save_model(model, tmp_path)
+    with pytest.raises(UserError, match=rf"{tmp_path}.* holds weights that are NaN or Inf .*text\.ln_final\.bias"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.complex64])
+def test_weights_that_are_no_floating_point_numbers_are_refused_by_name(tmp_path, kind):
+    save_model(model_with(), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["text.ln_final.bias"] = state["text.ln_final.bias"].to(kind)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"no floating-point numbers.*text\.ln_final\.bias"):
         load_model(tmp_path)
 
 
