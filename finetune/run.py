@@ -421,7 +421,7 @@ def describe(config: Config, joint, loader, accelerator, steps: int, step: int, 
         earlier,
         method=config.method + "".join(f" ({x})" for x in (config.distance, METHODS[config.method].note) if x),
         model=f"{config.model.name}, {'2 networks of together ' if two else ''}{n / 1e6:.1f} M parameters, "
-        f"head {config.model.head}, from {config.model.pretrained or 'random weights'}",
+        f"head {config.model.head}, from {config.model.origin}",
         data=f"{loader.n_rows:,} {'queries' if METHODS[config.method].composes else 'pairs'} of {config.data.path} "
         f"({config.data.train or 'all'}), {loader.steps} steps an epoch"
         + (" of each network" if two else "")

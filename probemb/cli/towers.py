@@ -54,6 +54,13 @@ class Towers:
 
     DEFAULT_LAYERS: ClassVar[int | None] = None  # of a branch, if not create_model's own default
 
+    @property
+    def origin(self) -> str:
+        """What the towers start from, in words."""
+        if self.image_weights:
+            return f"image weights {self.image_weights}, texts from random weights"
+        return self.pretrained or "random weights"
+
     def create(
         self,
         data: Iterable[str],

@@ -106,7 +106,7 @@ class ModelOptions:
     uncertainty_bias: bool = True
     init_scale: float | None = 1.0
     init_shift: float | None = 1.0
-    match: Literal["distance", "cosine", "none"] = "distance"
+    match: Literal["distance", "samples", "cosine", "none"] = "distance"
     init_logit_scale: float | None = None
     init_logit_bias: float | None = None
     max_logit_scale: float | None = 100.0

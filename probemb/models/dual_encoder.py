@@ -53,6 +53,7 @@ VALID = {  # values of a configuration that nothing else looks at before they ar
     "n_embeddings": _is_count,
     "probabilistic": lambda value: isinstance(value, bool),
     "uncertainty_bias": lambda value: isinstance(value, bool),
+    "temperature_trained": lambda value: isinstance(value, bool),
     "ranking": lambda value: isinstance(value, str),
     "composed_ranking": lambda value: value in ("cosine", "density"),
     "match": lambda value: value in ("distance", "cosine", "samples", "none"),

@@ -10,6 +10,7 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from probemb.cli.configuration import chosen_options, parse_config, to_dict, to_yaml, with_absolute_paths
 from probemb.cli.ranges import BelowOne, Distance, Seed
+from probemb.cli.towers import Towers
 from probemb.distances import DISTANCES
 from probemb.errors import UserError
 
@@ -332,3 +333,9 @@ def test_a_written_configuration_holds_in_every_folder(tmp_path, monkeypatch):
     assert found["evaluate"]["classes"] is None
     assert found["evaluate"]["pairs"] == [f"a={tmp_path}/x", f"{tmp_path}/data/b=c"]
     assert yaml.safe_load(to_yaml(config)) == found
+
+
+def test_what_towers_start_from_in_words():
+    assert Towers().origin == "random weights"
+    assert Towers(pretrained="runs/x").origin == "runs/x"
+    assert Towers(image_weights="timm").origin == "image weights timm, texts from random weights"

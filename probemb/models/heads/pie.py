@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from probemb.errors import UserError
 from probemb.gaussian import at_least_float32
 from probemb.models.features import Features
 from probemb.models.heads.linear import FullPrecisionLinear, full_precision, start_log_var, start_mean
@@ -61,9 +60,8 @@ class PIEHead(nn.Module):
 
     Args:
         hidden_dim: H; None for half of the tokens' width.
-        project: False where the pooled features are of size D already (PCME's texts: a GRU's last state) and are p
-            themselves.
-        norm: sigmoid and LayerNorm, as for a mean.
+        project: False where pooled features of size D are p themselves (PCME's texts: a GRU's last state).
+        norm: sigmoid and LayerNorm, as for a mean; no LayerNorm of two numbers, of which it leaves the order alone.
     """
 
     reads_tokens = True
@@ -81,16 +79,12 @@ class PIEHead(nn.Module):
         bias: bool = True,
     ):
         super().__init__()
-        if not project and pooled_width != embed_dim:
-            raise UserError(
-                f"The pooled features are of size {pooled_width}, and are to be the embedding of {embed_dim} "
-                "dimensions as they are.",
-                f"Set embed_dim to {pooled_width}, or project to true in the architecture's head_options.",
-            )
+        project = project or pooled_width != embed_dim
         self.attention = TokenAttention(width, n_embeddings, hidden_dim or max(width // 2, 1))
         self.fc = FullPrecisionLinear(width, embed_dim, bias)
         self.project = FullPrecisionLinear(pooled_width, embed_dim, bias) if project else nn.Identity()
-        self.norm = FullPrecisionLayerNorm(embed_dim) if norm else None
+        self.bounded = norm
+        self.norm = FullPrecisionLayerNorm(embed_dim) if norm and embed_dim > 2 else nn.Identity()
 
     @classmethod
     def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> PIEHead:
@@ -105,8 +99,6 @@ class PIEHead(nn.Module):
     def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> PIEHead:
         """The head of the log-variance."""
         options = {**config.options, "norm": False, "bias": config.bias}
-        if config.log_var_width != config.embed_dim:
-            options["project"] = True  # D pooled features are no single value
         head = cls(width, pooled_width, config.log_var_width, config.n_embeddings, **options)
         start_log_var(head.fc, config.log_var_start)
         if isinstance(head.project, nn.Linear):
@@ -122,11 +114,9 @@ class PIEHead(nn.Module):
         residual_BKD = self.fc(self.attention(features.tokens, features.mask))
         with full_precision(features.tokens):
             pooled_B1D = at_least_float32(self.project(features.pooled)).unsqueeze(1)
-            if self.norm is None:
-                out = pooled_B1D + residual_BKD
-            else:
+            if self.bounded:
                 residual_BKD = residual_BKD.sigmoid()
-                out = self.norm(pooled_B1D + residual_BKD)
+            out = self.norm(pooled_B1D + residual_BKD)
             return (out.squeeze(1) if out.shape[1] == 1 else out), residual_BKD
 
     def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class GRUShape:
             PVSE and PCME do.
         tokens: what the heads see beside the pooled states: "states", or "words", the word embeddings (PVSE, PCME).
         directions: "concatenated", or "averaged" (SCAN): every state and pooled one is the mean of both directions.
-        projection: whether head "clip" maps the pooled states to D; otherwise they are the embedding (VSRN).
+        projection: whether head "clip" maps the pooled states to D; otherwise those of size D are the embedding (VSE++,
+            VSRN).
         head_options: further options of a kind of head in this tower, by its name: {"pie": {"project": false}}.
         context_length: largest number of words.
 
@@ -116,16 +117,10 @@ class WordGRU(WordParts, Encoder):
 
         self.layers = layers(sizes)
         self.branch = layers(sizes[shape.layers - n_unc_layers :]) if head.probabilistic else None
-        if not shape.projection and shape.out != head.embed_dim:
-            raise UserError(
-                f"The text tower's states are of size {shape.out}, and are to be embeddings of {head.embed_dim} "
-                "dimensions.",
-                f"Set embed_dim to {shape.out}, or projection to true in the architecture's text_cfg.",
-            )
         options = {**head.options, **shape.head_options.get(head.kind, {})}
         add_heads(
             self, replace(head, options=options), shape.width if shape.tokens == "words" else shape.out, shape.out,
-            own_projection=not shape.projection,
+            own_projection=not shape.projection and shape.out == head.embed_dim,
         )  # fmt: skip
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:

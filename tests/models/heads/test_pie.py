@@ -5,9 +5,9 @@ import torch
 from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import create_model, load_model, save_model
+from probemb.models import create_model, create_tokenizer, load_model, save_model
 from probemb.models.features import Features
-from probemb.models.heads import HeadConfig
+from probemb.models.heads import HEADS, HeadConfig
 from probemb.models.heads.pie import PIEHead, TokenAttention
 from probemb.models.towers.word_gru import GRUShape, WordGRU
 
@@ -160,9 +160,19 @@ def test_text_encoder(parity):
     assert_close(tower(tokens)[0], torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
 
 
-def test_a_state_that_is_not_of_the_embeddings_size_cannot_be_one():
-    with pytest.raises(UserError, match="of size 8, and are to be the embedding of 6"):
-        WordGRU(["a"], 1, HeadConfig("pie", 6), GRUShape(5, 4, head_options={"pie": {"project": False}}))
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", ["pcme-small", "vsrn-scenes-gru"])  # whose GRU's last state is the embedding, or p
+def test_two_dimensions_with_every_head(name, head):
+    torch.manual_seed(0)
+    model = create_model(name, head=head, embed_dim=2, vocabulary=["red", "blue", "circle", "square", "a"])
+    inputs = torch.randn(8, 3, 64, 64) if name == "pcme-small" else torch.randn(8, 6, 437)
+    words = ["red", "blue", "circle", "square", "a red circle", "a blue square", "a", "red square"]
+    for found in (model.encode_image(inputs), model.encode_text(create_tokenizer(model)(words))):
+        assert found.mean.shape == found.log_var.shape == (8, 2)
+        assert len(torch.unique(found.mean.detach().round(decimals=4), dim=0)) > 2  # LayerNorm would leave two places
+        (found.mean[:, 0].sum() + found.log_var.sum()).backward()
+    unused = ("logit_scale", "scale", "shift", "mean_head.attention.scores.weight")
+    assert [n for n, p in model.named_parameters() if p.grad is None and not n.endswith(unused)] == []
 
 
 @pytest.mark.parametrize("n_embeddings", [1, 3])

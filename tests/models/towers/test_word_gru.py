@@ -161,8 +161,3 @@ def test_averaged_directions_are_the_mean_of_both():
     for x, y in ((found.tokens, expected.tokens), (found.pooled, expected.pooled)):
         forwards, backwards = y.chunk(2, -1)
         torch.testing.assert_close(x, (forwards + backwards) / 2)
-
-
-def test_states_that_are_no_embedding_need_a_projection():
-    with pytest.raises(UserError, match="are to be embeddings of"):
-        tower(projection=False)
