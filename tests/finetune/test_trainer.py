@@ -20,7 +20,7 @@ from finetune.loading.pair_loader import PairLoader
 from finetune.methods import METHODS
 from finetune.pair_feed import Moment
 from finetune.recipe import WeightAverage, create_optimizer, make_schedule, parameter_groups
-from finetune.run import make_feed
+from finetune.run import make_feed, make_networks
 from finetune.trainer import Hooks, Joint, State, Trainer
 from probemb.cli.configuration import parse_config
 from probemb.data.captions.find import find_captions
@@ -186,6 +186,8 @@ def test_batch_norms_of_two_ranks_equal_one_process(few, tmp_path):
         np.testing.assert_allclose(found["vse"][0], losses, rtol=1e-7)
         for key, value in weights.items():
             np.testing.assert_allclose(found["vse"][1][key], value, rtol=0, atol=1e-6, err_msg=key)
+    with pytest.raises(UserError, match="swa_epochs is 1"):
+        make_networks(configured("vse", "--model.name=small-rn", "--size-augment=0", "--swa-epochs=1"), None, print)
 
 
 @pytest.mark.parametrize("head", ["gpo", "clip"])
