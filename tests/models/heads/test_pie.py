@@ -170,9 +170,6 @@ def test_two_dimensions_with_every_head(name, head):
     for found in (model.encode_image(inputs), model.encode_text(create_tokenizer(model)(words))):
         assert found.mean.shape == found.log_var.shape == (8, 2)
         assert len(torch.unique(found.mean.detach().round(decimals=4), dim=0)) > 2  # LayerNorm would leave two places
-        (found.mean[:, 0].sum() + found.log_var.sum()).backward()
-    unused = ("logit_scale", "scale", "shift", "mean_head.attention.scores.weight")
-    assert [n for n, p in model.named_parameters() if p.grad is None and not n.endswith(unused)] == []
 
 
 @pytest.mark.parametrize("n_embeddings", [1, 3])
