@@ -187,7 +187,7 @@ def test_batch_norms_of_two_ranks_equal_one_process(few, tmp_path):
         for key, value in weights.items():
             np.testing.assert_allclose(found["vse"][1][key], value, rtol=0, atol=1e-6, err_msg=key)
     with pytest.raises(UserError, match="swa_epochs is 1"):
-        make_networks(configured("vse", "--model.name=small-rn", "--size-augment=0", "--swa-epochs=1"), None, print)
+        make_networks(configured("vse", *args[2], "--no-model.pretrained", "--swa-epochs=1"), None, print)
 
 
 @pytest.mark.parametrize("head", ["gpo", "clip"])
