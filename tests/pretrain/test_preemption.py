@@ -197,8 +197,9 @@ def torchrun(options: dict, log: Path) -> subprocess.Popen:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
         return subprocess.Popen(
-            [*argv, *(f"--{k}={v}" for k, v in options.items())], cwd=ROOT, env=env, stdout=file, stderr=file
-        )
+            [*argv, *(f"--{k}={v}" for k, v in options.items())], cwd=ROOT, env=env, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def await_words(process: subprocess.Popen, log: Path, words: str) -> None:
@@ -209,17 +210,24 @@ def await_words(process: subprocess.Popen, log: Path, words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_sigterm_to_torchrun_reaches_the_ranks_and_they_save(options, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGTERM, "SIGTERM"), pytest.param(signal.SIGINT, "Ctrl-C", marks=pytest.mark.slow)]
+)
+def test_a_signal_to_torchrun_reaches_the_ranks_and_they_save(number, says, options, tmp_path):
+    """A terminal sends Ctrl-C to the ranks as well."""
     log = tmp_path / "log"
     process = torchrun(options, log)
     try:
         await_words(process, log, "step     2/")
-        process.terminate()
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         process.wait(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 1  # torchrun's own: it does not hand the ranks' on
-    assert "stopped by SIGTERM; continue with --resume" in log.read_text()
+    assert f"stopped by {says}; continue with --resume" in log.read_text()
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
