@@ -70,7 +70,7 @@ class Data:
         window: samples of a lane that are shuffled together.
         captions: which caption of an image is used: random (drawn in every epoch) or first.
         filter: rules that a sample must meet.
-        failure_share: share of unreadable samples at which the run stops.
+        failure_share: share of unreadable samples, among those of any rank, at which the run stops.
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
         resize: who crops and resizes, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
             there was a choice).
