@@ -47,6 +47,7 @@ def test_a_signal_to_one_rank_ends_all_of_them_with_a_checkpoint(number, options
     assert weights(tmp_path / "run", step + 2) == weights(tmp_path / "whole", step + 2)
 
 
+@pytest.mark.chaos
 @pytest.mark.slow
 def test_the_first_ctrl_c_saves_and_a_second_one_ends_at_once(options, tmp_path):
     """The terminal sends it to all ranks, and torchrun hands it on right after."""
@@ -70,6 +71,7 @@ def test_the_first_ctrl_c_saves_and_a_second_one_ends_at_once(options, tmp_path)
     assert not (tmp_path / "slow" / "checkpoints").exists()
 
 
+@pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_signal_while_evaluating_stops_there_and_the_next_start_evaluates(workers, options, world, tmp_path):
