@@ -54,7 +54,7 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
     """
     from pretrain.engine.randomness import make_deterministic
     from pretrain.evaluation_sets import left_out, logged_evaluations, make_evaluators
-    from pretrain.folder import MODEL, complete_finished
+    from pretrain.folder import complete_finished
     from probemb.cli.device import gpu_capability, training_precision
     from probemb.models import Augmentation, create_tokenizer, create_transforms, fill_word_vectors
     from probemb.runs.checkpoints import read_state
@@ -71,11 +71,6 @@ def prepare(config: Config, rank: int, world_size: int, say: Callable[[str], obj
         # Any rank may be the one that fetches, and says so.
         fetch_newest(copy, Path(config.out), lambda line: print(f"resume  {line}", flush=True))
     earlier = newest_checkpoint(config.out, config.resume, Config, tell, config.engine.timeout)
-    if config.resume and not earlier and (Path(config.out) / MODEL).exists():
-        raise UserError(
-            f"{config.out} holds a model and no checkpoint: a new run would overwrite it and metrics.jsonl.",
-            "Put the run's checkpoints/ back, or choose another --out.",
-        )
     if config.engine.deterministic:
         make_deterministic(fill=config.data.decode == "workers")
     device, precision = pick_device(config), training_precision(config.engine.precision, gpu_capability())

@@ -68,7 +68,7 @@ def test_the_first_ctrl_c_saves_and_a_second_one_ends_at_once(options, tmp_path)
     slow.signal(signal.SIGINT)
     assert slow.wait() == [130], slow.text()
     assert "interrupted" in slow.text()
-    assert not (tmp_path / "slow" / "checkpoints").exists()
+    assert not list((tmp_path / "slow" / "checkpoints").iterdir())
 
 
 @pytest.mark.chaos
