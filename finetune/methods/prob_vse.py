@@ -55,6 +55,7 @@ class ProbVSEPlusPlus(Method):
             **super().model_options(config),
             "ranking": o.similarity,
             "covariance": o.covariance,
+            "unit_features": True,
             "log_var_range": (math.log(o.smallest), math.log(o.largest)),
         }
 

@@ -86,6 +86,7 @@ class ModelOptions:
         vocabulary: words, or a vocabulary file, of an architecture whose text tower reads words; None for that of the
             run in `pretrained`.
         uncertainty: what the log-variance is read from, see `heads.HeadConfig`: "branch", "token" or "prolip-code".
+        unit_features: whether head "clip" reads it from features of unit length (probabilistic VSE++).
             With a token, a new model's text tower is ProLIP's: not causal, with a class token. Weights keep the text
             tower that they were trained with.
         image_weights: of an image tower from timm: "timm" for the model's default weights, another of its tags, or a
@@ -125,6 +126,7 @@ class ModelOptions:
     image_weights: str | None = None
     crop_pct: float | None = None
     uncertainty: str = "branch"
+    unit_features: bool = False
     batch_norm: Literal["auto", "batch", "frozen"] = "auto"
 
     @property
@@ -202,6 +204,7 @@ def create_model(name: str, **options) -> DualEncoder:
             "covariance": o.covariance,
             "log_var_range": plain(o.log_var_range),
             "uncertainty": o.uncertainty,
+            "unit_features": o.unit_features,
             "log_var_start": o.log_var_start,
             "uncertainty_bias": o.uncertainty_bias,
             "pooling": {} if o.head in ("pie", "mlp") else dict(POOLING),

@@ -36,6 +36,7 @@ DEFAULTS = {  # of keys that configurations once did not have
     "composer": None,
     "composed_ranking": "cosine",
     "uncertainty": "branch",
+    "unit_features": False,
     "objective": None,
     "match": "distance",
     "max_logit_scale": 100.0,  # CLIP's
@@ -100,7 +101,8 @@ class DualEncoder(nn.Module):
             "log_var_range" and "log_var_start" (see `heads.covariance`), "composer" (a name of `composers`),
             "objective" (the name of the loss that trains the model, for people), "match" (see `match_scalars`),
             "max_logit_scale" (the ceiling of exp(logit_scale), None for none), "temperature_trained" (whether the loss
-            trained logit_scale), "uncertainty" (see `heads.HeadConfig`).
+            trained logit_scale), "uncertainty" and "unit_features" (see
+            `heads.HeadConfig`).
         stock: the deterministic model (`build_stock`) whose parameters the new model takes over; None for random ones.
 
     Attributes:
@@ -131,6 +133,7 @@ class DualEncoder(nn.Module):
             config["pooling"],
             make_covariance(*(self._config[key] for key in ("covariance", "log_var_range", "log_var_start"))),
             self._config["uncertainty"],
+            self._config["unit_features"],
         )
         image_layers, text_layers = per_tower(config["n_unc_layers"])
         self.visual = make_image_tower(shape, image_layers, head, stock.visual)

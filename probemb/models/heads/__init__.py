@@ -39,6 +39,8 @@ class HeadConfig:
             token (ProLIP); or "prolip-code", the same with the public code's deviations from the paper, which its
             published weights need: a text's log-variance is a map of its mean before that is normalised, the image's
             class token passes its last norm twice, and padding takes part in texts.
+        unit_features: kind "clip" reads the log-variance from features of unit length, as the mean does in effect
+            (probabilistic VSE++); otherwise from the features as they are (PCME++ and its published weights).
     """
 
     kind: str
@@ -49,6 +51,7 @@ class HeadConfig:
     options: dict = field(default_factory=dict)
     covariance: Covariance = field(default_factory=Covariance)
     uncertainty: Uncertainty = "branch"
+    unit_features: bool = False
 
     @property
     def log_var_width(self) -> int:
@@ -68,7 +71,6 @@ def add_heads(
     pooled_width: int,
     own_projection: bool = False,
     unc_widths: tuple[int, int] | None = None,
-    raw: bool = False,
 ) -> None:
     """Set `mean_head` and `log_var_head` of a tower with tokens (B, T, width) and pooled features (B, pooled_width).
 
@@ -81,8 +83,6 @@ def add_heads(
     Args:
         own_projection: the tower has a projection of its own, which kind "clip" keeps instead of a mean head.
         unc_widths: of the branch's tokens and pooled features, if not those of the mean.
-        raw: kind "clip" reads the log-variance from the branch's features as they are, as the published weights of
-            PCME++ and ProLIP do; otherwise from features of unit length.
     """
     head = HEADS[config.kind]
     keep = own_projection and config.kind == "clip"
@@ -91,8 +91,6 @@ def add_heads(
     unc_head = head if config.uncertainty == "branch" else ClipHead  # of one token: a linear map
     unc_widths = unc_widths or (width, pooled_width)
     tower.log_var_head = unc_head.for_log_var(config, *unc_widths) if config.probabilistic else None
-    if raw and isinstance(tower.log_var_head, ClipHead):
-        tower.log_var_head.unit_length = False
     tower.covariance = config.covariance
 
 

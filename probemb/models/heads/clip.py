@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class ClipHead(FullPrecisionLinear):
-    """(B, P) pooled features -> (B, D), or (B, 1) for one log-variance.
-
-    The log-variance reads features of unit length, as the mean does in effect: its map has no bias and is normalised.
-    """
+    """(B, P) pooled features -> (B, D), or (B, 1) for one log-variance; that may read them at unit length."""
 
     reads_tokens = False
     unit_length = False
@@ -35,7 +32,7 @@ class ClipHead(FullPrecisionLinear):
     def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> ClipHead:
         """For the branch's pooled tokens."""
         head = cls(pooled_width, config.log_var_width, config.bias)
-        head.unit_length = True
+        head.unit_length = config.unit_features
         start_log_var(head, config.log_var_start)
         return head
 

@@ -46,6 +46,7 @@ def test_the_papers_recipe():
     assert (config.optimizer.name, config.optimizer.decay_epochs, config.optimizer.clip_grad_norm) == ("adam", 15, 2)
     chosen = METHODS["prob-vsepp"].model_options(config)
     assert chosen["ranking"] == "wasserstein2"
+    assert chosen["unit_features"]
     assert [math.exp(end) for end in chosen["log_var_range"]] == pytest.approx([0.1, 10])
     assert list(config.model.n_unc_layers) == [0, 1]
 

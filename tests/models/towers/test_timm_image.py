@@ -156,10 +156,12 @@ def test_without_blocks_of_its_own_the_log_variance_reads_the_features_of_the_me
 
 def test_the_length_of_features_does_not_scale_the_variance():
     torch.manual_seed(0)
-    head = DualEncoder(config_of("test_efficientnet", 64, "clip", n_unc_layers=(0, 0))).visual.log_var_head
+    config = config_of("test_efficientnet", 64, "clip", n_unc_layers=(0, 0))
+    head = DualEncoder({**config, "unit_features": True}).visual.log_var_head
     features = Features(torch.empty(0), 30 * torch.randn(4, head.in_features))
     expected = torch.nn.functional.linear(
         features.pooled / features.pooled.norm(dim=1, keepdim=True), head.weight, head.bias
     )
     assert_close(head(features), expected)
     assert_close(head(features._replace(pooled=features.pooled / 30)), expected)
+    assert not DualEncoder(config).visual.log_var_head.unit_length  # PCME++'s published weights

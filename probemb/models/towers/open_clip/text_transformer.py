@@ -32,7 +32,7 @@ class TextTransformerTower(TransformerTower, TextTransformer):
         unc_widths = (self.width, head.embed_dim) if self.published else None
         if head.kind != "clip":
             self.text_projection = None
-        add_heads(self, head, self.width, self.width, own_projection=True, unc_widths=unc_widths, raw=True)
+        add_heads(self, head, self.width, self.width, own_projection=True, unc_widths=unc_widths)
 
     def features(self, tokens: Tensor) -> tuple[Features, Features | None]:
         """(B, L) int64, L at most the context length -> features with L tokens.

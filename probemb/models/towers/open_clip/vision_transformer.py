@@ -28,7 +28,7 @@ class ImageTransformer(TransformerTower, VisionTransformer):
         width = self.transformer.width
         if head.kind != "clip":  # other heads read the raw tokens
             self.ln_post, self.proj, self.attn_pool = nn.Identity(), None, None
-        add_heads(self, head, width, width, own_projection=True, raw=True)
+        add_heads(self, head, width, width, own_projection=True)
 
     @property
     def n_tokens(self) -> int:
