@@ -9,7 +9,7 @@ import select
 import shutil
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,10 @@ CHROMIUM = next(
 
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38}
 KEYS |= {"ArrowRight": 39, "ArrowDown": 40, "v": 86, "/": 191}
+
+
+class Navigated(Exception):
+    """The page was left while an expression was evaluated."""
 
 
 class Browser:
@@ -60,6 +64,8 @@ class Browser:
         while True:
             answer = self._receive()
             if answer.get("id") == self._number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    raise Navigated
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
 
@@ -99,8 +105,9 @@ class Browser:
         """Until an expression is true; returns its value."""
         end = time.monotonic() + timeout
         while True:
-            if value := self.run(condition):
-                return value
+            with suppress(Navigated):
+                if value := self.run(condition):
+                    return value
             assert time.monotonic() < end, (condition, self.run("document.body?.innerText"), self.complaints)
             time.sleep(0.02)
 
