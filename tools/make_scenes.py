@@ -3,7 +3,8 @@
     python -m tools.make_scenes data/scenes --train 20000 --val 1000 --classes-images 1000
 
     OUT/train/*.tar, OUT/val/*.tar   KEY.jpg, KEY.txt (captions, exact to vague), KEY.json (scene, what captions state)
-    OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object per image, for zero-shot classification
+    OUT/classes/*.tar, classes.txt   KEY.jpg, KEY.cls: one object per image, for zero-shot classification: 192 classes
+    OUT/classes/prompts.json         80 captions of other pictures of each class, exact to vague, as its prompts
     OUT/by-class/{train,val,test}    the same of one object each, with their class in KEY.json (--class-captions): 48
                                      classes in train and val, 16 others in test, as in CUB with captions
     OUT/compositions                 pictures of up to five objects, and combinations of these to ask for
@@ -25,6 +26,7 @@ when it is complete; a complete set of the same arguments is kept.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 import tempfile
@@ -96,7 +98,7 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     seed = f"{plan.seed} {part}"  # parts never share a scene's random state
     if part == "classes":
         scene = scenes.class_scene(seed, index)
-        text = {"cls": str(scenes.class_label(scene)).encode()}
+        text = {"cls": str(scenes.sized_class_label(scene)).encode()}
     else:
         by_class = part.removeprefix(BY_CLASS) if part.startswith(BY_CLASS) else None
         scene = scenes.scene_of_split(seed, index, by_class == "test") if by_class else scenes.scene(seed, index)
@@ -107,6 +109,18 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
         row = json.dumps(found, separators=(",", ":"))
         text = {"txt": encode_captions(caption.text for caption in captions), "json": row.encode()}
     return {"jpg": jpeg(scene, plan.size), **text}
+
+
+def caption_prompts(seed: int, count: int = 80) -> dict[str, list[str]]:
+    """Prompts of each zero-shot class: captions, exact to vague, of other pictures of the class."""
+    from probemb.data import scenes
+
+    prompts = {name: [] for name in scenes.sized_class_names()}
+    texts, drawn = list(prompts.values()), itertools.count()
+    while min(map(len, texts)) < count:
+        scene = scenes.class_scene(f"{seed} prompts", next(drawn))
+        texts[scenes.sized_class_label(scene)] += [caption.text for caption in scenes.draw_captions(scene)]
+    return {name: row[:count] for name, row in prompts.items()}
 
 
 def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
@@ -132,7 +146,7 @@ def plan_shards(plan: Plan, folder: Path) -> list[ShardTask]:
 
 def write_set(plan: Plan, folder: Path, workers: int) -> None:
     """Write the whole set into an existing, empty folder, with progress."""
-    from probemb.data.scenes import class_names
+    from probemb.data.scenes import sized_class_names
 
     tasks = plan_shards(plan, folder)
     for part in plan.parts():
@@ -155,7 +169,9 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
     if words:
         write_vocabulary(folder / VOCABULARY, frequent_words(words))
     if plan.classes_images:
-        (folder / "classes" / "classes.txt").write_text("\n".join(class_names()) + "\n", encoding="utf-8")
+        (folder / "classes" / "classes.txt").write_text("\n".join(sized_class_names()) + "\n", encoding="utf-8")
+        prompts = json.dumps(caption_prompts(plan.seed), indent=1)
+        (folder / "classes" / "prompts.json").write_text(prompts + "\n", encoding="utf-8")
     (folder / RECORD).write_text(json.dumps(describe(plan), indent=2) + "\n", encoding="utf-8")
 
 

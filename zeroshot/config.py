@@ -31,10 +31,10 @@ class ImagenetConfig:
         data: class folders, a folder or pattern of webdataset shards, one tar, CIFAR's binary files, or a data set of
             CLIP_benchmark; several of them for one table: --data a b c, or NAME=PATH for a name of its own.
         filter: single, all, topk, best-topk, weighted, inverse-variance, class-deviation, threshold, quantile,
-            reweighted, reweighted-unlabelled, or every.
+            reweighted, reweighted-unlabelled, several of them separated by commas, or every.
         classes: a class-name file, or "imagenet"; by default classes.json or classes.txt beside the data.
-        templates: a file with one prompt template a line, each with {}; by default the data's own, else
-            CLIP's 80.
+        templates: a file with one prompt template a line, each with {}, or a JSON object of each class's own prompts,
+            {class name: [prompts]}; by default the data's own, else CLIP's 80.
         labels: a file of "NAME LABEL" lines, for images without class folders.
         k: prompts that topk keeps; by default the best number on these images, an oracle.
         temperature: of weighted, in standard deviations of a class' uncertainties.

@@ -101,17 +101,18 @@ def one_by_one(config: ImagenetConfig, out: Path) -> list[ImagenetConfig]:
 def prepare(config: ImagenetConfig, selection: Selection) -> Prepared:
     """Find the images and classes of one data set. Raises UserError."""
     from probemb.data.labelled.images import assign_labels, find_images, resolve_classes
+    from probemb.data.labelled.prompts import count_prompts
     from zeroshot.filtering.filters import stratified_folds
     from zeroshot.filtering.outcome import Task
     from zeroshot.filtering.prompts import read_templates
 
     images = find_images(config.data, config.labels, config.exif)
-    templates = read_templates(config.templates)
+    classes, labels = resolve_classes(images, config.classes)
+    templates = read_templates(config.templates, classes.names)
     if config.templates is None and images.templates:
         templates = list(images.templates)
-    if config.k is not None and config.k > len(templates):
-        raise UserError(f"--k {config.k} is more than the {len(templates)} templates.", "Give a smaller --k.")
-    classes, labels = resolve_classes(images, config.classes)
+    if config.k is not None and config.k > (count := count_prompts(templates)):
+        raise UserError(f"--k {config.k} is more than the {count} templates.", "Give a smaller --k.")
     if selection.folds:
         stratified_folds(labels, [place.name for place in images.places], selection.folds)
     other = None
@@ -142,6 +143,7 @@ def evaluate_and_write(prepared: Prepared, filters: list[str], selection: Select
     from probemb.cli.results import write_json
     from probemb.data.image_loader import describe_bad
     from probemb.data.labelled.images import remarks
+    from probemb.data.labelled.prompts import count_prompts
     from zeroshot.filtering.outcome import evaluate
     from zeroshot.filtering.prompts import single_index
     from zeroshot.filtering.results import describe
@@ -151,7 +153,7 @@ def evaluate_and_write(prepared: Prepared, filters: list[str], selection: Select
     classes, templates, out = task.classes, task.templates, Path(config.out)
     print(
         f"{config.data}: {len(task.images):,} images, {len(classes):,} classes (names: {classes.source}), "
-        f"{len(templates)} prompts a class, on {device.name} in {device.precision}",
+        f"{count_prompts(templates)} prompts a class, on {device.name} in {device.precision}",
         flush=True,
     )
     for line in (notes := remarks(task.labels, classes)):

@@ -22,7 +22,9 @@ from probemb.data.scenes import (
     render,
     sample_from_json,
     scene,
+    sized_class_names,
 )
+from probemb.data.scenes.world import COLOURS, SHAPES
 from probemb.data.shards.index import read_index
 from probemb.data.words import find_vocabulary
 from probemb.errors import UserError
@@ -54,7 +56,7 @@ def test_the_files(made):
         ("00002.tar", 5),
     ]
     assert sum(shard.samples for shard in read_index(made / "classes")) == 70
-    assert (made / "classes" / "classes.txt").read_text().splitlines() == class_names()
+    assert (made / "classes" / "classes.txt").read_text().splitlines() == sized_class_names()
     assert [path.name for path in made.parent.iterdir()] == ["scenes"]  # nothing is left beside it
 
 
@@ -98,11 +100,23 @@ def test_parts_do_not_share_scenes(made):
 
 
 def test_classes_carry_their_label(made):
-    samples = list(iterate_samples([shard.path for shard in read_index(made / "classes")]))
-    assert [sample.label for sample in samples] == [i % 64 for i in range(70)]
-    assert all(class_label(class_scene("0 classes", i)) == sample.label for i, sample in enumerate(samples))
+    samples, names = iterate_samples([shard.path for shard in read_index(made / "classes")]), sized_class_names()
+    things = [class_scene("0 classes", i).things[0] for i in range(70)]
+    assert [names[one.label] for one in samples] == [f"{one.size} {one.colour} {one.shape}" for one in things]
     with tarfile.open(made / "classes" / "00000.tar") as tar:
         assert tar.getnames()[:2] == ["00000000.cls", "00000000.jpg"]
+
+
+def test_prompts_are_true_of_some_pictures_of_their_class_and_from_exact_to_vague(made):
+    prompts = json.loads((made / "classes" / "prompts.json").read_text())
+    assert [*prompts] == sized_class_names()
+    assert {len(texts) for texts in prompts.values()} == {80}
+    for name, texts in prompts.items():
+        colour, shape = name.split()[1:]
+        others = {*SHAPES, *COLOURS} - {colour, shape}
+        assert not any(others & {*text.rstrip(".").split()} for text in texts)
+        assert any(f"{colour} {shape}" in text for text in texts)
+        assert any(colour not in text and shape not in text for text in texts)
 
 
 def test_the_same_arguments_give_the_same_bytes(made, tmp_path):

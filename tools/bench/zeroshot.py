@@ -1,6 +1,6 @@
 """Zero-shot evaluation with every filter and all K against the `all` filter alone, from images and class names.
 
-    python -m tools.bench.zeroshot                                # random weights, embedded images, 64 classes
+    python -m tools.bench.zeroshot                                # random weights, synthetic images, 192 classes
     python -m tools.bench.zeroshot --model RUN --data data/imagenet/val
 
 Nothing is cached: each repeat embeds every prompt and image again, like a first evaluation.

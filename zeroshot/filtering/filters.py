@@ -121,13 +121,13 @@ def fitting_filters(names: Sequence[str], model, name: str, wanted: str) -> list
     """
     if model.probabilistic:
         return list(names)
-    if wanted in BY_UNCERTAINTY:
+    if any(one in BY_UNCERTAINTY for one in wanted.split(",")):
         check_variances(model, name, f"--filter {wanted} reads it", "Say --filter all, single, or every.")
     return [name for name in names if name not in BY_UNCERTAINTY]
 
 
 def filter_names(wanted: str) -> list[str]:
-    """The filters in the table for --filter: `single`, `all` and the chosen one, or every one.
+    """The filters in the table for --filter: `single`, `all` and those named, separated by commas, or every one.
 
     Raises:
         UserError: an unknown name.
@@ -135,9 +135,10 @@ def filter_names(wanted: str) -> list[str]:
     if wanted == "every":
         return [*FILTERS, *REWEIGHTED]
     known = [*FILTERS, *REWEIGHTED, "every"]
-    if wanted not in known:
-        raise UserError(f"There is no filter '{wanted}'.{nearest(wanted, known)}", f"Known are: {', '.join(known)}.")
-    return list(dict.fromkeys(["single", "all", wanted]))
+    for name in wanted.split(","):
+        if name not in known[:-1]:
+            raise UserError(f"There is no filter '{name}'.{nearest(name, known)}", f"Known are: {', '.join(known)}.")
+    return list(dict.fromkeys(["single", "all", *wanted.split(",")]))
 
 
 def choosing(filters: Sequence[str], options: FilterOptions) -> list[str]:

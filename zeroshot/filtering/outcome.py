@@ -15,7 +15,7 @@ from probemb.cli.device import loader_workers
 from probemb.data.image_loader import in_both
 from probemb.data.labelled.classes import Classes
 from probemb.data.labelled.images import LabelledImages
-from probemb.data.labelled.prompts import prompt_texts
+from probemb.data.labelled.prompts import Templates, prompt_texts
 from probemb.data.look_alikes import leave_out, same_picture
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
@@ -81,13 +81,13 @@ class Task:
 
     Attributes:
         images: N labelled images; labels: for each the index of its class.
-        classes: C classes; templates: P prompt templates.
+        classes: C classes; templates: P prompt templates, or the P prompts of each class.
     """
 
     images: LabelledImages
     labels: Sequence[int]
     classes: Classes
-    templates: Sequence[str]
+    templates: Templates
 
 
 def evaluate(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.data.labelled.classes import read_text
-from probemb.data.labelled.prompts import SINGLE_TEMPLATE, imagenet_templates
+from probemb.data.labelled.prompts import SINGLE_TEMPLATE, Templates, imagenet_templates
 from probemb.errors import UserError
 from probemb.files import replace_file
 
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
 CACHE_FORMAT = "probemb text embeddings 1"
 
 
-def read_templates(path: str | Path | None) -> list[str]:
-    """CLIP's 80 templates, or those of a file: one a line, each with `{}` where the class name goes.
+def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
+    """CLIP's 80 templates, or those of a file: one a line, each with `{}` where the class name goes, or a JSON object
+    {class name: [prompts]} with equally many prompts for every class.
 
     Raises:
-        UserError: a missing or empty file, a template without `{}`, a template that occurs twice.
+        UserError: a missing or empty file, a template without `{}` or that occurs twice, a class without its prompts.
     """
     if path is None:
         return imagenet_templates()
     path = Path(path)
+    if path.suffix.lower() == ".json":
+        return _prompts_of_classes(path, class_names)
     lines = [line.strip() for line in read_text(path, "template file", "--templates").splitlines()]
     templates = [line for line in lines if line]
     if not templates:
@@ -48,7 +52,21 @@ def read_templates(path: str | Path | None) -> list[str]:
     return templates
 
 
-def single_index(templates: Sequence[str]) -> int:
+def _prompts_of_classes(path: Path, class_names: Sequence[str]) -> dict[str, list[str]]:
+    try:
+        found = json.loads(read_text(path, "prompt file", "--templates"))
+        prompts = {name: found[name] for name in class_names}
+    except (ValueError, RecursionError, TypeError) as error:
+        raise UserError(f"{path} is no JSON object of prompts.", 'Write {"class name": ["prompt", …], …}.') from error
+    except KeyError as error:
+        raise UserError(f"{path} has no prompts for the class {error}.", "Give every class its prompts.") from error
+    texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
+    if not texts or len({len(row) for row in prompts.values()}) > 1:
+        raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class as many prompts.")
+    return prompts
+
+
+def single_index(templates: Templates) -> int:
     """The index of the template of `single`: "a photo of a {}.", or else the first."""
     return list(templates).index(SINGLE_TEMPLATE) if SINGLE_TEMPLATE in templates else 0
 

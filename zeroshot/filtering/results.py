@@ -42,7 +42,7 @@ def describe(config: ImagenetConfig, outcome: Outcome, task: Task, device: Devic
         "images_left_out": [{"name": name, "reason": reason} for name, reason in outcome.bad],
         "classes": len(classes),
         "class_names_from": classes.source,
-        "templates": list(task.templates),
+        "templates": task.templates,
         "notices": outcome.notices,
         "prompt_cache": outcome.cache[0],
         "seconds": outcome.seconds,

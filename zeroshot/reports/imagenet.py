@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probemb.data.failures import BadSample
+from probemb.data.labelled.prompts import count_prompts, prompt_texts
 from probemb.reports.figures import BLUE, GREEN, GREY, ORANGE, Chart
 from probemb.reports.pages import thumbnail, write_page
 from probemb.reports.text import percent
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from probemb.data.labelled.classes import Classes
     from probemb.data.labelled.images import LabelledImages
+    from probemb.data.labelled.prompts import Templates
     from zeroshot.filtering.outcome import Outcome
     from zeroshot.filtering.rows import Evaluation
 
@@ -41,7 +42,7 @@ def write_report(
     outcome: Outcome,
     images: LabelledImages,
     classes: Classes,
-    templates: Sequence[str],
+    templates: Templates,
 ) -> None:
     """Write the page; `results` is what results.json holds."""
     e = outcome.evaluation
@@ -50,7 +51,7 @@ def write_report(
     ]
     write_page(
         file, Path(__file__).with_name("imagenet.html"), GENERATOR, results=results, config=results["config"],
-        n_classes=len(classes), n_prompts=len(templates), n_bad=len(outcome.bad), rows=e.rows, kind=_kind,
+        n_classes=len(classes), n_prompts=count_prompts(templates), n_bad=len(outcome.bad), rows=e.rows, kind=_kind,
         significant=SIGNIFICANT, tiles=_tiles(e, len(classes)), curves=_curves(e), chosen=_chosen(e),
         bins=_bins(results["uncertainty"]), groups=groups, has_kept=e.kept is not None, kept_by=e.kept_by,
         reliability=_reliability(results["calibration"]), selective=_selective(results["selective"]),
@@ -156,13 +157,14 @@ def pick_classes(e: Evaluation, size: int = CLASSES_A_GROUP) -> list[tuple[str, 
     return [(title, group) for title, group in zip(titles, (most, least, some)) if group]
 
 
-def _card(c: int, outcome: Outcome, images: LabelledImages, classes: Classes, templates: Sequence[str]) -> dict:
+def _card(c: int, outcome: Outcome, images: LabelledImages, classes: Classes, templates: Templates) -> dict:
     """A class with its images and its prompts, from certain to uncertain."""
     e, name = outcome.evaluation, classes.names[c]
     u, kept = e.uncertainty[c], None if e.kept is None else int(e.kept[c])
     low, high = float(u.min()), float(u.max())
+    texts = prompt_texts([name], templates)
     prompts = [
-        {"text": templates[p].replace("{}", name), "u": u_p, "share": 8 + 92 * (u_p - low) / ((high - low) or 1)}
+        {"text": texts[p], "u": u_p, "share": 8 + 92 * (u_p - low) / ((high - low) or 1)}
         for p, u_p in zip(e.order[c].tolist(), u[e.order[c]].tolist())
     ]
     return {

@@ -18,6 +18,8 @@ from probemb.data.scenes.samples import class_scene as class_scene
 from probemb.data.scenes.samples import sample_from_json as sample_from_json
 from probemb.data.scenes.samples import sample_to_json as sample_to_json
 from probemb.data.scenes.samples import scene_of_split as scene_of_split
+from probemb.data.scenes.samples import sized_class_label as sized_class_label
+from probemb.data.scenes.samples import sized_class_names as sized_class_names
 from probemb.data.scenes.samples import unseen_classes as unseen_classes
 from probemb.data.scenes.world import Scene as Scene
 from probemb.data.scenes.world import scene as scene

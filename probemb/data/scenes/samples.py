@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from probemb.data.scenes.predicates import Caption, predicate_from_json
-from probemb.data.scenes.world import COLOURS, SHAPES, Scene, Thing, scene_from_json, single_scene
+from probemb.data.scenes.world import COLOURS, SHAPES, SIZES, Scene, Thing, scene_from_json, single_scene
 
 
 def class_names() -> list[str]:
-    """Names of the 64 classes, such as "red circle", which fit "a photo of a {}."."""
+    """Names of the 64 kinds of objects, such as "red circle", which fit "a photo of a {}."."""
     return [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
 
 
@@ -38,6 +38,17 @@ def class_label(scene: Scene) -> int | None:
 
 def kind_label(thing: Thing) -> int:
     return COLOURS.index(thing.colour) * len(SHAPES) + SHAPES.index(thing.shape)
+
+
+def sized_class_names() -> list[str]:
+    """Names of the 192 classes of zero-shot classification, such as "small red circle": every kind in three sizes."""
+    return [f"{size} {kind}" for size in SIZES for kind in class_names()]
+
+
+def sized_class_label(scene: Scene) -> int:
+    """Index into `sized_class_names()` of the scene's only object."""
+    (thing,) = scene.things
+    return SIZES.index(thing.size) * len(class_names()) + kind_label(thing)
 
 
 def sample_to_json(scene: Scene, captions: Sequence[Caption]) -> dict:

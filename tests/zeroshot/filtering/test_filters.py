@@ -68,6 +68,7 @@ def test_weighted_does_not_depend_on_the_scale_of_u_and_obeys_the_temperature():
 def test_an_unknown_filter_gets_the_nearest_name():
     assert filter_names("every") == [*FILTERS, *REWEIGHTED]
     assert filter_names("best-topk") == ["single", "all", "best-topk"]
+    assert filter_names("topk,best-topk") == ["single", "all", "topk", "best-topk"]
     with pytest.raises(UserError, match="Did you mean 'best-topk'"):
         filter_names("best-top")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from probemb.data.labelled.classes import read_classes
+from probemb.data.labelled.prompts import count_prompts, prompt_texts
 from probemb.errors import UserError
 from probemb.evaluation.embedding import Embedder
 from probemb.models import load_model
@@ -32,6 +33,31 @@ def test_templates_that_are_none_are_refused(tmp_path, content, message):
     file.write_text(content)
     with pytest.raises(UserError, match=message):
         read_templates(file)
+
+
+def test_a_json_file_has_the_prompts_of_every_class(tmp_path):
+    file, prompts = tmp_path / "p.json", {"dog": ["a dog", "an animal"], "cat": ["a cat", "a pet"], "more": []}
+    file.write_text(json.dumps(prompts))
+    templates = read_templates(file, ["cat", "dog"])
+    assert prompt_texts(["cat", "dog"], templates) == ["a cat", "a pet", "a dog", "an animal"]
+    assert (count_prompts(templates), single_index(templates)) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "no JSON object"),
+        ('{"cat": ["a cat"]}', "no prompts for the class 'dog'"),
+        ('{"cat": ["a cat"], "dog": ["a dog", "it"]}', "one length"),
+        ('{"cat": [], "dog": []}', "one length"),
+        ('{"cat": "a cat", "dog": "a dog"}', "one length"),
+    ],
+)
+def test_prompts_that_do_not_fit_the_classes_are_refused(tmp_path, content, message):
+    file = tmp_path / "p.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_templates(file, ["cat", "dog"])
 
 
 def test_class_files_of_every_kind(tmp_path):
