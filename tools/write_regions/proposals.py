@@ -25,7 +25,7 @@ def write_proposals(options: Namespace) -> int:
     endings = (arrays.REGIONS, arrays.BOXES, arrays.IDS)
     arrays.refuse_existing(arrays.file_of(options.out, split, end) for split in options.split for end in endings)
     found = {split: find_phrases(options.data, split, options.images) for split in options.split}
-    of_split = {split: _proposals(options, data) for split, data in found.items()}
+    of_split = {split: find_proposals(options, data) for split, data in found.items()}
     embed, width = _embedder(options)
     for split, data in found.items():
         boxes = of_split[split].boxes
@@ -43,7 +43,8 @@ def write_proposals(options: Namespace) -> int:
     return 0
 
 
-def _proposals(options: Namespace, data: PhraseDataset) -> Proposals:
+def find_proposals(options: Namespace, data: PhraseDataset) -> Proposals:
+    """Those of the file or the grid that --proposals names, the first --top of them."""
     if options.proposals == "grid":
         grid = GridOptions()
         return grid_proposals(data, grid.scales, grid.ratios, grid.step)

@@ -239,10 +239,7 @@ class _Crops:
         last = first + self.size >= len(boxes)
         try:
             picture = self.data.images.open(image)
-            scale = picture.size[0] / self.data.sizes[image][0], picture.size[1] / self.data.sizes[image][1]
-            if abs(scale[0] / scale[1] - 1) > 0.05:
-                width, height = self.data.sizes[image]
-                raise BadSample(f"is {picture.size[0]} x {picture.size[1]}, but annotated as {width} x {height}")
+            scale = scale_of(picture, *self.data.sizes[image])
             some = boxes[first : first + self.size]
             pixels = stack([self.transform(crop(picture, box, scale)) for box in some])
         except BadSample as error:
@@ -264,6 +261,14 @@ class _Regions(_Crops):
         except BadSample as error:
             return image, last, None, str(error)
         return image, last, features[rows[first : first + self.size], None], ""
+
+
+def scale_of(picture, width: int, height: int) -> tuple[float, float]:
+    """A picture's size over that of its annotation. Raises BadSample: their shapes differ by more than 5 %."""
+    scale = picture.size[0] / width, picture.size[1] / height
+    if abs(scale[0] / scale[1] - 1) > 0.05:
+        raise BadSample(f"is {picture.size[0]} x {picture.size[1]}, but annotated as {width} x {height}")
+    return scale
 
 
 def crop(picture, box: Box, scale: tuple[float, float] = (1.0, 1.0)):
