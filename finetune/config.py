@@ -54,6 +54,10 @@ class Data:
         resize: who crops and resizes, also in validation: tensor (torch, fast) or pil (PIL, as open_clip; runs before
             there was a choice).
         cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
+        unpaired: further images and texts, in any of the forms; who belongs to whom is ignored, and the autoencoders of
+            mse, mmd-mse, jwae-mse, jwae-mh, jwae-scan and vae-mh train on them too. Their split is `train`.
+        unpaired_images: folder of their images.
+        unpaired_batch: so many of their images, and of their texts, in a batch, over all ranks.
     """
 
     path: str | None = None
@@ -67,6 +71,9 @@ class Data:
     exif: bool = False
     resize: Resize = "tensor"
     cache_features: str | None = None
+    unpaired: str | None = None
+    unpaired_images: str | None = None
+    unpaired_batch: Count = 128
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ class Config:
         *("optimizer.lr", "engine.precision", "data.workers", "wandb"),
     )
     PATHS: ClassVar = (
-        *("out", "data.path", "data.images", "data.cache_features"),
+        *("out", "data.path", "data.images", "data.cache_features", "data.unpaired", "data.unpaired_images"),
         *("model.pretrained", "model.vocabulary", "model.word_vectors"),
     )
 

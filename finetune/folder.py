@@ -41,6 +41,8 @@ FREE_TO_CHANGE = (
     "data.images",
     "data.format",
     "data.train",  # the pairs themselves are compared
+    "data.unpaired",
+    "data.unpaired_images",
     "data.workers",
     "data.failure_share",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,13 @@ def shared_generator(seed: int, step: int, what: int, device: torch.device | str
     return torch.Generator(device).manual_seed(int(numbers[0]) << 31 | int(numbers[1]) >> 1)
 
 
+def _places(pairs: PairBatch, rank: int) -> Tensor:
+    """Where a rank's items stand in the whole batch, which has the pairs of all ranks before what is unpaired."""
+    n, more = len(pairs.image_index), len(pairs.images) - len(pairs.image_index)
+    first = n * distributed.world_size() + more * rank
+    return torch.cat([torch.arange(n) + n * rank, torch.arange(more) + first])
+
+
 class PairFeed:
     """What the trainer does with pairs of images and captions.
 
@@ -52,7 +60,7 @@ class PairFeed:
         config, rank = self.config, distributed.rank()
         images = pairs.images.to(self.device, non_blocking=True)
         tokens, mask, mix = pairs.tokens, None, None
-        rows, whole = slice(rank * len(images), (rank + 1) * len(images)), config.batch_size
+        rows, whole = _places(pairs, rank), len(images) * distributed.world_size()
         ids = TextIds.of(model.config)
         if config.augment.cutout or config.mix.ratio:
             images = model.normalized(images)  # where grey is 0 and a mix of uint8 is not rounded
@@ -92,7 +100,15 @@ class PairFeed:
 
     def gather(self, embedded: tuple[Tensor, ...], pairs: PairBatch, mix: Mix | None, now: Moment) -> Batch:
         """The pairs of all ranks, with gradient; labels from image numbers and mixing partners."""
-        images, texts = of_all_ranks(embedded)
+        n = len(pairs.image_index)
+        every = of_all_ranks(embedded)
+        words = distributed.gather(pairs.tokens.to(self.device)) if self.wants_words else None
+        images, texts = every
+        if unpaired := len(pairs.images) > n:
+            order = torch.cat([_places(pairs, rank) for rank in range(distributed.world_size())]).argsort()
+            every = [side[order.to(self.device)] for side in every]
+            words = None if words is None else words[order.to(self.device)]
+            images, texts = (side[: n * distributed.world_size()] for side in every)
         numbers = distributed.gather_host(torch.stack([pairs.image_index, pairs.pair_index], 1))
         image, pair = numbers.T.contiguous()
         group = self.groups[image.to(self.device)]
@@ -101,8 +117,10 @@ class PairFeed:
             match = labels.mixed(match, *(x.to(self.device, non_blocking=True) for x in (mix.lam, mix.partner)))
         match = labels.smooth(match, self.config.mix.smoothing)
         generator = shared_generator(self.config.seed, now.step, _LOSS, self.device)
-        words = distributed.gather(pairs.tokens.to(self.device)) if self.wants_words else None
-        return Batch(
+        batch = Batch(
             images, texts, match, image, pair, now.epoch, now.step, generator, now.network,
             words=words,
         )  # fmt: skip
+        if unpaired:
+            batch.with_unpaired = replace(batch, images=every[0], texts=every[1])
+        return batch

@@ -80,13 +80,15 @@ def train(config: Config, preemption: Preemption) -> int:
         if n := sum(bool(re.search(r"\b(left|right)\b", text, re.IGNORECASE)) for text in texts):
             say(f"hflip   {n:,} of {len(texts):,} captions say left or right, which is wrong of a mirrored image")
     networks = make_networks(config, earlier, say, texts=clean.texts if composes else None)
-    clean, validation, transforms, tokenizer = prepare_inputs(config, networks, clean, validation, accelerator)
+    clean, validation, transforms, tokenizer, unpaired = prepare_inputs(
+        config, networks, clean, validation, accelerator, find_unpaired(config)
+    )
     kind, out = ComposedValidator if composes else Validator, Path(config.out)
     validator = kind(validation, tokenizer, transforms, config, accelerator) if validation is not None else None
     if clean is None:
         return measure_only(config, networks[0], validator, accelerator, say)
     train_data = clean if composes else noisy_captions(clean, config.noise_ratio, config.seed, out, write=False)
-    loader = make_loader(config, train_data, transforms.train, tokenizer, accelerator)
+    loader = make_loader(config, train_data, transforms.train, tokenizer, accelerator, unpaired)
     identity = {"pairs": loader.identity["tuples" if composes else "pairs"]}
     position = resume_from(config, earlier, identity)
     step, steps = position.samples // config.batch_size, config.epochs * len(networks) * loader.steps
@@ -201,6 +203,16 @@ def find_data(config: Config):
     return train, validation
 
 
+def find_unpaired(config: Config):
+    """Images and texts that the autoencoders train on too; None without."""
+    from probemb.data.captions.find import find_captions
+
+    data = config.data
+    if data.unpaired is None:
+        return None
+    return find_captions(data.unpaired, "train", images=data.unpaired_images, exif=data.exif)
+
+
 def find_composed_data(config: Config):
     """The training and the validation split of composed retrieval (None without)."""
     from finetune.loading.pair_loader import refuse_unusable
@@ -218,8 +230,8 @@ def find_composed_data(config: Config):
     return find(config.data.train), validation
 
 
-def prepare_inputs(config: Config, networks, train, validation, accelerator):
-    """Both splits (features in place of pixels, with `data.cache_features`), the transforms and the tokenizer.
+def prepare_inputs(config: Config, networks, train, validation, accelerator, unpaired=None):
+    """Both splits, the transforms, the tokenizer and the unpaired data; with `data.cache_features`, of features.
 
     Raises:
         UserError: the models cannot read these images, or the configuration changes pixels and there are none.
@@ -227,7 +239,7 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
     from probemb.models import Augmentation, check_images, check_words, create_tokenizer, create_transforms
     from probemb.models.architectures import reads_regions
 
-    for captions in (train, validation):
+    for captions in (train, validation, unpaired):
         if captions is not None:
             check_images(networks[0], captions.images)
             if not METHODS[config.method].composes:
@@ -242,24 +254,26 @@ def prepare_inputs(config: Config, networks, train, validation, accelerator):
     augmentation = Augmentation(config.augment.scale, config.augment.hflip)
     transforms = create_transforms(networks[0], augmentation, config.data.resize)
     if train is not None and config.data.cache_features is not None:
-        train, validation, transforms = read_features(config, networks, train, validation, accelerator)
-    return train, validation, transforms, create_tokenizer(networks[0])
+        *splits, transforms = read_features(config, networks, (train, validation, unpaired), accelerator)
+        train, validation, unpaired = splits
+    return train, validation, transforms, create_tokenizer(networks[0]), unpaired
 
 
-def make_loader(config: Config, data, transform, tokenizer, accelerator):
-    """This rank's training pairs, or its composed queries with their targets."""
+def make_loader(config: Config, data, transform, tokenizer, accelerator, unpaired=None):
+    """This rank's training pairs, with unpaired images and texts, or its composed queries with their targets."""
     from finetune.loading.pair_loader import PairLoader
     from finetune.loading.tuple_loader import TupleLoader
 
-    settings = (
-        data, transform, tokenizer, config.batch_size, config.seed, accelerator.process_index,
-        accelerator.num_processes, config.data.workers,
-    )  # fmt: skip
+    inputs = transform, tokenizer
+    place = accelerator.process_index, accelerator.num_processes, config.data.workers
+    settings = data, *inputs, config.batch_size, config.seed, *place
     more = {"pin_memory": accelerator.device.type == "cuda", "failure_share": config.data.failure_share}
     if METHODS[config.method].composes:
         repeats = max(config.compose.repeats, math.ceil(config.batch_size / data.n_examples))
         return TupleLoader(*settings, repeats=repeats, **more)
-    return PairLoader(*settings, positives=config.data.positives, **more)
+    if unpaired is not None:  # another seed: in another order, even where the data are the same
+        unpaired = PairLoader(unpaired, *inputs, config.data.unpaired_batch, config.seed + 1, *place, **more)
+    return PairLoader(*settings, positives=config.data.positives, unpaired=unpaired, **more)
 
 
 def make_feed(config: Config, loader, data, method, device):
@@ -292,6 +306,7 @@ def add_new_settings(saved: dict) -> None:
     saved["data"].setdefault("exif", False)
     saved["data"].setdefault("resize", "pil")
     saved["data"].setdefault("positives", "image")
+    saved["data"] = {"unpaired": None, "unpaired_images": None, "unpaired_batch": 128} | saved["data"]
     saved["optimizer"].setdefault("name", "adamp")
     saved["optimizer"].setdefault("freeze_text", False)
     saved.setdefault("augment", {"cutout": 0.0, "word_dropping": 0.0})
@@ -363,8 +378,8 @@ def start_accelerator(config: Config):
     return accelerator
 
 
-def read_features(config: Config, networks, train, validation, accelerator):
-    """Both splits and the transforms, with features of the locked image towers instead of pixels."""
+def read_features(config: Config, networks, splits, accelerator):
+    """The splits and the transforms, with features of the locked image towers instead of pixels."""
     from finetune.loading.feature_cache import cache_features, unchanged
     from probemb.models import Transforms
 
@@ -375,7 +390,7 @@ def read_features(config: Config, networks, train, validation, accelerator):
             batch_size=config.engine.eval_batch_size, workers=config.data.workers,
             failure_share=config.data.failure_share,
         )
-        for captions in (train, validation)
+        for captions in splits
     ]  # fmt: skip
     return *found, Transforms(unchanged, unchanged)
 

@@ -12,7 +12,7 @@ and the pair alone: they are the same for every number of workers, and of proces
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from PIL import Image
@@ -21,6 +21,7 @@ from finetune.loading.batch_loader import BatchLoader
 from finetune.loading.pair_samples import PairBatch, Pairs
 from probemb.data.captions.find import CaptionDataset
 from probemb.data.compositions.dataset import Compositions
+from probemb.data.failures import Failure
 from probemb.errors import UserError
 
 
@@ -36,6 +37,7 @@ class PairLoader(BatchLoader[PairBatch]):
         seed: any integer.
         rank, world, workers, pin_memory, failure_share: see `BatchLoader`.
         positives: "image" or "class", see `groups`.
+        unpaired: batches of the same rank whose images and tokens stand behind every batch's own, epoch after epoch.
 
     Attributes (and those of `BatchLoader`):
         n_pairs: number of captions, those left out of an epoch included.
@@ -60,6 +62,7 @@ class PairLoader(BatchLoader[PairBatch]):
         pin_memory: bool = False,
         failure_share: float = 0.05,
         positives: str = "image",
+        unpaired: PairLoader | None = None,
     ):
         self.n_pairs = dataset.n_captions
         refuse_unusable(dataset, failure_share)
@@ -69,7 +72,33 @@ class PairLoader(BatchLoader[PairBatch]):
         )  # fmt: skip
         by_class = positives == "class"
         self.groups = torch.tensor(dataset.class_numbers() if by_class else range(len(dataset)), dtype=torch.int64)
-        self._dataset = dataset
+        self._dataset, self.unpaired = dataset, unpaired
+
+    def epoch(self, n: int, start_step: int = 0) -> Iterator[PairBatch]:
+        pairs = super().epoch(n, start_step)
+        return pairs if self.unpaired is None else self._with_unpaired(pairs, n * self.steps + start_step)
+
+    def _with_unpaired(self, batches: Iterator[PairBatch], step: int) -> Iterator[PairBatch]:
+        others = self._unpaired_from(step)
+        for pairs in batches:
+            other = next(others)
+            images, tokens = torch.cat([pairs.images, other.images]), torch.cat([pairs.tokens, other.tokens])
+            yield pairs._replace(images=images, tokens=tokens)
+
+    def _unpaired_from(self, step: int) -> Iterator[PairBatch]:
+        while True:
+            epoch, start = divmod(step, self.unpaired.steps)
+            yield from self.unpaired.epoch(epoch, start)
+            step += self.unpaired.steps - start
+
+    def close(self) -> None:
+        super().close()
+        if self.unpaired is not None:
+            self.unpaired.close()
+
+    @property
+    def failures(self) -> dict[str, Failure]:
+        return super().failures | ({} if self.unpaired is None else self.unpaired.failures)
 
     @property
     def identity(self) -> dict[str, int | str]:
@@ -79,6 +108,8 @@ class PairLoader(BatchLoader[PairBatch]):
             digest.update(f"{one}\0{len(texts)}\0".encode(errors="replace"))
             for text in texts:
                 digest.update(f"{text}\0".encode(errors="replace"))
+        if self.unpaired is not None:
+            digest.update(self.unpaired.identity["pairs"].encode())
         return {"pairs": digest.hexdigest()[:16], "batch_size": self.batch_size, "seed": self.seed}
 
 

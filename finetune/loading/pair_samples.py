@@ -14,6 +14,8 @@ from probemb.data.captions.find import CaptionDataset
 class PairBatch(NamedTuple):
     """This rank's rows of one global batch, b = batch_size / world.
 
+    Images and tokens may have more rows, unpaired ones, behind those of the pairs.
+
     images       (b, 3, H, W) uint8, or what else the transform gives, in the memory order that it gives
     tokens       (b, L) int64
     image_index  (b,) int64: which image of the `CaptionDataset`; rows with the same one match each other

@@ -38,6 +38,8 @@ class Batch:
     words         (N, L) int64, the captions' tokens before augmentation, if the method wants them, else None
     parts         Gaussian (N, k, D), of methods that compose queries: then images are the targets, texts None, match
                   says which targets have all concepts of a query, and pair_index which combination was asked for
+    everything    the same with unpaired images and texts behind the pairs (`data.unpaired`); match and indices are of
+                  the pairs alone; the batch itself without any
     """
 
     images: Encoded
@@ -52,6 +54,11 @@ class Batch:
     by_other: Callable[[], tuple[Encoded, Encoded]] | None = None
     words: Tensor | None = None
     parts: Gaussian | None = None
+    with_unpaired: Batch | None = None
+
+    @property
+    def everything(self) -> Batch:
+        return self.with_unpaired or self
 
     @property
     def image(self) -> Gaussian:
@@ -75,6 +82,7 @@ class Method:
         wants_features: whether it reads the trunks' features and the codes (`Encoded.features`, `.codes`).
         wants_words: whether it reads the captions' tokens (`Batch.words`).
         over_regions: whether it reasons over an image's regions, and needs a model that reads them.
+        takes_unpaired: whether it learns from unpaired images and texts too (`Batch.everything`).
         composes: whether it learns from composed queries and their targets (`Batch.parts`) instead of pairs.
         ranking: by which its models are validated, and ranked wherever nothing else is asked for.
         soft_labels: whether mixed images and label smoothing make sense.
@@ -99,6 +107,7 @@ class Method:
     wants_features: ClassVar[bool] = False
     wants_words: ClassVar[bool] = False
     over_regions: ClassVar[bool] = False
+    takes_unpaired: ClassVar[bool] = False
     composes: ClassVar[bool] = False
     ranking: ClassVar[str] = "csd"
     soft_labels: ClassVar[bool] = False
@@ -205,6 +214,11 @@ class Method:
                 f"Leave --distance out, or choose one of {others('distances')}.",
             )
         yield from composing_problems(config, cls.composes, others("composes"))
+        if config.data.unpaired is not None and not cls.takes_unpaired:
+            yield UserError(
+                f"The method {name} learns from pairs alone, and data.unpaired is {config.data.unpaired}.",
+                f"Leave it out, or choose one of {others('takes_unpaired')}.",
+            )
         if config.ranking is not None and not cls.probabilistic:
             yield UserError(
                 f"The method {name} has no variances to rank by, and ranking is {config.ranking}.",

@@ -56,6 +56,7 @@ class MSE(Method):
 
     wants_features = True
     wants_words = True
+    takes_unpaired = True
 
     def __init__(self, config, model, pairs):
         from torch import nn
@@ -84,11 +85,13 @@ class MSE(Method):
 
     def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """All codes of images and of texts, (…, D) each: those that jWAE holds to the prior."""
-        return batch.images.codes, batch.texts.codes
+        return batch.everything.images.codes, batch.everything.texts.codes
 
     def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         """(weight, value) of every part of the loss, by name."""
-        return self.supervision(batch, model) | self.reconstruction(batch, model, *self.decoded(batch))
+        everything = batch.everything
+        reconstruction = self.reconstruction(everything, model, *self.decoded(everything))
+        return self.supervision(batch, model) | reconstruction
 
     def supervision(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         """What makes the codes of a pair alike."""
@@ -184,7 +187,7 @@ class MMDMSE(MSE):
     def parts(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
         from probemb.losses.jwae import mmd
 
-        found = mmd(batch.images.codes, batch.texts.codes, self.options.kernel)
+        found = mmd(*self.codes(batch), self.options.kernel)
         return super().parts(batch, model) | {"mmd": (self.options.mmd_weight, found)}
 
     @classmethod
@@ -325,16 +328,16 @@ class VAEMH(MSE):
         from probemb import Gaussian
         from probemb.losses.jwae import vae_kl
 
-        drawn, parts = [], {}
-        for side, encoded in (("image", batch.images), ("text", batch.texts)):
+        drawn, parts, everything = [], {}, batch.everything
+        for side, encoded in (("image", everything.images), ("text", everything.texts)):
             codes = Gaussian(encoded.codes, encoded.gaussian.log_var)
             noise = torch.randn(
                 codes.mean.shape, generator=batch.generator, device=codes.mean.device, dtype=codes.mean.dtype
             )
             drawn.append(codes.mean + (0.5 * codes.log_var).exp() * noise)
             parts[f"{side}_prior"] = (getattr(self.options, f"{side}_prior"), vae_kl(codes))
-        triplet = hinge_of_cosines(batch, *drawn, self.options)
-        return {"triplet": (1.0, triplet)} | self.reconstruction(batch, model, *drawn) | parts
+        triplet = hinge_of_cosines(batch, *(codes[: len(batch.images)] for codes in drawn), self.options)
+        return {"triplet": (1.0, triplet)} | self.reconstruction(everything, model, *drawn) | parts
 
 
 def hinge_of_cosines(batch: Batch, image_ND: Tensor, text_ND: Tensor, options: Hinge) -> Tensor:

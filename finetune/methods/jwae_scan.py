@@ -71,6 +71,7 @@ class JWAESCAN(JWAEMH, SCAN):
 
     def codes(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Codes of all regions and of all words, (…, D); published, of one place in each item, (N, D)."""
+        batch = batch.everything
         sides = batch.images, batch.texts
         if self.options.published:
             there = (side.tokens * side.mask[..., None] for side in sides)  # 0 behind a caption's end, as there

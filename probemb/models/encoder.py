@@ -78,6 +78,9 @@ class Encoded:
         tokens, features, codes = held
         return Encoded(self.gaussian.float(), tokens, self.mask, features, codes)
 
+    def __getitem__(self, rows) -> Encoded:
+        return Encoded.of([tensor[rows] for tensor in self.tensors()])
+
     def __len__(self) -> int:
         return len(self.gaussian)
 

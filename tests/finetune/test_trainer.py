@@ -83,7 +83,12 @@ def make_trainer(config: Config, data, rank: int = 0, world: int = 1, double: bo
         for name in ("scale", "shift", "logit_scale"):
             getattr(network, name).requires_grad_(name in joint.objective.trains)
     joint = joint.double() if double else joint
-    loader = PairLoader(data, create_transforms(model).train, tokenizer(), config.batch_size, config.seed, rank, world)
+    inputs = create_transforms(model).train, tokenizer()
+    unpaired = None
+    if config.data.unpaired is not None:
+        others = find_captions(config.data.unpaired, "train")
+        unpaired = PairLoader(others, *inputs, config.data.unpaired_batch, config.seed + 1, rank, world)
+    loader = PairLoader(data, *inputs, config.batch_size, config.seed, rank, world, unpaired=unpaired)
     schedule = make_schedule(config, len(networks), loader.steps)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     groups = [
@@ -118,7 +123,7 @@ def trained(rank, world, few, methods, words):
         data = find_captions(few, "train")
         told = []
         method, *own = name.split()
-        config = configured(method, *words, *own)
+        config = configured(method, *words, *(word.replace("FEW", str(few)) for word in own))
         trainer = make_trainer(config, data, rank, world, report=lambda step, values, told=told: told.append(values))
         assert trainer.accelerator.num_processes == world
         assert not trainer.fit()
@@ -154,6 +159,7 @@ TRAINED = (
     "vsrn --size-augment=0 --loss.caption_weight=0",
     "scan --size-augment=0",
     *(f"{name} {DECODERS}" for name in ("mse", "mmd-mse", "jwae-mse", "jwae-mh", "vae-mh", "jwae-scan")),
+    *(f"{name} {DECODERS} --data.unpaired=FEW --data.unpaired_batch=6" for name in ("jwae-mh", "vae-mh", "jwae-scan")),
 )
 # Mixing (of pcmepp), SizeAugment, Cutout and dropped words are on: they are drawn for the whole batch.
 WORDS = ("--size-augment=0.2", "--augment.cutout=0.2", "--augment.word_dropping=0.3")

@@ -121,6 +121,23 @@ def test_resuming_gives_the_rest_and_reads_nothing_before_it(pairs, workers):
     assert batches(pairs, epoch=1, start=4) == []
 
 
+def test_unpaired_rows_stand_behind_the_pairs_and_go_on_where_a_run_resumes(pairs, tmp_path):
+    others = make(tmp_path / "train-0.tar", n=5)  # two batches of 6 an epoch
+
+    def joined(epoch, start=0):
+        unpaired = PairLoader(others, plain_transform, tokenizer, 6, 1)
+        return batches(pairs, epoch, start, plain_transform, unpaired=unpaired)
+
+    found, alone = joined(1), batches(pairs, 1, transform=plain_transform)
+    expected = [b for n in (2, 3) for b in batches(others, n, transform=plain_transform, batch_size=6, seed=1)]
+    assert len(found) == len(expected) == 4
+    for batch, own, other in zip(found, alone, expected):
+        assert torch.equal(batch.images, torch.cat([own.images, other.images]))
+        assert torch.equal(batch.tokens, torch.cat([own.tokens, other.tokens]))
+        assert torch.equal(batch.pair_index, own.pair_index)
+    assert same(joined(1, start=3), found[3:])
+
+
 def test_epochs_follow_each_other_also_when_one_is_given_up(pairs):
     expected = [batches(pairs, epoch=n) for n in range(3)]
     with PairLoader(pairs, noisy_transform, tokenizer, 8, 5, workers=2) as loader:

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from finetune.methods import METHODS, Batch
 from probemb import Gaussian, load_model
+from probemb.errors import UserError
 from probemb.losses import triplet_loss
 from probemb.losses.jwae import code_mse, drop_words, mmd, vae_kl
 from probemb.models import Encoded, create_model
@@ -102,6 +104,36 @@ def test_the_loss_is_what_the_paper_adds_up(name, reduce):
     assert all(p.grad is None for p in method.aside.parameters())
 
 
+SUPERVISION = {"mse": "mse", "mmd-mse": "mse", "jwae-mse": "mse", "jwae-mh": "triplet"}
+
+
+@pytest.mark.parametrize("name", SUPERVISION)
+def test_unpaired_items_are_reconstructed_and_held_to_the_prior_but_not_matched(name):
+    method, model = method_of(name)
+    everything, n = batch(model), N - 2
+
+    def pairs(with_unpaired=None):
+        b = batch(model)
+        return replace(b, images=b.images[:n], texts=b.texts[:n], match=b.match[:n, :n], with_unpaired=with_unpaired)
+
+    alone, whole = (method.loss(b, model).terms for b in (replace(pairs(), words=batch(model).words[:n]), batch(model)))
+    found = method.loss(pairs(everything), model).terms
+    for term, value in found.items():
+        close(value, (alone if term == SUPERVISION[name] else whole)[term])
+    assert not torch.allclose(found["text"], alone["text"])
+    if name.startswith("jwae"):
+        close(
+            method.after_step(pairs(batch(model)), model)["js"],
+            method_of(name)[0].after_step(batch(model), model)["js"],
+        )
+
+
+def test_methods_of_pairs_alone_refuse_unpaired_data():
+    with pytest.raises(UserError, match=r"learns from pairs alone.*") as refused:
+        configured("vse", "--data.unpaired=data/x")
+    assert "jwae-mh" in str(refused.value.remedy)
+
+
 def test_the_variational_loss_is_of_samples():
     method, model = method_of("vae-mh")
     b, g = batch(model), torch.Generator().manual_seed(9)
@@ -165,6 +197,8 @@ def test_a_run_resumes_bit_for_bit_with_its_discriminator(name, scenes, tmp_path
     whole, part = tmp_path / "whole", tmp_path / "part"
     options = {"method": name, "data.path": scenes, "loss.hidden": 6, "loss.word_width": 5, **WORDS}
     options |= {"model.name": "resnet-gru-small", "save-every": 2, "keep-checkpoints": 9}
+    if name == "vae-mh":
+        options |= {"data.unpaired": scenes, "data.unpaired-batch": 20}
     assert run_here({**options, "out": whole}) == 0
     shutil.copytree(whole, part)
     for later in ("step-3", "step-4", "step-6"):
@@ -180,6 +214,8 @@ def test_a_run_resumes_bit_for_bit_with_its_discriminator(name, scenes, tmp_path
 def test_mean_word_vectors_and_cached_features_through_the_command(name, scenes, tmp_path, capsys):
     out = tmp_path / "run"
     options = {"method": name, "data.path": scenes, "out": out, "data.cache-features": tmp_path / "features", **WORDS}
+    if name == "jwae-mse":
+        options |= {"data.unpaired": scenes, "data.unpaired-batch": 8}
     assert run_here({**options, "optimizer.lr": 0.003}) == 0
     assert "random vectors, which do not train: name word vectors with --model.word-vectors" in capsys.readouterr().out
     lines = [line for line in metrics(out) if "loss" in line]
