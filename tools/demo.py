@@ -10,9 +10,9 @@ from rich.table import Table
 PROMPTS = (  # folder of results, filter, beginning of what was chosen on, title
     ("zeroshot", "single", "zero-shot", 'one prompt, "a photo of a {}."'),
     ("zeroshot", "all", "zero-shot", "CLIP's 80 prompts"),
-    ("zeroshot", "topk", "few-shot", "the K most certain of them, K chosen on other images (few-shot)"),
+    ("zeroshot", "topk", "few-shot", "their K most certain, K from other images (few-shot)"),
     ("captions", "all", "zero-shot", "80 captions of each class as prompts"),
-    ("captions", "topk", "few-shot", "the K most certain of them, K chosen on other images (few-shot)"),
+    ("captions", "topk", "few-shot", "their K most certain, K from other images (few-shot)"),
 )
 RANKINGS = {"mean": "the means", "csd": "CSD", "tolerance": "a tolerance: CSD with the captions' variance subtracted"}
 
