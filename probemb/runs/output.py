@@ -118,7 +118,7 @@ class RunOutput:
         more = self.write_more(snapshot)
         print(
             f"step {snapshot.content['step']}/{self.steps} | saved {where}{more} "
-            f"(training stood {stood:.1f} s, written in {time.perf_counter() - began:.1f} s)",
+            f"(training paused for {stood:.1f} s, written in {time.perf_counter() - began:.1f} s)",
             flush=True,
         )
 
