@@ -101,7 +101,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Augment:
-    """What is cut or taken away of images and texts.
+    """Random crops and mirroring of images, and erased parts of images and texts.
 
     Args:
         scale: share of the image's area that a random crop keeps, from and to.

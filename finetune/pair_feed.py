@@ -22,7 +22,7 @@ _TEXT, _IMAGE, _MIX, _LOSS, _CUTOUT, _WORDS = range(6)  # uses of random numbers
 
 
 class Moment(NamedTuple):
-    """Where a run is: epoch from 0, steps since the start of the run, which of the networks is trained."""
+    """Position of a run: epoch from 0, steps since the start of the run, which of the networks is trained."""
 
     epoch: int
     step: int
@@ -36,14 +36,14 @@ def shared_generator(seed: int, step: int, what: int, device: torch.device | str
 
 
 def _places(pairs: PairBatch, rank: int) -> Tensor:
-    """Where a rank's items stand in the whole batch, which has the pairs of all ranks before what is unpaired."""
+    """Positions of a rank's items in the whole batch, in which the pairs of all ranks precede the unpaired items."""
     n, more = len(pairs.image_index), len(pairs.images) - len(pairs.image_index)
     first = n * distributed.world_size() + more * rank
     return torch.cat([torch.arange(n) + n * rank, torch.arange(more) + first])
 
 
 class PairFeed:
-    """What the trainer does with pairs of images and captions.
+    """The trainer's handling of pairs of images and captions.
 
     Args:
         groups: (N,) which images match the same captions, see `PairLoader`.

@@ -186,11 +186,11 @@ class Schedule:
         return samples // self.epoch_samples
 
     def frozen(self, samples: int) -> bool:
-        """Whether the image backbone is frozen after `samples` samples."""
+        """True if the image backbone is frozen after `samples` samples."""
         return self.locked or self.epoch(samples) < self.freeze_epochs
 
     def averages(self, samples: int) -> bool:
-        """Whether the weights go into the average at the end of an epoch, after `samples` samples."""
+        """True if the weights go into the average at the end of an epoch, after `samples` samples."""
         return self.epoch(samples - 1) >= self.epochs - self.average_epochs
 
 

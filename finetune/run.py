@@ -277,7 +277,7 @@ def make_loader(config: Config, data, transform, tokenizer, accelerator, unpaire
 
 
 def make_feed(config: Config, loader, data, method, device):
-    """What the trainer does with the loader's batches."""
+    """The trainer's handling of the loader's batches."""
     from finetune.pair_feed import PairFeed
     from finetune.tuple_feed import TupleFeed
 

@@ -23,7 +23,7 @@ _LOSS, _CUTOUT, _WORDS = range(3)  # uses of random numbers
 
 
 class TupleFeed:
-    """What the trainer does with composed queries and their targets."""
+    """The trainer's handling of composed queries and their targets."""
 
     def __init__(self, config: Config, data: Compositions, device: torch.device):
         self.config, self.data, self.device = config, data, device

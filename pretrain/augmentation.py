@@ -35,7 +35,7 @@ class Augmentation:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether anything but crops is asked for."""
+        """True if anything but crops is asked for."""
         return bool(self.hflip or self.color_jitter or self.gray_scale_prob or self.re_prob)
 
     def check(self) -> None:

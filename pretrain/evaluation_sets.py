@@ -57,7 +57,7 @@ def class_sets(config: Evaluate) -> list[NamedPath]:
 
 
 def logged_keys(config: Evaluate) -> list[list[str]]:
-    """What each evaluation logs, in the order of `make_evaluators`. Raises UserError: the sets do not fit."""
+    """Names that each evaluation logs, in the order of `make_evaluators`. Raises UserError: the sets do not fit."""
     sets = [(one.name, RETRIEVAL) for one, _ in pair_sets(config)]
     sets += [(one.name, ZERO_SHOT) for one in class_sets(config)]
     return [[f"{name}/{key}" if name else key for key in keys] for name, keys in sets]

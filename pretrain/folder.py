@@ -249,7 +249,7 @@ class RunFolder(RunOutput):
 
 
 def make_copier(config: Config, step: int, protected: Callable[[], frozenset[int]]) -> Copier | None:
-    """What copies the run's checkpoints elsewhere, if asked for; begins with what an earlier attempt did not copy."""
+    """The copier of the run's checkpoints, if asked for; begins with what an earlier attempt did not copy."""
     if not config.remote_copy:
         return None
     kept = (config.keep_checkpoints, config.keep_every)

@@ -51,7 +51,7 @@ def draw_masks(config: Config, model: DualEncoder, images: Tensor, tokens: Tenso
 
 
 def has_copies(loss: Any) -> bool:
-    """Whether an objective with these options gets masked copies."""
+    """True if an objective with these options gets masked copies."""
     return getattr(loss, "masked_inclusion", 0) > 0
 
 

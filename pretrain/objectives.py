@@ -66,7 +66,7 @@ class Objective:
         self.options = options
 
     def ring(self, world: int) -> bool:
-        """Whether texts go round `world` ranks; otherwise all ranks' items are gathered."""
+        """True if the texts are passed around a ring of `world` ranks; otherwise all ranks' items are gathered."""
         return True
 
     def __call__(self, pairs: Pairs) -> LossOutput:

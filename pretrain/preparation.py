@@ -142,7 +142,7 @@ def words_identity(model) -> dict[str, str]:
 
 
 def pixels_identity(data: Data) -> dict:
-    """Who decodes and resizes, and the augmentation."""
+    """The decoder, the resize backend and the augmentation."""
     from probemb.models.dual_encoder import plain
 
     return {"resize": data.resize, "decode": data.decode, "augmentation": plain(vars(data.augmentation))}

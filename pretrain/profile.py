@@ -19,7 +19,7 @@ LARGEST = 1 << 30  # bytes of a trace before it is compressed; about a tenth of 
 
 
 def make_profiler(config: Config, device: torch.device) -> StepProfiler | None:
-    """What `config.profile` asks of this rank."""
+    """Profiler that `config.profile` asks of this rank."""
     if not config.profile or distributed.rank():
         return None
     return StepProfiler(Path(config.out), *config.profile, device)

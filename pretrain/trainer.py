@@ -256,7 +256,7 @@ class Trainer:
         return self.engine.module.model.cut_padding(tokens, self.device)
 
     def _crossed(self, every: int, last: int) -> bool:
-        """Whether this step crossed a multiple of `every` samples, or was the last one."""
+        """True if this step crossed a multiple of `every` samples, or was the last one."""
         before = self.samples - self.config.batch_size
         return self.step == last or (every > 0 and self.samples // every > before // every)
 

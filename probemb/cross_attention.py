@@ -39,7 +39,7 @@ LARGEST_EXPONENT = 30.0  # exp of it, squared and summed, is far inside float32
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """How pairs are scored; the defaults are SCAN's "t-i LSE".
+    """Scoring of pairs; the defaults are SCAN's "t-i LSE".
 
     Attributes:
         direction: "t2i", every word attends to the regions, or "i2t", every region to the words.

@@ -41,7 +41,7 @@ def pretend(world: int) -> Iterator[None]:
 
 
 def pretending() -> bool:
-    """Whether `pretend` is in force."""
+    """True if `pretend` is in force."""
     return _pretended is not None
 
 
@@ -122,7 +122,7 @@ def _attempt() -> str:
 
 
 def launcher_has_store() -> bool:
-    """Whether the launcher serves the store at which the ranks meet, rather than rank 0."""
+    """True if the launcher serves the store at which the ranks meet, rather than rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -266,7 +266,7 @@ def any_host(flags: list[bool]) -> list[bool]:
 
 
 def any_rank_and_sum(flag: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether any rank has set the flag (), and the sum of a number () over the ranks, in one collective.
+    """OR of a flag () and sum of a number () over all ranks, in one collective.
 
     Returns:
         bool () and float64 (), on the device: the host does not wait for it.

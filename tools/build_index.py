@@ -207,7 +207,7 @@ def choose(options: Namespace, count: int, dim: int, share: Share | None = None)
 
 
 def use_gpu(device: str) -> bool:
-    """Whether to train on GPUs. Raises UserError if there is none."""
+    """True to train on GPUs. Raises UserError if there is none."""
     import faiss
 
     gpus = getattr(faiss, "get_num_gpus", lambda: 0)()

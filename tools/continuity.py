@@ -103,7 +103,7 @@ def chosen(captions: CaptionDataset, seed: int, neighbours: int) -> CaptionDatas
 
 
 def evaluate(name: str, captions: CaptionDataset, o) -> tuple[dict, dict]:
-    """What is measured of a model, and what the page shows of it. Raises UserError: no one code an item."""
+    """Measurements of a model, and what the page shows of it. Raises UserError: no one code an item."""
     import numpy as np
 
     from probemb.cli.device import choose_device
@@ -134,7 +134,7 @@ def evaluate(name: str, captions: CaptionDataset, o) -> tuple[dict, dict]:
 
 
 def likeness_of(captions: CaptionDataset, kept: Sequence[int]) -> Tensor:
-    """How alike the meanings of images are, by their captions alone, (N, N) in [0, 1]."""
+    """Similarity of the meanings of images, by their captions alone, (N, N) in [0, 1]."""
     import torch
     from torch.nn import functional as F
 

@@ -61,7 +61,7 @@ class Run:
 
 @dataclass
 class Plan:
-    """What is trained and measured."""
+    """Settings of the trainings and measurements."""
 
     datasets: dict[str, Dataset]
     methods: list[str]
@@ -219,7 +219,7 @@ def measure(plan: Plan, run: Run, tests: dict, device: str) -> list[dict]:
 
 
 def identity(captions) -> dict:
-    """What tells whether test captions are the same as before."""
+    """Identity of the test captions, to tell whether they are the same as before."""
     from hashlib import sha256
 
     texts = sha256("\n".join(captions.flat()).encode("utf-8", "replace")).hexdigest()
@@ -233,7 +233,7 @@ def tensors_of(model: Path) -> str:
 
 
 def read_kept(path: Path, weights: list[str]) -> dict:
-    """What was measured of these very weights; empty if nothing was."""
+    """Earlier results for exactly these weights; empty if there are none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return content["measured"] if content["weights"] == weights else {}

@@ -176,7 +176,7 @@ def write_set(plan: Plan, folder: Path, workers: int) -> None:
 
 
 def _run_all(write: Callable, tasks: list, workers: int) -> Iterator:
-    """What `write` returns for each task, in the order in which they are done."""
+    """Results of `write` for each task, in the order in which they are done."""
     if min(workers, len(tasks)) <= 1:
         yield from map(write, tasks)
         return
@@ -203,7 +203,7 @@ def describe(plan: Plan) -> dict:
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
-    """Whether the folder is a complete set of the same arguments."""
+    """True if the folder is a complete set of the same arguments."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -76,7 +76,7 @@ def _readable(fd: int, spans: Sequence[SampleSpan], need_caption: bool) -> Itera
 
 
 def reason_unusable(fd: int, span: SampleSpan, need_caption: bool) -> str | None:
-    """Why training cannot use a sample; None if it can."""
+    """Reason that training cannot use a sample; None if it can."""
     try:
         decode_image(parse_sample(read_sample(fd, span), span.key, need_caption).image)
     except BadSample as error:

@@ -180,7 +180,7 @@ class RetrievalConfig:
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """What every analysis of one model on images with captions takes.
+    """Options of every analysis of one model on images with captions.
 
     Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.

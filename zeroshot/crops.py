@@ -15,7 +15,7 @@ COMPOSED_GENERATOR = "probemb composed"
 
 @dataclass(frozen=True)
 class CropConfig:
-    """What all of them take.
+    """Options that all of them take.
 
     Args:
         model: a run folder, a model folder, a .safetensors file, or a published hub name.

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(opened: Opened) -> dict:
-    """What results.json holds. Raises UserError: images with different numbers of captions, or with one."""
+    """The content of results.json. Raises UserError: images with different numbers of captions, or with one."""
     import torch
 
     from probemb.evaluation.analyses.hierarchy import including_roots, level_correlation, score, walk, within_radius

@@ -48,7 +48,7 @@ class Judged(NamedTuple):
 
 
 def read_judged(config: RetrievalConfig, captions: CaptionDataset) -> Judged | None:
-    """What --judgements and --compare name; None without --judgements.
+    """Read the files of --judgements and --compare; None without --judgements.
 
     Raises UserError: --compare alone, files that cannot be read, or pairs of which none can be put in order.
     """

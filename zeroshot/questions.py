@@ -27,7 +27,7 @@ MAX_CONFIG = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run's `config.yaml` says of its composed queries, or the defaults where there is no such file.
+    """Settings of a run's composed queries from its `config.yaml`, or the defaults where there is no such file.
 
     Attributes:
         known: whether there is.
@@ -74,7 +74,7 @@ class Asked:
 
     @property
     def changes(self) -> bool:
-        """Whether queries change an attribute of an image, which is then no answer to them."""
+        """True if queries change an attribute of an image, which is then no answer to them."""
         return self.questions.combinations == "changes"
 
 
@@ -156,7 +156,7 @@ def find_questions(config: ComposedConfig, trained: Trained) -> list[Questions]:
 
 
 def training_counts(config: ComposedConfig, data: Compositions) -> list[int]:
-    """How many images of the training split have each concept of `data`."""
+    """Number of images of the training split that have each concept of `data`."""
     from probemb.data.compositions import find_compositions
 
     if not len(data.tuples):

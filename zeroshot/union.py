@@ -115,7 +115,7 @@ def evaluate(config: UnionConfig, data: PhraseDataset, rankings: list[str], out:
 
 
 def describe(area: float, found: EmbeddedTriplets, rankings: Sequence[str], options, probabilistic: bool) -> dict:
-    """What results.json holds of one area."""
+    """The content of results.json for one area."""
     from probemb.evaluation.analyses.unions import binary_selection, union_uncertainty
     from probemb.evaluation.rankings import TITLES
 

@@ -87,7 +87,7 @@ class Captioned(Method):
 
 
 def n_words(model: DualEncoder) -> int:
-    """How many ids a model's tokens have. Raises UserError: the text tower does not tell."""
+    """Number of token ids of a model. Raises UserError: the text tower does not tell."""
     from probemb.models.word_tokenizer import FIRST_WORD
 
     text = model.config["architecture"]["text_cfg"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Composed(Method):
-    """What MPC and its rivals share: the model has a composer, and the loss is a softmax over targets.
+    """Base of MPC and its baselines: the model has a composer, and the loss is a softmax over targets.
 
     Attributes:
         composer: its name in `probemb.models.composers`.

@@ -94,7 +94,7 @@ class MSE(Method):
         return self.supervision(batch, model) | reconstruction
 
     def supervision(self, batch: Batch, model: DualEncoder) -> dict[str, tuple[float, Tensor]]:
-        """What makes the codes of a pair alike."""
+        """Loss terms that pull the codes of a pair together."""
         from probemb.losses.jwae import code_mse
 
         return {"mse": (1.0, code_mse(batch.images.codes, batch.texts.codes))}
@@ -245,7 +245,7 @@ class JWAEMSE(MSE):
         return super().parts(batch, model) | prior
 
     def prior_loss(self, codes: Tensor) -> Tensor:
-        """What the encoders minimise, ()."""
+        """Loss of the encoders, ()."""
         return self.aside.discriminator.judge(codes)
 
     def after_step(self, batch: Batch, model: DualEncoder) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class JWAESCAN(JWAEMH, SCAN):
         return tuple(int(torch.randint(n, (), generator=generator)) for n in last)
 
     def prior_loss(self, codes: Tensor) -> Tensor:
-        """What the encoders minimise, (); published, its gradient is the discriminator's too."""
+        """Loss of the encoders, (); published, its gradient is the discriminator's too."""
         if not self.options.published:
             return super().prior_loss(codes)
         from probemb.losses.jwae import encoder_loss

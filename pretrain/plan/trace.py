@@ -130,7 +130,7 @@ class Setting:
         return self.rows // MASKED_EVERY if has_copies(self.objective.options) else 0
 
     def can_have(self, parts: int) -> bool:
-        """Whether a rank's rows can be cut into so many parts."""
+        """True if a rank's rows can be cut into so many parts."""
         return self.rows % parts == 0 and (not self.copies or self.copies % parts == 0)
 
 

@@ -87,7 +87,7 @@ class Batches:
         report.keys[at] = example.key
 
     def waiting_for(self) -> str:
-        """What keeps `make` from its batch: workers and the shards they read; for another thread."""
+        """Description of what `make` waits for: workers and the shards they read; for another thread."""
         late = self._team.late() if self._team else [(0, "")]
         each = [(worker, self._makers[part].reading or "no shard at present") for part, worker in late]
         return ", ".join(

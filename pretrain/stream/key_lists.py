@@ -67,7 +67,7 @@ class KeyList:
     def listed(
         self, first: int, samples: Sequence[int], keys: np.ndarray, see: Callable[[np.ndarray], None] | None = None
     ) -> np.ndarray:
-        """Which samples of shards first, first + 1, … of so many samples are listed, (n,) bool.
+        """Mask of the listed samples of shards first, first + 1, … of so many samples, (n,) bool.
 
         Args:
             keys: hashes of the samples' keys, (n,).
@@ -192,7 +192,7 @@ class _Named:
 
 
 class Sightings:
-    """Where the keys of a list were found.
+    """Corpora in which the keys of a list were found.
 
     Args:
         keys: how many it has.
@@ -215,7 +215,7 @@ class Sightings:
 
     @property
     def several(self) -> np.ndarray:
-        """Which keys are in more than one corpus, (keys,) bool."""
+        """Mask of the keys that are in more than one corpus, (keys,) bool."""
         return self._corpus == self._several
 
 

@@ -76,7 +76,7 @@ class TarReader:
         return key, content
 
     def _is_unchanged(self) -> bool:
-        """Whether the content is still that of the index, or if that has no hash, all samples are where they were."""
+        """True if the content has the hash of the index or, if that has none, all samples are where they were."""
         if self._sha256:
             return open_sha256(self._file.fileno()) == self._sha256
         try:

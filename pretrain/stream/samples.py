@@ -56,7 +56,7 @@ class Report(NamedTuple):
 
 
 class Example(NamedTuple):
-    """What a row shows."""
+    """Content of a row."""
 
     image: torch.Tensor | Jpeg
     tokens: torch.Tensor

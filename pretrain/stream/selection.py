@@ -226,7 +226,7 @@ def select(corpora: Sequence[Sequence[Shard]], filter: Filter) -> Selection | No
 
 
 def _all(verdicts: Mapping[str, np.ndarray], samples: int) -> np.ndarray:
-    """Which samples every rule keeps; a corpus may have none."""
+    """Mask of the samples that every rule keeps; a corpus may have no rules."""
     return np.logical_and.reduce([np.ones(samples, bool), *verdicts.values()])
 
 

@@ -12,7 +12,7 @@ DECODERS = ("workers", "device")
 
 @dataclass(frozen=True)
 class Settings:
-    """How a `Stream` orders and loads its samples.
+    """Settings of how a `Stream` orders and loads its samples.
 
     Args:
         batch_size: the global batch, over all ranks.

@@ -261,7 +261,7 @@ class Stream:
         return _Decoding(rows, reports, self.decoder.start(rows.images, rows.jpegs))
 
     def waiting_for(self) -> str:
-        """What keeps `load` from its batch: workers and the shards they read; for another thread."""
+        """Description of what `load` waits for: workers and the shards they read; for another thread."""
         if self.decoder is not None and self.decoder.awaited:
             return f"waiting for {self.decoder.device}, which decodes"
         return self._batches.waiting_for()

@@ -37,7 +37,7 @@ _COMPARED = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
 
 def describe(hint: Any) -> str:
-    """What a type takes, in words: "a number above 0", "csd, kl or elk"."""
+    """Description of the values that a type takes: "a number above 0", "csd, kl or elk"."""
     choices = [one for one in get_args(hint) if one is not type(None)]
     if get_origin(hint) is Literal:
         return f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"

@@ -56,7 +56,7 @@ class Towers:
 
     @property
     def origin(self) -> str:
-        """What the towers start from, in words."""
+        """Description of the weights that the towers start from."""
         if self.image_weights:
             return f"image weights {self.image_weights}, texts from random weights"
         return self.pretrained or "random weights"

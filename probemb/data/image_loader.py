@@ -83,7 +83,7 @@ def cropped(image: Image.Image, box: Box | None) -> Image.Image:
 
 
 def read_place(place: Place) -> bytes:
-    """What lies at a place; fewer bytes where the file ends before. Raises BadSample: no regular file, or too large."""
+    """Read the bytes at a place; fewer where the file ends before. Raises BadSample: no regular file, or too large."""
     try:
         fd = os.open(place.file, os.O_RDONLY | os.O_NONBLOCK)  # would block on a named pipe
     except OSError as error:

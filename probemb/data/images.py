@@ -94,7 +94,7 @@ def _markers(data: bytes) -> list[int]:
 
 
 def _is_complete(data: bytes) -> bool:
-    """Whether a JPEG has one frame, Huffman-coded, scans, and its end after the last. Nothing is decoded."""
+    """True if a JPEG has one frame, Huffman-coded, scans, and its end after the last. Nothing is decoded."""
     markers = _markers(data)
     (frame, *others) = [kind for kind in markers if kind in _FRAMES] or [None]
     return frame in _HUFFMAN and not others and _SCAN in markers and markers[-1] == _END

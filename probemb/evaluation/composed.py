@@ -38,7 +38,7 @@ class ComposedQueries(NamedTuple):
 
 
 class ComposedOutcomes(NamedTuple):
-    """What became of Q queries.
+    """Results of Q queries.
 
     Attributes:
         per_query: "r@K", "r_precision" and "map_at_r" -> (Q,) float64; NaN where the gallery has no correct target.

@@ -64,7 +64,7 @@ class JudgedPairs:
 
     @property
     def divisible(self) -> bool:
-        """Whether both halves have pairs of both labels."""
+        """True if both halves have pairs of both labels."""
         return all(len(self.label[rows].unique()) == 2 for rows in self.halves)
 
     def metrics(self, scores: Tensor, rows: Tensor | slice = slice(None), resamples: int | None = None) -> PairMetrics:

@@ -157,7 +157,7 @@ def assess(
     ambiguity: Tensor | None = None,
     accepted_share: Tensor | None = None,
 ) -> list[dict]:
-    """What each score knows about its queries.
+    """Measure how well each score predicts whether its queries are answered right.
 
     Args:
         scores: name -> (Q,).
@@ -186,7 +186,7 @@ def assess(
 
 
 def runs_against_recall(row: dict) -> bool:
-    """Whether a row of `assess` is significantly turned round: what it calls certain is found less often."""
+    """True if a row of `assess` significantly has the wrong sign: what it calls certain is found less often."""
     correlation, parts = row["r@1"], row["halves"]
     turned = correlation is not None and correlation["value"] > SIGNIFICANT * correlation["se"]
     return turned or (parts is not None and parts["difference"]["value"] < -SIGNIFICANT * parts["difference"]["se"])

@@ -59,7 +59,7 @@ def drop_words(words_NL: Tensor, rate: float, generator: torch.Generator | None 
 
 
 def encoder_loss(logits: Tensor) -> Tensor:
-    """What encoders minimise against a discriminator, −log D(code), mean over codes, (). Source: Eq. 6, D_JS.
+    """Loss of encoders against a discriminator: −log D(code), mean over codes, (). Source: Eq. 6, D_JS.
 
     The GAN's form of the Jensen-Shannon divergence, with the gradient that does not vanish while the discriminator
     wins: the cross entropy of codes with the label of the prior.
@@ -71,7 +71,7 @@ def encoder_loss(logits: Tensor) -> Tensor:
 
 
 def discriminator_loss(prior_logits: Tensor, code_logits: Tensor) -> Tensor:
-    """What the discriminator minimises: cross entropy of prior samples (1) and of codes (0), each a mean, summed, ().
+    """Loss of the discriminator: cross entropy of prior samples (1) and of codes (0), each a mean, summed, ().
 
     At its optimum it is 2 log 2 − 2 D_JS.
     """

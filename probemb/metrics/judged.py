@@ -28,7 +28,7 @@ class PairMetrics(NamedTuple):
 
 
 def cluster_weights(n_clusters: int, n_resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
-    """How often each of C clusters is drawn in every resample.
+    """Count how often each of C clusters is drawn in every resample.
 
     Returns:
         (R + 1, C) float32; row 0 is the data itself, all ones. The same seed gives the same counts, so that metrics of

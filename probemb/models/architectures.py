@@ -133,17 +133,17 @@ def tower_kind(config: dict, part: str) -> str:
 
 
 def reads_words(config: dict | None) -> bool:
-    """Whether an architecture's text tower needs a vocabulary."""
+    """True if an architecture's text tower needs a vocabulary."""
     return config is not None and tower_kind(config, "text_cfg") in WORD_TOWERS
 
 
 def reads_vectors(config: dict | None) -> bool:
-    """Whether an architecture's pooled text features are inputs, which depend on no weight."""
+    """True if an architecture's pooled text features are inputs, which depend on no weight."""
     return config is not None and tower_kind(config, "text_cfg") in VECTOR_TOWERS
 
 
 def reads_regions(config: dict | None) -> bool:
-    """Whether an architecture's image tower reads precomputed regions instead of pixels."""
+    """True if an architecture's image tower reads precomputed regions instead of pixels."""
     return config is not None and tower_kind(config, "vision_cfg") in REGION_TOWERS
 
 
@@ -164,7 +164,7 @@ def bidirectional_text(config: dict) -> dict:
 
 
 def is_open_clip(config: dict) -> bool:
-    """Whether open_clip can build the whole architecture, so that its weights can be loaded and exported."""
+    """True if open_clip can build the whole architecture, so that its weights can be loaded and exported."""
     return "tower" not in config["vision_cfg"] and "tower" not in config["text_cfg"]
 
 
@@ -241,7 +241,7 @@ def _hub_errors(config: dict) -> Iterator[None]:
 
 
 def obstacle(config: dict) -> str | None:
-    """Why an architecture cannot be made probabilistic; None if it can."""
+    """Reason that an architecture cannot be made probabilistic; None if it can."""
     for part, what in FOREIGN.items():
         if part in config:
             return what

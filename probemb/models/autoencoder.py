@@ -1,4 +1,4 @@
-"""What jWAE trains beside the encoders: decoders from codes to features and to captions, and a discriminator.
+"""Modules that jWAE trains beside the encoders: decoders from codes to features and captions, and a discriminator.
 
 Source: Mahajan et al., "Joint Wasserstein Autoencoders for Aligning Multimodal Embeddings", §4.2. With `published` a
 module is built as in the public code, which differs. VSRN's decoder generates a caption from an image's regions.

@@ -254,7 +254,7 @@ class DualEncoder(nn.Module):
         return "image" if tower == "visual" else "text", *getattr(self, tower).place(rest)
 
     def in_stem(self, name: str) -> bool:
-        """Whether a named parameter lies before a tower's blocks, see `Encoder.in_stem`."""
+        """True if a named parameter lies before a tower's blocks, see `Encoder.in_stem`."""
         tower, _, rest = name.partition(".")
         return tower in ("visual", "text") and getattr(self, tower).in_stem(rest)
 
@@ -267,17 +267,17 @@ class DualEncoder(nn.Module):
 
     @property
     def batch_statistics(self) -> bool:
-        """Whether batch norms normalise by the batch in training, see `Encoder.use_batch_statistics`."""
+        """True if batch norms normalise by the batch in training, see `Encoder.use_batch_statistics`."""
         return self.visual.batch_statistics or self.text.batch_statistics
 
     @property
     def config(self) -> dict:
-        """What `DualEncoder(config)` needs to build this model again; plain JSON types, a fresh copy."""
+        """The configuration that `DualEncoder(config)` rebuilds this model from; plain JSON types, a fresh copy."""
         return deepcopy(self._config)
 
     @property
     def probabilistic(self) -> bool:
-        """Whether the log-variances are predicted; a point model's are all POINT_LOG_VAR."""
+        """True if the log-variances are predicted; a point model's are all POINT_LOG_VAR."""
         return self._config["probabilistic"]
 
     @property
@@ -295,7 +295,7 @@ class DualEncoder(nn.Module):
 
     @property
     def predicts_matches(self) -> bool:
-        """Whether there is a match probability."""
+        """True if there is a match probability."""
         return self.match_form != "none"
 
     def match_probability(
@@ -317,7 +317,7 @@ class DualEncoder(nn.Module):
 
     @property
     def attention(self) -> CrossAttention | None:
-        """How pairs are scored by the ranking "attention", of models that were trained for it."""
+        """Scoring of pairs by the ranking "attention", for models that were trained for it."""
         options = self._config["attention"]
         return None if options is None else CrossAttention(**options)
 
@@ -386,7 +386,7 @@ def per_tower(n_unc_layers: int | list[int] | tuple[int, int]) -> tuple[int, int
 
 
 def no_weight_decay(name: str, param: Tensor) -> bool:
-    """Whether an optimizer should leave a parameter out of weight decay: norms, biases, vectors and scalars.
+    """True if an optimizer should leave a parameter out of weight decay: norms, biases, vectors and scalars.
 
     open_clip's rule; embeddings and projections are matrices and decay.
     """

@@ -86,7 +86,7 @@ class Encoded:
 
 
 class Place(NamedTuple):
-    """Where a parameter stands in its tower.
+    """Position of a parameter in its tower.
 
     Attributes:
         part: "trunk" (pretrained, where anything is), "branch" (the uncertainty branch's own blocks, or the
@@ -153,18 +153,18 @@ class Encoder(nn.Module):
 
     @abstractmethod
     def place(self, name: str) -> Place:
-        """Where the parameter of that name (in `named_parameters` of this tower) stands."""
+        """Position of the parameter of that name (in `named_parameters` of this tower)."""
 
     def in_stem(self, name: str) -> bool:
-        """Whether the parameter of that name lies before all blocks: embeddings, the first convolution."""
+        """True if the parameter of that name lies before all blocks: embeddings, the first convolution."""
         return False
 
     def is_pretrained(self, name: str) -> bool:
-        """Whether the parameter of that name belongs to what starts from published weights, where anything does."""
+        """True if the parameter of that name belongs to what starts from published weights, where anything does."""
         return self.place(name).part == "trunk"
 
     def targets(self, inputs: Tensor, features: Features, of_tokens: bool) -> Tensor:
-        """What an autoencoder reconstructs of inputs from their codes: (B, P), or (B, T, W) of every token."""
+        """Targets that an autoencoder reconstructs from the codes of inputs: (B, P), or (B, T, W) for every token."""
         return features.tokens if of_tokens else features.pooled
 
     def target_width(self, of_tokens: bool) -> int:
@@ -300,7 +300,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def layout(self, inputs: Tensor) -> FeatureLayout:
-        """How features of such inputs are kept.
+        """Storage layout of the features of such inputs.
 
         Raises:
             UserError: the uncertainty branch has blocks of its own, which would have to be trained.

@@ -60,7 +60,7 @@ class Ensemble(nn.Module):
 
     @property
     def probabilistic(self) -> bool:
-        """Whether any of them predicts log-variances."""
+        """True if any of them predicts log-variances."""
         return any(model.probabilistic for model in self.models)
 
     @property
@@ -121,7 +121,7 @@ def _side_by_side(parts: Sequence[Gaussian]) -> Gaussian:
 
 
 def _inputs(model: DualEncoder) -> dict:
-    """What `create_transforms` and `create_tokenizer` go by, the shape of regions, and the number of embeddings."""
+    """Settings of `create_transforms` and `create_tokenizer`, the shape of regions, and the number of embeddings."""
     config = model.config
     text = config["architecture"]["text_cfg"]
     keys = ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs", "vocabulary")

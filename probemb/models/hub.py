@@ -208,14 +208,14 @@ def _locate(path_or_name: str | Path) -> tuple[Path, Path | None]:
 
 
 def _is_saved_here(folder: Path) -> bool:
-    """Whether a folder has a model that open_clip's files beside it do not stand for."""
+    """True if a folder has a model that open_clip's files beside it do not stand for."""
     if (folder / CONFIG).is_file():
         return _describes_model(read_config(folder / CONFIG))
     return (folder / WEIGHTS).is_file() and _embedded_config(folder / WEIGHTS) is not None
 
 
 def _describes_model(config: dict) -> bool:
-    """Whether config.json is this project's or of PCME++ or ProLIP, and not the one of transformers or timm."""
+    """True if config.json is this project's or of PCME++ or ProLIP, and not the one of transformers or timm."""
     return config.get("format") == FORMAT["format"] or "vision_cfg" in config
 
 
@@ -333,7 +333,7 @@ def read_config(path: Path) -> dict:
 
 
 def _holds_another(folder: Path, config: dict) -> bool:
-    """Whether a folder holds any model that is not of this configuration."""
+    """True if a folder holds any model that is not of this configuration."""
     if (folder / CONFIG).exists():
         held = read_config(folder / CONFIG)
     elif (folder / WEIGHTS).exists():

@@ -41,7 +41,7 @@ class Transforms(NamedTuple):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What `Transforms.train` does beside resizing; the defaults are open_clip's.
+    """Augmentations of `Transforms.train` beside resizing; the defaults are open_clip's.
 
     Attributes:
         scale: share of the image that a random crop keeps, from and to.
@@ -274,7 +274,7 @@ class Tokenizer:
         return torch.from_numpy(result)
 
     def word_ends(self) -> Tensor:
-        """Which tokens end a word, (V,) bool; the start and the end token count as words."""
+        """Mask of the tokens that end a word, (V,) bool; the start and the end token count as words."""
         pieces = sorted(self._bpe.decoder.items())
         return torch.tensor([piece.endswith("</w>") or token in self._bpe.all_special_ids for token, piece in pieces])
 

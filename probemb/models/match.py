@@ -22,7 +22,7 @@ OF_DISTANCE = {"csd": "distance", "match-probability": "samples"}  # "match" of 
 
 @dataclass(frozen=True)
 class MatchModel:
-    """How a model turns two normals into the probability that they match.
+    """A model's rule that turns two normals into the probability that they match.
 
     It was trained with one match in a batch: a probability as it stands has that prior, and `in_gallery` has the
     gallery's. Of a model that has none, `log_odds` has no meaning.
@@ -43,7 +43,7 @@ class MatchModel:
 
     @property
     def matches(self) -> bool:
-        """Whether there is a match probability."""
+        """True if there is a match probability."""
         return self.form != "none"
 
     @classmethod

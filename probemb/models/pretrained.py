@@ -105,7 +105,7 @@ def fill_from_state(stock: CustomTextCLIP, state: dict[str, Tensor], path: Path)
 
 
 def is_saved_model(source: str) -> bool:
-    """Whether `load_model` is to read a source: a folder, weights with their configuration inside, or a hub name."""
+    """True if `load_model` should read a source: a folder, weights with their configuration inside, or a hub name."""
     path = Path(source)
     if path.is_file():
         try:
@@ -117,7 +117,7 @@ def is_saved_model(source: str) -> bool:
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether to look for a source on the hub: hf-hub:owner/name, or owner/name that does not look like a local path.
+    """True if a source is looked up on the hub: hf-hub:owner/name, or owner/name that does not look like a local path.
 
     A path is local if its first folder is here, or is called as people call folders of models (runs/x).
     """
@@ -272,7 +272,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether the start of a file is UTF-8 without control characters."""
+    """True if the start of a file is UTF-8 without control characters."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
     except UnicodeDecodeError:

@@ -39,5 +39,5 @@ class WordTokenizer:
         return list(dict.fromkeys(word for word in words if word not in self._ids))
 
     def word_ends(self) -> Tensor:
-        """Which ids end a word, (V,) bool: all of them."""
+        """Mask of the ids that end a word, (V,) bool: all of them."""
         return torch.ones(FIRST_WORD + len(self._ids), dtype=torch.bool)

@@ -49,7 +49,7 @@ class BackgroundWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether a job of this rank has failed; does not wait."""
+        """True if a job of this rank has failed; does not wait."""
         return self._failure is not None
 
     def wait(self) -> None:

@@ -75,7 +75,7 @@ def _names(run: Path) -> set[str]:
 
 
 def _may_begin(run: Path, config_class: type) -> bool:
-    """Whether a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one that a copy
+    """True if a run without a checkpoint may start here: an empty folder, a run that saved nothing, or one that a copy
     is being fetched into, or was until a kill.
 
     Another rank may fetch in the meantime, so the mark is looked for last: only checkpoints/ itself is older.

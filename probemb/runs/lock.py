@@ -38,7 +38,7 @@ class RunLock:
         self._file.flush()
 
     def is_current(self) -> bool:
-        """Whether the lock is still the folder's; somebody may have removed or replaced the folder."""
+        """True if the lock is still the folder's; somebody may have removed or replaced the folder."""
         try:
             return os.path.samestat(os.stat(self._file.name), os.fstat(self._file.fileno()))
         except (FileNotFoundError, NotADirectoryError):
@@ -78,7 +78,7 @@ def refuse_locked(run: Path, minutes: float = 0.0, tell: Callable[[str], object]
 
 
 def started_again() -> bool:
-    """Whether Slurm has requeued this job at least once."""
+    """True if Slurm has requeued this job at least once."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 

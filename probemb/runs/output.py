@@ -77,7 +77,7 @@ class RunOutput:
 
     @property
     def failed(self) -> bool:
-        """Whether a checkpoint could not be written, or the folder is gone, on this rank."""
+        """True if a checkpoint could not be written, or the folder is gone, on this rank."""
         return self.writer.failed
 
     def check(self) -> None:

@@ -48,7 +48,7 @@ class Preemption:
 
     @property
     def description(self) -> str:
-        """What stopped the run."""
+        """The cause that stopped the run, for messages."""
         return {None: "a signal to another rank", "SIGINT": "Ctrl-C"}.get(self.name, self.name)
 
     @property
@@ -57,5 +57,5 @@ class Preemption:
         return 130 if self.name == "SIGINT" else REQUEUE
 
     def asked(self) -> bool:
-        """Whether this process was asked to stop."""
+        """True if this process was asked to stop."""
         return self.name is not None

@@ -28,7 +28,7 @@ SHOWN = 6  # groups of ranks in a message
 
 
 class Progress:
-    """What the main thread of this rank does, and since when."""
+    """State of this rank's main thread, and the time since when."""
 
     def __init__(self, step: int = 0):
         self.step, self.step_at, self.made_one = step, time.monotonic(), False
@@ -244,7 +244,7 @@ class _Peers(threading.Thread):
         return any(self.is_silent(rank) for rank in range(self.world_size))
 
     def is_silent(self, rank: int) -> bool:
-        """Whether a rank gives no sign of life."""
+        """True if a rank gives no sign of life."""
         if rank == self.rank:
             return False
         if rank == 0 and self.store_is_rank_0 and time.monotonic() - self._answered > self.silent_after:
@@ -256,7 +256,7 @@ class _Peers(threading.Thread):
         return max(self._answered, self._seen[rank][1]) - self._seen[rank][1]
 
     def states(self) -> dict[int, str]:
-        """What every known rank does."""
+        """Activity of every known rank."""
         out = {self.rank: self.progress.describe()}
         for rank in range(self.world_size):
             if rank == self.rank:

@@ -66,7 +66,7 @@ def default_effort(factory: str) -> int | None:
 
 
 def takes_effort(factory: str) -> bool:
-    """Whether the number of candidates of a search can be set."""
+    """True if the number of candidates of a search can be set."""
     return re.search(r"IVF|IMI|HNSW|NSG", factory) is not None
 
 

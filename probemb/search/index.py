@@ -193,7 +193,7 @@ def refuse_other_distances(index: faiss.Index, factory: str) -> None:
 
 
 def _changes_distances(transform) -> bool:
-    """Whether a transformation of vectors is another one than a rotation or a projection."""
+    """True if a transformation of vectors is anything other than a rotation or a projection."""
     import faiss
 
     whitens = isinstance(transform, faiss.PCAMatrix) and transform.eigen_power != 0

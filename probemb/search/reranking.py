@@ -64,7 +64,7 @@ def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> t
 
 
 def is_exact(index: Index) -> bool:
-    """Whether the index compares with every item, in memory that serves any number of neighbours."""
+    """True if the index compares with every item, in memory that serves any number of neighbours."""
     import faiss
 
     return all(isinstance(faiss.downcast_index(part), faiss.IndexFlat) for part in index.parts)

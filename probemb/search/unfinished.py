@@ -266,5 +266,5 @@ class Unfinished:
 
 
 def _essence(plan: dict) -> dict:
-    """What commands that build one index must agree on."""
+    """The settings that all commands building one index must agree on."""
     return {key: value for key, value in plan.items() if key not in NOTES}

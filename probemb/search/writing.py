@@ -67,7 +67,7 @@ class Recipe:
         return Gallery(self.sources, self.kind, self.form, self.choice.factory, self.tolerance)
 
     def about(self, gallery: Gallery) -> dict:
-        """What index.json says of the gallery."""
+        """The gallery's description in index.json."""
         first = self.sources[0]
         about = {"format": FORMAT, "model": first.model, "weights": first.weights, "dim": gallery.dim}
         about |= {"width": gallery.width, "kind": self.kind, "form": self.form, "factory": gallery.factory}

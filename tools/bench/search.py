@@ -252,7 +252,7 @@ def measure(run, truth, repeats: int) -> dict:
 
 
 def dominates(one: dict, other: dict) -> bool:
-    """Whether one is at least as fast and as good as the other, and better in one of the two."""
+    """True if one is at least as fast and as good as the other, and better in one of the two."""
     pairs = [(one[key], other[key]) for key in ("recall", "queries_s")]
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 

@@ -53,7 +53,7 @@ class Archive:
         return self.out / "embeddings" / f"{name}.safetensors"
 
     def read(self, training) -> dict | None:
-        """What was measured, if the same training is finished."""
+        """Measurements, if the same training is finished."""
         path = self.out / "trainings" / f"{self.name(training)}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

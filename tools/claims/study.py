@@ -77,7 +77,7 @@ class Study(ABC):
         """End the processes that this worker's training has started: the command was killed."""
 
     def measure_again(self, world: Any, training, found: dict, archive: Archive) -> dict:
-        """What `--report` measures of a finished training; by default what is kept."""
+        """Measurements that `--report` repeats on a finished training; by default what is kept."""
         return found
 
     @abstractmethod

@@ -78,7 +78,7 @@ def mark_family(comparisons: Sequence[dict]) -> None:
 
 
 class Found:
-    """What was measured, by variant, one after the other of its seeds."""
+    """Measurements by variant, one after the other of its seeds."""
 
     def __init__(self, trainings: Sequence, found: dict[str, dict], name: Callable):
         self._by: dict[str, list[dict]] = {}
@@ -92,7 +92,7 @@ class Found:
         return value([get(one) for one in self._by[variant]])
 
     def has(self, variant: str) -> bool:
-        """Whether there is such a variant."""
+        """True if there is such a variant."""
         return variant in self._by
 
     def names(self, variant: str) -> list[str]:

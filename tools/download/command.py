@@ -208,7 +208,7 @@ def finish(folder: Path, state, options: Download) -> None:
 
 
 def _remedy(cause: str) -> str:
-    """How to retry images that were lost for a cause."""
+    """Advice on retrying images that were lost for a cause."""
     if cause.startswith(tuple(TEMPORARY_CAUSES.split(","))):
         return "The same command with --retry-failed retries them."
     if cause == "private address":

@@ -115,18 +115,18 @@ def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequenc
 
 
 def ignored_exif(kind: str, marker: dict) -> bool:
-    """Whether a partition is of an older version, which embedded images as stored, some of them on their side."""
+    """True if a partition is of an older version, which embedded images as stored, some of them on their side."""
     return kind == "image" and not marker.get("exif")
 
 
 def was_fetched(shard: Shard, marker: dict | None) -> bool:
-    """Whether a marker is of a remote shard that could be read and has the same size in its index."""
+    """True if a marker is of a remote shard that could be read and has the same size in its index."""
     remote = isinstance(shard.path, Remote) and marker is not None
     return remote and marker.get("bytes") == shard.bytes and bool(marker.get("members"))
 
 
 def needs_version(shard: Shard, marker: dict | None) -> bool:
-    """Whether only the server can say if a shard that was fetched has changed: one of the two hashes is missing."""
+    """True if only the server can tell that a fetched shard has changed: one of the two hashes is missing."""
     return was_fetched(shard, marker) and not (shard.sha256 and marker.get("sha256"))
 
 
@@ -146,7 +146,7 @@ def look_up(shards: Sequence[Shard]) -> dict[Remote, str | None]:
 
 
 def is_unchanged(shard: Shard, marker: dict, versions: Mapping[Remote, str | None]) -> bool:
-    """Whether a shard is the one that was embedded.
+    """True if a shard is the one that was embedded.
 
     A local file: its times are the same or, as after copying, its SHA-256. A remote one: the same SHA-256 in its index;
     without one, the same size there and the same version (ETag or date), if its server states one.
@@ -190,7 +190,7 @@ def content_hash(task: ShardTask) -> str | None:
 
 
 def was_replaced(task: ShardTask) -> bool:
-    """Whether the file is not the one any more whose members were listed; waits for its SHA-256."""
+    """True if the file is no longer the one whose members were listed; waits for its SHA-256."""
     content_hash(task)
     if task.times is None:
         return False

@@ -68,7 +68,7 @@ def _meant(scene: Scene, mention: Mention) -> tuple[int, ...]:
 
 
 def phrase_type(mention: Mention) -> str:
-    """What a phrase states; see the top of this file."""
+    """Content of a phrase; see the top of this file."""
     if not mention.things:
         return "scene"
     pattern = mention.pattern

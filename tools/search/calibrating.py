@@ -91,7 +91,7 @@ def best_tolerance(searcher: Searcher, captions: CaptionDataset, embedded: Embed
 
 
 def assess_scores(scores: dict[str, Tensor], correct: Tensor, image: Tensor) -> dict[str, dict]:
-    """Whether refusing by each score gains anything; see `Calibration.tests`.
+    """Test for each score if refusing by it gains anything; see `Calibration.tests`.
 
     Args:
         scores: name -> (Q,); correct: (Q,) bool; image: (Q,) that a query belongs to.

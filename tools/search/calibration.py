@@ -54,7 +54,7 @@ class Calibration:
     tolerance: float | None = None
 
     def doubt(self, parts: int) -> str | None:
-        """Why nothing is promised for queries of so many parts; None if something is."""
+        """Reason that nothing is promised for queries of so many parts; None if something is."""
         if self.curves[parts].precision[-1] == 1:  # nothing needs to be refused
             return None
         if self.tests is None or self.tests[parts].get(self.score, {}).get("verdict") == BETTER:
@@ -161,7 +161,7 @@ def read_tests(content: dict, curves: dict) -> dict[int, dict[str, dict]]:
 
 
 def is_curve(curve: PrecisionCurve) -> bool:
-    """Whether a curve read from JSON holds lists of numbers of equal length."""
+    """True if a curve read from JSON holds lists of numbers of equal length."""
     lists = (curve.threshold, curve.coverage, curve.precision, curve.at_least)
     whole = all(isinstance(one, list) and len(one) == len(curve.threshold) > 0 for one in lists)
     return whole and all(type(x) in (int, float) for one in lists for x in one)

@@ -66,7 +66,7 @@ class QueryComposer:
         return Product(composed, product.log_normaliser.cpu())
 
     def agreement(self, product: Product) -> Tensor | None:
-        """How well the parts of compositions (N, D) go together, (N,), higher is better; None if nothing says it."""
+        """Score of how well the parts of compositions (N, D) go together, (N,), higher is better; None if unknown."""
         if self.measure is None:
             return None
         return product.log_normaliser if self.measure == "log_normaliser" else -product.gaussian.uncertainty()

@@ -1,4 +1,4 @@
-"""How feasible a combination is: how many random combinations of the index's own items go together less well.
+"""Feasibility of a combination: the share of random combinations of the index's own items that go together less well.
 
 A query of texts and images is compared with combinations of as many captions and pictures, with the same weights, each
 of another item of the index. The items are evenly spread over the index, and embedded when the first query needs them.
@@ -39,7 +39,7 @@ class Feasibility:
         self._random = lru_cache(REMEMBERED)(self._compose_random)
 
     def __call__(self, parts: Gaussian, kinds: Sequence[str], weights: Sequence[float]) -> dict | None:
-        """How feasible parts (K, D) are together, as plain JSON types; None for fewer than two that are wanted.
+        """Feasibility of the parts (K, D) together, as plain JSON types; None for fewer than two that are wanted.
 
         Returns:
             "share": of random combinations that go together less well, 0 to 1, or None if it is not known; "by": the

@@ -35,5 +35,5 @@ def find_limits(calibration: Calibration | None, name: str, kinds: Sequence[str]
 
 
 def is_above(values: dict[str, float], limits: dict[str, float]) -> bool:
-    """Whether a known score is above its limit."""
+    """True if a known score is above its limit."""
     return any(name in limits and value > limits[name] for name, value in values.items())

@@ -142,7 +142,7 @@ class Searcher:
 
     @property
     def composer(self) -> QueryComposer:
-        """What makes one query of several parts."""
+        """The composer that makes one query of several parts."""
         return self.encoder.composer
 
     def compose(self, parts: Gaussian, weights: Sequence[float] | None = None) -> Product:
@@ -176,7 +176,7 @@ class Searcher:
         return weight
 
     def can_rank_by(self, weight: float) -> bool:
-        """Whether the index can rank by a weight of the variances."""
+        """True if the index can rank by a weight of the variances."""
         from probemb.search import is_exact
 
         return weight == self.own_weight or self.index.form == "mean" or is_exact(self.index)

@@ -27,7 +27,7 @@ SCORES = {  # name -> (title, meaning), in words for people who search
 
 
 def candidate_count(index: Index) -> int:
-    """How many candidates scores look at."""
+    """Number of candidates that scores look at."""
     return min(CANDIDATES, len(index))
 
 

@@ -135,7 +135,7 @@ class Evaluation:
 
 
 def count_shots(asked: int, counts: Sequence[Tensor]) -> dict[str, float]:
-    """How many labelled images of a class `reweighted` had, over the classes of every fit.
+    """Numbers of labelled images of a class that `reweighted` had, over the classes of every fit.
 
     Args:
         asked: --shots, which no class has more of; counts: (C,) of each fit, several where folds were.

@@ -43,7 +43,7 @@ class Chosen:
 def make_splits(
     images: Chosen, selection: Selection, select_data: SelectionData | None, groups: Sequence[int] | None
 ) -> list[Chosen]:
-    """What to choose on besides the scored images: other images, the other folds of each fold, or nothing."""
+    """Images to choose on besides the scored ones: other images, the other folds of each fold, or nothing."""
     if selection.on == "train":
         labels = select_data.labels.cpu()
         return [Chosen(select_data.mean, labels, select_data.names, images.scored, None, elsewhere=True)]

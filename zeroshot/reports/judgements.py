@@ -53,7 +53,7 @@ def _table(title: str, titles: dict[str, str], rows: dict[str, dict], against: d
 
 
 def describe(found: dict) -> list[str]:
-    """What is not in the table, as lines of text."""
+    """Results that are not in the table, as lines of text."""
     lines = [f"{found['not_in_the_data']:,} judged pairs are not in the data"] if found["not_in_the_data"] else []
     if tolerance := found["tolerance"]:
         chosen = "; ".join(

@@ -54,7 +54,7 @@ def print_predictors(found: dict) -> None:
 
 
 def first(found: dict) -> str:
-    """What the match of the closest image promises, and what it keeps; "" without one."""
+    """A sentence on the predicted and the actual share of closest images that match; "" without a match probability."""
     one = found["match_of_first"]
     if one is None:
         return ""

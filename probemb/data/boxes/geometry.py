@@ -57,7 +57,7 @@ def grid_windows(width: int, height: int, scales: Sequence[float], ratios: Seque
 
 
 def _places(side: float, step: float) -> list[float]:
-    """Where windows of this side (a share) begin: from 0 to 1 - side, at most `step` sides apart."""
+    """Starts of windows with this side (a share): from 0 to 1 - side, at most `step` sides apart."""
     free = 1 - side
     gaps = -int(-free / (step * side) // 1) if free > 1e-9 else 0
     return [free * i / gaps for i in range(gaps + 1)] if gaps else [free / 2]

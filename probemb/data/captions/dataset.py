@@ -172,7 +172,7 @@ def check_unique(ids: Iterable[int | str], what: str, source: str) -> None:
 
 
 def is_id(value: object) -> bool:
-    """Whether a JSON value can be a COCO id: a whole number from 0 on, of at most 63 bits."""
+    """True if a JSON value can be a COCO id: a whole number from 0 on, of at most 63 bits."""
     return type(value) is int and 0 <= value <= MAX_ID
 
 

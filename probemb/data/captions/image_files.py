@@ -13,7 +13,7 @@ _IMAGE_FOLDERS = ("images", "flickr30k-images", "flickr30k_images", "Flicker8k_D
 
 
 def is_inside(name: str) -> bool:
-    """Whether an untrusted file name stays inside the folder it is joined to."""
+    """True if an untrusted file name stays inside the folder it is joined to."""
     path = PurePosixPath(name)
     return bool(
         path.name

@@ -1,4 +1,4 @@
-"""What people say about pairs of images and captions: "does the caption describe the image or part of it?"
+"""Human judgements of pairs of images and captions: "does the caption describe the image or part of it?"
 
 table          a header and lines of `image, caption_image, caption_index, yes, no`, separated by tabs
 CrowdFlower    Flickr8k's CrowdFlowerAnnotations.txt: `NAME.jpg, NAME.jpg#k, share of yes, yes, no`, separated by tabs

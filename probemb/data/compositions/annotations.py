@@ -67,7 +67,7 @@ def read_categories(rows: object) -> dict[int, str]:
 
 
 def is_name(value: object) -> bool:
-    """Whether a JSON value can be the text of a concept."""
+    """True if a JSON value can be the text of a concept."""
     return isinstance(value, str) and bool(value.strip()) and len(value) <= MAX_NAME and value.isprintable()
 
 

@@ -93,7 +93,7 @@ class Compositions:
         return self.holds.with_all(concepts)
 
     def matches(self, concepts: np.ndarray, images: np.ndarray) -> np.ndarray:
-        """Whether images have all concepts: (Q, c), (T,) -> (Q, T) bool."""
+        """Mask of the images that have all concepts: (Q, c), (T,) -> (Q, T) bool."""
         return self.holds.matches(concepts, images)
 
     def draw(self, example: int, random: np.random.RandomState) -> Example:

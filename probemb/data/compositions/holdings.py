@@ -1,4 +1,4 @@
-"""Which image has which concepts: compressed lists in both directions."""
+"""Images and their concepts: compressed lists in both directions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def among(values: np.ndarray, ascending: np.ndarray) -> np.ndarray:
-    """Whether values are among others, which are in ascending order: (n,), (m,) -> (n,) bool.
+    """Mask of the values that are among others, which are in ascending order: (n,), (m,) -> (n,) bool.
 
     The same as `np.isin`, which takes many times longer for few values.
     """
@@ -75,7 +75,7 @@ class Holdings:
         return held
 
     def matches(self, concepts: np.ndarray, images: np.ndarray) -> np.ndarray:
-        """Whether images have all concepts of a query: (Q, c), (T,) -> (Q, T) bool."""
+        """Mask of the images that have all concepts of a query: (Q, c), (T,) -> (Q, T) bool."""
         concepts, images = np.asarray(concepts), np.asarray(images)
         used, columns = np.unique(concepts, return_inverse=True)
         held = np.empty((len(images), len(used)), dtype=bool)

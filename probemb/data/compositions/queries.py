@@ -68,7 +68,7 @@ class QueryParts(NamedTuple):
 
 
 def query_parts(images: Images, queries: Sequence[Query]) -> QueryParts:
-    """What to encode for these queries. Raises ValueError: they are not of equally many parts."""
+    """Collect the inputs to encode for these queries. Raises ValueError: they differ in their number of parts."""
     if len({len(query.parts) for query in queries}) > 1:
         raise ValueError("queries of different lengths in one table")
     crops: dict[Crop, int] = {}

@@ -25,7 +25,7 @@ REMEDY = "Ask for fewer, allow fewer images for each (minimum), or use more data
 
 @dataclass(frozen=True)
 class TupleNumbers:
-    """How many combinations to draw, and how many images of train, val and test a feasible one is in; the paper's.
+    """Numbers of combinations to draw, and of images of train, val and test that a feasible one is in; the paper's.
 
     Attributes:
         seen: asked for in all splits.
@@ -140,7 +140,7 @@ def feasible_tuples(found: ConceptImages, k: int, minimum: tuple[int, int, int])
 
 
 def shown(found: ConceptImages) -> np.ndarray:
-    """Whether every split has image queries of a concept: (C,) bool."""
+    """Mask of the concepts with image queries in every split: (C,) bool."""
     result = np.ones(len(found.concepts), dtype=bool)
     for name in SPLITS:
         result &= np.isin(np.arange(len(found.concepts)), found.split(name).crop_pairs[:, 1])
@@ -157,7 +157,7 @@ def infeasible_pairs(found: ConceptImages, among: set[tuple[int, ...]] | None = 
 
 
 def cooccurring(holdings: Holdings) -> np.ndarray:
-    """Whether any image has both concepts: (C, C) bool."""
+    """Mask of the pairs of concepts that any image has: (C, C) bool."""
     together = np.zeros((holdings.n_concepts, holdings.n_concepts), dtype=bool)
     for image in range(len(holdings)):
         mine = holdings.of_image(image)

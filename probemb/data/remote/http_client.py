@@ -122,7 +122,7 @@ class _Target:
         return replace(target, login=target.login or self.login) if self.trusts(target) else target
 
     def trusts(self, other: _Target) -> bool:
-        """Whether it is the same server, or the same with TLS, which may get this one's headers."""
+        """True if it is the same server, or the same with TLS, which may get this one's headers."""
         (scheme, host, port), (other_scheme, other_host, other_port) = self.origin, other.origin
         with_tls = (scheme, port, other_scheme, other_port) == ("http", 80, "https", 443)
         return host == other_host and (with_tls or (scheme, port) == (other_scheme, other_port))

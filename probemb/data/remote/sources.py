@@ -109,7 +109,7 @@ DEFAULT_POLICY = FetchPolicy()
 
 
 def is_remote(source: str) -> bool:
-    """Whether a source is a web address, another URL or `pipe:COMMAND`, rather than a path."""
+    """True if a source is a web address, another URL or `pipe:COMMAND`, rather than a path."""
     return _REMOTE.match(source) is not None and not os.path.exists(source)
 
 

@@ -75,7 +75,7 @@ def scene_concepts(scene: Scene) -> list[int]:
 
 
 def concept_boxes(scene: Scene, size: int) -> list[tuple[int, Box]]:
-    """Where a picture of size x size pixels shows each concept: the objects' boxes, and for settings an empty corner.
+    """Locate each concept in a picture of size x size pixels: the objects' boxes, and for settings an empty corner.
 
     A picture without an empty corner has no box of its settings.
     """

@@ -135,7 +135,7 @@ class Caption:
 
 
 def match_matrix(scenes: Sequence[Scene], captions: Sequence[Caption | Predicate]) -> np.ndarray:
-    """Whether captions are true of scenes: (N scenes, M captions) bool."""
+    """Mask of the captions that are true of scenes: (N scenes, M captions) bool."""
     predicates = [_predicate(caption) for caption in captions]
     distinct = {predicate: i for i, predicate in enumerate(dict.fromkeys(predicates))}
     columns = np.empty((len(scenes), len(distinct)), dtype=bool)
@@ -195,7 +195,7 @@ def _predicate(caption: Caption | Predicate) -> Predicate:
 
 
 def _objects_fit(stated: Predicate, fits: list[np.ndarray], cells: np.ndarray) -> np.ndarray:
-    """Whether the objects of K scenes are as stated. fits: for each pattern (K, n) bool; cells (K, n). -> (K,) bool."""
+    """Check the objects of K scenes against a statement. fits: per pattern (K, n) bool; cells (K, n). -> (K,) bool."""
     if stated.number:
         low, high = stated.number
         found = fits[0].sum(axis=1)
@@ -228,6 +228,6 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 @lru_cache(maxsize=10_000)
 def _pattern_table(pattern: Pattern) -> np.ndarray:
-    """Whether an object of each code has the stated shape, colour and size: (codes,) bool."""
+    """Mask of the codes whose object has the stated shape, colour and size: (codes,) bool."""
     anywhere = Pattern(pattern.shape, pattern.colour, pattern.size)
     return np.array([anywhere.fits(Thing(*kind, cell=NO_CELL)) for kind in _KINDS])

@@ -79,7 +79,7 @@ class Columns:
         self._files: dict[str, tuple[Path, np.dtype, int]] = {}
 
     def rows_of(self, shards: Sequence[Shard]) -> np.ndarray:
-        """Where each shard's numbers start, (n,) int64. Raises UserError: the columns are of other shards."""
+        """Offset of each shard's numbers, (n,) int64. Raises UserError: the columns are of other shards."""
         wanted = describe_shards(shards)
         names = wanted[:, 0]
         hashes = self._table[self._order, 0]

@@ -129,7 +129,7 @@ def _walk(fd: int, label: str, offset: int = 0) -> Iterator[Member]:
 
 
 def _is_header(header: bytes) -> bool:
-    """Whether the checksum fits."""
+    """True if the checksum fits."""
     return _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
 
 

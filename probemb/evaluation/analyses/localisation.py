@@ -40,7 +40,7 @@ from probemb.models.match import MatchModel
 
 @dataclass
 class Localised:
-    """What became of each phrase, in the order of `rows`.
+    """Result of each phrase, in the order of `rows`.
 
     Attributes:
         rows: indices of the phrases in the data; image: (Q,) the image of each.

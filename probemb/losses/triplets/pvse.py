@@ -48,7 +48,7 @@ def multi_instance_similarity(image_NKD: Tensor, text_MKD: Tensor, similarity: S
 
 
 def diversity(residual_NKD: Tensor) -> Tensor:
-    """How alike the K residuals of an item are: mean over items of ||G - I||_F / K^2. Source: PVSE, diversity loss.
+    """Similarity of an item's K residuals: mean over items of ||G - I||_F / K^2. Source: PVSE, diversity loss.
 
     G (K, K) has the cosines of an item's residuals: what the attention adds to its pooled features.
     """

@@ -42,7 +42,7 @@ def find_open_clip(folder: Path) -> OpenClipFiles | None:
 
 
 def starting_point(about: dict, source: Path, name: str, architecture: dict) -> dict:
-    """What weights ask of the preprocessing of a model that starts from them, as `find_pretrained` gives it.
+    """Preprocessing that weights require of a model that starts from them, as `find_pretrained` gives it.
 
     Args:
         about: the content of the configuration `source`.

@@ -30,12 +30,12 @@ PROLIP_MARKS = ("visual.unc_embedding", "visual.uncertainty_proj.weight", "text.
 
 
 def is_pcmepp(state: dict[str, Tensor]) -> bool:
-    """Whether a state dict is in the layout of PCME++."""
+    """True if a state dict is in the layout of PCME++."""
     return all(mark in state for mark in MARKS)
 
 
 def is_prolip(state: dict[str, Tensor]) -> bool:
-    """Whether a state dict is in the layout of ProLIP."""
+    """True if a state dict is in the layout of ProLIP."""
     return all(mark in state for mark in PROLIP_MARKS)
 
 
@@ -119,7 +119,7 @@ def _model(name: str, architecture: dict, **more) -> DualEncoder:
 
 
 def _read(reader: Callable, state: dict[str, Tensor], config: dict, complaint: str) -> DualEncoder:
-    """What `reader` makes of weights and configuration. Raises UserError: something is missing or malformed there."""
+    """Read weights and configuration with `reader`. Raises UserError: something is missing or malformed there."""
     try:
         return reader(state, config)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, AssertionError) as error:

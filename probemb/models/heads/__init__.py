@@ -55,7 +55,7 @@ class HeadConfig:
 
     @property
     def log_var_width(self) -> int:
-        """How many log-variances are predicted of an embedding: D, or 1."""
+        """Number of log-variances that are predicted per embedding: D, or 1."""
         return self.covariance.width(self.embed_dim)
 
     @property

@@ -20,7 +20,7 @@ COVARIANCES = ("ellipsoidal", "spherical-mean", "spherical")
 
 @dataclass(frozen=True)
 class Covariance:
-    """What becomes of a log-variance head's output.
+    """Post-processing of a log-variance head's output.
 
     Attributes:
         kind: "ellipsoidal" (a variance for each dimension), "spherical-mean" (the mean of D predicted variances, for
@@ -34,7 +34,7 @@ class Covariance:
     log_var_start: float | None = None
 
     def width(self, embed_dim: int) -> int:
-        """How many log-variances the head predicts of an embedding."""
+        """Number of log-variances that the head predicts per embedding."""
         return 1 if self.kind == "spherical" else embed_dim
 
     def start(self, embed_dim: int) -> float:

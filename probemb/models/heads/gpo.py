@@ -141,7 +141,7 @@ def length_mask(lengths_B: Tensor, n_tokens: int) -> Tensor:
 def size_augment_mask(
     batch: int, n_tokens: int, ratio: float = 0.2, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Which image tokens stay under SizeAugment, (batch, n_tokens) bool: the `token_mask` of `encode_image`.
+    """Mask of the image tokens that SizeAugment keeps, (batch, n_tokens) bool: the `token_mask` of `encode_image`.
 
     Each image draws p ~ U(0, 1). If p > ratio, each of its tokens (the class token too) is dropped with probability
     ratio·p; otherwise all stay. Source: VSE∞; PCME++ §B.2 (ratio 0.2).

@@ -30,7 +30,7 @@ class TokenAttention(nn.Module):
         start_mean(self.scores)
 
     def weights(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """What every token counts in the K averages, (B, T, K), in at least float32, also under autocast."""
+        """Weight of every token in the K averages, (B, T, K), in at least float32, also under autocast."""
         scores_BTK = self.scores(self.hidden(tokens_BTW).tanh())
         if mask_BT is not None:
             scores_BTK = scores_BTK.masked_fill(~mask_BT[..., None], torch.finfo(scores_BTK.dtype).min)

@@ -150,7 +150,7 @@ class GraphLayer(nn.Module):
 
 
 def existing(regions: Tensor) -> Tensor:
-    """Which regions are not all zeros, (B, R) bool; of an image without any, the first."""
+    """Mask of the regions that are not all zeros, (B, R) bool; for an image without any, the first."""
     mask = (regions != 0).any(-1)
     first = torch.zeros_like(mask)
     first[:, 0] = ~mask.any(1)

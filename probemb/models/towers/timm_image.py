@@ -124,7 +124,7 @@ class TimmTower(Encoder):
         return Place("trunk", self._depths.get(rest, 0) if part == "trunk" else 0)  # buffers are in no group
 
     def in_stem(self, name: str) -> bool:
-        """What is in the deepest group."""
+        """True for what is in the deepest group."""
         part, _, rest = name.partition(".")
         return part == "trunk" and self._depths.get(rest, 0) == max(self._depths.values(), default=0) > 0
 
@@ -289,7 +289,7 @@ def fit_image_size(trunk: nn.Module, name: str, image_size: int) -> bool:
 
 
 def _runs(trunk: nn.Module, image_size: int) -> Exception | None:
-    """Why a trunk does not run on images of a size; None if it does."""
+    """Reason that a trunk does not run on images of a size; None if it does."""
     try:
         with torch.no_grad():
             meta_twin(trunk).eval()(_blank(image_size))

@@ -79,7 +79,7 @@ class GRUShape:
 
     @property
     def averaged(self) -> bool:
-        """Whether states are the mean of two directions."""
+        """True if states are the mean of two directions."""
         return self.bidirectional and self.directions == "averaged"
 
     @property

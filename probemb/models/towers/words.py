@@ -1,4 +1,4 @@
-"""What towers that read words share: their vocabulary, their vectors, and where the words are."""
+"""Shared parts of towers that read words: their vocabulary, their vectors, and the positions of the words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def word_mask(tokens: Tensor) -> Tensor:
 
 
 class WordParts:
-    """What makes an `Encoder` of words read a part of them, as if the others had not been written."""
+    """Mixin that lets an `Encoder` of words read a part of them, as if the others had not been written."""
 
     def parts(self, tokens: Tensor) -> Parts:
         """Every word may be dropped."""

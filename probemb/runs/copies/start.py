@@ -1,4 +1,4 @@
-"""What a run does with its copy before it starts: resume from there, or refuse another run's."""
+"""A run's use of its copy before it starts: resume from it, or refuse another run's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def fetch_newest(store: Store, run: Path, tell: Callable[[str], object]) -> None
 
 
 def lacks_fetch(run: Path) -> bool:
-    """Whether a run folder has no checkpoint yet, or a fetch has begun and not ended."""
+    """True if a run folder has no checkpoint yet, or a fetch has begun and not ended."""
     return not complete_steps(run) or (run / "checkpoints" / _BEGUN).exists()
 
 

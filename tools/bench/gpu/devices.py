@@ -93,7 +93,7 @@ class Attention(TorchDispatchMode):
 
 
 def attention(place: Place, notes: Notes) -> None:
-    """Which kernels attend in both towers, forward and backward."""
+    """Check the attention kernels of both towers, forward and backward."""
     from pretrain.engine.engine import Towers
     from tools.bench.gpu.steps import make_model
 

@@ -41,7 +41,7 @@ def against_the_plan(place: Place, notes: Notes) -> None:
 
 
 def setting(config: Config, place: Place, rows: int | None = None) -> Setting:
-    """What the plan is told of a step with texts of the whole context, in one process."""
+    """Options of the plan for a step with texts of the whole context, in one process."""
     found = Setting.of(config, 1, build(config).context_length, half=place.gpu, gpu=place.gpu)
     return replace(found, rows=rows or found.rows)
 

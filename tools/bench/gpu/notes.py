@@ -20,7 +20,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs.
+    """Circumstances in which a check runs.
 
     Attributes:
         small: the reduced form, with tiny towers.
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def gpu(self) -> bool:
-        """Whether there is a GPU."""
+        """True if there is a GPU."""
         return self.device.type == "cuda"
 
     def seconds_left(self) -> float:
@@ -87,5 +87,5 @@ class Notes:
 
     @classmethod
     def read(cls, path: Path) -> Notes:
-        """What a check wrote; empty if it wrote nothing."""
+        """Output of a check; empty if it wrote nothing."""
         return cls(**json.loads(path.read_text())) if path.is_file() else cls()

@@ -25,7 +25,7 @@ PROGRAM = (sys.executable, "-m", "tools.bench.gpu")  # runs one check with --run
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended.
+    """Outcome of a check.
 
     Attributes:
         ended: passed, failed, skipped, overran (ended after its time) or crashed (with `output`).
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if nothing is wrong."""
         return self.ended in (PASSED, SKIPPED)
 
     def record(self) -> dict:

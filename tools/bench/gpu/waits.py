@@ -39,7 +39,7 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def watched(gpu: bool) -> Iterator[list[str]]:
-    """Where the host waited meanwhile: lines of code, as CUDA tells them, or names of operators."""
+    """Places where the host waited meanwhile: lines of code, as CUDA tells them, or names of operators."""
     if not gpu:
         with Reads() as reads:
             yield reads.seen

@@ -31,7 +31,7 @@ def as_pairs(pair: Pair, part: Part) -> EmbeddedPairs:
 
 
 def look(pair: Pair, part: Part) -> dict:
-    """What is chosen by, on validation scenes: "tolerance", "spearman", "rsum" by CSD, in percent, and "i2t" and
+    """Metrics on validation scenes, to choose by: "tolerance", "spearman", "rsum" by CSD, in percent, and "i2t" and
     "t2i": mAP@R of all true matches at the best weights.
     """
     pairs = as_pairs(pair, part)

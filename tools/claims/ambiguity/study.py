@@ -145,6 +145,6 @@ class Ambiguity(Study):
 
 
 def _looked(validation, world: World) -> dict:
-    """What is chosen by, and the mean of its mAP@R as the validation metric."""
+    """Metrics on validation scenes, and the mean of their mAP@R as the validation metric."""
     one = look(validation, world.validation)
     return {"chosen_by": one, "validation": [(one["i2t"] + one["t2i"]) / 2]}

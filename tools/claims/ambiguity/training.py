@@ -21,7 +21,7 @@ NOTHING, RANDOM, START = "nothing", "random weights", "the start"  # what a trai
 
 @dataclass(frozen=True)
 class Settings:
-    """What all trainings share.
+    """Settings that all trainings share.
 
     Attributes:
         sizes: of the world.

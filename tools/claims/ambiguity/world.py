@@ -29,7 +29,7 @@ CHUNK = 1000  # scenes drawn between two lines of progress
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many scenes there are of each kind, and their side in pixels."""
+    """Numbers of scenes of each kind, and their side in pixels."""
 
     pixels: int = 64
     start: int = 20_000

@@ -94,7 +94,7 @@ def _by_both(found: Found, better: str, worse: Sequence[str], gets: Callable[[st
 
 
 def _chance(found: Found, there: set[str], k: int) -> str:
-    """What a random ranking would get."""
+    """Expected result of a random ranking."""
     one = found.all(next(iter(sorted(there))))[0]["chance"][str(k)]
     told = ", ".join(f"{METRICS[name]} {100 * value:.1f}" for name, value in one.items())
     return f"A random ranking has {told}."

@@ -1,4 +1,4 @@
-"""What is measured of a finished training: retrieval by kind and length, feasibility, and uncertainty against quality.
+"""Measurements of a finished training: retrieval by kind and length, feasibility, and uncertainty against quality.
 
 Q queries of k parts, D dimensions.
 """
@@ -138,6 +138,6 @@ def quality(items: EmbeddedImages, data, found: ComposedQueries) -> dict:
 
 
 def chance(asked: Asked) -> dict[str, float]:
-    """What a random ranking is expected to get for the seen combinations: R@K and R-Precision."""
+    """Expected result of a random ranking for the seen combinations: R@K and R-Precision."""
     targets = torch.tensor([len(asked.data.targets(query.concepts)) for query in asked.queries[SEEN]])
     return {name: float(values.mean()) for name, values in guessed(targets, len(asked.data)).items()}

@@ -24,7 +24,7 @@ PHOTOGRAPHS_EPOCHS = 4  # they have fewer combinations than drawn scenes
 
 @dataclass(frozen=True)
 class Settings:
-    """What all trainings share.
+    """Settings that all trainings share.
 
     Attributes:
         world: scenes or coco_small.

@@ -90,7 +90,7 @@ LEARNING_RATES, FACTORS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (0.25, 4.0)  # and of 
 
 
 def neighbours(values: dict[str, float]) -> list[tuple[str, float]]:
-    """What is tried around chosen values: the learning rate, the next ones, and other temperatures."""
+    """Settings to try around chosen values: the learning rate, the next ones, and other temperatures."""
     at = LEARNING_RATES.index(values["lr"])
     tried = [("lr", lr) for lr in LEARNING_RATES[max(at - 1, 0) : at + 2]]
     return tried + [("temperature", factor * values["temperature"]) for factor in FACTORS if "temperature" in values]

@@ -98,11 +98,11 @@ class World:
     apart: Apart | None = None
 
     def trained(self, training: Training) -> Compositions:
-        """What a training draws its examples from."""
+        """Source of a training's examples."""
         return self.apart.train if training.setup == UNSEEN else self.train[training.parts]
 
     def validated(self, training: Training) -> Asked:
-        """What its epoch is chosen by."""
+        """Data by which its epoch is chosen."""
         return self.apart.validation if training.setup == UNSEEN else self.validation[training.parts]
 
 

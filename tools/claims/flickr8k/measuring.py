@@ -1,4 +1,4 @@
-"""What `tools.claims` measures of a training on photographs, from its kept embeddings.
+"""Measurements of `tools.claims` on a training on photographs, from its kept embeddings.
 
 N images, M captions, D dimensions, P judged pairs.
 """

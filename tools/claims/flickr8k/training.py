@@ -27,7 +27,7 @@ PROBABILISTIC_RANKING, POINT_RANKING = "csd", "mean"  # by which the epoch is ch
 
 @dataclass(frozen=True)
 class Settings:
-    """What all trainings share.
+    """Settings that all trainings share.
 
     Attributes:
         name, head: architecture (probemb/models/configs) and heads.
@@ -99,7 +99,7 @@ class Training:
 
     @property
     def probabilistic(self) -> bool:
-        """Whether log-variances are trained."""
+        """True if log-variances are trained."""
         return METHODS[self.method].probabilistic
 
     def config(self, settings: Settings) -> Config:
@@ -163,7 +163,7 @@ def embed(model: DualEncoder | Ensemble, part: Part, whole_maps: bool) -> tuple[
 
 
 def reads_maps(model: DualEncoder) -> bool:
-    """Whether the heads look at every cell of the feature map."""
+    """True if the heads look at every cell of the feature map."""
     return getattr(model.image_tower.mean_head, "reads_tokens", False)
 
 

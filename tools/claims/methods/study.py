@@ -56,7 +56,7 @@ GRID = ("--model", "tf_efficientnet_lite0", "--image-size", "128", "--grid", "4"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all trainings share.
+    """Settings that all trainings share.
 
     Attributes:
         world: flickr8k or scenes.
@@ -99,7 +99,7 @@ class Methods(Study):
         return {"epochs": self.epochs, "rankings": rankings_of(name)} | start
 
     def _starts(self, name: str) -> bool:
-        """Whether a variant starts from pretrained towers of drawn scenes."""
+        """True if a variant starts from pretrained towers of drawn scenes."""
         return self.settings.world == "scenes" and not VARIANTS[name].regions
 
     def prepare(self, seeds: Sequence[int], out: Path, tell: Tell) -> World:

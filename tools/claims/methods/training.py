@@ -40,7 +40,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What images are read as, pixels or regions, and the settings of trainings that read them.
+    """Form in which images are read, pixels or regions, and the settings of trainings that read them.
 
     config: the YAML; options: of finetune's command line; measuring: of zeroshot.retrieval's.
     """

@@ -29,7 +29,7 @@ class Variant:
 
     @property
     def regions(self) -> bool:
-        """Whether it reads precomputed regions in place of pixels."""
+        """True if it reads precomputed regions in place of pixels."""
         return METHODS[self.method].over_regions
 
 

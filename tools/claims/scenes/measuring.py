@@ -1,4 +1,4 @@
-"""What `tools.claims` measures of a trained model: retrieval, uncertainty, and zero-shot prompts.
+"""Measurements of `tools.claims` on a trained model: retrieval, uncertainty, and zero-shot prompts.
 
 D dimensions, N images, M captions.
 """

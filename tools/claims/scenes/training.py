@@ -23,7 +23,7 @@ from tools.claims.scenes.world import MemoryLoader, Part, Sizes, World
 
 @dataclass(frozen=True)
 class Settings:
-    """What all trainings share.
+    """Settings that all trainings share.
 
     Attributes:
         sizes: of the world.

@@ -29,7 +29,7 @@ SURE_CAPTIONS = 3  # of five, from exact to vague: those that the pretraining se
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many scenes there are of each kind, and their side in pixels."""
+    """Numbers of scenes of each kind, and their side in pixels."""
 
     pixels: int = 32
     pretraining: int = 8000
@@ -60,7 +60,7 @@ class Part:
 
     @cached_property
     def positives(self) -> Positives:
-        """Which captions are true of which image, images as queries."""
+        """True captions of each image, images as queries."""
         return Positives.from_matrix(exact_match(self.dataset, range(len(self.dataset))))
 
     @cached_property

@@ -87,7 +87,7 @@ def handle_errors(app: Flask, max_upload: int) -> None:
 
 
 def host_check(host: str, names: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a Host header means this server: --host, --allow-host, localhost, or a numeric address.
+    """True if a Host header means this server: --host, --allow-host, localhost, or a numeric address.
 
     On the loopback only loopback addresses count; numeric ones are safe, as DNS rebinding needs a name.
     """
@@ -111,7 +111,7 @@ def host_check(host: str, names: Sequence[str]) -> Callable[[str], bool]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server bound to `host` is reachable from this machine only."""
+    """True if a server bound to `host` is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -36,7 +36,7 @@ class Channel(HTTPChannel):
             min(waiting, key=lambda one: one.began).will_close = True
 
     def is_waiting(self) -> bool:
-        """Whether it waits for its client and not for an answer."""
+        """True if it waits for its client and not for an answer."""
         return not (self.requests or self.total_outbufs_len or self.will_close)
 
     def received(self, data: bytes) -> bool:

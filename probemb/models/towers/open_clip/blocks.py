@@ -1,4 +1,4 @@
-"""What open_clip's two transformers share here: blocks in two branches, or an uncertainty token.
+"""Shared parts of open_clip's two transformers: blocks in two branches, or an uncertainty token.
 
 PCME++ §3.3 ("branch"): all blocks but the last `n_unc_layers` are shared. Behind them the mean branch goes on with the
 tower's own last blocks and the uncertainty branch with blocks of its own, so that the trunk is computed once:

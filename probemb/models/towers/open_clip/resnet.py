@@ -78,7 +78,7 @@ class ImageResNet(Encoder, ModifiedResNet):
         return Place("trunk", len(STAGES) - STAGES.index(part) if part in STAGES else 0)
 
     def in_stem(self, name: str) -> bool:
-        """What is neither in a stage nor in the attention pooling."""
+        """True for what is neither in a stage nor in the attention pooling."""
         return self.place(name) == ("trunk", 0) and not name.startswith("attnpool.")
 
 

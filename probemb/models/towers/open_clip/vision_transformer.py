@@ -57,7 +57,7 @@ class ImageTransformer(TransformerTower, VisionTransformer):
         return project(pooled, self.proj)
 
     def _embed(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
-        """What the first block reads: class token, T - 1 or n patches, maybe [UNC]."""
+        """Input of the first block: class token, T - 1 or n patches, maybe [UNC]."""
         patches = self.conv1(self.normalized(pixels, self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
         positions = self.positional_embedding.to(patches.dtype)
         patches = patches + positions[1:]
