@@ -200,7 +200,7 @@ class _Scorer:
         return self._true_ranks(self.prefixes[k - 1, torch.arange(self.n_classes)], images)
 
     def _keep(self, k: Tensor, by: str = "") -> None:
-        """Set the prompts that the report shows as kept by the first filter that keeps a number, unless best-topk does."""
+        """Set the prompts that the report calls kept: by the first filter with a number, unless best-topk has one."""
         if self.kept is None:
             self.kept, self.kept_by = k.cpu(), by
 
