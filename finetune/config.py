@@ -51,13 +51,13 @@ class Data:
         workers: processes that read and decode, for each rank.
         failure_share: share of unreadable images at which the run stops.
         exif: turn images as their EXIF orientation says; open_clip does not.
-        resize: who crops and resizes, also in validation: tensor (torch, fast) or pil (PIL, as open_clip; runs before
-            there was a choice).
+        resize: backend that crops and resizes, also in validation: tensor (torch, fast) or pil (PIL, as open_clip; runs
+            before there was a choice).
         cache_features: folder for a locked image tower's features, so that each image is read once; empty for none.
-        unpaired: further images and texts, in any of the forms; who belongs to whom is ignored, and the autoencoders of
-            mse, mmd-mse, jwae-mse, jwae-mh, jwae-scan and vae-mh train on them too. Their split is `train`.
+        unpaired: additional images and texts, in any of the forms; their pairing is ignored, and the autoencoders of
+            mse, mmd-mse, jwae-mse, jwae-mh, jwae-scan and vae-mh train on them too. Their split `train` is used.
         unpaired_images: folder of their images.
-        unpaired_batch: so many of their images, and of their texts, in a batch, over all ranks.
+        unpaired_batch: number of their images, and of their texts, in a batch, over all ranks.
     """
 
     path: str | None = None
@@ -81,9 +81,9 @@ class Mix:
     """Mixed-sample augmentation of images; labels become soft.
 
     Args:
-        mode: element (every image is mixed, or not, by itself) or batch (a batch as a whole, all images alike).
-        ratio: share of the images that are mixed with another one, of mode element; 0 for none, 1 for mode batch.
-        prob: of an image to be mixed, beside the ratio; of mode batch, of a batch.
+        mode: element (each image is mixed or not, independently) or batch (all images of a batch are mixed, or none).
+        ratio: share of the images that are mixed with another one, in mode element; 0 for none, 1 for mode batch.
+        prob: probability that an image is mixed, on top of the ratio; in mode batch, that a batch is.
         mixup: parameter of Mixup's Beta distribution; 0 for CutMix alone.
         cutmix: parameter of CutMix's; 0 for Mixup alone.
         switch: probability of CutMix rather than Mixup.
@@ -105,7 +105,7 @@ class Augment:
 
     Args:
         scale: share of the image's area that a random crop keeps, from and to.
-        hflip: share of the images that are mirrored; what captions say of left and right is wrong of them.
+        hflip: share of the images that are mirrored; captions that say left or right are wrong for them.
         cutout: share of every image that a grey square covers, at a random place; 0 for none.
         word_dropping: probability of every word to become the unknown word; 0 for none.
     """
@@ -188,7 +188,7 @@ class Engine:
     """Computation of a step.
 
     Args:
-        precision: fp32, bf16, or auto: bf16 on a GPU that has it.
+        precision: fp32, bf16, or auto: bf16 on a GPU that supports it.
         grad_checkpointing: trade time for memory in all blocks.
         threads: CPU threads of each process; 0 shares the machine's cores.
         eval_batch_size: images in a batch while validating.
@@ -273,8 +273,8 @@ def with_method_file(argv: Sequence[str]) -> list[str]:
 
 
 def shortened(config: Config, argv: Sequence[str]) -> tuple[Config, str]:
-    """The configuration for fewer epochs than the files have, whose phases do not all fit: they are shortened in
-    proportion, but for those that options name. With a line that says so, or "".
+    """Shorten the phases of a recipe in proportion if there are fewer epochs than in the files and they do not all fit,
+    except for those set by options. Returns the configuration and a line that says so, or "".
     """
     recipe, epochs, o = given("epochs", argv, options=False) or Config.epochs, config.epochs, config.optimizer
     decay = 0 if o.schedule == "cosine" else max(o.decays, default=0)
@@ -366,7 +366,7 @@ def _problems(config: Config, world_size: int) -> Iterator[UserError]:
 
 
 def pixel_changes(config: Config, what: str) -> Iterator[UserError]:
-    """Errors for augmentation of pixels where something else stands in for them."""
+    """Errors for pixel augmentation of inputs that are not pixels."""
     changes = {"mix.ratio": (config.mix.ratio, 0)}
     for name in ("scale", "hflip", "cutout"):
         changes[f"augment.{name}"] = getattr(config.augment, name), getattr(Augment, name)

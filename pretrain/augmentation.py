@@ -16,7 +16,7 @@ class Augmentation:
     Args:
         scale: share of the image's area that a crop keeps, from and to.
         ratio: width by height of a crop, from and to.
-        hflip: share of the images that are mirrored; what captions say of left and right is wrong of them.
+        hflip: share of the images that are mirrored; captions that say left or right are wrong for them.
         color_jitter: largest change of brightness, contrast, saturation and hue; empty for none.
         color_jitter_prob: share of the images that it is applied to.
         gray_scale_prob: share of the images that lose their colours.

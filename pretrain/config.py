@@ -38,7 +38,7 @@ class Model(Towers):
 
     Args:
         n_unc_layers: blocks of every tower that are duplicated into its uncertainty branch; [2, 1] for 2 of the image
-            tower and 1 of the text tower; empty for 2. An objective that trains points has no branch.
+            tower and 1 of the text tower; empty for 2. Objectives that train points have no branch.
         lock_text: freeze the text tower's trunk; its heads train.
         unlocked_image_groups: last groups of a locked image tower that train: 1 for the last norm and the projection, 2
             for the last block too, and so on.
@@ -72,7 +72,7 @@ class Data:
         filter: rules that a sample must meet.
         failure_share: share of unreadable samples, among those of any rank, at which the run stops.
         exif: turn images as their EXIF orientation says, also those of `evaluate`; open_clip does not.
-        resize: who crops and resizes, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
+        resize: backend for resizing, also in `evaluate`: tensor (torch, fast) or pil (PIL, as open_clip; runs before
             there was a choice).
         decode: who decodes JPEGs of training: workers, or device, on a GPU beside its steps (tried on CPUs only).
         augmentation: random crops and colours, as open_clip's.
@@ -150,7 +150,7 @@ class Engine:
 
     Args:
         zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
-        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 where a GPU has it.
+        precision: fp32, bf16 (autocast; weights, losses and optimizer stay float32), or auto: bf16 if the GPU has it.
         accumulation: parts into which a rank cuts its share of the batch; negatives are the whole batch.
         grad_checkpointing: recompute every block in the backward pass.
         compile: torch.compile the towers.

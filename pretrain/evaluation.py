@@ -51,7 +51,7 @@ class Evaluator:
             raise UserError(
                 error.what,
                 "Name images in class folders, or shards with KEY.cls, with --evaluate.classes, or leave them out with "
-                "--no-evaluate.classes. docs/data.md (Labelled images) sorts ImageNet's flat validation images.",
+                "--no-evaluate.classes. docs/data.md (Labelled images) says how to sort ImageNet's.",
             ) from error
         for line in remarks(labels, classes) if rank == 0 else ():
             print(f"classes {line}", flush=True)

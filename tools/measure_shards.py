@@ -164,4 +164,4 @@ def join(keys: np.ndarray, table: dict[str, np.ndarray]) -> dict[str, np.ndarray
 
 
 if __name__ == "__main__":
-    raise SystemExit("This is no command: `python -m tools.index_shards` does it with --columns; see its --help.")
+    raise SystemExit("This is not a command. Use `python -m tools.index_shards --columns`; see its --help.")

@@ -94,4 +94,4 @@ def split_kind(span: SampleSpan) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit("This is no command: `python -m tools.index_shards` does it with --repair; see its --help.")
+    raise SystemExit("This is not a command. Use `python -m tools.index_shards --repair`; see its --help.")

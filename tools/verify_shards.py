@@ -206,4 +206,4 @@ def read_rows(folder: Path) -> dict[str, Shard] | None:
 
 
 if __name__ == "__main__":
-    raise SystemExit("This is no command: `python -m tools.index_shards` does it with --verify; see its --help.")
+    raise SystemExit("This is not a command. Use `python -m tools.index_shards --verify`; see its --help.")

@@ -1,4 +1,4 @@
-"""Write phrases with the regions that they mean, as images with captions to finetune on.
+"""Write phrases with the regions they refer to, as images with captions to finetune on.
 
     python -m tools.write_crops --data data/flickr30k_entities --split train val --proposals boxes.json --top 200 \\
         --out data/phrases
@@ -6,8 +6,8 @@
 
 A proposal whose IoU with a phrase's box is at least 0.7 becomes an image, and the phrase one of its captions (jWAE,
 §5.2). OUT/SPLIT/*.tar hold KEY.jpg (the crop), KEY.txt (its phrases, one a line) and KEY.json ({"image", "box",
-"class"}). Crops that share a phrase have one class, so that with `data.positives: class` they are no negatives of each
-other's phrases. A split is written beside its name and renamed.
+"class"}). Crops that share a phrase have one class, so that with `data.positives: class` they are not negatives of
+each other's phrases. A split is written to a temporary folder and then renamed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--data", required=True, help="phrases with boxes: Flickr30k Entities or Visual Genome")
     parser.add_argument("--split", nargs="+", default=["train"], help="or all, of data without splits (default: train)")
     parser.add_argument("--images", help="the folder of the images, if it is not beside the data")
-    parser.add_argument("--sample", type=Count, help="so many of the images (default: all)")
+    parser.add_argument("--sample", type=Count, help="number of images to use (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--proposals", help="a JSON file with boxes, or grid (default: the phrases' own boxes)")
-    parser.add_argument("--top", type=Count, help="so many of the file's proposals of an image (default: all)")
+    parser.add_argument("--top", type=Count, help="number of the file's proposals to use per image (default: all)")
     parser.add_argument("--iou", type=Share, default=0.7, help="least IoU with the phrase's box (default: 0.7)")
     options = parser.parse_args(argv)
     if options.top is not None and options.proposals in (None, "grid"):
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def write_split(options: Namespace, data, folder: Path) -> str:
-    """Write a split's shards; returns what is in them, for people."""
+    """Write a split's shards; returns a summary of them."""
     from probemb.data.boxes.geometry import enclosing
     from probemb.data.shards.writer import tar_writer
     from tools.write_regions.proposals import find_proposals
@@ -99,7 +99,7 @@ def write_split(options: Namespace, data, folder: Path) -> str:
 
 
 def crops(data, boxes, least: float, counts: dict[str, int]) -> Iterator[dict[str, bytes]]:
-    """Samples by extension, and counts. Raises UserError: an image that cannot be read."""
+    """Yield samples by extension, and update the counts. Raises UserError: an image that cannot be read."""
     import torch
 
     from probemb.cli.progress import progress

@@ -50,7 +50,7 @@ class ImagenetConfig:
         out: folder for results.json and report.html, and for a folder of each of several data sets; by default
             zeroshot/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
-        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+        resize: backend for resizing: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
             rounding of PIL's pixels).
         batch_size: images in a batch.
         text_batch_size: prompts in a batch.
@@ -133,7 +133,7 @@ class RetrievalConfig:
         erased: how many images, and captions, are partly erased to see their uncertainty grow; 0 skips that.
         out: folder for results.json and report.html; by default retrieval/ in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
-        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+        resize: backend for resizing: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
             rounding of PIL's pixels).
         batch_size: images in a batch.
         text_batch_size: captions in a batch.
@@ -189,7 +189,7 @@ class AnalysisConfig:
         images: the folder of the images that a json or caption file names.
         out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
         exif: turn images as their EXIF orientation says; open_clip and CLIP_benchmark do not.
-        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+        resize: backend for resizing: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
             rounding of PIL's pixels).
         seed: of what is chosen at random.
         batch_size: images in a batch.

@@ -22,7 +22,7 @@ class CropConfig:
         data: what the command reads.
         images: folder of the images; by default searched beside the data.
         out: folder for results.json and report.html; by default a folder of the command's name in the run folder.
-        resize: who crops and resizes: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
+        resize: backend for resizing: pil, as open_clip and CLIP_benchmark, or tensor (torch: faster, and within a
             rounding of PIL's pixels).
         batch_size: images or crops in a batch.
         text_batch_size: texts in a batch.

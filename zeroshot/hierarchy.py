@@ -1,9 +1,9 @@
-"""Captions of an image from general to exact: does a model order them, and does a walk to a root pass through them?
+"""Captions of an image from general to specific: does a model order them, and does a walk to a root find them?
 
     python -m zeroshot.hierarchy --model runs/prolip --data hierarcaps_test.csv --images data/coco/val2014
 
-Takes HierarCaps' table, or other data whose images all have as many captions, in this order. Prints a table and writes
-results.json. Source: HierarCaps (ECCV 2024), ProLIP §4.
+Takes HierarCaps' table, or other data with the same number of captions for every image, in this order. Prints a
+table and writes results.json. Source: HierarCaps (ECCV 2024), ProLIP §4.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroshot.config import AnalysisConfig
 from zeroshot.opening import OUTPUTS, Opened, open_analysis
 
 PROG = "python -m zeroshot.hierarchy"
-DESCRIPTION = "Captions from general to exact: how well a model orders and finds them; writes results.json."
+DESCRIPTION = "Captions from general to specific: how well a model orders and finds them; writes results.json."
 GENERATOR = "probemb hierarchy"
 WALKS = {
     "walk": "to the embedding of an empty text",
@@ -51,7 +51,7 @@ def measure(opened: Opened) -> dict:
     if len(lengths) > 1 or lengths == {1}:
         raise UserError(
             f"{opened.captions.source} has images with {min(lengths)} to {max(lengths)} captions.",
-            "Name data with as many captions for every image, two or more, from general to exact.",
+            "Name data with the same number of captions, two or more, for every image, general to specific.",
         )
     pairs = embed_pairs(opened.embedder, opened.captions)
     texts = [text for i in pairs.kept for text in opened.captions.captions[i]]
@@ -93,7 +93,7 @@ def print_results(results: dict) -> None:
     correlation = results["level_correlation"]
     print(
         f"Kendall's tau with the level, mean over images: distance to the root {correlation['radius']:+.3f}, -u "
-        f"{correlation['certainty']:+.3f}\nmean u from general to exact: "
+        f"{correlation['certainty']:+.3f}\nmean u from general to specific: "
         f"{', '.join(f'{u:.4g}' for u in results['uncertainty'].tolist())}; of the images {results['u_image']:.4g}"
     )
 

@@ -90,7 +90,7 @@ class Method:
         distances: whether the configuration's `distance` is the loss' distance.
         trains: the model's own scalars that the loss uses; the others stay constant.
         match: by which scalars its models give a match probability, see `create_model`.
-        note: what the headline of a run says beside the method's name, "" for nothing.
+        note: text after the method's name in a run's first lines, "" for none.
         networks: number of models trained, 1 or 2; with 2, a whole epoch of the first, then one of the second.
         options: this run's Options.
         module: parameters and buffers of the method itself, saved in checkpoints; its parameters are trained.

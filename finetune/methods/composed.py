@@ -65,7 +65,7 @@ class MPC(Composed):
                 cancels.
             samples: of every target; J of Eq. 6.
             temperature: divides the similarities. Eq. 7 has none, for means of any length; here they have unit length,
-                and a density in nats parts them so sharply that at 1 nothing is learned.
+                and the log-densities in nats lie so far apart that nothing is learned at 1.
             reverse: weight of the softmax over queries for every target; the other direction has the rest.
             log_var_l2: weight of the mean squared log-variance (Eq. 8).
             spare_correct: targets of other rows that have all concepts of a query are no negatives; the paper has

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Unfailing:
-    """A text stream that loses what cannot be written: to a full disk, or to a reader that ended, as `| head` does."""
+    """A text stream that drops what cannot be written: to a full disk, or to a reader that exited, as `| head` does."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -56,8 +56,8 @@ class _Unfailing:
 
 
 def make_output_unfailing() -> None:
-    """From now on a full disk, an ended reader, a closed stream (`>&-`) or an encoding that lacks a character lose text
-    of stdout and stderr instead of raising, also at the very end.
+    """Make stdout and stderr drop text instead of raising when the disk is full, the reader has exited, the stream is
+    closed (`>&-`) or the encoding lacks a character; also when the interpreter exits.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -106,7 +106,7 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def training_precision(asked: str, capability: tuple[int, int] | None) -> str:
-    """ "bf16" or "fp32": for "auto", bf16 on a GPU that has it. Raises UserError: bf16 on a GPU that has not."""
+    """ "bf16" or "fp32": for "auto", bf16 on a GPU with it. Raises UserError: bf16 on a GPU without it."""
     if asked == "bf16" and capability and capability < BF16:
         raise UserError(
             f"This GPU (compute capability {capability[0]}.{capability[1]}) has no bf16.",
@@ -116,7 +116,7 @@ def training_precision(asked: str, capability: tuple[int, int] | None) -> str:
 
 
 def precision_words(precision: str, capability: tuple[int, int] | None) -> str:
-    """The precision, and why it is not bf16, for a run's headline."""
+    """The precision, and why it is not bf16, for a run's first lines."""
     return f"{precision} (this GPU has no bf16)" if capability and capability < BF16 else precision
 
 

@@ -37,8 +37,8 @@ def print_help(parser: ArgumentParser, common: Sequence[str] | None = None) -> N
     for name in names:
         said = textwrap.wrap(_describe(options[name]), max(30, width - left)) or [""]
         lines += [f"  --{name}".ljust(left) + said[0], *(" " * left + line for line in said[1:])]
-    more = f"lists {len(options) - len(names)} more options" if common else "says more, and has the types"
-    lines += ["", f"{HELP_ALL} {more}. Every option can stand in the file as a key."]
+    more = f"lists {len(options) - len(names)} more options" if common else "says more, with the types"
+    lines += ["", f"{HELP_ALL} {more}. Every option can also be a key in the file."]
     print("\n".join(lines))
 
 

@@ -64,7 +64,7 @@ def write_json(file: Path, content: dict, generator: str) -> None:
 
 
 def provenance() -> dict:
-    """date (UTC), command (without secrets of addresses), version, and models: the SHA-256 of each that was loaded."""
+    """date (UTC), command (without credentials in URLs), version, and models: the SHA-256 of each that was loaded."""
     from probemb import __version__
 
     digest = sys.modules.get("probemb.models.digest")  # of a command that loads models

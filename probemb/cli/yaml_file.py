@@ -71,7 +71,7 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
         remedy = f"Correct the base in {above[-1]}." if above else "Check the path given to --config."
         raise UserError(f"The configuration file {path} does not exist.", remedy)
     if path.stat().st_size > MOST:
-        raise UserError(f"{path} has {path.stat().st_size:,} bytes.", f"A file of options has at most {MOST:,}.")
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes.", f"A configuration file has at most {MOST:,}.")
     try:
         with path.open(encoding="utf-8") as file:
             content = load_yaml(file)

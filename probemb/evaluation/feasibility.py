@@ -116,7 +116,7 @@ def measure_feasibility(
 def rarity(queries: Sequence[Query], counts: Sequence[int]) -> Tensor:
     """A guess without a model: the sum of -log(1 + training images) of a query's concepts, (Q,) float64.
 
-    What is frequent occurs together more often, so an AUC of uncertainty says little unless this one stands beside it.
+    Frequent concepts co-occur more often, so an AUC of uncertainty means little unless it is compared with this one.
 
     Args:
         counts: training images of every concept.

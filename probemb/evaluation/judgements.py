@@ -1,6 +1,6 @@
 """Scores of models against people's judgements of single pairs, and comparisons of two models' scores.
 
-Judged are pairs of an image and a caption of another image; the label is a majority of yes. Intervals resample images
+The judged pairs are an image and a caption of another image; the label is the majority vote. Intervals resample images
 and captions (see `probemb.metrics.judged`). What is chosen or fitted on judgements is cross-fitted: the judged images
 fall into two halves by a hash of their names, and what is chosen on one half is measured on the other. Scores of both
 halves then differ in scale, so each half is measured alone, and the mean of both is reported, for every ranking.

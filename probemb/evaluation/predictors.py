@@ -3,7 +3,7 @@
 Every score is high for a query that it calls uncertain; the signs are fixed before any data are seen. The scores need
 the query, the gallery and nothing else. Q queries, N gallery items, K candidates of each query, D dimensions.
 
-The match probability is the model's own (`models.match`). A point model has no u, and but for SigLIP's no match
+The match probability is the model's own (`models.match`). A point model has no u and, except for SigLIP's, no match
 probability; its entropy is that of the softmax of its cosines at its own temperature.
 """
 

@@ -41,7 +41,7 @@ WORD_TOWERS = {"word_gru", "word_mean"}  # read words of a vocabulary: text_cfg[
 TOKEN_TOWERS = {"open_clip.transformer"}  # have a place for an uncertainty token
 # The tokenizer of SigLIP, and of ProLIP's weights: an end token, repeated, is the padding.
 SIGLIP = {"name": "timm/ViT-B-16-SigLIP", "i18n": "timm/ViT-B-16-SigLIP-i18n-256", "vocab_size": 32000, "pad_id": 1}
-FOREIGN = {  # parts of architectures of open_clip's that embed something else, by their key
+FOREIGN = {  # parts of open_clip's architectures that embed something else, by key
     "audio_cfg": "it embeds audio and no images (CLAP)",
     "genlip_cfg": "it generates captions and embeds no texts (GenLIP)",
     "genlap_cfg": "it generates captions of audio (GenLAP)",
@@ -105,7 +105,7 @@ def supported_names() -> list[str]:
 
 
 def check_sizes(config: dict, state: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError for a stranger's architecture with sizes that are none, or that its weights cannot have."""
+    """Raise ValueError for an untrusted architecture with invalid sizes, or sizes that its weights cannot have."""
     largest = max((n for tensor in state.values() for n in tensor.shape), default=0)
     most = {"layers": len(state), **dict.fromkeys(("width", "hidden", "vocab_size", "features"), largest)}
     for part in ("vision_cfg", "text_cfg"):

@@ -81,8 +81,8 @@ class ModelOutput(NamedTuple):
 
 
 def check_config(config: dict, state: dict[str, Tensor]) -> None:
-    """Raise ValueError for a stranger's configuration with values of another type or range, or that does not describe
-    these weights' sizes; `DualEncoder` refuses the rest.
+    """Raise ValueError for an untrusted configuration with values of a wrong type or range, or that does not match the
+    sizes of these weights; `DualEncoder` refuses the rest.
     """
     for key, is_valid in VALID.items():
         if key in config and not is_valid(config[key]):
@@ -287,7 +287,7 @@ class DualEncoder(nn.Module):
 
     @property
     def match_form(self) -> Literal["csd", "samples", "none"]:
-        """The form of the match probability, see `MatchModel`; a and b of normals make none in a point model."""
+        """The form of the match probability, see `MatchModel`; a point model has none by a and b of normals."""
         match = self._config["match"]
         if match == "cosine":
             return "csd"

@@ -103,7 +103,7 @@ def load_model(path_or_name: str | Path, device: str | torch.device = "cpu", res
             open_clip's layout, which become point models. A tokenizer's files beside the weights are read instead of
             the hub's.
         device: where to put the weights.
-        resize: who crops and resizes images, "pil" (as open_clip) or "tensor", see `create_transforms`.
+        resize: backend for resizing images, "pil" (as open_clip) or "tensor", see `create_transforms`.
 
     Raises:
         UserError: if nothing is found (with the places that were tried), or the weights are not this project's or do

@@ -69,7 +69,7 @@ def create_transforms(model_or_config, augmentation: Augmentation = Augmentation
     Regions come prepared: a model that reads them changes nothing.
 
     Args:
-        resize: "tensor" or "pil": who crops and resizes, torch or PIL. Both give uint8, which the model normalises, and
+        resize: "tensor" or "pil": torch or PIL crops and resizes. Both give uint8, which the model normalises, and
             the same crops from the same random state. PIL's, normalised, are open_clip's to the last bit.
     """
     if reads_regions(_config(model_or_config).get("architecture")):

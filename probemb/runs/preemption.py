@@ -53,7 +53,7 @@ class Preemption:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that has stopped and saved: of Ctrl-C, a launcher shall not start it again."""
+        """Exit code of a run that has stopped and saved; after Ctrl-C, a launcher must not start it again."""
         return 130 if self.name == "SIGINT" else REQUEUE
 
     def asked(self) -> bool:

@@ -41,7 +41,7 @@ def load_index(folder: str | Path, device: str = "cpu", memory_map: bool = True)
     Args:
         device: "cpu", "cuda" (all GPUs take parts in turn), or "auto": the GPUs if the index fits into them.
         memory_map: leave everything in its files and read only the pages that a search needs; writing into such a file
-            (`cp` over it) ends the process, replacing it does not.
+            (`cp` over it) crashes the process, replacing it does not.
 
     Raises UserError: a file is missing, damaged or of another size than index.json says; the folder is replaced
     meanwhile; no GPU, or FAISS cannot search the index there.

@@ -3,7 +3,7 @@
 img2dataset uses urllib, whose time-out applies to each read separately and whose responses are unlimited: a server that
 sends a byte now and then blocks a thread indefinitely, and one that never stops fills the memory. `bounded` installs an
 opener in urllib while a shard is fetched that limits both, follows few redirects, connects to no private address (a
-list may name hosts of the machine's own network), leaves out what its server reserves, and pauses as hosts ask.
+list may name hosts of the machine's own network), skips what its server opts out, and pauses as hosts ask.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--items", choices=("both", "image", "text"), default="both", help="(default: %(default)s)")
     kept = "type of the stored means; by default the folder's own, float16 for a new one"
     parser.add_argument("--mean-dtype", choices=("float16", "float32"), help=kept)
-    resize = "who crops and resizes: pil, as open_clip, or tensor (torch: faster, and within a rounding of it); by "
+    resize = "backend for resizing: pil, as open_clip, or tensor (torch: faster, and within a rounding of it); by "
     resize += "default the folder's own, pil for a new one"
     parser.add_argument("--resize", choices=("tensor", "pil"), help=resize)
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")

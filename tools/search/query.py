@@ -268,7 +268,7 @@ class Searcher:
         return found, dict(zip(rows.tolist(), csd.tolist()))
 
     def matches(self, query: Gaussian, csd: dict[int, float], kinds: Sequence[str]) -> dict[int, float]:
-        """The probability that an item matches the query (D,) if exactly one of the gallery does, by row.
+        """The probability that an item matches the query (D,) if exactly one item of the gallery does, by row.
 
         Empty where it is unknown. The model knows the odds of an image and a caption: not if a part of the query is of
         the gallery's kind, nor if it learned to compose. And all other items have to be known: those that a search does

@@ -24,7 +24,7 @@ def print_answer(answer: dict) -> None:
     console.print(line, highlight=False)
     if query["unknown_words"]:
         words = ", ".join(escape(printable(word)) for word in query["unknown_words"])
-        console.print(f"the model does not know: {words}; the uncertainty says nothing of that", highlight=False)
+        console.print(f"the model does not know: {words}; the uncertainty says nothing about that", highlight=False)
     if answer["feasibility"] is not None:
         console.print(answer["feasibility"]["says"], highlight=False)
     score, exceeded = answer["score"], answer["limit"]
@@ -54,8 +54,8 @@ def print_answer(answer: dict) -> None:
     if answer["results"]:
         console.print(table)
         if answer["results"][0]["match"] is not None:
-            line = f"match: the chance of an item if exactly one of the {answer['gallery']:,} matches, in percent and "
-            console.print(f"{line}in times the average item's", highlight=False, soft_wrap=True)
+            line = f"match: the probability of an item if exactly one of the {answer['gallery']:,} matches, in percent "
+            console.print(f"{line}and as a multiple of the average item's", highlight=False, soft_wrap=True)
     else:
         wanted = f"result that is more {answer['more']}" if answer["more"] else "certain enough result"
         console.print(f"no {wanted} among the {answer['looked_at']:,} closest", highlight=False)

@@ -26,7 +26,7 @@ CACHE_FORMAT = "probemb text embeddings 1"
 
 def read_templates(path: str | Path | None, class_names: Sequence[str] = ()) -> Templates:
     """CLIP's 80 templates, or those of a file: one a line, each with `{}` where the class name goes, or a JSON object
-    {class name: [prompts]} with equally many prompts for every class.
+    {class name: [prompts]} with the same number of prompts for every class.
 
     Raises:
         UserError: a missing or empty file, a template without `{}` or that occurs twice, a class without its prompts.
@@ -62,7 +62,7 @@ def _prompts_of_classes(path: Path, class_names: Sequence[str]) -> dict[str, lis
         raise UserError(f"{path} has no prompts for the class {error}.", "Give every class its prompts.") from error
     texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
     if not texts or len({len(row) for row in prompts.values()}) > 1:
-        raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class as many prompts.")
+        raise UserError(f"The prompts of {path} are not lists of equal length.", "Give every class the same number.")
     return prompts
 
 

@@ -59,8 +59,8 @@ def first(found: dict) -> str:
     if one is None:
         return ""
     return (
-        f"; if exactly one image of the gallery matches, a caption's closest image does with {one['mean']:.1%} on "
-        f"average, and {one['right']:.1%} are right"
+        f"; if exactly one image of the gallery matches, a caption's closest image does with a mean probability of "
+        f"{one['mean']:.1%}, and {one['right']:.1%} are right"
     )
 
 

@@ -5,7 +5,7 @@ find_captions("dataset_coco.json", split="train", images="data/coco")    Karpath
 find_captions("data/coco/precomp", split="test")                         caption files of VSE++ and SCAN, "precomp"
 find_captions("data/f30k_precomp", split="train")                        the same with SCAN's regions, *_ims.npy
 find_captions("data/cub", split="train")                                 CUB-200-2011 with ten captions an image
-find_captions("hierarcaps_test.csv", images="data/coco/val2014")         captions from general to exact, HierarCaps
+find_captions("hierarcaps_test.csv", images="data/coco/val2014")         captions from general to specific, HierarCaps
 """
 
 import gzip
@@ -142,7 +142,7 @@ def _kind_of_files(data: str | Path) -> str:
         return "hierarcaps"
     if {".csv", ".tsv"} & set(path.suffixes):
         raise UserError(
-            f"{path} is a table, which is no format of captions here.",
+            f"{path} is a table, which is not a supported caption format.",
             "Write a Karpathy json, or five captions an image as NAME_caps.txt with NAME_ids.txt beside it.",
         )
     is_json = start[:1] in (b"{", b"[") or path.name.endswith((".json", ".json.gz"))

@@ -1,4 +1,4 @@
-"""HierarCaps: `id,captions,image_url`, the captions of an image from general to exact with " => " between them."""
+"""HierarCaps: `id,captions,image_url`, the captions of an image from general to specific, separated by " => "."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ from probemb.errors import UserError
 
 
 def read_hierarcaps(path: Path, split: str | None, images: Path | None) -> CaptionDataset:
-    """An image has the name of its address, and is looked for under it. Raises UserError."""
+    """Read the table; images are named, and looked for, by the file name in their URL. Raises UserError."""
     if path.is_dir():
         path = only_file(sorted(path.glob("hierarcaps*.csv")), path, "HierarCaps' table")
     choose_split(resolve_split(split, ()), (), str(path))

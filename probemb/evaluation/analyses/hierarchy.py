@@ -1,7 +1,7 @@
-"""HierarCaps: captions of an image from general to exact, and the walk from the image's closest caption to a root.
+"""HierarCaps: captions of an image from general to specific, and the walk from the image's closest caption to a root.
 
-N images, L captions of each from general to exact, T = N L captions, D dimensions. Captions are numbered: equal texts
-have equal numbers.
+N images, L captions of each from general to specific, T = N L captions, D dimensions. Captions are numbered: equal
+texts have equal numbers.
 Source: Alper and Averbuch-Elor, Emergent Visual-Semantic Hierarchies (ECCV 2024); the walk: ProLIP §4.
 """
 
@@ -73,7 +73,7 @@ def including_roots(images: Gaussian, texts: Gaussian, root_D: Tensor) -> Tensor
 
 
 def level_correlation(values_NL: Tensor) -> float:
-    """Mean over images of Kendall's tau-b between a value of its captions and their level, from general to exact."""
+    """Mean over images of Kendall's tau-b between a value of its captions and their level, from general to specific."""
     level = torch.arange(values_NL.shape[1])
     upper = (level[:, None] < level[None]).to(values_NL.device)
     difference = (values_NL[:, None, :] - values_NL[:, :, None]).sign()[:, upper]

@@ -33,7 +33,7 @@ export function show(answer, wanted) {
   $("more").hidden = answer.results.length < wanted || wanted === Math.min(state.about.max_results, state.index.count);
   $("above").hidden = !answer.results.length;
   const known = answer.results.some((result) => result.match !== null);
-  const match = known ? `Match is the chance of a result if exactly one of the ${answer.gallery.toLocaleString("en")} items belongs to the query, and how many times the average item's that is.`
+  const match = known ? `Match is the probability of a result if exactly one of the ${answer.gallery.toLocaleString("en")} items matches the query, and how many times the average item's that is.`
     : state.index.matches ? "This query has no match probability: the model knows one between pictures and texts."
     : "The model has not learned a match probability.";
   const times = answer.weight === 1 ? "" : `, that of the result times ${shorten(answer.weight)}`;
@@ -41,7 +41,7 @@ export function show(answer, wanted) {
     : ` Inclusion is ${answer.more === "general" ? "above 0 where the result includes the query" : "below 0 where the result lies in the query"}.`;
   $("legend").textContent = `${match}${inclusion} A smaller distance is closer; both uncertainties are in it${times}.`;
   const unknown = answer.query.unknown_words.join(", ");
-  const lacks = unknown && `The model does not know: ${unknown}. The uncertainty says nothing of that.`;
+  const lacks = unknown && `The model does not know: ${unknown}. The uncertainty says nothing about that.`;
   $("feasible").textContent = [answer.feasibility?.says, lacks].filter(Boolean).join(" ");
   $("feasible").hidden = !$("feasible").textContent;
   tell(answer, showScore(answer));
