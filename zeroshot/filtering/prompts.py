@@ -62,7 +62,7 @@ def _prompts_of_classes(path: Path, class_names: Sequence[str]) -> dict[str, lis
         raise UserError(f"{path} has no prompts for the class {error}.", "Give every class its prompts.") from error
     texts = all(isinstance(row, list) and row and all(isinstance(t, str) for t in row) for row in prompts.values())
     if not texts or len({len(row) for row in prompts.values()}) > 1:
-        raise UserError(f"The prompts of {path} are not lists of equal length.", "Give every class the same number.")
+        raise UserError(f"The prompts of {path} are not lists of one length.", "Give every class the same number.")
     return prompts
 
 
