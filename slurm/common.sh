@@ -73,8 +73,8 @@ warn_without_time_to_save() {
   limit=$(squeue --noheader --job "$THIS_JOB" --format %l)
   margin=$(sed -n 's/^#SBATCH --signal=B:USR1@\([0-9]*\).*/\1/p' "$0")
   if [[ $limit =~ ^[0-9:-]+$ ]] && [ "$(seconds "$limit")" -le "${margin:-300}" ]; then
-    echo "warning: the time limit $limit is not longer than the ${margin:-300} s kept for the last checkpoint, unless" \
-      "sbatch got another --signal: the run is then asked to stop at once. Give sbatch a longer --time." >&2
+    echo "warning: the time limit $limit is not longer than the ${margin:-300} s kept for the last checkpoint, so the" \
+      "run is asked to stop at once, unless sbatch got another --signal. Give sbatch a longer --time." >&2
   fi
 }
 
