@@ -184,7 +184,8 @@ def load(name: str, device: str, resize: str = "pil") -> LoadedModel:
             raise
         raise UserError(
             f"No --model was given, and the published one, {DEFAULT_MODEL}, could not be fetched.",
-            "Pass --model RUN, after `python -m pretrain.run --config pretrain/configs/scenes.yaml` for instance.",
+            "Check the network, or pass --model RUN, after `python -m pretrain.run --config "
+            "pretrain/configs/scenes.yaml` for instance.",
         ) from error
 
 

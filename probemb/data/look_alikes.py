@@ -100,7 +100,7 @@ def _batches(images: Images, workers: int, show: Callable) -> Iterator[tuple[Ten
     """Thumbnails (n, 195) and their rows; large JPEGs are decoded at a fraction of their size, all as they are seen."""
     batches = ImageBatches(replace(images, draft=8 * SIDE, exif=True), describe, BATCH, workers, max_bad=1.0)
     done = 0
-    with show("looks", len(images)) as advance:
+    with show("thumbnails", len(images)) as advance:
         for part in batches:
             yield part, batches.kept[done:]
             done = len(batches.kept)

@@ -222,14 +222,18 @@ def _describes_model(config: dict) -> bool:
 def _download(name: str, tried: list[Path]) -> tuple[Path, Path]:
     name = name.removeprefix(HUB_PREFIX)
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    unreachable = False
 
     def first(*files: str) -> Path:
+        nonlocal unreachable
         for file in files:
             try:
-                return Path(hf_hub_download(name, file))
+                return Path(hf_hub_download(name, file, local_files_only=unreachable))
             except EntryNotFoundError as error:
                 missing = error
+                unreachable = isinstance(error, LocalEntryNotFoundError)
         raise missing
 
     try:

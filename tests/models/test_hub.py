@@ -481,6 +481,19 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch):
         push_to_hub(model_with(), "../else")
 
 
+def test_a_hub_that_cannot_be_reached_is_waited_for_once(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    waits = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="Check the path or the hub name, and the network"):
+        load_model("someone/else")
+    assert waits
+    assert sum(waits) < 30  # the client's five retries, for one file of the several that are looked for
+
+
 def test_the_hash_of_a_model_is_that_of_its_weights_and_configuration(tmp_path):
     model = model_with()
     first = weights_sha256(model)
