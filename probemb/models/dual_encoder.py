@@ -198,11 +198,13 @@ class DualEncoder(nn.Module):
             kept: (B, n) int64, the patches that the tower reads, such as `draw_parts` gives; None for all.
 
         Raises:
-            UserError: an image in place of its pixels; `kept` for an image tower without patches.
+            UserError: an image in place of its pixels, or pixels of one image without a batch; `kept` for an image
+                tower without patches.
         """
-        if not isinstance(pixels, Tensor):
+        if not isinstance(pixels, Tensor) or (pixels.dtype == torch.uint8 and pixels.ndim == 3):
+            given = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
             raise UserError(
-                f"encode_image takes pixels (B, 3, H, W), not {type(pixels).__name__}.",
+                f"encode_image takes pixels (B, 3, H, W), not {given}.",
                 "Call model.encode_image(transforms.evaluate(image)[None]), with model, tokenizer, transforms = "
                 "load_model(...).",
             )

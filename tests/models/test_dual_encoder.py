@@ -51,6 +51,8 @@ def test_an_image_or_words_are_refused_with_what_to_call():
     with pytest.raises(UserError, match="not Image") as told:
         model.encode_image(Image.new("RGB", (8, 8)))
     assert "model.encode_image(transforms.evaluate(image)[None])" in str(told.value.remedy)
+    with pytest.raises(UserError, match=r"not \(3, 8, 8\)"):
+        model.encode_image(torch.zeros(3, 8, 8, dtype=torch.uint8))
     with pytest.raises(UserError, match="not str") as told:
         model.encode_text("a dog")
     assert 'model.encode_text(tokenizer(["a dog"]))' in str(told.value.remedy)

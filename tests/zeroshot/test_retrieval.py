@@ -355,7 +355,7 @@ def test_captions_with_words_that_a_model_does_not_know_are_told():
     found = unknown_captions(WordTokenizer(["a", "red", "dog"], 8), data)
     assert (found["captions"], found["share"]) == (2, 2 / 3)
     assert found["words"][:2] == ["zebra", "two"]
-    assert "2 captions (66.67 %) have words that the model does not know (zebra, two" in describe_unknown(found)
+    assert "2 captions (66.67 %) have words that the model does not know (such as zebra, two" in describe_unknown(found)
     assert unknown_captions(object(), data) is None
 
 

@@ -126,7 +126,8 @@ def evaluate(
         if words := unknown_words(embedder.tokenizer, texts):
             named = printable(", ".join(words[:UNKNOWN]))
             notices.append(
-                f"{len(words):,} words of the prompts are unknown to the model ({named}), which reads them all alike"
+                f"{len(words):,} words of the prompts are unknown to the model (such as {named}), which reads them all "
+                "alike"
             )
         prompts = embed_prompts(embedder, texts, cache)
     with timed(seconds, "images"):

@@ -99,7 +99,7 @@ def describe_unknown(found: dict) -> str:
     words = ", ".join(printable(word) for word in found["words"])
     return (
         f"warning: {found['captions']:,} captions ({percent(found['share'])} %) have words that the model does not "
-        f"know ({words}); their uncertainty says nothing about these"
+        f"know (such as {words}); their uncertainty says nothing about these"
     )
 
 
