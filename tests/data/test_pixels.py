@@ -75,7 +75,7 @@ def test_even_extreme_contrast_stays_near():
 
 def test_colours_and_modes():
     """Augmentation draws the same numbers on tensors; other modes become RGB."""
-    augmentation = Augmentation((0.5, 1.0), (0.3, 0.3, 0.3, 0.05), 1.0, 0.5)
+    augmentation = Augmentation((0.5, 1.0), 0.5, (0.3, 0.3, 0.3, 0.05), 1.0, 0.5)
     tensor, pil = (create_transforms({"preprocess": {"size": 64}}, augmentation, r).train for r in ("tensor", "pil"))
     for seed in range(8):
         found = []

@@ -30,7 +30,7 @@ from tools.make_scenes import Plan, make
 
 STEPS = 100  # of a short training
 SCALE, BIAS = 7.0, -3.0
-SCALARS = {"distance": (SCALE, 2.0, 1.5), "cosine": (SCALE, SCALE / 2, SCALE + BIAS)}
+SCALARS = {"cosine": (SCALE, SCALE / 2, SCALE + BIAS)}
 LOSSES = {
     "pcmepp": PCMEPlusPlus.Options(clip=0.7, match=0.4, vib=1e-2),
     "pcmepp, gathered": PCMEPlusPlus.Options(clip=0.7, match=0.4, vib=1e-2, exchange="gather"),
@@ -50,7 +50,7 @@ def objective_of(name: str) -> str:
 
 def scalars_of(name: str) -> torch.Tensor:
     options = OBJECTIVES[objective_of(name)].model_options(LOSSES[name])
-    return torch.tensor(SCALARS[options.get("match", "distance")], dtype=torch.float64)
+    return torch.tensor(SCALARS.get(options.get("match"), (SCALE, 2.0, 1.5)), dtype=torch.float64)
 
 
 def looped(name: str, image: Gaussian, text: Gaussian) -> torch.Tensor:

@@ -51,7 +51,7 @@ def test_trains_resumes_and_keeps_its_bounds(scenes, tmp_path):
     argv = ["--model", str(whole), "--data", str(scenes / "regions"), "--split", "val", "--out", str(out)]
     assert retrieval([*argv, "--erased", "4", "--rankings", "wasserstein2,mean", "--workers", "0"]) == 0
     erased = json.loads((out / "results.json").read_text())["uncertainty"]["erased"]
-    assert set(erased) == {"regions", "words"}
+    assert set(erased) == {"regions", "words", "ends"}
     assert len(set(erased["regions"]["uncertainty"])) > 1
     page = (out / "report.html").read_text()
     assert "Images, regions left out" in page

@@ -84,7 +84,8 @@ def test_a_run_logs_its_share_of_a_known_peak(options, tmp_path):
 
         pretrain.plan.peak.images_at_peak = known
 
-    job = Job({**options, "samples": 48}, ranks=2, output=tmp_path / "log", prepare=prepare)
+    short = {**options, "samples": 48, "optimizer.warmup_samples": 32}
+    job = Job(short, ranks=2, output=tmp_path / "log", prepare=prepare)
     assert job.wait() == [0, 0], job.text()
     speed = images_at(2 * peak, Config(batch_size=16, model=Model(name="ViT-Micro-32")), "fp32", 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
