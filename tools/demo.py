@@ -7,6 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from probemb.cli.command import run_command
+from probemb.errors import UserError
+
 PROMPTS = (  # folder of results, filter, beginning of what was chosen on, title
     ("zeroshot", "single", "zero-shot", 'one prompt, "a photo of a {}."'),
     ("zeroshot", "all", "zero-shot", "CLIP's 80 prompts"),
@@ -17,8 +20,11 @@ PROMPTS = (  # folder of results, filter, beginning of what was chosen on, title
 RANKINGS = {"mean": "the means", "csd": "CSD", "tolerance": "a tolerance: CSD with the captions' variance subtracted"}
 
 
-def main(run: Path) -> None:
+def main() -> int:
+    run = Path(sys.argv[1] if len(sys.argv) > 1 else "demo/run")
     results = {file.parent.name: json.loads(file.read_text()) for file in sorted(run.glob("*/results.json"))}
+    if "retrieval" not in results:
+        raise UserError(f"{run} holds no results of the demo.", "Run `make demo` first, or name its run folder.")
     table = Table("measure", "with")
     for heading in ("percent", "gain ± SE"):
         table.add_column(heading, justify="right")
@@ -32,7 +38,8 @@ def main(run: Path) -> None:
             value = f"{100 * row['i2t']['map_at_r']:.2f}"
             table.add_row("image → all true captions, mAP@R", RANKINGS[row["ranking"]], value, "")
     Console(width=120).print(table)
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_command(main)
