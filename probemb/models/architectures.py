@@ -250,8 +250,8 @@ def obstacle(config: dict) -> str | None:
         return "it has no image tower"
     if text == "none":
         return "it has no text tower of its own (MaMMUT)"
-    vision = config["vision_cfg"]
-    if "naflex" in (vision.get("timm_model_name") or "") or (vision.get("timm_model_kwargs") or {}).get("use_naflex"):
+    name, more = (config["vision_cfg"].get(key) for key in ("timm_model_name", "timm_model_kwargs"))
+    if "naflex" in str(name) or (isinstance(more, dict) and more.get("use_naflex")):
         return "it reads images as patches of any number and shape (NaFlex)"
     if image not in IMAGE_TOWERS:
         return f"there is no image tower of the kind {image}"

@@ -55,6 +55,7 @@ VALID = {  # values of a configuration that nothing else looks at before they ar
     "probabilistic": lambda value: isinstance(value, bool),
     "uncertainty_bias": lambda value: isinstance(value, bool),
     "temperature_trained": lambda value: isinstance(value, bool),
+    "unit_features": lambda value: isinstance(value, bool),
     "ranking": lambda value: isinstance(value, str),
     "composed_ranking": lambda value: value in ("cosine", "density"),
     "match": lambda value: value in ("distance", "cosine", "samples", "none"),
@@ -360,7 +361,7 @@ def channel_statistics(preprocess: dict) -> tuple[tuple[float, ...], tuple[float
     mean, std = (tuple(map(float, value)) for value in both)
     if not (len(mean) == len(std) == 3 and all(map(math.isfinite, mean + std)) and min(std) > 0):
         raise ValueError(f"a mean of {mean} and a deviation of {std} in place of three numbers each")
-    if not 0 < preprocess.get("crop_pct", 1) <= 1:
+    if not 0.1 <= preprocess.get("crop_pct", 1) <= 1:  # less would enlarge images without bounds
         raise ValueError(f"a crop_pct of {preprocess['crop_pct']}")
     return mean, std
 

@@ -254,8 +254,10 @@ class Encoder(nn.Module):
             UserError: parts of inputs that the tower reads as a whole.
         """
         self._updating = True
-        mean_features, unc_features = self._features(inputs, kept)
-        self._updating = False
+        try:
+            mean_features, unc_features = self._features(inputs, kept)
+        finally:
+            self._updating = False
         if token_mask is not None:
             if not getattr(self.mean_head, "reads_tokens", False):
                 raise ValueError("these heads read the pooled features alone, so they take no token_mask")

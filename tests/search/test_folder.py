@@ -265,7 +265,7 @@ def test_an_opened_index_stays_what_it_was(embeddings, tmp_path):
 def test_files_of_a_served_index_may_be_cut(embeddings, tmp_path):
     """As `cp` of another index over it does; a mapped one would end the process with SIGBUS."""
     build(embeddings, tmp_path / "index", "--factory", "IVF16,Flat")
-    index = open_index(tmp_path / "index", Namespace(serve=True, rerank=None, effort=None), "cpu")
+    index = open_index(tmp_path / "index", Namespace(serve=True, rerank=None, effort=None), "cpu", True)
     before = search(index, queries(), 5)
     for file in (tmp_path / "index").rglob("*.*"):
         os.truncate(file, 0)

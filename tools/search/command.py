@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def open_searchers(options: argparse.Namespace, calibrated: bool = True) -> dict[str, Searcher]:
     """Searchers of the indexes, by name, with the models that made them. Raises UserError."""
     from probemb.cli.device import choose_device
+    from probemb.cli.machine import machine_memory
     from probemb.models import load_model, weights_sha256
     from probemb.search import require_model
     from tools.search.calibration import load_calibration
@@ -53,7 +54,9 @@ def open_searchers(options: argparse.Namespace, calibrated: bool = True) -> dict
 
     device, decoding = choose_device(options.device, options.precision), DecodingPool()
     on_gpu = options.serve and device.name.startswith("cuda")  # one query takes less time than the copy
-    indexes = {folder: open_index(folder, options, "auto" if on_gpu else "cpu") for folder in options.index}
+    files = [file for folder in options.index for file in folder.rglob("*") if file.is_file()]
+    in_memory = options.serve and sum(file.stat().st_size for file in files) <= machine_memory() / 4
+    indexes = {folder: open_index(folder, options, "auto" if on_gpu else "cpu", in_memory) for folder in options.index}
     encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and by who resizes
     weights: dict[str, str] = {}
     found = {}
@@ -81,13 +84,11 @@ def open_searcher(options: argparse.Namespace, calibrated: bool = True) -> Searc
     return searcher
 
 
-def open_index(folder: Path, options: argparse.Namespace, device: str) -> Index:
+def open_index(folder: Path, options: argparse.Namespace, device: str, in_memory: bool) -> Index:
     """An index, with what the options say of its searches. Raises UserError: they do not apply to it."""
-    from probemb.cli.machine import machine_memory
     from probemb.search import load_index, set_effort
 
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    index = load_index(folder, device, memory_map=not options.serve or size > machine_memory() / 4)
+    index = load_index(folder, device, memory_map=not in_memory)
     if options.rerank is not None and index.form != "mean":
         raise UserError(
             f"{folder} already ranks by CSD.",
