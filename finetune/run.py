@@ -70,8 +70,9 @@ def train(config: Config, preemption: Preemption) -> int:
 
     # Everything that can be wrong with the command is found before anything is written.
     earlier = newest_checkpoint(
-        config.out, config.resume, Config, lambda line: say(f"resume  {line}"), config.engine.timeout
-    )
+        config.out, config.resume, Config, lambda line: say(f"resume  {line}"), config.engine.timeout,
+        METHODS[config.method].trained,
+    )  # fmt: skip
     same_everywhere("The checkpoint to resume from", str(earlier), "Choose an --out that all machines share.")
     clean, validation = find_data(config)
     composes = METHODS[config.method].composes

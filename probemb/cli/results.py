@@ -71,6 +71,7 @@ def provenance() -> dict:
     module = sys.modules["__main__"].__spec__
     start = ["python", "-m", module.name.removesuffix(".__main__")] if module else ["python", sys.argv[0]]
     words = [re.sub(r"(?<=://)[^/\s@]*@|\?\S*", "", word) if "://" in word else word for word in sys.argv[1:]]
+    words = [re.sub(r"pipe:.*", "pipe:…", word, flags=re.S) for word in words]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "command": shlex.join([*start, *words]),

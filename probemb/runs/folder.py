@@ -23,19 +23,21 @@ def newest_checkpoint(
     config_class: type,
     tell: Callable[[str], object] | None = None,
     minutes: float = 0.0,
+    trains: bool = True,
 ) -> Path | None:
     """The checkpoint to resume from, or None for a new run; writes nothing, but a name that a kill took.
 
     With `resume`, every file of it has been compared with its sum, and `tell` gets a sentence about newer, damaged
     ones, or about the wait of up to `minutes` for an earlier start of this job to release the folder. `config_class` is
-    the dataclass that a run of this stage writes to config.yaml. Raises UserError: a new run would overwrite something,
+    the dataclass that a run of this stage writes to config.yaml; without `trains` there are never checkpoints.
+    Raises UserError: a new run would overwrite something,
     such as the results of one whose checkpoints are gone, or another job writes the folder.
     """
     run = Path(out)
     if resume:
         refuse_something_else(run, config_class, tell, minutes)
         earlier = find_checkpoint(run, verify=True, tell=tell)
-        if not earlier:
+        if not earlier and trains:
             _refuse_lost_checkpoints(run)
         return earlier
     refuse_locked(run, 0.0, tell)
@@ -71,7 +73,7 @@ def _refuse_lost_checkpoints(run: Path) -> None:
 
 def _names(run: Path) -> set[str]:
     """The names in a folder, without those left by an attempt that was killed before it started."""
-    return {p.name for p in run.iterdir() if p.name != LOCK and not p.name.startswith(".config.yaml.")}
+    return {p.name for p in run.iterdir() if p.name not in (LOCK, "wandb") and not p.name.startswith(".config.yaml.")}
 
 
 def _may_begin(run: Path, config_class: type) -> bool:

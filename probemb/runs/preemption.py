@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 REQUEUE = 85
 """Exit code of a run that was asked to stop, has saved, and wants to be started again with --resume."""
@@ -16,7 +17,8 @@ class Preemption:
     """A context in which SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C are remembered instead of ending the process; a
     second Ctrl-C raises KeyboardInterrupt.
 
-    SIGHUP stays ignored under nohup. On leaving, the earlier handlers return, so that a launcher can end a run that
+    SIGHUP stays ignored under nohup, and SIGINT in a script's background.
+    On leaving, the earlier handlers return, so that a launcher can end a run that
     fails or has saved. `name` is the first signal that came, such as "SIGTERM", or None.
     """
 
@@ -27,7 +29,7 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         for number in (*SIGNALS, signal.SIGINT):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            if number not in (signal.SIGHUP, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._remember)
         return self
 
@@ -42,7 +44,8 @@ class Preemption:
         if self._interrupted is None:
             self._interrupted = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\nstopping, and saving what is done; Ctrl-C again ends at once\n")
+                with suppress(OSError):  # the same Ctrl-C may have ended what reads stderr
+                    os.write(2, b"\nstopping, and saving what is done; Ctrl-C again ends at once\n")
         elif time.monotonic() > self._interrupted + SAME_SECONDS:
             raise KeyboardInterrupt
 

@@ -18,12 +18,15 @@ from probemb.runs.preemption import Preemption
     ],
 )
 def test_is_remembered(number, says, code):
-    before = signal.getsignal(number)
-    with Preemption() as preemption:
-        assert not preemption.asked()
-        os.kill(os.getpid(), number)
-        assert (preemption.asked(), preemption.description, preemption.exit_code) == (True, says, code)
-    assert signal.getsignal(number) == before
+    before = signal.signal(number, signal.SIG_DFL)  # a test under nohup has it ignored
+    try:
+        with Preemption() as preemption:
+            assert not preemption.asked()
+            os.kill(os.getpid(), number)
+            assert (preemption.asked(), preemption.description, preemption.exit_code) == (True, says, code)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_handed_on(monkeypatch, capfd):
@@ -36,11 +39,27 @@ def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_handed_on(monkeyp
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_nohup_keeps_its_sighup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_an_ignored_signal_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)  # nohup; the background of a script
     try:
         with Preemption() as preemption:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), number)
             assert not preemption.asked()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+
+
+def test_ctrl_c_that_has_ended_the_reader_of_stderr_saves():
+    read, write = os.pipe()
+    os.close(read)  # as `| tee log` leaves it
+    stderr = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert preemption.asked()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(write)

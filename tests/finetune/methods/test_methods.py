@@ -144,6 +144,7 @@ def test_zero_shot_measures_and_saves_the_model_as_it_comes(scenes, tmp_path, ca
     again = load_model(tmp_path / "again").model.state_dict()
     assert all(torch.equal(a, b) for a, b in zip(first.values(), again.values()))
     assert "as pretrained" in capsys.readouterr().out
+    assert run_here({**options, "model.embed_dim": "null", "resume": "true"}) == 0  # as a batch script asks for
 
 
 REFUSED = {
