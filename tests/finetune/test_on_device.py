@@ -58,7 +58,8 @@ def trained(rank, world, few, names):
 
 def fitted(few, name, gpu=None):
     told: list[float] = []
-    config = configured(name.split()[0], *WORDS, *name.split()[1:], "--log_every=100")
+    words = name.replace("FEW", str(few)).split()
+    config = configured(words[0], *WORDS, *words[1:], "--log_every=100")
     forget_accelerator()
     with pytest.MonkeyPatch.context() as patch, gpu or nullcontext():
         if gpu is not None:
