@@ -70,6 +70,7 @@ class Recorder(Protocol):
     def nonfinite(self, step: int, reports: list[dict]) -> str: ...
     def save(self, engine, step: int, samples: int, skipped: int) -> None: ...
     def keep_best(self, engine, step: int, samples: int, skipped: int) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Start(NamedTuple):
@@ -149,10 +150,10 @@ class Trainer:
             UserError: NaN or Inf with `on_nonfinite: stop`, or a checkpoint could not be written; on all ranks.
         """
         config, recorder, (images_at_peak, profiler) = self.config, self.recorder, self.measured
-        last = min(self.steps, config.stop_at_step or self.steps)
+        last = max(self.step, min(self.steps, config.stop_at_step or self.steps))
         self._window = window = Window("images", lambda: self.stream.wait_seconds, self.device)
         whole = True
-        if self.step and evaluators and self._crossed(config.evaluate.every_samples, self.steps):
+        if self.step and evaluators and self._crossed(config.evaluate.every_samples, last):
             whole = self._evaluate([evaluators[number] for number in recorder.left_out])
             window.restart()
         saved, first, began = self.step, self.step + 1, time.perf_counter()
@@ -208,7 +209,8 @@ class Trainer:
         """Report their values, and keep the step if it is the best so far; False if a stop was asked for meanwhile, and
         the run that resumes makes the rest; collective.
         """
-        self.progress.doing("evaluating")
+        self.progress.doing("saving")
+        self.recorder.finish()  # evaluations fork data workers: no thread may be writing
         state, whole = random_state(), True
         with self.average.in_place() if self.average else nullcontext():
             for evaluate in evaluators:
@@ -243,11 +245,17 @@ class Trainer:
         return batch
 
     def _meet(self, waiting: bool) -> bool:
-        """One round of `_load`: whether any rank waits. Raises _Stopped, on all ranks; collective."""
-        waiting, self.stopping = distributed.any_host([waiting, self.stop()])
+        """One round of `_load`: whether any rank waits; collective.
+
+        Raises _Stopped on all ranks, and UserError: too many of the samples of all ranks cannot be used.
+        """
+        tally = self.stream.tally
+        waiting, stops, *counts = distributed.sum_host([waiting, self.stop(), tally.read, tally.failed])
+        self.stopping = stops > 0
         if self.stopping:
             raise _Stopped
-        return waiting
+        self.stream.judge(*counts, lambda: all_of(self.stream.failures))
+        return waiting > 0
 
     def _tokens(self, tokens: Tensor) -> Tensor:
         """On the device, without unused padding, except for compiled towers, which need one shape."""

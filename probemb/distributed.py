@@ -258,11 +258,15 @@ def any_rank(flags: list[bool | Tensor], device=None) -> list[bool]:
 
 def any_host(flags: list[bool]) -> list[bool]:
     """For each flag, whether any rank has set it; collective between the hosts, which wait for no GPU."""
-    if world_size() == 1:
-        return [bool(flag) for flag in flags]
-    packed = torch.tensor(flags, dtype=torch.uint8)
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=control_group())
-    return [value > 0 for value in packed.tolist()]
+    return [value > 0 for value in sum_host(flags)]
+
+
+def sum_host(numbers: list[int]) -> list[int]:
+    """Each whole number's sum over all ranks; collective between the hosts, which wait for no GPU."""
+    packed = torch.tensor(numbers, dtype=torch.int64)
+    if world_size() > 1:
+        dist.all_reduce(packed, group=control_group())
+    return packed.tolist()
 
 
 def any_rank_and_sum(flag: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:

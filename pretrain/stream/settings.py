@@ -26,7 +26,7 @@ class Settings:
         pin_memory: put batches into page-locked memory, for an asynchronous copy to a GPU.
         draft: decode a large JPEG at a half, a quarter or an eighth of its size where the transform's random crop has
             enough pixels even then (see `CropDraft`): faster, but not bit-identical where it applies.
-        failure_share: the run stops when more than this share of this rank's samples cannot be used,
+        failure_share: the run stops when more than this share of all ranks' samples cannot be used,
         failure_minimum: … once so many, or its part of a whole epoch, were read since the process started.
         decode: "workers", or "device": JPEGs are decoded, cropped and resized there (see `decoding`).
         exif: turn images as their EXIF orientation says.

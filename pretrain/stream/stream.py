@@ -28,7 +28,7 @@ from pretrain.stream.decoding import Decoded, DeviceDecoder, crop_of
 from pretrain.stream.samples import Report, Rows, SampleMaker
 from pretrain.stream.selection import select
 from pretrain.stream.settings import Settings
-from probemb.data.failures import Failure, Tally
+from probemb.data.failures import Failure, Tally, worst_places
 from probemb.data.remote.cache import GIB, ShardCache, TemporaryCache
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
@@ -88,7 +88,7 @@ class Stream:
 
     Raises:
         UserError: on construction for settings that do not fit each other or the data; from `next` when too many
-            samples cannot be used, or a worker was killed.
+            samples cannot be used (with several ranks, whoever asks `judge` finds out), or a worker was killed.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Stream:
         self.samples_seen, self.rows, self.wait_seconds = start_samples, batch_size // world_size, 0.0
         self._end = None if steps is None else start_samples + steps * batch_size
         self._labels = labels_of(self.shards)
-        minimum = min(settings.failure_minimum, self.order.steps * self.rows)
-        self._tally = Tally(settings.failure_share, minimum)
+        self._alone = world_size == 1
+        self.tally = Tally(settings.failure_share, min(settings.failure_minimum, self.order.steps * batch_size))
         self._noticed: set[str] = set()
         if settings.verify_hash and rank == 0 and (unknown := sum(shard.sha256 is None for shard in self.shards)):
             _log.warning(
@@ -269,7 +269,16 @@ class Stream:
     @property
     def failures(self) -> dict[str, Failure]:
         """By label of the shard (see `labels_of`), what this rank could not use since the process started."""
-        return self._tally.failures
+        return self.tally.failures
+
+    def judge(self, read: int, failed: int, of_ranks: Callable[[], Sequence[dict[str, Failure]]]) -> None:
+        """Raise UserError if too many of so many samples of all ranks have failed; `of_ranks`: all `failures`."""
+        if self.tally.too_many(read, failed):
+            raise UserError(
+                f"{failed} of {read} samples cannot be used ({failed / read:.1%}, allowed are {self.tally.share:.1%}); "
+                f"the worst shards are {worst_places(of_ranks())[1]}.",
+                "Repair these shards or leave them out, or allow a larger failure share.",
+            )
 
     def _count(self, reports: list[Report]) -> None:
         for notice in (notice for report in reports for notice in report.notices):
@@ -277,11 +286,6 @@ class Stream:
                 self._noticed.add(notice)
                 _log.warning("data: %s", notice)
         failures = ((self._labels[number], reason) for report in reports for number, reason in report.failures)
-        if self._tally.add(self.rows, failures):
-            t = self._tally
-            named = "; ".join(f"{name}: {failure.count}, last {failure.reason}" for name, failure in t.worst())
-            raise UserError(
-                f"{t.failed} of {t.read} samples cannot be used ({t.failed / t.read:.1%}, allowed are {t.share:.1%}); "
-                f"the worst shards are {named}.",
-                "Repair these shards or leave them out, or allow a larger failure share.",
-            )
+        self.tally.add(self.rows, failures)
+        if self._alone:
+            self.judge(self.tally.read, self.tally.failed, lambda: [self.failures])

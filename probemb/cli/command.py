@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from probemb.errors import UserError
+from probemb.errors import UserError, nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,7 +34,9 @@ class Parser(argparse.ArgumentParser):
             raise wrong_value(action.option_strings[0], action.type, arg_string, self.prog) from error
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[:1].upper()}{message[1:]}.", f"See `{self.prog} --help` for what it takes.")
+        unknown = re.search(r"unrecognized arguments: (--[\w.-]+)", message)
+        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
+        raise UserError(f"{message[:1].upper()}{message[1:]}.{hint}", f"See `{self.prog} --help` for what it takes.")
 
 
 class _Unfailing:

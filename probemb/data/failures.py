@@ -43,7 +43,7 @@ class Tally:
         self.read = self.failed = 0
 
     def add(self, read: int, failures: Iterable[tuple[str, str]]) -> bool:
-        """Count read samples, and (place, reason) of failed ones; returns whether too many failed."""
+        """Count read samples, and (place, reason) of failed ones; returns whether too many of this process' failed."""
         self.read += read
         for name, reason in failures:
             if name not in self.failures and len(self.failures) < _MOST_WARNINGS:
@@ -51,7 +51,11 @@ class Tally:
             failure = self.failures.setdefault(name, Failure(0, reason))
             failure.count, failure.reason = failure.count + 1, reason
             self.failed += 1
-        return self.read >= self.judged_from and self.failed > self.share * self.read
+        return self.too_many(self.read, self.failed)
+
+    def too_many(self, read: int, failed: int) -> bool:
+        """Whether these numbers, perhaps of all processes, exceed the share."""
+        return read >= self.judged_from and failed > self.share * read
 
     def worst(self) -> list[tuple[str, Failure]]:
         """The five places with the most failures."""
@@ -60,12 +64,16 @@ class Tally:
 
 def describe_failures(of_ranks: Sequence[Mapping[str, Failure]], what: str, places: str) -> list[str]:
     """Lines about the failures of all ranks, the worst places first; empty without failures."""
+    counts, worst = worst_places(of_ranks)
+    return [f"{what}, replaced by others: {counts.total():,} in {len(counts)} {places}; {worst}"] if counts else []
+
+
+def worst_places(of_ranks: Sequence[Mapping[str, Failure]]) -> tuple[Counter, str]:
+    """Failures of all ranks by place, and those of the five worst places in words."""
     counts, reasons = Counter(), {}
     for failures in of_ranks:
         for name, failure in failures.items():
             counts[name] += failure.count
             reasons.setdefault(name, failure.reason)
-    if not counts:
-        return []
-    worst = "; ".join(f"{name}: {count} ({reasons[name]})" for name, count in counts.most_common(_WORST))
-    return [f"{what}, replaced by others: {counts.total():,} in {len(counts)} {places}; {worst}"]
+    worst = counts.most_common(_WORST)
+    return counts, "; ".join(f"{name}: {count} ({reasons[name]})" for name, count in worst)

@@ -99,8 +99,10 @@ def _log_odds(queries: Gaussian, gallery: Gaussian, model: MatchModel) -> Callab
     """(rows of the queries, their CSD) -> the log-odds of a match, (rows, N)."""
     if model.form != "samples":
         return lambda rows, csd: model.shift - model.scale * csd
-    sampled = match_probability_scores(queries, gallery, model.scale, model.shift)
-    return lambda rows, csd: sampled(rows).double().logit(eps=1e-15).to(csd)
+    signs = 1, -1  # 1 - p has the form of p, so that neither rounds to 0 where the other is close to 1
+    match, other = (match_probability_scores(queries, gallery, s * model.scale, s * model.shift) for s in signs)
+    tiny = torch.finfo(torch.float32).tiny
+    return lambda rows, csd: match(rows).clamp_min(tiny).log() - other(rows).clamp_min(tiny).log()
 
 
 @torch.no_grad()

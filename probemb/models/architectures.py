@@ -7,7 +7,7 @@ a "tower" key in its part, the name of a kind below; all other keys of that part
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +114,18 @@ def check_sizes(config: dict, state: dict[str, torch.Tensor]) -> None:
             for size in found if isinstance(found, list) else [found]:
                 if size is not None and not (type(size) in (int, float) and 0 < size <= most.get(key, 10**5)):
                     raise ValueError(f"{part} has {key} {found}")
+
+
+def check_memory(make: Callable[[], nn.Module], state: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError if a model of an untrusted configuration has tensors far larger than its weights, which resized
+    position embeddings may exceed. `make` builds it; here without memory.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        wanted = make().state_dict()
+    largest = max((tensor.numel() for tensor in state.values()), default=0)
+    for name, tensor in wanted.items():
+        if tensor.numel() > 16 * (state[name].numel() if name in state else largest):
+            raise ValueError(f"{name} has {tensor.numel():,} numbers, far more than the weights")
 
 
 def tower_kind(config: dict, part: str) -> str:

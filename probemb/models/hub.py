@@ -22,6 +22,7 @@ from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.files import replace_file, replace_text
+from probemb.models.architectures import check_memory
 from probemb.models.digest import loaded, tensors_sha256
 from probemb.models.dual_encoder import DEFAULTS, DualEncoder, check_config
 from probemb.models.formats import open_clip_folder
@@ -289,7 +290,9 @@ def _build(weights: Path, config_path: Path | None) -> DualEncoder:
         )
     try:
         check_config(config, state)
-        model = DualEncoder({key: value for key, value in config.items() if key not in FORMAT})
+        about = {key: value for key, value in config.items() if key not in FORMAT}
+        check_memory(lambda: DualEncoder(about), state)
+        model = DualEncoder(about)
         create_transforms(model)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise UserError(

@@ -38,6 +38,11 @@ class Transforms(NamedTuple):
     train: Callable[[Image.Image], Tensor]
     evaluate: Callable[[Image.Image], Tensor]
 
+    def __call__(self, image):
+        raise UserError(
+            "These are two transforms.", "Call transforms.evaluate(image), or in training transforms.train."
+        )
+
 
 @dataclass(frozen=True)
 class Augmentation:

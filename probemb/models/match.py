@@ -62,6 +62,11 @@ class MatchModel:
         Raises:
             UserError: the model has no match probability.
         """
+        if not (isinstance(image, Gaussian) and isinstance(text, Gaussian)):
+            raise UserError(
+                f"A match probability is of two Gaussians, not of {type(image).__name__} and {type(text).__name__}.",
+                "Give it what model.encode_image and model.encode_text return.",
+            )
         if not self.matches:
             raise UserError(f"The model has no match probability ({self.describe()}).", "Rank by its distance instead.")
         log_odds = self.log_odds(image, text)

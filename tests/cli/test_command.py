@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from probemb.cli.command import run_command
+from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +103,13 @@ def test_nearest_says_nothing_where_nothing_is_near():
     assert nearest("zzz", ["csd"]) == ""
     assert nearest("--loss.over_items", ["--loss.word_width", "--loss.reduce"]) == ""  # only what all share is alike
     assert nearest("--optimiser.lr", ["--optimizer.eps", "--optimizer.lr"]) == " Did you mean '--optimizer.lr'?"
+
+
+def test_a_misspelt_option_of_a_command_of_argparse_suggests_the_right_one():
+    parser = Parser(prog="x")
+    parser.add_argument("--data")
+    with pytest.raises(UserError, match=r"Unrecognized arguments: --dta=1\. Did you mean '--data'\?"):
+        parser.parse_args(["--dta=1"])
 
 
 def test_nearest_knows_a_name_without_its_group_and_pcmepp():

@@ -218,6 +218,19 @@ def test_wrong_configurations(tmp_path, change):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("part", "change"), [("vision", {"image_size": 50_000, "patch_size": 1}), ("text", {"context_length": 99_999})]
+)
+def test_a_configuration_far_larger_than_its_weights_takes_no_memory(tmp_path, part, change):
+    save_model(model_with(), tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architecture"][f"{part}_cfg"].update(change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"positional_embedding has .* far more than the weights"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 def test_weights_that_are_nan_or_infinite_are_refused_by_name(tmp_path, broken):
     model = model_with()

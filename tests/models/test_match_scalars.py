@@ -12,7 +12,7 @@ from probemb.distances import csd, sampled_match_probability
 from probemb.errors import UserError
 from probemb.evaluation.predictors import match_of_first, query_scores
 from probemb.evaluation.rankings import fitting, ranking_names
-from probemb.models import as_one, save_model
+from probemb.models import as_one, create_transforms, save_model
 from probemb.models.dual_encoder import ceiling
 from probemb.models.formats.export import export_open_clip
 from probemb.models.match import MatchModel
@@ -63,6 +63,14 @@ def test_a_model_that_was_trained_on_samples_uses_their_form_everywhere(tmp_path
     # a and b are of another unit, so a model of CSD does not start from them
     fresh = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
     assert fresh.match_numbers() == (5, 5)
+
+
+def test_words_and_images_in_place_of_their_embeddings_are_refused_in_a_line():
+    model = create_model(NAME)
+    with pytest.raises(UserError, match="of two Gaussians, not of str and str"):
+        model.match_probability("a", "b")
+    with pytest.raises(UserError, match=r"transforms.evaluate\(image\)"):
+        create_transforms(model)(None)
 
 
 def test_in_a_gallery_exactly_one_item_matches():

@@ -241,6 +241,33 @@ def load_all(rank, world, shards):
     return seen, rounds, fit.stopping
 
 
+def load_bad(rank, world, shards, share):
+    """The batches that a rank was given until too many samples of all ranks were bad, and why it ended."""
+    place = {"batch_size": 16, "lanes": world, "rank": rank, "world_size": world}
+    with make(shards, failure_minimum=16, failure_share=share, **place) as stream:
+        fit, n = trainer.Trainer(None, stream, CONFIG, CPU, STEPS), 0
+        try:
+            while n < STEPS and fit._load():
+                n += 1
+        except UserError as error:
+            return n, error.what
+    return n, None
+
+
+def test_bad_samples_are_judged_over_all_ranks(tmp_path):
+    """All of them on one rank: half of its rows, a quarter of all."""
+    sizes = (8,) * 12
+    order = make(write_corpus(tmp_path / "data", sizes=sizes), batch_size=16, lanes=2).order
+    slots = [order.rows(0, step, 0, 4) for step in range(STEPS)]  # half of rank 0's
+    bad = {(int(s), int(i)): "image" for rows in slots for s, i in zip(rows.shard, rows.index)}
+    shards = write_corpus(tmp_path / "data", bad, sizes)
+    assert run_ranks(2, load_bad, shards, 0.3) == [(STEPS, None)] * 2
+    (n, why), other = run_ranks(2, load_bad, shards, 0.2)
+    assert other == (n, why)
+    assert n == 0
+    assert why.startswith("4 of 16 samples cannot be used (25.0%, allowed are 20.0%); the worst shards are 000")
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_ranks_load_in_step_however_slow_one_of_them_is(world, tmp_path):
     shards = write_corpus(tmp_path / "data", sizes=(60 // world,) * 3 * world)

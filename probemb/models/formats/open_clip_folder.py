@@ -13,7 +13,7 @@ from typing import NamedTuple
 from open_clip.transform import PreprocessCfg
 
 from probemb.errors import UserError
-from probemb.models.architectures import build_stock, check_sizes, complete, is_open_clip, obstacle
+from probemb.models.architectures import build_stock, check_memory, check_sizes, complete, is_open_clip, obstacle
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.inputs import create_transforms
 from probemb.models.pretrained import PREPROCESS_KEYS, check_architecture, check_quick_gelu, fill_from_state
@@ -79,6 +79,7 @@ def import_open_clip(state: dict, about: dict, weights: Path, source: Path) -> D
     architecture = _architecture(about, source)
     try:
         check_sizes(architecture, state)
+        check_memory(lambda: build_stock(architecture), state)
         stock = build_stock(architecture)
         config = {
             "name": "CLIP",

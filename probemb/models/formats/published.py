@@ -15,7 +15,7 @@ from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
 from probemb.errors import UserError
-from probemb.models.architectures import SIGLIP, check_sizes
+from probemb.models.architectures import SIGLIP, build_stock, check_memory, check_sizes
 from probemb.models.dual_encoder import POOLING, DualEncoder, plain
 from probemb.models.pretrained import load_strictly
 
@@ -171,12 +171,14 @@ def _architecture(
     vision |= {key: theirs_vision[key] for key in VISION_KEYS if theirs_vision.get(key) is not None}
     text |= {key: theirs_text[key] for key in text_keys if theirs_text.get(key) is not None}
     check_sizes({"vision_cfg": vision, "text_cfg": text}, state)
-    return {
+    architecture = {
         "embed_dim": state["visual.proj"].shape[1],
         "vision_cfg": vision,
         "text_cfg": text,
         "quick_gelu": bool(config.get("quick_gelu", False)),
     }
+    check_memory(lambda: build_stock(architecture), state)
+    return architecture
 
 
 def _depth(state: dict[str, Tensor], transformer: str) -> int:
