@@ -1,4 +1,4 @@
-"""Fixtures that every folder of tests shares: reference vectors and real data, both optional."""
+"""Fixtures that every folder of tests shares: a small world and model, reference vectors and real data."""
 
 import ctypes
 import gc
@@ -11,6 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+
+from tests.world import boxed_scenes, captioned, composed_scenes, embedded, names, pictures, run_folder, scenes, shards
+
+__all__ = ["boxed_scenes", "captioned", "composed_scenes", "embedded", "names", "pictures", "run_folder", "scenes"]
+__all__ += ["shards"]
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -40,6 +45,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if path.parts[0] in CORE and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.core)
+
+
+def pytest_collection_finish(session):
+    """What is imported by now stays: later collections of garbage and forks need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""A tiny model and a small labelled and captioned piece of the synthetic world, made once."""
+"""A tiny model, small pieces of the synthetic world and embeddings of one: session-scoped fixtures for every folder."""
 
 import io
 import json
@@ -74,3 +74,39 @@ def captioned(tmp_path_factory):
         row = sample_to_json(one, draw_captions(one, 3))
         members += [(f"{i:03d}.jpg", jpeg(one)), (f"{i:03d}.json", json.dumps(row).encode())]
     return write_tar(tmp_path_factory.mktemp("captioned") / "val.tar", members)
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory):
+    """train (64 images in two shards), val (16) and classes (24), 32 pixels, five captions each."""
+    return make_scenes(tmp_path_factory, train=64, val=16, classes_images=24, size=32, shard_size=32)
+
+
+@pytest.fixture(scope="session")
+def boxed_scenes(tmp_path_factory):
+    """Eight images for validation, 48 pixels, with boxes, and the same as regions, entities and Visual Genome."""
+    return make_scenes(tmp_path_factory, train=0, val=8, classes_images=0, size=48, captions=3, boxes=True)
+
+
+@pytest.fixture(scope="session")
+def composed_scenes(tmp_path_factory):
+    """Pictures of several objects, and the combinations of these to ask for."""
+    return make_scenes(tmp_path_factory, train=0, val=0, classes_images=0, size=32, compositions=1200, shard_size=600)
+
+
+def make_scenes(tmp_path_factory, **plan):
+    from tools.make_scenes import Plan, make
+
+    out = tmp_path_factory.mktemp("scenes") / "world"
+    make(Plan(**plan), out, workers=1)
+    return out
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory, run_folder, scenes):
+    """The embeddings folder of `scenes/val` under the tiny model: 16 images and 80 captions."""
+    from tools.embed.command import main
+
+    out = tmp_path_factory.mktemp("embedded") / "out"
+    assert main(["--model", str(run_folder), "--data", str(scenes / "val"), "--out", str(out)]) == 0
+    return out

@@ -6,10 +6,6 @@ import tarfile
 import pytest
 from PIL import Image
 
-from tests.world import names, pictures, shards
-
-__all__ = ["names", "pictures", "shards"]
-
 
 @pytest.fixture
 def write_tar(tmp_path):

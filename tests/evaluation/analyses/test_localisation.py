@@ -14,10 +14,7 @@ from probemb.evaluation.analyses.localisation import crop, localise, phrase_over
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions
 from probemb.models import create_model, create_tokenizer, load_model
-from tests.world import run_folder
 from tools.make_scenes import Plan, make
-
-__all__ = ["run_folder"]
 
 
 @pytest.fixture(scope="module")
