@@ -7,7 +7,7 @@
 # export https_proxy=http://proxy:3128            # for downloads
 PYTHON=${PROBEMB_PYTHON:-.venv/bin/python}        # must be on a file system that all nodes see
 
-# NCCL needs no settings on most clusters; uncomment where it does (see docs/slurm.md).
+# NCCL needs no settings on most clusters; uncomment where it does (see docs/pretrain.md).
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}             # INFO shows which network it uses
 # export NCCL_SOCKET_IFNAME=ib0                   # network interface between the nodes
 # export GLOO_SOCKET_IFNAME=$NCCL_SOCKET_IFNAME   # the same for the CPU's collectives

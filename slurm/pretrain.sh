@@ -6,7 +6,7 @@
 #   sbatch --array=1-6 slurm/pretrain.sh --sweep sweep.txt --config …      # line i of sweep.txt is added to run i
 #
 # Submit from the project's folder. The job saves and requeues itself before its time limit, and resumes in the same run
-# folder until the run is finished. More in docs/slurm.md.
+# folder until the run is finished. More in docs/pretrain.md.
 #
 # ---------------------------------------------------------------------------------------------- edit: what to ask for
 # sbatch's command line takes precedence over these lines. One task for each GPU: the two numbers must agree.

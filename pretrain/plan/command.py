@@ -4,7 +4,7 @@
         --samples-per-epoch 27000000 --gpu h100 --efficiency 0.35 --gpu-memory-gib 80
 
 Takes every option of `pretrain.run`, reads index.json of local shards, builds the model without weights, and writes
-nothing. docs/scaling.md compares it with measurements.
+nothing. docs/pretrain.md says how to choose.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""Write docs/reference.md: every command, and every option of training and evaluation with its default.
+
+python -m tools.reference           # tests/test_docs.py fails while the page differs from this
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config as Finetuning
+from finetune.methods.registry import GROUPS, METHODS
+from pretrain.config import Config as Pretraining
+from pretrain.objectives import OBJECTIVES
+from zeroshot.config import ImagenetConfig, RetrievalConfig
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference.md"
+INTRODUCTION = """# Reference
+
+Written by `python -m tools.reference`. An option is a key of the YAML file that `--config` names, or `--key value`,
+with `-` or `_`. Options win over files, and files over these defaults; `--no-KEY` is null, shown as –. `--help` lists a
+command's common options, `--help-all` all of them.
+
+## Commands
+
+| `python -m` | |
+|---|---|
+"""
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    parts = [f"{INTRODUCTION}{''.join(f'| `{name}` | {about} |{chr(10)}' for name, about in _commands())}"]
+    said: dict[str, Any] = {}
+    for name, config in (
+        ("pretrain.run", Pretraining()),
+        ("finetune.run", Finetuning()),
+        ("zeroshot.imagenet", ImagenetConfig()),
+        ("zeroshot.retrieval", RetrievalConfig()),
+    ):
+        parts += [f"## {name}\n", *_blocks(config, said)]
+        if name == "pretrain.run":
+            parts.append("**loss**, of each objective\n\n" + "\n".join(_choices(OBJECTIVES, OBJECTIVES)) + "\n")
+        if name == "finetune.run":
+            groups = (f"*{group}*\n\n" + "\n".join(_choices(names, METHODS)) for group, names in GROUPS.items())
+            parts.append("**loss**, of each method\n\n" + "\n\n".join(groups) + "\n")
+    return "\n".join(parts)
+
+
+def _commands() -> Iterator[tuple[str, str]]:
+    """Every module that can be run, and the first line of its docstring; of packages, that of command.py."""
+    for stage in ("pretrain", "finetune", "zeroshot", "slurm", "tools"):
+        for file in sorted((ROOT / stage).rglob("*.py")):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            text = file.read_text(encoding="utf-8")
+            if file.name == "__main__.py" and (file.parent / "command.py").exists():
+                text = (file.parent / "command.py").read_text(encoding="utf-8")
+            if (file.name == "__main__.py" or '__name__ == "__main__"' in text) and file.name != "command.py":
+                about = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+                yield name.removesuffix(".__main__"), re.split(r"[:;] |, (?=as |with |for )", about)[0].rstrip(".")
+
+
+def _blocks(config: Any, said: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line per option, group after group; one that an earlier command has, with the same default, is only named."""
+    texts, lines, again, groups = _texts(type(config)), [], [], []
+    for field in fields(config):
+        key, value, text = prefix + field.name, getattr(config, field.name), texts.get(field.name, "")
+        if is_dataclass(value) and field.name != "loss":
+            groups.append((key, value))
+        elif said.get(key) == (value, text):
+            again.append(f"`{key}`")
+        elif field.name != "loss":
+            said[key] = value, text
+            lines.append(f"`{key}` {_shown(value)}: {text}")
+    if again:
+        lines.append(f"As above: {', '.join(again)}")
+    yield "\\\n".join(lines) + "\n"
+    for key, value in groups:
+        yield f"**{key}**\n"
+        yield from _blocks(value, said, f"{key}.")
+
+
+def _choices(names: Any, classes: Mapping[str, Any]) -> Iterator[str]:
+    """A line per class with its options; what an option is, is said where it comes first."""
+    said: dict[str, str] = {}
+    for name in names:
+        texts, shown = _texts(classes[name].Options), []
+        for field in fields(classes[name].Options):
+            text = texts.get(field.name, "")
+            about = f" ({text})" if said.get(field.name) != text else ""
+            shown.append(f"`{field.name}` {_shown(field.default)}{about}")
+            said[field.name] = text
+        yield f"- `{name}`: {', '.join(shown) or 'none'}"
+
+
+def _texts(cls: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say of each field, up to the first semicolon."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        arguments = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2]
+        for key, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", arguments, re.MULTILINE):
+            texts[key] = re.split(r"; (?![^(]*\))", " ".join(text.split()))[0].rstrip(".")
+    return texts
+
+
+def _shown(value: Any) -> str:
+    if value in (None, "", [], ()):
+        return "–"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_shown, value))
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
