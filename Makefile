@@ -40,16 +40,17 @@ claims: install  ## the paper's main claims in miniature, half an hour; run agai
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.claims --out claims
 
 gpu-check: install  ## everything that a GPU must prove, in nine minutes on one GPU
-	$(BIN)/python -m tools.bench.gpu
+	GPU_CHECK_MINUTES=5 $(BIN)/python -m pytest -m gpu -rs tests/gpu; code=$$?; \
+		$(BIN)/python -m tools.bench.gpu --minutes 4 && exit $$code
 
 test: install    ## the tests, two files at a time, but for those that take longest (test-slow)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-core: install  ## mathematics, models and metrics alone: three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m core -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install  ## larger models, kills, Slurm's waits: what test leaves out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
 
 lint: install    ## ruff, without changing anything
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@
             gpu.waits                        # Counter of "path/file.py:function", where the host read from the device
 
 What mixes tensors of two devices raises `Mismatch`, as CUDA would; autograd is torch's own. Streams, pinned memory,
-autocast and CUDA's own kernels are not pretended: `tools.bench.gpu` is for those.
+autocast and CUDA's own kernels are not pretended: `tests/gpu` is for those.
 """
 
 from __future__ import annotations

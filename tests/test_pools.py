@@ -9,7 +9,7 @@ import pytest
 from probemb.errors import UserError
 from probemb.pools import process_pool
 from tests.pretrain.stream.test_stream import write_corpus
-from tools import index_shards, make_scenes
+from tools import make_scenes, shards
 
 
 def be_killed(*_):
@@ -35,12 +35,11 @@ def test_what_has_not_begun_is_left_when_the_block_fails():
     assert jobs[-1].cancelled()
 
 
-@pytest.mark.parametrize("words", [[], ["--verify"]])
-def test_a_killed_process_of_index_shards(words, tmp_path, monkeypatch):
+def test_a_killed_process_of_shards(tmp_path, monkeypatch):
     write_corpus(tmp_path, sizes=(2, 2, 2))
-    monkeypatch.setattr("tools.verify_shards.verify_shard", be_killed)
+    monkeypatch.setattr(shards, "check_shard", be_killed)
     with pytest.raises(UserError, match="process was killed") as refused:
-        index_shards.main([str(tmp_path), *words, "--workers", "2"])
+        shards.main(["index", str(tmp_path), "--workers", "2"])
     assert "fewer --workers" in refused.value.remedy
     assert not (tmp_path / "index.json").exists()
 

@@ -40,7 +40,7 @@ class ContentCheck:
         if self._wrong:
             raise UserError(
                 f"{self._wrong.path} has other content than when it was indexed (another SHA-256).",
-                "Fetch it again, or bring the index up to date with `python -m tools.index_shards`.",
+                "Fetch it again, or bring the index up to date with `python -m tools.shards index`.",
             )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ BOUNDS = ("min_score", "max_score")  # that may differ between corpora
 
 @dataclass(frozen=True)
 class Filter:
-    """Rules that a sample must meet to be in the order; `tools.index_shards --columns` measures what they need.
+    """Rules that a sample must meet to be in the order; `tools.shards measure` measures what they need.
 
     Args:
         min_side: least pixels of an image's shorter side.

@@ -31,7 +31,7 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class TarReader:
-    """An open shard, a tar file; samples are numbered as in `tools.index_shards`.
+    """An open shard, a tar file; samples are numbered as in `tools.shards`.
 
     Places are kept in arrays, as Python objects would take about a kilobyte per sample. `watch`: notice when the file
     is rewritten; not for files whose time others set, as that of cached shards. `sha256`: that of its index, if known.
@@ -150,7 +150,7 @@ class OpenShards:
             self._told.add(shard.path)
             self.notices.append(
                 f"{shard.path}: holds {len(reader):,} samples, but its index says {shard.samples:,}; the others are "
-                "not used. Bring the index up to date with `python -m tools.index_shards`."
+                "not used. Bring the index up to date with `python -m tools.shards index`."
             )
         return reader
 

@@ -253,7 +253,7 @@ def _check(filter: Filter, corpora: int) -> None:
     if bounded != (filter.score is not None):
         raise UserError(
             "data.filter.score needs min_score or max_score, and these need it.",
-            "Set data.filter.score to the name given to `tools.index_shards --columns --score`, and a bound.",
+            "Set data.filter.score to the name given to `tools.shards measure --score`, and a bound.",
         )
     for name in BOUNDS:
         bound = getattr(filter, name)
@@ -301,4 +301,4 @@ def _by_folder(shards: Sequence[Shard], given: str | None) -> list[tuple[Path, l
 def _command(shards: Sequence[Shard]) -> str:
     path = shards[0].path
     where = "FOLDER" if isinstance(path, Remote) else shlex.quote(str(path.parent))
-    return f"python -m tools.index_shards {where} --columns"
+    return f"python -m tools.shards measure {where}"

@@ -124,7 +124,7 @@ class Stream:
         if settings.verify_hash and rank == 0 and (unknown := sum(shard.sha256 is None for shard in self.shards)):
             _log.warning(
                 "data: %d of %d shards have no SHA-256 in their index.json and are not compared with it "
-                "(`python -m tools.index_shards` writes it)",
+                "(`python -m tools.shards index` writes it)",
                 unknown,
                 len(self.shards),
             )

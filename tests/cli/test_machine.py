@@ -16,14 +16,12 @@ COUNTS = [  # command, arguments, the option, its bound
     ("zeroshot.imagenet", ["--data=x"], "--workers", COMPUTING),
     ("zeroshot.retrieval", ["--data=x"], "--workers", COMPUTING),
     ("tools.make_scenes", ["x"], "--workers", COMPUTING),
-    ("tools.index_shards", ["x"], "--workers", COMPUTING),
+    ("tools.shards", ["index", "x"], "--workers", COMPUTING),
     ("tools.embed.command", ["--model=x", "--data=x", "--out=x"], "--workers", COMPUTING),
     ("tools.download.command", ["cc3m", "x", "--out=x"], "--processes", COMPUTING),
     ("tools.download.command", ["cc3m", "x", "--out=x"], "--threads", WAITING),
     ("tools.claims.command", [], "--workers", COMPUTING),
     ("tools.bench.loader", [], "--workers", COMPUTING),
-    ("tools.bench.methods.pair_loader", [], "--workers", COMPUTING),
-    ("tools.bench.embedding", [], "--workers", COMPUTING),
 ]
 
 

@@ -7,8 +7,8 @@ from pretrain.stream.filter import Filter
 from pretrain.stream.selection import Selection
 from probemb.data.shards.index import read_index
 from tests.pretrain.test_run import start
-from tools.index_shards import main
 from tools.make_scenes import Plan, make
+from tools.shards import main
 
 
 def logged(run: Path, ranks: int) -> dict[int, list[str]]:
@@ -33,8 +33,8 @@ def test_a_filtered_run_and_its_resumption(tmp_path):
     }
     bare = start(options)
     assert bare.returncode == 2
-    assert f"tools.index_shards {data} --columns" in bare.stderr
-    assert main([str(data), "--columns", "--workers", "1"]) == 0
+    assert f"tools.shards measure {data}" in bare.stderr
+    assert main(["measure", str(data), "--workers", "1"]) == 0
 
     selection = Selection([read_index(data)], Filter(min_words=3))
     assert 16 <= selection.kept < 96

@@ -205,7 +205,7 @@ def twice(folder: Path) -> str:
 BAD = {
     "missing data": ({"data.train": "absent"}, "absent", "make_scenes"),
     "no data": ({}, "no training data", "--data.train"),
-    "no index": ({"data.train": shards_without_index}, "no index.json", "python -m tools.index_shards"),
+    "no index": ({"data.train": shards_without_index}, "no index.json", "python -m tools.shards index"),
     "empty index": ({"data.train": empty_index}, "no shard", "Name a folder"),
     "unknown model": ({"model.name": "ViT-B-61"}, "no model 'ViT-B-61'. Did you mean 'ViT-B-", ""),
     "regions": (

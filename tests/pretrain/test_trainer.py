@@ -9,6 +9,7 @@ import open_clip
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain import trainer
 from pretrain.config import Config, Engine, Model, Optimizer
@@ -23,7 +24,6 @@ from probemb.losses import ProLIPLoss, clip_loss, pairwise_match_loss, siglip_lo
 from probemb.models import no_weight_decay
 from tests.pretrain.stream.test_stream import make, write_corpus
 from tests.ranks import run_ranks
-from tools.bench.gpu.waits import Reads
 
 BATCH, STEPS = 8, 3
 LOSSES = {
@@ -203,6 +203,23 @@ def test_batch_norms_are_not_trained_on_parts_of_a_batch(batch_norms):
     with pytest.raises(UserError, match="accumulation 2"):
         config.create_model()
     assert not replace(config, model=replace(config.model, batch_norm="frozen")).create_model().batch_statistics
+
+
+class Reads(TorchDispatchMode):
+    """Operators for which the host would wait on a GPU: those that it reads, and lift_fresh, a copy of its numbers."""
+
+    WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim")
+    WAITING += ("lift_fresh",)
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._overloadpacket.__name__
+        if name in self.WAITING:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def reads_of_steps(rank, world, stage, parts):

@@ -17,7 +17,6 @@ from probemb.search.embeddings import NAME, Embeddings, item_schema, open_embedd
 from tests.embedding import corpus, options, whole  # noqa: F401 - fixtures
 from tests.shards import iterate_samples
 from tests.world import run_folder  # noqa: F401 - a fixture
-from tools.bench.mean_dtype import with_duplicates
 from tools.build_index import main as build
 from tools.embed.command import main as embed
 
@@ -36,9 +35,12 @@ def indexed(folder, mean, mean_dtype):
 
 
 def test_float32_keeps_the_order_of_near_duplicates(tmp_path):
+    """30 groups of 20 items that lie within 1e-3 of each other, and a query near each."""
     r = torch.Generator().manual_seed(0)
-    mean = F.normalize(torch.randn(N, DIM, generator=r), dim=1).numpy()
-    mean, queries = with_duplicates(mean, 30, 1e-3)
+    centres = F.normalize(torch.randn(30, 1, DIM, generator=r), dim=2)
+    apart = 1e-3 * F.normalize(torch.randn(30, N // 30, DIM, generator=r), dim=2)
+    mean = F.normalize(centres + apart, dim=2).reshape(N, DIM).numpy()
+    queries = F.normalize(centres[:, 0] + 0.5 / DIM**0.5 * torch.randn(30, DIM, generator=r), dim=1).numpy()
     asked = Gaussian(torch.from_numpy(queries), torch.zeros(30, DIM))
     truth = np.argsort(((queries[:, None].astype(np.float64) - mean) ** 2).sum(2), axis=1)[:, :10]
     kept = {}

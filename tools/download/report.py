@@ -152,7 +152,7 @@ def _pictures(tars: Sequence[Path]) -> list[dict]:
                 try:
                     sample = parse_sample(read_sample(file.fileno(), span), span.key)
                     source = thumbnail(decode_image(sample.image, exif=True))
-                except BadSample:  # damaged since; see --verify of tools.index_shards
+                except BadSample:  # damaged since; see `tools.shards verify`
                     continue
                 shown.append({"src": source, "note": f"{span.key}: {sample.captions[0]}", "kind": ""})
     return shown

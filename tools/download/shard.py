@@ -124,7 +124,7 @@ class ShardWriter:
             NotWritten: rows are missing (of `asked`), or the tar does not read back.
             OSError: from writing.
         """
-        from tools.verify_shards import verify_shard
+        from tools.shards import check_shard
 
         try:
             if self.problem is not None:
@@ -135,7 +135,7 @@ class ShardWriter:
             self._file.flush()
             self._file.close()
             got = sum(record.cause == GOT for record in self.records)
-            seen = verify_shard(self.paths.part, None)
+            seen = check_shard(self.paths.part, None)
             if seen.samples != got or seen.bad or seen.damage:
                 first = (seen.damage or [one["reason"] for one in seen.bad_samples] or ["samples are missing"])[0]
                 raise NotWritten(f"the shard does not read back: {first}")

@@ -1,6 +1,6 @@
 """Columns of a corpus: numbers for every sample, by which training selects them without opening a tar.
 
-They lie in `columns/` beside index.json, written by `python -m tools.index_shards FOLDER --columns`:
+They lie in `columns/` beside index.json, written by `python -m tools.shards measure FOLDER`:
 
     shards.npy   (S, 4) uint64: hash of the shard's name, its samples, its bytes, the start of its SHA-256 (0: unknown)
     NAME.npy     one number for each sample, shard after shard in the order of shards.npy

@@ -1,7 +1,7 @@
 """The index of a corpus, `index.json`: reading it, selecting shards from it, writing it.
 
 A corpus is a folder of `.tar` files beside an `index.json`: `{"shards": [{"name", "samples", "bytes", "sha256"}]}`,
-written by `python -m tools.index_shards FOLDER`; older ones have no `sha256`. The folder may be remote (see
+written by `python -m tools.shards index FOLDER`; older ones have no `sha256`. The folder may be remote (see
 `probemb/data/remote/sources.py`).
 """
 
@@ -171,7 +171,7 @@ def _read_remote(source: str, policy: FetchPolicy) -> list[Shard]:
         if base.address not in indexes:
             rows = _fetch_index(base.beside(INDEX_NAME), base.beside, policy)
             indexes[base.address] = {shard.name: shard for shard in rows}
-        command = "`python -m tools.index_shards` and copy it there"
+        command = "`python -m tools.shards index` and copy it there"
         found = _choose(indexes[base.address], name, str(base.beside(INDEX_NAME)), command)
         chosen.update((shard.path, shard) for shard in found)
     return list(chosen.values())
@@ -196,14 +196,14 @@ def _read_commands(source: str, policy: FetchPolicy) -> list[Shard]:
         if named is None:
             raise UserError(
                 f"The index that {prints_index} prints does not name {names[0][0]}.",
-                "Correct the command, or bring the index up to date with `python -m tools.index_shards`.",
+                "Correct the command, or bring the index up to date with `python -m tools.shards index`.",
             )
         shards.append(replace(named, path=Remote(command)))
     return shards
 
 
 def _fetch_index(remote: Remote, beside: Callable[[str], Remote], policy: FetchPolicy) -> list[Shard]:
-    remedy = "Make it with `python -m tools.index_shards` where the shards are, and check that it can be reached."
+    remedy = "Make it with `python -m tools.shards index` where the shards are, and check that it can be reached."
     try:
         content = fetch_bytes(remote, MAX_INDEX_BYTES, policy)
     except BadShard as error:
@@ -212,7 +212,7 @@ def _fetch_index(remote: Remote, beside: Callable[[str], Remote], policy: FetchP
 
 
 def _index_command(folder: Path) -> str:
-    return f"python -m tools.index_shards {shlex.quote(str(folder))}"
+    return f"python -m tools.shards index {shlex.quote(str(folder))}"
 
 
 def read_index_file(folder: Path) -> list[Shard]:

@@ -245,12 +245,12 @@ def test_schemes_that_nothing_can_read():
 @pytest.fixture
 def corpus(folder, write_tar, encode):
     """Three indexed shards in the served folder."""
-    from tools.index_shards import main
+    from tools.shards import main
 
     (folder / "a.tar").unlink()
     for number in range(3):
         write_tar(f"served/{number:05d}.tar", [("0.jpg", encode()), ("0.txt", b"a dog")])
-    main([str(folder), "--workers", "1"])
+    main(["index", str(folder), "--workers", "1"])
     return folder
 
 
@@ -272,9 +272,9 @@ def test_indexes_on_a_server(corpus):
 
 
 def read_index_over_fsspec(corpus):
-    from tools.index_shards import main
+    from tools.shards import main
 
-    main([str(corpus), "--workers", "1"])
+    main(["index", str(corpus), "--workers", "1"])
     return read_index(f"file://{corpus}/*.tar", FetchPolicy(attempts=1))
 
 

@@ -74,7 +74,7 @@ def test_shards_without_an_index_offer_the_command(corpus):
     for source in (corpus, corpus / "00000.tar", f"{corpus}/{{00000..00001}}.tar"):
         error = refusal(source)
         assert "index.json" in error.what
-        assert f"python -m tools.index_shards '{corpus}'" in error.remedy  # quoted, because of the blank
+        assert f"python -m tools.shards index '{corpus}'" in error.remedy  # quoted, because of the blank
 
 
 @pytest.mark.parametrize("name", ["none", "none/00000.tar", "none/{00000..00003}.tar", "none/*.tar"])
@@ -110,7 +110,7 @@ def test_the_index_is_checked_against_the_files(corpus):
     (corpus / "00001.tar").unlink()
     error = refusal(corpus)
     assert "00001.tar, which is missing" in error.what
-    assert "tools.index_shards" in error.remedy
+    assert "tools.shards" in error.remedy
 
 
 @pytest.mark.parametrize("name", ["../a.tar", "/etc/passwd", "a/../../b.tar", "", ".", "..", "a\0.tar"])
@@ -140,7 +140,7 @@ def test_a_malformed_index_is_refused(corpus, content):
     (corpus / "index.json").write_text(content)
     error = refusal(corpus)
     assert "is not an index of shards" in error.what
-    assert "tools.index_shards" in error.remedy
+    assert "tools.shards" in error.remedy
 
 
 def test_an_index_of_nothing(corpus):

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import trainer
@@ -32,7 +33,6 @@ from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import Shard, write_index
 from tests.pretrain.engine.saving import save_checkpoint
 from tests.ranks import run_ranks
-from tools.bench.simulated import Traffic, total
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -308,6 +308,41 @@ def test_parts_lie_on_a_line_and_their_peak_below_it(checkpointing):
         weights = total(fake.parameters())
         assert true.peak <= said.peak * 1.001 < true.peak + weights
         assert true.with_gradients <= said.with_gradients * 1.001 < true.with_gradients + weights
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that a rank sends, collective by collective, as rings would, and how many collectives there are."""
+
+    def __init__(self, world: int):
+        super().__init__()
+        self.world, self.bytes, self.calls = world, {}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name, others = func.__name__.partition(".")[0], self.world - 1
+            if "allgather" in name:
+                sent = others * total(flat(args[1]))
+            elif "reduce_scatter" in name:
+                sent = others * total(flat(args[0]))
+            elif "allreduce" in name:
+                sent = 2 * others * total(flat(args[0])) // self.world
+            elif name in ("broadcast_", "send"):
+                sent = total(flat(args[0]))
+            else:
+                sent = 0 if name in ("barrier", "recv_") else float("nan")
+            self.bytes[name] = self.bytes.get(name, 0) + sent
+            self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def flat(x) -> list[torch.Tensor]:
+    """The tensors in lists of lists."""
+    return [x] if isinstance(x, torch.Tensor) else [t for part in x for t in flat(part)]
+
+
+def total(tensors) -> int:
+    """Bytes of tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def measure_traffic(rank: int, world: int, config: Config) -> dict[str, int]:

@@ -10,7 +10,7 @@ from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.pretrain.stream.test_stream import assert_ranks_make_up, assert_same, make, read, take, write_corpus
 from tests.webserver import serve
-from tools.index_shards import main as index_shards
+from tools.shards import main as shards_command
 
 QUICK = FetchPolicy(attempts=4, timeout=3, backoff=0.01)
 
@@ -19,7 +19,7 @@ QUICK = FetchPolicy(attempts=4, timeout=3, backoff=0.01)
 def folder(tmp_path):
     """Eight shards of seven samples, 56 in all: 7 steps of 8."""
     write_corpus(tmp_path / "data", sizes=(7,) * 8)
-    index_shards([str(tmp_path / "data"), "--workers", "1"])
+    shards_command(["index", str(tmp_path / "data"), "--workers", "1"])
     return tmp_path / "data"
 
 

@@ -22,7 +22,7 @@ from probemb.cli.configuration import parse_config
 from probemb.data.shards.index import read_index
 from probemb.data.shards.writer import tar_writer
 from probemb.errors import UserError
-from tools.index_shards import main
+from tools.shards import main
 
 SIZES = (23, 17, 30, 9)
 
@@ -54,7 +54,8 @@ def make_corpus(folder: Path, prefix: str = "k", sizes=SIZES) -> list[dict]:
         order = numbers.sample(range(len(keys)), len(keys))
         table = {"uid": [keys[i] for i in order], "clip_l14": [scores[i] for i in order]}
         pq.write_table(pa.table(table), folder / f"{shard}.parquet")
-    assert main([str(folder), "--columns", "--score", "clip_l14", "--score-key", "uid", "--workers", "2"]) == 0
+    assert main(["index", str(folder), "--workers", "1"]) == 0
+    assert main(["measure", str(folder), "--score", "clip_l14", "--score-key", "uid", "--workers", "2"]) == 0
     return truth
 
 
@@ -284,7 +285,7 @@ def test_columns_that_do_not_fit_the_shards(corpus, tmp_path):
     with open(folder / "1.tar", "r+b") as file:  # the same size, other content
         file.seek(512)
         file.write(b"x")
-    assert main([str(folder)]) == 0
+    assert main(["index", str(folder)]) == 0
     refused("do not describe 1.tar")
     shutil.rmtree(columns)
     refused("no columns")
@@ -304,7 +305,7 @@ def test_scores_from_one_file_for_all_shards(corpus, tmp_path):
     shutil.copytree(corpus[0], folder, ignore=lambda *_: ["columns"])
     parts = [pq.read_table(folder / f"{shard}.parquet") for shard in range(len(SIZES))]
     pq.write_table(pa.concat_tables(reversed(parts)), tmp_path / "all.parquet")
-    arguments = [str(folder), "--columns", "--score", "clip_l14", "--workers", "1", "--scores"]
+    arguments = ["measure", str(folder), "--score", "clip_l14", "--workers", "1", "--scores"]
     assert main([*arguments, str(tmp_path / "all.parquet"), "--score-key", "uid"]) == 0
     selection = Selection([read_index(folder)], Filter(**RULES[6][0]))
     assert chosen(selection) == {one["place"] for one in truth if RULES[6][1](one)}
@@ -319,5 +320,3 @@ def test_scores_from_one_file_for_all_shards(corpus, tmp_path):
             main([*arguments, str(tmp_path / "wrong.parquet")])
         assert chosen(Selection([read_index(folder)], Filter(**RULES[6][0]))) == chosen(selection)  # the old ones stay
     assert not [*folder.glob(".columns.*")]
-    with pytest.raises(UserError, match="belongs to --columns"):
-        main([str(folder), "--score", "clip_l14"])

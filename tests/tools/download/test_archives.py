@@ -21,7 +21,7 @@ from tests.shards import iterate_samples
 from tests.webserver import serve
 from tools.download.command import main
 from tools.download.zips import fetch_archive
-from tools.index_shards import main as index_shards
+from tools.shards import main as shards_command
 
 TRAIN, VAL = range(9, 21), range(100, 106)
 
@@ -67,7 +67,7 @@ def test_coco(tmp_path, capsys):
     assert report["asked"] == 18 == report["got"] + 3
     assert report["not_asked_yet"] == 0
     for split in ("train", "val"):
-        assert index_shards(["--verify", str(out / split), "--workers", "1"]) == 0
+        assert shards_command(["verify", str(out / split), "--workers", "1"]) == 0
         assert all(shard.sha256 for shard in read_index(out / split))
     samples = {sample.key: sample for sample in iterate_samples(read_index(out / "train"))}
     assert sorted(samples) == [f"{i:012d}" for i in TRAIN if i not in (11, 12, 13)]

@@ -16,7 +16,7 @@ from probemb.errors import UserError
 from tests.imagesite import serve_images
 from tests.shards import iterate_samples
 from tools.download.command import main
-from tools.index_shards import main as index_shards
+from tools.shards import main as shards_command
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,7 +75,7 @@ def test_the_whole_way(site, cc3m, tmp_path, capsys):
     shards = read_index(out)
     assert sum(shard.samples for shard in shards) == 21
     assert all(shard.sha256 for shard in shards)
-    assert index_shards(["--verify", str(out), "--workers", "1"]) == 0
+    assert shards_command(["verify", str(out), "--workers", "1"]) == 0
     capsys.readouterr()
     samples = list(iterate_samples(shards))
     assert len({sample.key for sample in samples}) == 21
@@ -106,7 +106,7 @@ def test_the_whole_way(site, cc3m, tmp_path, capsys):
     assert report["lost"]["duplicate address"] == 2
     assert report["lost"]["duplicate image"] == 3
     assert adds_up(report)
-    assert index_shards(["--verify", str(out), "--workers", "1"]) == 0
+    assert shards_command(["verify", str(out), "--workers", "1"]) == 0
 
 
 def test_an_address_that_failed_once_is_asked_once_more(site, cc3m, tmp_path, capsys):

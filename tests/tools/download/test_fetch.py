@@ -17,7 +17,7 @@ from tools.download.fetch import Fetcher
 from tools.download.options import Download
 from tools.download.plan import write_plan
 from tools.download.shard import STATE, ShardPaths, read_marker, read_records
-from tools.verify_shards import verify_shard
+from tools.shards import check_shard
 
 SETTINGS = {
     "image_size": 64, "resize": "keep_ratio", "upscale": False, "min_size": 16, "quality": 90, "hash": "sha256",
@@ -95,7 +95,7 @@ def test_every_row_has_its_cause(fetched):
 
 
 def test_the_tar_is_what_training_reads(fetched):
-    seen = verify_shard(fetched.paths.tar, None)
+    seen = check_shard(fetched.paths.tar, None)
     assert (seen.samples, seen.bad, seen.skipped, seen.damage) == (len(GOOD), 0, 0, [])
     marker = read_marker(fetched.paths)
     assert (marker.samples, marker.bytes) == (len(GOOD), fetched.paths.tar.stat().st_size)

@@ -6,10 +6,10 @@ import cv2
 import numpy as np
 import pytest
 from PIL import Image
+from tools.bench.resizing import SETTINGS, photograph, resizers
 
 from probemb.data.images import decode_image
 from tests.imagesite import picture
-from tools.bench.resizing import SETTINGS, photograph, resizers
 from tools.download.resizing import kind_of
 
 MODES = ("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no")

@@ -22,7 +22,7 @@ from tools.download.shard import (
     read_records,
     write_shard_index,
 )
-from tools.verify_shards import verify_shard
+from tools.shards import check_shard
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_duplicates_are_kept_in_the_first_shard(folder):
     assert read_marker(ShardPaths(folder, 1)).causes == {"got": 2, "duplicate image": 1}
     assert read_marker(ShardPaths(folder, 2)).causes == {"duplicate image": 2}
     assert [row["cause"] for row in read_records(ShardPaths(folder, 1))] == ["got", "duplicate image", "got"]
-    assert verify_shard(ShardPaths(folder, 1).tar, None).samples == 2
+    assert check_shard(ShardPaths(folder, 1).tar, None).samples == 2
     assert drop_duplicates(folder, 3) == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from probemb.errors import UserError
 from tests.imagesite import serve_images
 from tools.download.command import main
-from tools.index_shards import main as index_shards
+from tools.shards import main as shards_command
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -80,7 +80,7 @@ def test_a_killed_command_leaves_whole_tars_and_goes_on(site, tmp_path, capsys):
     capsys.readouterr()
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["got"] == 120
-    assert index_shards(["--verify", str(out), "--workers", "1"]) == 0
+    assert shards_command(["verify", str(out), "--workers", "1"]) == 0
     assert all(path.read_bytes() == data for path, data in done.items())
     assert sum((site.requests - before).values()) <= 120 - 10 * len(done)
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]

@@ -1,1 +1,0 @@
-"""Benchmarks of methods: losses, a training step of each, composition."""

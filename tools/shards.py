@@ -1,0 +1,395 @@
+"""Index, verify, repair and measure a folder of webdataset shards.
+
+    python -m tools.shards index data/cc3m                        # write index.json, which training needs
+    python -m tools.shards verify data/cc3m --report damage.json  # decode everything; exit code 1 if it finds damage
+    python -m tools.shards repair data/cc3m data/repaired         # new shards of what can be read in damaged ones
+    python -m tools.shards measure data/cc3m --score similarity   # columns/, by which data.filter selects samples
+
+A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other. The index has each shard's
+samples, bytes and SHA-256; `verify` compares the shards with it and decodes them as training does. `measure` notes the
+sizes of images, the lengths of captions, and scores from the parquet files beside the tars.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from probemb.cli.command import Parser, run_command
+from probemb.cli.machine import cores
+from probemb.cli.progress import progress
+from probemb.cli.ranges import Processes
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.images import decode_image
+from probemb.data.shards.columns import TYPES, key_hash, score_column, write_columns
+from probemb.data.shards.index import INDEX_NAME, Shard, file_sha256, read_index, read_index_file, write_index
+from probemb.data.shards.samples import SampleSpan, group_members, list_samples, parse_sample, read_sample, sort_groups
+from probemb.data.shards.tar import salvage_tar, walk_tar
+from probemb.data.shards.writer import tar_writer
+from probemb.errors import UserError
+from probemb.files import replace_file, replace_text
+from probemb.pools import process_pool
+
+SHOWN = 20  # damaged shards on the screen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m tools.shards", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="index|verify|repair|measure")
+    for command in (index, verify, repair, measure):
+        sub = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
+        sub.set_defaults(run=command)
+        sub.add_argument("folder", type=Path, metavar="FOLDER", help="folder that holds the .tar files")
+        sub.add_argument("--workers", type=Processes, default=min(16, cores()), help="processes (default: %(default)s)")
+        if command is index:
+            sub.add_argument("--skip-damaged", action="store_true", help="leave unreadable tars out of the index")
+        if command in (verify, repair):
+            sub.add_argument("--labelled", action="store_true", help="accept KEY.cls instead of a caption")
+        if command is verify:
+            sub.add_argument("--report", type=Path, metavar="FILE", help="write all damage as JSON")
+        if command is repair:
+            sub.add_argument("out", type=Path, metavar="OUT", help="folder of the new shards")
+        if command is measure:
+            sub.add_argument("--score", action="append", default=[], metavar="COLUMN", help="of parquet; repeatable")
+            sub.add_argument("--scores", type=Path, metavar="FILE", help="for all tars (default: NAME.parquet of each)")
+            sub.add_argument("--score-key", default="key", metavar="COLUMN", help="the keys there (%(default)s)")
+    options = parser.parse_args(argv)
+    return options.run(options)
+
+
+@dataclass
+class Report:
+    """Findings about one shard; `indexed`: samples according to the index.
+
+    `skipped` counts file groups that are no samples, such as KEY.jpg without a caption; training ignores them. `damage`
+    that keeps training from using any sample of the shard is also in `unusable`.
+    """
+
+    name: str
+    indexed: int | None
+    samples: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    damage: list[str] = field(default_factory=list)
+    bad_samples: list[dict] = field(default_factory=list)
+    sha256: str | None = None
+    unusable: bool = False
+
+    @property
+    def expected(self) -> int:
+        return self.samples if self.indexed is None else self.indexed
+
+    @property
+    def lost(self) -> int:
+        """Samples that training would have to replace."""
+        return self.expected if self.unusable else max(0, self.expected - self.samples) + len(self.bad_samples)
+
+
+# -------------------------------------------------------------------------------------------------------------- index
+
+
+def index(options: Namespace) -> int:
+    """Write index.json, which training needs; nothing is decoded."""
+    folder = options.folder
+    reports = check_folder(folder, None, options.workers, decode=False)
+    damaged = [one for one in reports if one.damage]
+    for one in damaged:
+        print(f"damaged: {folder / one.name}: {'; '.join(one.damage)}", file=sys.stderr)
+    if damaged and not options.skip_damaged:
+        raise UserError(
+            f"{len(damaged)} of {len(reports)} shards in {folder} are damaged; no index was written.",
+            "Fetch them again, write what can be read with `tools.shards repair`, or leave them out: --skip-damaged.",
+        )
+    whole = [one for one in reports if not one.damage]
+    if not any(one.samples for one in whole):
+        raise UserError(
+            f"No shard in {folder} holds a sample.",
+            "A sample is KEY.jpg (or png, webp) and KEY.txt, KEY.json or KEY.cls, one after the other.",
+        )
+    shards = [Shard(one.name, folder / one.name, one.samples, one.bytes, one.sha256) for one in whole]
+    try:
+        path = write_index(folder, shards)
+    except OSError as error:
+        raise UserError(f"{folder / INDEX_NAME} cannot be written: {error.strerror}.", "Make it writable.") from None
+    skipped, size = (sum(getattr(one, name) for one in whole) for name in ("skipped", "bytes"))
+    samples = sum(shard.samples for shard in shards)
+    print(f"{len(whole):,} shards, {samples:,} samples, {size:,} bytes; {skipped:,} groups of files are no samples")
+    print(f"wrote {path}")
+    return 0
+
+
+def check_folder(
+    folder: Path, rows: dict[str, Shard] | None, workers: int, need_caption: bool = True, decode: bool = True
+) -> list[Report]:
+    """`check_shard` of every shard, by name; `rows`: the index. Raises UserError: there are none."""
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}.", "Name the folder that holds the .tar files.")
+    paths = sorted(path for path in folder.glob("*.tar") if path.is_file() and not path.name.startswith("."))
+    if not paths:
+        raise UserError(f"{folder} holds no .tar files.", "Name the folder that holds the .tar files.")
+    rows = rows or {}
+    missing = rows.keys() - {path.name for path in paths}
+    reports = [Report(name, rows[name].samples, damage=["does not exist"], unusable=True) for name in missing]
+    title = "Verifying shards" if decode else "Walking shards"
+    with progress(title, len(paths)) as advance, process_pool(min(workers, len(paths)), "--workers") as pool:
+        jobs = [pool.submit(check_shard, path, rows.get(path.name), need_caption, decode) for path in paths]
+        for job in as_completed(jobs):
+            reports.append(job.result())
+            advance(1)
+    return sorted(reports, key=lambda one: one.name)
+
+
+def check_shard(path: Path, row: Shard | None = None, need_caption: bool = True, decode: bool = True) -> Report:
+    """Check one tar; `row`: its entry in the index; without `decode` only headers and the hash are read."""
+    report = Report(path.name, row.samples if row else None)
+    try:
+        report.bytes, report.sha256 = path.stat().st_size, file_sha256(path)
+        if row and report.bytes != row.bytes:
+            report.damage.append(f"has {report.bytes:,} bytes, but its index says {row.bytes:,}")
+            report.unusable = True
+        elif row and row.sha256 and row.sha256 != report.sha256:
+            report.damage.append("has other content than when it was indexed (another SHA-256)")
+        with open(path, "rb") as file:
+            spans, others = sort_groups(group_members(walk_tar(file)))
+            report.samples, report.skipped = len(spans), len(others)
+            if apart := [span.key for span in _together(others)]:
+                shown = ", ".join(map(_printable, apart[:3])) + (", …" if len(apart) > 3 else "")
+                report.damage.append(f"{len(apart):,} samples' files are not one after the other ({shown})")
+            if row and len(spans) != row.samples:
+                report.damage.append(f"holds {len(spans):,} samples, but its index says {row.samples:,}")
+            for number, span in enumerate(spans if decode else ()):
+                if (reason := why_unusable(file.fileno(), span, need_caption)) is not None:
+                    bad = {"index": number, "key": _printable(span.key), "reason": _printable(reason)}
+                    report.bad_samples.append(bad)
+    except BadShard as error:
+        report.damage.append(_printable(str(error)).removeprefix(f"{path}: "))
+        report.unusable = True
+    except OSError as error:
+        report.damage.append(f"cannot be read ({error.strerror})")
+        report.unusable = True
+    return report
+
+
+def _together(groups: Sequence[SampleSpan]) -> list[SampleSpan]:
+    """Samples whose files are apart from each other in the tar."""
+    parts: dict[str, dict] = {}
+    for key, some in groups:
+        parts.setdefault(key, {}).update(some)
+    return sort_groups(SampleSpan(key, some) for key, some in parts.items())[0]
+
+
+def why_unusable(fd: int, span: SampleSpan, need_caption: bool) -> str | None:
+    """Reason that training cannot use a sample; None if it can."""
+    try:
+        decode_image(parse_sample(read_sample(fd, span), span.key, need_caption).image)
+    except BadSample as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read ({os.strerror(error.errno)})"
+    return None
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# ------------------------------------------------------------------------------------------------------------- verify
+
+
+def verify(options: Namespace) -> int:
+    """Decode everything as training does, and report damage; exit code 1 if there is any."""
+    reports = verified(options)
+    damaged = sorted((one for one in reports if one.damage or one.bad_samples), key=lambda one: -one.lost)
+    if options.report:
+        content = {"folder": str(options.folder), "shards": len(reports)}
+        content |= {name: sum(getattr(one, name) for one in reports) for name in ("samples", "lost")}
+        content["damaged"] = [asdict(one) | {"lost": one.lost} for one in sorted(damaged, key=lambda one: one.name)]
+        try:
+            replace_text(options.report, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"{options.report} cannot be written: {error.strerror}.", "Name another file.") from None
+        print(f"wrote {options.report}")
+    return int(bool(damaged))
+
+
+def verified(options: Namespace) -> list[Report]:
+    """Check all shards against the index, if there is one, and print the damage, the largest losses first."""
+    rows = None
+    if (options.folder / INDEX_NAME).exists():
+        rows = {shard.name: shard for shard in read_index_file(options.folder)}
+    reports = check_folder(options.folder, rows, options.workers, need_caption=not options.labelled)
+    damaged = sorted((one for one in reports if one.damage or one.bad_samples), key=lambda one: -one.lost)
+    for one in damaged[:SHOWN]:
+        print(f"{_printable(one.name)}: {one.lost:,} of {one.expected:,} samples lost: {'; '.join(_reasons(one))}")
+    if len(damaged) > SHOWN:
+        print(f"… and {len(damaged) - SHOWN:,} more damaged shards")
+    total, lost, skipped = (sum(getattr(one, name) for one in reports) for name in ("samples", "lost", "skipped"))
+    print(f"{len(reports):,} shards, {total:,} samples: {len(damaged):,} shards damaged, {lost:,} samples lost", end="")
+    print(f"; {skipped:,} groups of files are no samples" if skipped else "")
+    if rows is None:
+        print(f"There is no index.json in {options.folder} yet.", file=sys.stderr)
+    return reports
+
+
+def _reasons(one: Report) -> Iterator[str]:
+    yield from one.damage
+    kinds: dict[str, list[str]] = {}
+    for sample in one.bad_samples:
+        kinds.setdefault(sample["reason"], []).append(sample["key"])
+    for reason, keys in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        yield f"{len(keys)} x {reason} ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''})"
+
+
+# ------------------------------------------------------------------------------------------------------------- repair
+
+
+def repair(options: Namespace) -> int:
+    """Write new shards of what can be read in the damaged ones."""
+    out = options.out
+    if out.resolve() == options.folder.resolve() or any(out.glob("*.tar")):
+        raise UserError(f"{out} already holds shards.", "Name a new folder for the repaired ones.")
+    for one in verified(options):
+        path = options.folder / one.name
+        if not (one.damage or one.bad_samples) or not path.is_file():
+            continue
+        try:
+            samples = repair_shard(path, out / one.name, not options.labelled)
+        except OSError as error:
+            raise UserError(
+                f"{out / one.name} cannot be written: {error.strerror}.", "Free some space, or name another folder."
+            ) from None
+        print(f"wrote {out / one.name}: {samples:,} samples" if samples else f"{one.name}: nothing can be read")
+    return 0
+
+
+def repair_shard(path: Path, repaired: Path, need_caption: bool = True) -> int:
+    """Write the readable samples of a shard as a new one; returns their number."""
+    with open(path, "rb") as file:
+        samples, others = sort_groups(group_members(salvage_tar(file)))
+        spans = [*samples, *_together(others)]
+        good = [span for span in spans if why_unusable(file.fileno(), span, need_caption) is None]
+
+        def write(aside: Path) -> None:
+            with open(aside, "wb") as target, tar_writer(target) as tar:
+                for span in good:
+                    tar.write({"__key__": span.key, **read_sample(file.fileno(), span)})
+
+        if good:
+            replace_file(repaired, write)
+    return len(good)
+
+
+# ------------------------------------------------------------------------------------------------------------ measure
+
+
+def measure(options: Namespace) -> int:
+    """Write columns/ beside the indexed shards, by which data.filter selects samples."""
+    if options.scores and not options.score:
+        raise UserError("--scores needs --score.", "Name the columns: --score COLUMN.")
+    folder, shards = options.folder, read_index(options.folder)
+    columns = options.score_key, *options.score
+    table = read_scores(options.scores, columns) if options.scores else None
+    scored = dict.fromkeys(map(score_column, options.score), 0)
+
+    def parts(pool, advance) -> Iterator[dict[str, np.ndarray]]:
+        beside = columns if options.score and table is None else None
+        chunk = 8 * options.workers  # bounded, so that finished shards do not pile up
+        for first in range(0, len(shards), chunk):
+            for part in pool.map(measure_shard, shards[first : first + chunk], [beside] * chunk):
+                part |= scores_of(part["key"], table) if table is not None else {}
+                for name in scored:
+                    scored[name] += int(np.isfinite(part[name]).sum())
+                advance(1)
+                yield part
+        if empty := [name for name, count in scored.items() if not count]:
+            raise UserError(
+                f"No sample of {folder} has a score for {empty[0]}.",
+                "Name the column with the samples' keys, as they are in the tars, with --score-key.",
+            )
+
+    try:
+        with (
+            progress("Measuring samples", len(shards)) as advance,
+            process_pool(min(options.workers, len(shards)), "--workers") as pool,
+        ):
+            path = write_columns(folder, shards, parts(pool, advance), [*TYPES, *scored])
+    except OSError as error:
+        raise UserError(f"{folder}/columns cannot be written: {error.strerror}.", "Make it writable.") from None
+    for name, count in scored.items():
+        print(f"{name}: {count:,} of {sum(shard.samples for shard in shards):,} samples have one")
+    print(f"wrote {path}")
+    return 0
+
+
+def measure_shard(shard: Shard, columns: Sequence[str] | None) -> dict[str, np.ndarray]:
+    """The columns of one shard, with those of the parquet file beside it. Raises UserError."""
+    again = f"Index {shard.path.parent} again, and see `python -m tools.shards verify`."
+    try:
+        with open(shard.path, "rb") as file:
+            spans, _ = list_samples(file)
+            if len(spans) != shard.samples:
+                raise UserError(f"{shard.path} holds {len(spans)} samples, its index says {shard.samples}.", again)
+            rows = [measure_sample(file.fileno(), span) for span in spans]
+    except (BadShard, OSError) as error:
+        raise UserError(f"{shard.path} cannot be read ({error}).", again) from None
+    part = {"key": key_hash(span.key for span in spans)}
+    part |= dict(zip([name for name in TYPES if name != "key"], np.array(rows, np.int64).reshape(-1, 6).T))
+    return part | (scores_of(part["key"], read_scores(shard.path.with_suffix(".parquet"), columns)) if columns else {})
+
+
+def measure_sample(fd: int, span: SampleSpan) -> tuple[int, ...]:
+    """Width, height, fewest and most words, fewest and most characters; zeros for what cannot be read."""
+    try:
+        sample = parse_sample(read_sample(fd, span), span.key, need_caption=None)
+    except BadSample:
+        return (0,) * 6
+    try:
+        with Image.open(io.BytesIO(sample.image)) as image:  # reads the header alone
+            size = image.size
+    except Exception:  # PIL raises many types for a damaged header
+        size = (0, 0)
+    most = np.iinfo(np.uint16).max  # that a column can hold
+    words = [min(len(caption.split()), most) for caption in sample.captions] or [0]
+    chars = [min(len(caption), most) for caption in sample.captions] or [0]
+    return *size, min(words), max(words), min(chars), max(chars)
+
+
+def read_scores(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """Scores of a parquet file by the hash of their key, which is the first column. Raises UserError."""
+    if not path.is_file():
+        remedy = "Put NAME.parquet beside each NAME.tar, or name one file for all with --scores FILE."
+        raise UserError(f"There is no {path} with scores.", remedy)
+    try:
+        names = pq.read_schema(path).names
+        if missing := [name for name in columns if name not in names]:
+            remedy = f"It has {', '.join(names[:20])}: correct --score, or --score-key for the samples' keys."
+            raise UserError(f"{path} has no column {missing[0]}.", remedy)
+        table = pd.read_parquet(path, columns=list(columns))
+        keys, scores = key_hash(table[columns[0]].astype(str)), table[list(columns[1:])].astype(np.float32)
+    except (pa.ArrowException, ValueError) as error:
+        remedy = "Name a parquet file with a column of keys and numeric columns of scores."
+        raise UserError(f"{path} cannot be read as a table of scores ({type(error).__name__}).", remedy) from None
+    scores = scores.set_index(keys).rename(columns=score_column)
+    return scores[~scores.index.duplicated()]
+
+
+def scores_of(keys: np.ndarray, table: pd.DataFrame) -> dict[str, np.ndarray]:
+    """The scores of a table for these keys, NaN for those that it does not have."""
+    return {name: column.to_numpy() for name, column in table.reindex(keys).items()}
+
+
+if __name__ == "__main__":
+    run_command(main)
