@@ -64,7 +64,7 @@ def test_a_half_sentence_in_brackets_stays_whole():
     "kind",
     [
         "zeroshot.config:ImagenetConfig", "zeroshot.config:AlgebraConfig", "slurm.submit:Submission",
-        "tools.download.options:Download",
+        "tools.download.command:Download",
     ],
 )  # fmt: skip
 def test_other_commands_show_all_options_on_one_screen(kind, monkeypatch, capsys):

@@ -1,20 +1,24 @@
 """COCO and Flickr8k (also Flickr30k) from their published archives: images in some zips, captions in others.
 
-Archives are files or addresses; fetched ones are stored in OUT/download/archives. Images stay byte-identical unless
---resize is given. Each split becomes a corpus of its own, OUT/train, …
+Archives are files, folders or addresses; fetched ones are stored in OUT/download/archives. Nothing is unpacked. Images
+stay byte-identical unless --resize is given. Each split becomes a corpus of its own, OUT/train, …
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
+import os
+import sys
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
+from typing import BinaryIO
 
 from probemb.cli.progress import progress
 from probemb.data.captions.annotations import (
@@ -25,230 +29,241 @@ from probemb.data.captions.annotations import (
     coco_pictures,
     split_pictures,
     token_pictures,
-)
-from probemb.data.failures import BadSample
+)  # fmt: skip
+from probemb.data.failures import BadSample, BadShard
 from probemb.data.images import decode_image
+from probemb.data.remote.sources import FetchPolicy, Remote, TransferState, fetch, is_remote
 from probemb.data.shards.samples import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
-from probemb.data.workers import shorten_sockets
+from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
-from probemb.files import replace_text
+from probemb.files import replace_file, replace_text
 from probemb.pools import process_pool
 from probemb.runs.lock import RunLock
-from tools.download.plan import State, check_same, read_state
-from tools.download.report import Outcome, publish
-from tools.download.shard import GOT, STATE, Marker, Record, ShardPaths, ShardWriter, read_marker, write_shard_index
-from tools.download.zips import Place, fetch_archive, members, read_bytes, read_text
+from tools.download.records import GOT, Paths, State, finish
 
-_COCO = "http://images.cocodataset.org"
-PUBLISHED = {
-    year: [
-        f"{_COCO}/zips/train{year}.zip",
-        f"{_COCO}/zips/val{year}.zip",
-        f"{_COCO}/annotations/annotations_trainval{year}.zip",
-    ]
-    for year in ("2014", "2017")
-}
-ABSENT = "not in the archives"
 TITLES = {"coco": "COCO", "flickr8k": "Flickr8k"}
+_COCO = "http://images.cocodataset.org"
+_PARTS = "zips/train{0}.zip", "zips/val{0}.zip", "annotations/annotations_trainval{0}.zip"
+PUBLISHED = {year: [f"{_COCO}/{part.format(year)}" for part in _PARTS] for year in ("2014", "2017")}
+MAX_ARCHIVE_BYTES, MAX_CAPTIONS_BYTES = 64 << 30, 2 << 30
+ABSENT = "not in the archives"
 
 
 @dataclass(frozen=True)
-class Task:
-    """One shard: its folder and number, the images, their locations, and the settings."""
+class Place:
+    """The location of a file: a path, or a member of the zip at that path."""
 
-    folder: Path
-    number: int
-    pictures: Sequence[Picture]
-    places: Sequence[Place | None]
-    settings: dict
+    path: str
+    member: str | None
+    size: int
+
+    def read(self, limit: int) -> bytes:
+        """Raises BadSample: larger than `limit` or than stated, or damaged."""
+        if self.size > limit:
+            raise BadSample(f"it has {self.size:,} bytes, more than {limit:,}")
+        try:
+            with open(self.path, "rb") if self.member is None else _archive(self.path).open(self.member) as file:
+                data = file.read(self.size + 1)
+        except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
+            raise BadSample(f"it cannot be read ({type(error).__name__})") from None
+        if len(data) != self.size:
+            raise BadSample("it has another size than its archive says")
+        return data
 
 
-def fetch_archives(corpus: str, sources: Sequence[str], options) -> int:
+@functools.lru_cache(maxsize=8)
+def _archive(path: str) -> zipfile.ZipFile:
+    return zipfile.ZipFile(path)
+
+
+def fetch_archives(paths: Paths, state: State, sources: Sequence[str], options) -> None:
     """Fetch COCO or Flickr8k and write shards, indexes and report."""
-    if options.part or options.retry_failed or options.prepare:
+    corpus = state.corpus
+    if options.part or options.retry_failed:
         raise UserError(
-            f"--part, --retry-failed and --prepare are for lists of addresses, and {corpus} comes in archives.",
-            "Leave them out.",
+            f"--part and --retry-failed are for lists of addresses; {corpus} comes in archives.", "Leave them out."
         )
-    folder = Path(options.out)
-    settings = {name: getattr(options, name) for name in ("image_size", "upscale", "min_size", "quality", "shard_size")}
-    settings |= {"resize": options.resize or "no", "hash": options.hash}
-    sources = [
-        one for word in sources for one in (PUBLISHED[word] if corpus == "coco" and word in PUBLISHED else [word])
-    ]
+    published = PUBLISHED if corpus == "coco" else {}
+    sources = [one for word in sources for one in published.get(word, [word])]
     if not sources:
-        raise UserError(
-            f"No archive of {TITLES[corpus]} was named.",
-            f"Name its zip files or their addresses{', or 2014 for all published ones' if corpus == 'coco' else ''}.",
-        )
-    state = read_state(folder)
-    if state is not None:
-        check_same(folder, state, corpus, settings)
-    (folder / STATE).mkdir(parents=True, exist_ok=True)
-    lock = RunLock(folder / STATE / "locks" / "whole")
+        raise UserError(f"No archive of {TITLES[corpus]} was named.", "Name its zips, or for coco 2014 or 2017.")
+    lock = RunLock(paths.home / "locks" / "whole")
     try:
-        paths = [fetch_archive(one, folder / STATE / "archives", options.patience) for one in sources]
-        splits, images, dropped = _read(corpus, paths)
-        sums = _sums(splits, folder, state)
-        # Stored only after the archives were accepted.
-        started = {"corpus": corpus, "settings": settings, "splits": sums, "format": 1}
-        replace_text(folder / STATE / "state.json", json.dumps(started) + "\n")
-        done = {name: _write_split(folder / name, chosen, images, settings, options) for name, chosen in splits.items()}
-        asked = sum(map(len, splits.values())) + sum(dropped.values())
-        markers = [one for found in done.values() for one in found]
-        outcome = Outcome(
-            TITLES[corpus],
-            asked,
-            dropped,
-            markers,
-            shards=len(markers),
-            tars=[tar for split, found in done.items() for tar in write_shard_index(folder / split, found)],
-            settings=settings,
-            splits={split: sum(one.samples for one in found) for split, found in done.items()},
-        )
-        report = publish(folder, outcome, options.json)
+        places = [
+            one for source in sources for one in members(local(source, paths.home / "archives", options.patience))
+        ]
+        images = {Path(n).name: place for n, place in places if n.lower().endswith((".jpg", ".jpeg", ".png"))}
+        texts = {Path(n).name: place for n, place in places if n.endswith((".json", ".txt", ".token"))}
+        splits, dropped = (coco if corpus == "coco" else flickr)(texts)
+        content = json.dumps({name: [[one.key, one.captions] for one in some] for name, some in splits.items()})
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        if state.lists.setdefault("captions", {"sha256": digest})["sha256"] != digest:
+            raise UserError(f"{paths.folder} holds other images or captions.", "Name another folder with --out.")
+        state.write(paths)  # once the archives are accepted
+        for name, pictures in splits.items():
+            write_split(Paths(paths.folder / name), pictures, images, options)
+        asked = sum(map(len, splits.values())) + dropped.total()
+        folders = [paths.folder / name for name in splits]
+        finish(paths, TITLES[corpus], folders, asked, dropped, options.processes)
     finally:
         lock.release()
-    if not report["got"]:
-        raise UserError(
-            f"None of the {asked:,} images is in the archives.",
-            "Name the zip files of the images beside those of the captions.",
-        )
-    return 0
 
 
-def _sums(splits: dict[str, list[Picture]], folder: Path, state: State | None) -> dict[str, str]:
-    """The SHA-256 of every split's images and captions. Raises UserError: the folder holds others of that split."""
-    held = state.splits if state else {}
-    found = {
-        name: hashlib.sha256(json.dumps([[one.key, one.name, one.captions] for one in pictures]).encode()).hexdigest()
-        for name, pictures in splits.items()
-    }
-    for name, mark in found.items():
-        if held.get(name, mark) != mark:
-            raise UserError(f"{folder} holds other images or captions of {name}.", "Name another folder with --out.")
-    return held | found
+def coco(texts: dict[str, Place]) -> tuple[dict[str, list[Picture]], Counter]:
+    """Images by split, and dropped ones by cause."""
+    splits, dropped = {}, Counter()
+    for base, place in sorted(texts.items()):
+        if found := COCO_FILE.fullmatch(base):
+            if found[1] in splits:
+                what = f"The archives hold captions of several years for {found[1]}."
+                raise UserError(what, "Name those of one year.")
+            splits[found[1]], without = coco_pictures(_text(place), base)
+            dropped["no caption"] += without
+    if not any(splits.values()):
+        raise UserError("The archives hold no captions, such as captions_train2014.json.", "Name them, too.")
+    return splits, +dropped
 
 
-def _read(corpus: str, paths: Sequence[Path]) -> tuple[dict[str, list[Picture]], dict[str, Place], Counter]:
-    """Images by split, the location of every image by name, and counts of dropped images by cause."""
-    texts: dict[str, tuple[str, Place]] = {}
-    images: dict[str, Place] = {}
-    for path in paths:
-        for name, place in members(path):
-            base = name.rpartition("/")[2]
-            if base.lower().endswith((".jpg", ".jpeg", ".png")):
-                images.setdefault(base, place)
-            elif base.endswith((".json", ".txt", ".token")):
-                texts.setdefault(base, (f"{path}: {name}" if place.member else str(path), place))
-    if corpus == "coco":
-        return _read_coco(texts, images)
+def flickr(texts: dict[str, Place]) -> tuple[dict[str, list[Picture]], Counter]:
+    """The same of Flickr8k and Flickr30k."""
     tokens = [base for base in texts if TOKEN_FILE.fullmatch(base) and "lemma" not in base]
     if len(tokens) != 1:
-        raise UserError(
-            f"The archives hold {len(tokens)} token files where there should be one.",
-            "Name Flickr8k_text.zip or Flickr8k.token.txt, beside the images.",
-        )
-    label, place = texts[tokens[0]]
-    pictures, bad = token_pictures(read_text(place, label), label)
-    lists = {
-        found[1]: read_text(place, label)
-        for base, (label, place) in sorted(texts.items())
-        if (found := SPLIT_FILE.fullmatch(base))
-    }
+        what = f"The archives hold {len(tokens)} token files where there should be one."
+        raise UserError(what, "Name Flickr8k_text.zip or Flickr8k.token.txt, beside the images.")
+    pictures, bad = token_pictures(_text(texts[tokens[0]]), tokens[0])
+    lists = {f[1]: _text(place) for base, place in sorted(texts.items()) if (f := SPLIT_FILE.fullmatch(base))}
     splits = split_pictures(pictures, lists)
-    left = len(pictures) - sum(map(len, splits.values()))
-    return splits, images, +Counter({"malformed row": bad, "in no split": left})
+    return splits, +Counter({"malformed row": bad, "in no split": len(pictures) - sum(map(len, splits.values()))})
 
 
-def _read_coco(texts: dict, images: dict[str, Place]) -> tuple[dict[str, list[Picture]], dict[str, Place], Counter]:
-    splits: dict[str, list[Picture]] = {}
-    dropped: Counter[str] = Counter()
-    for base, (label, place) in sorted(texts.items()):
-        found = COCO_FILE.fullmatch(base)
-        if not found:
-            continue
-        if found[1] in splits:
-            raise UserError(f"The archives hold captions of several years for {found[1]}.", "Name those of one year.")
-        splits[found[1]], without = coco_pictures(read_text(place, label), label)
-        dropped["no caption"] += without
-    if not any(splits.values()):
-        raise UserError(
-            "The archives hold no captions, such as captions_train2014.json.",
-            "Name annotations_trainval2014.zip beside the images.",
-        )
-    return splits, images, +dropped
-
-
-def _write_split(
-    folder: Path, pictures: list[Picture], images: dict[str, Place], settings: dict, options
-) -> list[Marker]:
-    """Write the missing shards of one split."""
-    (folder / STATE / "records").mkdir(parents=True, exist_ok=True)
-    size = settings["shard_size"]
-    tasks = []
-    for number, first in enumerate(range(0, len(pictures), size)):
-        chosen = pictures[first : first + size]
-        tasks.append(Task(folder, number, chosen, [images.get(one.name) for one in chosen], settings))
-    done = {task.number: read_marker(ShardPaths(folder, task.number)) for task in tasks}
-    left = [task for task in tasks if done[task.number] is None or done[task.number].causes.get(ABSENT)]
-    with progress(folder.name, sum(len(task.pictures) for task in left)) as advance:
-        for marker in _run(left, min(options.processes, len(left))):
-            done[marker.shard] = marker
-            advance(sum(marker.causes.values()))
-    return [done[task.number] for task in tasks]
-
-
-def _run(tasks: Sequence[Task], processes: int):
-    if processes <= 1:
-        yield from map(write_shard, tasks)
-        return
-    shorten_sockets()
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tools.download.worker"])
-    with process_pool(processes, "--processes", context) as pool:
-        for job in as_completed([pool.submit(write_shard, task) for task in tasks]):
-            yield job.result()
-
-
-def write_shard(task: Task) -> Marker:
-    """Write one shard. Raises OSError, NotWritten."""
-    writer = ShardWriter(task.folder, task.number, unique=False)
+def _text(place: Place) -> bytes:
     try:
-        for picture, place in zip(task.pictures, task.places):
-            text = sum(len(one.encode()) + 1 for one in picture.captions)
-            words = sum(len(one.split()) for one in picture.captions) // len(picture.captions)
-            record = Record(picture.key, picture.name, GOT, words=words)
-            if place is None or text > MAX_TEXT_BYTES:
-                record.cause = ABSENT if place is None else "malformed row"
-                writer.drop(record)
-                continue
-            try:
-                data = read_bytes(place, MAX_IMAGE_BYTES)
-                image = decode_image(data, exif=True)
-            except BadSample as error:
-                record.cause, record.detail = "broken image", str(error)
-                writer.drop(record)
-                continue
-            record.width, record.height = image.size
-            if min(image.size) < task.settings["min_size"]:
-                record.cause, record.detail = "too small", f"{image.width} x {image.height} pixels"
-                writer.drop(record)
-                continue
-            record.hash = getattr(hashlib, task.settings["hash"])(data).hexdigest()
-            writer.add(record, _stored(data, task.settings), picture.captions, picture.meta)
-        return writer.finish(len(task.pictures))
-    finally:
-        writer.abandon()
+        return place.read(MAX_CAPTIONS_BYTES)
+    except BadSample as error:
+        raise UserError(f"{place.member or place.path} is unusable: {error}.", "Fetch the archive again.") from None
 
 
-def _stored(data: bytes, settings: dict) -> bytes:
-    """The JPEG unchanged, or resized as --resize says."""
-    if settings["resize"] == "no" and data.startswith(b"\xff\xd8\xff"):
-        return data
-    from tools.download.resizing import Resizing
+def members(path: Path) -> list[tuple[str, Place]]:
+    """Names and locations of the files in a zip or folder, or of a single file."""
+    if path.is_dir():
+        return [
+            (one.name, Place(str(one), None, one.stat().st_size)) for one in sorted(path.rglob("*")) if one.is_file()
+        ]
+    if path.suffix.lower() != ".zip" and not zipfile.is_zipfile(path):
+        return [(path.name, Place(str(path), None, path.stat().st_size))]
+    try:
+        found = _archive(str(path)).infolist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise UserError(f"{path} is not a whole zip archive: {error}.", "Fetch it again.") from None
+    return [(one.filename, Place(str(path), one.filename, one.file_size)) for one in found if not one.is_dir()]
 
-    made, *_, problem = Resizing(settings)(io.BytesIO(data))
-    if problem:
-        raise OSError(f"an image cannot be resized ({problem})")
-    return made
+
+def local(source: str, folder: Path, patience: float) -> Path:
+    """The archive as a local file or folder; an interrupted transfer resumes. Raises UserError."""
+    if not is_remote(source):
+        if not Path(source).exists():
+            raise UserError(f"The archive {source} does not exist.", "Check the path.")
+        return Path(source)
+    remote = Remote(source)
+    if remote.scheme not in ("http", "https"):
+        raise UserError(f"{remote} is not a web address.", "Name a file, a folder or an http(s) address.")
+    name = Path(remote.split()[0]).name
+    path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:8]}-{name}"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    part, version = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "version"))
+    print(f"fetching {remote}", file=sys.stderr, flush=True)
+    try:
+        with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            file.seek(0, os.SEEK_END)
+            policy = FetchPolicy(timeout=patience)
+            file.truncate(fetch(remote, file, None, policy, MAX_ARCHIVE_BYTES, _SavedTransfer(version)))
+    except BadShard as error:
+        remedy = "The same command resumes where this one stopped; or fetch it by other means and name the file."
+        raise UserError(f"{error}.", remedy) from None
+    version.unlink(missing_ok=True)
+    if name.lower().endswith(".zip") and not zipfile.is_zipfile(part):
+        part.unlink()
+        raise UserError(f"What {remote} sends is not a zip archive.", "Correct the address, or name a file.")
+    part.replace(path)
+    return path
+
+
+class _SavedTransfer(TransferState):
+    """The state of a transfer in a file, from which the next command resumes it."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @property
+    def version(self) -> str | None:
+        return self._path.read_text(encoding="utf-8") if self._path.exists() else None
+
+    @version.setter
+    def version(self, version: str | None) -> None:
+        replace_text(self._path, version) if version else self._path.unlink(missing_ok=True)
+
+    def begin(self, file: BinaryIO, position: int) -> None:
+        file.seek(position)
+        file.truncate()  # the next command resumes at the end, so no bytes of another version may follow
+
+
+def write_split(paths: Paths, pictures: list[Picture], images: dict[str, Place], options) -> None:
+    """Write the missing shards of one split."""
+    paths.make()
+    size, tasks = options.shard_size, []
+    for number, first in enumerate(range(0, len(pictures), size)):
+        stats = json.loads(paths.stats(number).read_text()) if paths.stats(number).exists() else None
+        if stats is None or stats["status_dict"].get(ABSENT):  # whose archive may be named now
+            some = pictures[first : first + size]
+            tasks.append((paths, number, [(one, images.get(one.name)) for one in some], options))
+    processes = max(1, min(options.processes, len(tasks)))
+    with (
+        progress(paths.folder.name, len(tasks)) as advance,
+        process_pool(processes, "--processes") as pool,
+    ):
+        for _ in pool.map(write_shard, tasks):
+            advance(1)
+
+
+def write_shard(task: tuple) -> None:
+    """Write one shard, and its counts. Raises OSError."""
+    paths, number, pictures, options = task
+    causes: Counter[str] = Counter()
+
+    def write(aside: Path) -> None:
+        with open(aside, "wb") as file, tar_writer(file) as tar:
+            for picture, place in pictures:
+                cause, image = stored(place, options)
+                text = encode_captions(picture.captions)
+                if image and len(text) > MAX_TEXT_BYTES:
+                    cause, image = "malformed row", None
+                causes[cause] += 1
+                if image:
+                    meta = {"json": json.dumps(picture.meta).encode()} if picture.meta else {}
+                    tar.write({"__key__": picture.key, "jpg": image, "txt": text, **meta})
+
+    replace_file(paths.tar(number), write)
+    if not causes[GOT]:
+        paths.tar(number).unlink()
+    replace_text(paths.stats(number), json.dumps({"count": len(pictures), "status_dict": causes}))
+
+
+def stored(place: Place | None, options) -> tuple[str, bytes | None]:
+    """The cause of a loss, or GOT, and the JPEG unchanged, or resized as --resize says."""
+    if place is None:
+        return ABSENT, None
+    try:
+        data = place.read(MAX_IMAGE_BYTES)
+        image = decode_image(data, exif=True)
+    except BadSample:
+        return "broken image", None
+    if min(image.size) < options.min_size:
+        return "too small", None
+    if options.resize in (None, "no") and data.startswith(b"\xff\xd8\xff"):
+        return GOT, data
+    from tools.download.fetch import UprightResizer
+
+    data, *_, problem = UprightResizer(options, options.resize or "no")(io.BytesIO(data))
+    return (problem, None) if problem else (GOT, data)

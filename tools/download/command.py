@@ -7,71 +7,102 @@
     python -m tools.download coco 2014 --out data/coco                   # or its zip archives, as files or addresses
     python -m tools.download flickr8k Flickr8k_Dataset.zip Flickr8k_text.zip --out data/flickr8k
 
-Writes shards of KEY.jpg, KEY.txt and KEY.json with their index.json into --out, and into its folder `download` a
-record of every row (`records`), report.json and report.html. The same command resumes an interrupted download; lists
-named later are added. docs/download.md explains losses.
+Writes shards of KEY.jpg, KEY.txt and KEY.json with their index.json into --out, and report.json into its folder
+`download`. The same command resumes an interrupted download; lists named later are added.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import importlib.util
+import os
+import re
 import shutil
 import signal
 import sys
-import time
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
 
 from probemb.cli.configuration import parse_config
-from probemb.data.weblists.corpora import CORPORA, find_lists, read_list
+from probemb.cli.machine import WAITING, cores, refuse_crowd
+from probemb.cli.progress import progress
+from probemb.cli.ranges import Processes, Requests
+from probemb.data.weblists.corpora import CORPORA, KEPT, Dropped, find_lists, read_list
+from probemb.data.workers import shorten_sockets
 from probemb.errors import UserError, nearest
+from probemb.files import replace_file
+from probemb.pools import process_pool
+from probemb.runs.lock import RunLock, refuse_locked
 from probemb.runs.starts import refuse_idle_start
-from tools.download.options import STORED_SETTINGS, TEMPORARY_CAUSES, Download, check, restore_settings
+from tools.download.archives import TITLES, fetch_archives
+from tools.download.records import Paths, State, count, drop_duplicates, failed_rows, finish, read_state, show
 
 PROG = "python -m tools.download"
-ARCHIVES = ("coco", "flickr8k")
+PROCESSES = min(16, cores())
+TEMPORARY_CAUSES = "no answer,too slow,connection,cut off,host not found,HTTP 408,HTTP 425,HTTP 429,HTTP 5"
+STORED = ("image_size", "resize", "upscale", "min_size", "quality", "shard_size", "captions")  # settings of a folder
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    own = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    corpus, sources = (words[0] if own else None), words[1:own]
-    options = parse_config(
-        Download,
-        f"{PROG} {{{','.join([*CORPORA, *ARCHIVES])}}} LIST …",
-        "Fetch a corpus by its published lists and write it as indexed shards.",
-        words[own:],
-    )
-    if corpus is None:
-        raise UserError("No corpus was named.", f"Write it first: {PROG} cc3m Train_GCC-training.tsv --out data/cc3m.")
-    if corpus not in CORPORA and corpus not in ARCHIVES:
-        known = [*CORPORA, *ARCHIVES]
-        raise UserError(f"There is no corpus {corpus}.{nearest(corpus, known)}", f"Choose one of {', '.join(known)}.")
-    part = check(options)
-    options = restore_settings(options, words[own:])
-    signal.signal(signal.SIGTERM, _stop)
-    from pyarrow import ArrowException
+@dataclass(frozen=True)
+class Download:
+    """Options of the command.
 
-    from tools.download.shard import NotWritten
+    Args:
+        out: the folder of the shards.
+        image_size: pixels of the shorter side (keep_ratio, center_crop) or the longer one.
+        resize: keep_ratio, keep_ratio_largest, center_crop, border (padded with white) or no; by default
+            "keep_ratio" for lists and "no" (unchanged bytes) for archives.
+        upscale: resize smaller images too.
+        min_size: pixels of the shorter side below which an image is dropped.
+        quality: of the JPEGs, 1 to 100.
+        captions: clean (no markup, "person" for <PERSON>) or raw.
+        shard_size: rows of a shard.
+        patience: seconds without data after which an address is abandoned.
+        seconds: for one address in total.
+        max_mib: MiB of one response at most.
+        redirects: followed for one address.
+        user_agent: a token to add to the user agent, by which servers may address this project.
+        respect_opt_out: leave out images whose server says noai, noimageai, noindex, noimageindex or none.
+        private_hosts: also contact hosts in private networks, including this machine.
+        distributor: multiprocessing, pyspark or ray.
+        processes: concurrent processes, one shard each.
+        threads: concurrent requests per process.
+        part: fetch only part I/N of the shards, as a task of a job array; a command without it finishes the corpus.
+        retry_failed: retry images that failed for a temporary cause.
+        retry_causes: those causes, separated by commas.
+    """
 
-    try:
-        if corpus in ARCHIVES:
-            from tools.download.archives import fetch_archives
-
-            return fetch_archives(corpus, sources, options)
-        return fetch_lists(corpus, sources, options, part)
-    except (NotWritten, ArrowException) as error:
-        raise UserError(
-            f"A file of {options.out} is damaged: {' '.join(str(error).split())[:300].rstrip('.')}.",
-            "Remove the file, or name another folder with --out; the same command then resumes.",
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or options.out} cannot be used: {error.strerror or error}.",
-            "Free some space or make it writable; the same command then resumes where it stopped.",
-        ) from error
+    out: str = ""
+    image_size: PositiveInt = 256
+    resize: Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"] | None = None
+    upscale: bool = False
+    min_size: NonNegativeInt = 32
+    quality: restricted_number_type("Quality", int, [(">=", 1), ("<=", 100)]) = 95
+    captions: Literal["clean", "raw"] = "clean"
+    shard_size: PositiveInt = 10_000
+    patience: PositiveFloat = 10.0
+    seconds: PositiveFloat = 60.0
+    max_mib: PositiveFloat = 32.0
+    redirects: NonNegativeInt = 5
+    user_agent: str | None = None
+    respect_opt_out: bool = True
+    private_hosts: bool = False
+    distributor: Literal["multiprocessing", "pyspark", "ray"] = "multiprocessing"
+    processes: Processes = PROCESSES
+    threads: Requests = 64
+    part: str | None = None
+    retry_failed: bool = False
+    retry_causes: str = TEMPORARY_CAUSES
 
 
 class Terminated(KeyboardInterrupt):
@@ -82,156 +113,239 @@ def _stop(*_) -> None:
     raise Terminated
 
 
-def fetch_lists(corpus: str, sources: Sequence[str], options: Download, part: tuple[int, int]) -> int:
-    """Fetch a web corpus and write shards, index and report."""
-    from tools.download import plan
-    from tools.download.shard import STATE
-
-    folder = Path(options.out)
-    settings = {name: getattr(options, name) for name in STORED_SETTINGS} | {"resize": options.resize or "keep_ratio"}
-    state = plan.read_state(folder)
-    if state is not None:
-        plan.check_same(folder, state, corpus, settings)
-    elif not sources:
-        raise UserError("No list was named.", f"Name the published list of {CORPORA[corpus].title} after {corpus}.")
-    paths = find_lists(corpus, sources)
-    if state is None and CORPORA[corpus].columns:  # JSON would be read as a whole
-        for path in paths:  # refuse a list of another format before anything is created
-            next(read_list(corpus, path), None)
-    made = not folder.exists()
-    for name in ("plan", "records", "work", "locks"):
-        (folder / STATE / name).mkdir(parents=True, exist_ok=True)
-    with _lock_part(folder / STATE, part):
-        try:
-            with _wait_for_lock(folder / STATE / "locks" / "lists"):
-                state = plan.read_state(folder) or plan.State(corpus, settings)
-                plan.check_same(folder, state, corpus, settings)
-                plan.extend(folder, state, paths)
-        except UserError:
-            if made and part[1] == 1 and plan.read_state(folder) is None:  # refused lists leave nothing
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if options.prepare:
-            asked = sum(one.rows for one in state.lists)
-            print(f"{state.rows:,} rows, {asked:,} to be requested, {state.shards:,} shards")
-            return 0
-        run(folder, state, options, part)
-        if part[1] > 1:
-            report(folder, state, options, write=False)
-            return 0
-        if options.retry_failed:
-            causes = [cause for one in options.retry_causes.split(",") if (cause := one.strip())]
-            count, others = plan.plan_retry(folder, state, causes)
-            kept = f"; not for: {', '.join(others)}" if others and not count else ""
-            print(f"retrying {count:,} images{kept}", file=sys.stderr)
-            run(folder, state, options, part)
-        finish(folder, state, options)
-        shutil.rmtree(folder / STATE / "work", ignore_errors=True)
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    corpus, sources = (words[0] if own else None), words[1:own]
+    known = [*CORPORA, *TITLES]
+    description = "Fetch a corpus by its published lists and write it as indexed shards."
+    options = parse_config(Download, f"{PROG} {{{','.join(known)}}} LIST …", description, words[own:])
+    if corpus is None:
+        raise UserError("No corpus was named.", f"Write it first: {PROG} cc3m Train_GCC-training.tsv --out data/cc3m.")
+    if corpus not in known:
+        raise UserError(f"There is no corpus {corpus}.{nearest(corpus, known)}", f"Choose one of {', '.join(known)}.")
+    part = _check(options)
+    paths = Paths(Path(options.out))
+    state = read_state(paths, corpus)
+    if state:  # settings need not be typed again, and must not differ
+        typed = {word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words[own:]}
+        for name in STORED:
+            if name in typed and getattr(options, name) != state.settings[name]:
+                raise UserError(
+                    f"{paths.folder} was started with --{name.replace('_', '-')} {state.settings[name]}.",
+                    "Give the same value, or name another folder with --out.",
+                )
+        options = replace(options, **state.settings)
+    state = state or State(corpus, {name: getattr(options, name) for name in STORED})
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        if corpus in TITLES:
+            fetch_archives(paths, state, sources, options)
+        else:
+            fetch_lists(paths, state, sources, options, part)
+    except (pa.ArrowException, OSError) as error:
+        name = getattr(error, "filename", None) or options.out
+        raise UserError(
+            f"{name} cannot be used: {getattr(error, 'strerror', None) or error}.",
+            "Free some space, make it writable, or remove it if it is damaged; the same command then resumes.",
+        ) from error
     return 0
 
 
-@contextmanager
-def _lock_part(state: Path, part: tuple[int, int]) -> Iterator[None]:
-    """Lock the whole folder, or one of its parts."""
-    from probemb.runs.lock import RunLock, refuse_locked
+def _check(options: Download) -> tuple[int, int]:
+    """Check options before anything is read; returns the part as (i, n). Raises UserError."""
+    if not options.out:
+        raise UserError("--out is missing.", "Name the folder for the shards, for example --out data/cc3m.")
+    if options.distributor == "multiprocessing":
+        refuse_crowd(options.threads, "--threads", options.processes, WAITING)
+    elif not importlib.util.find_spec(options.distributor):
+        raise UserError(
+            f"--distributor {options.distributor} needs the package {options.distributor}.",
+            f"Install it with pip install {options.distributor}, or leave the option out.",
+        )
+    if options.user_agent is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,60}", options.user_agent):
+        raise UserError(f"--user-agent is '{options.user_agent[:80]}'.", "Give one word of letters, digits, . _ and -.")
+    if options.part is None:
+        return 1, 1
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part is {options.part}.", "Write it as 3/8: the third of eight parts.")
+    if options.retry_failed:
+        raise UserError("--part and --retry-failed exclude each other.", "Retry with one command for all parts.")
+    return int(found[1]), int(found[2])
 
+
+def fetch_lists(paths: Paths, state: State, sources: Sequence[str], options: Download, part: tuple[int, int]) -> None:
+    """Fetch a web corpus; without a part, also drop duplicates and write index and report."""
+    title = CORPORA[state.corpus].title
+    if not sources and not state.lists:
+        raise UserError("No list was named.", f"Name the published list of {title} after {state.corpus}.")
+    lists = find_lists(state.corpus, sources)
+    for one in lists:  # refuse a list of another format before anything is created
+        if one.name not in state.lists:
+            next(read_list(state.corpus, one), None)
+    paths.make()
     name = "whole" if part[1] == 1 else f"part-{part[0]}-of-{part[1]}"
-    lock = RunLock(state / "locks" / name)
+    lock = RunLock(paths.home / "locks" / name)
     try:
-        for one in (state / "locks").iterdir():
-            fellow = one.name.endswith(f"-of-{part[1]}") or one.name == "lists"
-            if one.name != name and not fellow:
+        for one in (paths.home / "locks").iterdir():  # the other tasks of the same array run beside this one
+            if one.is_dir() and one.name != name and not one.name.endswith(f"-of-{part[1]}"):
                 refuse_locked(one)
-        yield
+        with open(paths.home / "locks" / "lists", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the first task of an array reads the lists for all
+            state = read_state(paths, state.corpus) or state
+            plan_lists(paths, state, lists)
+        run(paths, state, options, part)
+        asked = sum(one["rows"] for one in state.lists.values())
+        dropped = sum((Counter(one["dropped"]) for one in state.lists.values()), Counter())
+        if part[1] > 1:
+            show(title, asked, count(paths), dropped)
+            return
+        if options.retry_failed:
+            causes = [cause for one in options.retry_causes.split(",") if (cause := one.strip())]
+            failed = failed_rows(paths, causes)
+            print(f"retrying {len(failed):,} images", file=sys.stderr)
+            plan(paths, state, failed)
+            state.write(paths)
+            failed_rows(paths, causes, forget=True)
+            run(paths, state, options, part)
+        drop_duplicates(paths)
+        shutil.rmtree(paths.work)
+        finish(paths, title, [paths.folder], asked, dropped, options.processes)
     finally:
         lock.release()
 
 
-@contextmanager
-def _wait_for_lock(path: Path) -> Iterator[None]:
-    """Wait for a lock: tasks of an array start together, and one of them reads the lists for all."""
-    from probemb.runs.lock import RunLock
+def plan_lists(paths: Paths, state: State, lists: Sequence[Path]) -> None:
+    """Plan the rows of new lists. Raises UserError: a list has changed since it was read, or holds no usable row."""
+    new, rows = [], []
+    for path in lists:
+        size = path.stat().st_size
+        if path.name not in state.lists:
+            new.append(path)
+        elif state.lists[path.name]["bytes"] != size:
+            raise UserError(
+                f"{path} is not the list that {paths.folder} was started with: it has changed.",
+                "Restore it, or name another folder with --out.",
+            )
+    with progress("Reading", sum(path.stat().st_size for path in new)) as advance:
+        for path in new:
+            dropped, usable = Counter(), 0
+            for row in read_list(state.corpus, path, advance, clean=state.settings["captions"] == "clean"):
+                if isinstance(row, Dropped):
+                    dropped[row.why] += 1
+                    continue
+                usable += 1
+                rows.append({"url": row.url, "caption": " ".join(row.caption.split()), **row.extra})
+                if len(rows) == state.settings["shard_size"]:
+                    plan(paths, state, rows)
+                    rows = []
+            listed = {"bytes": path.stat().st_size, "rows": usable + dropped.total(), "dropped": dict(dropped)}
+            state.lists[path.name] = listed
+    plan(paths, state, rows)
+    if not state.shards:
+        why = ", ".join(f"{n:,} {cause}" for one in state.lists.values() for cause, n in one["dropped"].items())
+        shutil.rmtree(paths.home)
+        raise UserError(
+            f"The lists hold no usable row ({why}).",
+            f"Check that they are the published lists of {CORPORA[state.corpus].title}.",
+        )
+    if new:
+        state.write(paths)  # makes the planned shards official
 
-    waiting = False
-    while True:
-        try:
-            lock = RunLock(path)
-            break
-        except UserError:
-            if not waiting:
-                print("another task is reading the lists; waiting for it", file=sys.stderr, flush=True)
-            waiting = True
-            time.sleep(1)
+
+def plan(paths: Paths, state: State, rows: Sequence[dict]) -> None:
+    """Write rows as further shards to be fetched."""
+    names = ["url", "caption", *columns_of(state.corpus)]
+    for first in range(0, len(rows), state.settings["shard_size"]):
+        some = rows[first : first + state.settings["shard_size"]]
+        table = pa.table({name: _column([row.get(name) for row in some]) for name in names})
+
+        def write(aside: Path, table: pa.Table = table) -> None:
+            with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
+                out.write_table(table)
+
+        replace_file(paths.todo / f"{state.shards:05d}.arrow", write)
+        state.shards += 1
+
+
+def _column(values: list) -> pa.Array:
     try:
-        yield
-    finally:
-        lock.release()
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):  # a list that mixes numbers and text
+        return pa.array([None if value is None else str(value) for value in values])
 
 
-def run(folder: Path, state, options: Download, part: tuple[int, int]) -> None:
-    """Fetch the unfinished shards."""
-    from tools.download.plan import pending
-    from tools.download.run import fetch_shards
-    from tools.download.shard import STATE
+def columns_of(corpus: str) -> list[str]:
+    """Columns of a row beside address and caption."""
+    return [] if CORPORA[corpus].columns else list(KEPT)
 
-    numbers = pending(folder, state, part)
-    if not numbers:
+
+def run(paths: Paths, state: State, options: Download, part: tuple[int, int]) -> None:
+    """Fetch the unfinished shards. Raises UserError: one could not be finished, or a process was killed."""
+    tasks = paths.pending(part)
+    if not tasks:
         return
+    paths.make()
+    columns, fetch = columns_of(state.corpus), fetch_here if options.distributor == "multiprocessing" else distribute
     try:
-        fetch_shards(folder, numbers, options, state.settings)
+        reason = fetch(paths, options, columns, tasks)
     except Terminated:
         refuse_idle_start(
-            folder / STATE / f"starts-{part[0]}-of-{part[1]}",
-            -len(numbers),
-            -len(pending(folder, state, part)),
+            paths.home / f"starts-{part[0]}-of-{part[1]}",
+            -len(tasks),
+            -len(paths.pending(part)),
             "a shard",
             "Give it more time (sbatch --time), or a new --out with a smaller --shard-size, and start it again.",
         )
         raise
-
-
-def finish(folder: Path, state, options: Download) -> None:
-    """Drop duplicates across shards, write the index and the report."""
-    from probemb.data.shards.index import INDEX_NAME
-    from tools.download.plan import markers
-    from tools.download.shard import drop_duplicates, write_shard_index
-
-    drop_duplicates(folder, state.shards)
-    made = report(folder, state, options)
-    if not write_shard_index(folder, markers(folder, state)):
-        (folder / INDEX_NAME).unlink(missing_ok=True)
-        cause, count = next(iter(made["lost"].items()), ("nothing was asked", 0))
+    if left := len(paths.pending(part)):
         raise UserError(
-            f"No image was fetched: {count:,} of {made['asked']:,} for the cause '{cause}'.",
-            f"See {folder}/download/report.html. {_remedy(cause)}",
+            f"{left} of {len(tasks)} shards could not be finished: {reason[:300].rstrip('.')}.",
+            "Remove the cause, such as a full disk; the same command then resumes with these shards.",
         )
 
 
-def _remedy(cause: str) -> str:
-    """Advice on retrying images that were lost for a cause."""
-    if cause.startswith(tuple(TEMPORARY_CAUSES.split(","))):
-        return "The same command with --retry-failed retries them."
-    if cause == "private address":
-        return "If these hosts are yours: --private-hosts --retry-failed --retry-causes 'private address'."
-    return f"Retrying rarely helps here; --retry-failed --retry-causes '{cause}' does it."
+def fetch_here(paths: Paths, options: Download, columns: list[str], tasks: Sequence[tuple[int, str]]) -> str:
+    """Fetch in processes of this machine, until a shard cannot be stored; returns the reason."""
+    shorten_sockets()
+    context = get_context("forkserver")  # imports img2dataset once
+    context.set_forkserver_preload(["tools.download.fetch"])
+    processes = min(options.processes, len(tasks))
+    with progress("Fetching shards", len(tasks)) as advance, process_pool(processes, "--processes", context) as pool:
+        try:
+            for job in as_completed([pool.submit(fetch_one, paths.folder, options, columns, task) for task in tasks]):
+                done, (_, reason) = job.result()
+                if not done:
+                    return reason
+                advance(1)
+        finally:
+            for child in active_children():  # a shard may take long, and is fetched again
+                child.kill()
+    return ""
 
 
-def report(folder: Path, state, options: Download, write: bool = True) -> dict:
-    """Print the report as a table or JSON; with `write`, also write its files."""
-    from tools.download.plan import markers
-    from tools.download.report import Outcome, publish
-    from tools.download.shard import ShardPaths
+def fetch_one(folder: Path, options: Download, columns: list[str], task: tuple[int, str]) -> tuple:
+    """One shard, in a process of the pool."""
+    return _fetcher(folder, options, tuple(columns))(task)
 
-    done = markers(folder, state)
-    outcome = Outcome(
-        title=CORPORA[state.corpus].title,
-        asked=state.rows,
-        dropped=sum((Counter(one.dropped) for one in state.lists), Counter()),
-        markers=done,
-        retried=sum((Counter(one.retried) for one in state.batches), Counter()),
-        shards=state.shards,
-        tars=[ShardPaths(folder, one.shard).tar for one in done if one.samples],
-        lists=[asdict(one) for one in state.lists],
-        settings=state.settings,
-    )
-    return publish(folder, outcome, options.json, write)
+
+@functools.cache
+def _fetcher(folder: Path, options: Download, columns: tuple[str, ...]):
+    from tools.download.fetch import Fetcher
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # killed with it
+    return Fetcher(folder, options, list(columns))
+
+
+def distribute(paths: Paths, options: Download, columns: list[str], tasks: Sequence[tuple[int, str]]) -> str:
+    """Fetch with img2dataset's distributors; all machines must share the folder's file system."""
+    from img2dataset import distributor
+
+    from tools.download.fetch import Fetcher
+
+    start = distributor.pyspark_distributor if options.distributor == "pyspark" else distributor.ray_distributor
+    start(options.processes, Fetcher(paths.folder, options, columns), tasks, 1000, 0)
+    return f"see the output of {options.distributor}"

@@ -26,7 +26,7 @@ MAX_URL_CHARS = 4096
 INSPECTED_LINES = 200  # from which a list of the wrong format is recognised
 
 NO_CAPTION, NO_ADDRESS, NO_ROW, NOT_UTF8 = "no caption", "no http address", "malformed row", "not UTF-8"
-_KEPT = ("image_id", "subreddit", "score", "created_utc")  # of RedCaps; authors and links to them are dropped
+KEPT = ("image_id", "subreddit", "score", "created_utc")  # of RedCaps; authors and links to them are dropped
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _json_rows(file: BinaryIO, path: Path) -> Iterator[tuple | Dropped]:
             yield Dropped(where, NO_ROW)
             continue
         extra = {
-            name: row[name] for name in _KEPT if isinstance(row.get(name), (str, int)) and len(str(row[name])) < 100
+            name: row[name] for name in KEPT if isinstance(row.get(name), (str, int)) and len(str(row[name])) < 100
         }
         yield where, row.get("url"), row.get("caption"), extra
 

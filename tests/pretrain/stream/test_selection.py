@@ -236,7 +236,7 @@ def test_identity_follows_what_is_kept(corpus, tmp_path):
     ("rules", "what", "remedy"),
     [
         (dict(min_side=1000), "no sample: 0 of 79 samples kept", "Loosen"),
-        (dict(score="other", min_score=1), "no column score.other", "--columns --score other"),
+        (dict(score="other", min_score=1), "no column score.other", "--score other"),
         (dict(score="clip_l14"), "min_score", "bound"),
         (dict(min_score=0.2), "min_score", "bound"),
         (dict(score="../x", min_score=0.2), "cannot name", "letters"),
@@ -271,7 +271,7 @@ def test_columns_that_do_not_fit_the_shards(corpus, tmp_path):
     def refused(match: str) -> None:
         with pytest.raises(UserError, match=match) as error:
             Selection([read_index(folder)], rules)
-        assert f"{folder} --columns" in error.value.remedy
+        assert f"tools.shards measure {folder}" in error.value.remedy
 
     whole = (columns / "width.npy").read_bytes()
     for damaged in (whole[:-4], b"", whole[:20]):
