@@ -1,12 +1,14 @@
-"""Every link of README and docs to a file of the project, and to a heading in it, leads somewhere."""
+"""The links of the documentation lead somewhere, and the reference is what the dataclasses say."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from tools import reference
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def without_code(page):
@@ -31,3 +33,7 @@ def test_links_lead_somewhere(page):
             lost.append(link)
     assert lost == []
     assert links or page.name not in ("README.md", "results.md")
+
+
+def test_the_reference_is_what_the_dataclasses_say():
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `python -m tools.reference`"
