@@ -208,7 +208,6 @@ def test_a_folder_is_no_configuration(tmp_path):
         ("tools.build_index", ["--embeddings=x"]),
         ("tools.export", ["--model=x"]),
         ("tools.toy2d", []),
-        ("tools.claims.command", []),
     ],
 )
 def test_an_empty_name_is_no_folder(module, words, empty, monkeypatch, tmp_path):

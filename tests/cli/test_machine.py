@@ -20,7 +20,7 @@ COUNTS = [  # command, arguments, the option, its bound
     ("tools.embed.command", ["--model=x", "--data=x", "--out=x"], "--workers", COMPUTING),
     ("tools.download.command", ["cc3m", "x", "--out=x"], "--processes", COMPUTING),
     ("tools.download.command", ["cc3m", "x", "--out=x"], "--threads", WAITING),
-    ("tools.claims.command", [], "--workers", COMPUTING),
+    ("tools.study", ["x.yaml"], "--workers", COMPUTING),
     ("tools.bench.loader", [], "--workers", COMPUTING),
 ]
 

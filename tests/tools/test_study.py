@@ -1,0 +1,134 @@
+"""A study's statistics against independent truths, and its runs: resumed, changed, failing."""
+
+import itertools
+import json
+import sys
+
+import pandas as pd
+import pytest
+import scipy.stats
+import yaml
+
+from probemb.errors import UserError
+from tools import study
+
+COUNT = "python -c \"open('{shared}', 'a').write('{seed}')\""
+WRITE = (  # a row's JSON: the seed and the row's own number
+    "python -c \"import json, os; os.makedirs('{out}'); open('{out}/r.json', 'w').write("
+    "json.dumps({'rows': [{'k': 1, 'x': 0}, {'k': 2, 'x': {value} + {seed} * {factor}}]}))\""
+)
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(*options, commands=..., **rows) -> what is printed; the study is in tmp_path."""
+
+    def call(*options: str, **changes) -> str:
+        content = {
+            "variables": {"factor": None, "command": WRITE},
+            "prepare": [COUNT],
+            "commands": ["{command}"],
+            "rows": {"a b": {"title": "row A", "value": 1}, "c": {"value": 3}},
+            "numbers": {"x": {"read": "r.json: rows[k=2].x", "factor": 10}},
+            "comparisons": [{"title": "family", "numbers": ["x"], "pairs": [["c", "a b"], ["c", 0]]}],
+        }
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump(content | changes))
+        study.main([str(tmp_path / "s.yaml"), "--out", str(tmp_path / "out"), "--set", "factor=2", *options])
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_paired_differences_have_students_interval_and_p(n):
+    a, b = scipy.stats.norm.rvs(size=(2, n), random_state=n)
+    found, truth = study.paired(list(a - b)), scipy.stats.ttest_rel(a, b)
+    interval = truth.confidence_interval(0.95)
+    assert found["mean"] == pytest.approx((a - b).mean())
+    assert (found["low"], found["high"], found["p"]) == pytest.approx((interval.low, interval.high, truth.pvalue))
+
+
+def test_equal_differences_have_a_point_as_interval():
+    assert study.paired([2.0, 2.0]) == {"mean": 2.0, "low": 2.0, "high": 2.0, "p": 0.0}
+    assert study.paired([0.0, 0.0])["p"] == 1
+
+
+def test_holm_is_the_closed_test_of_bonferroni():
+    for ps in itertools.product((0.004, 0.012, 0.02, 0.04, 0.3), repeat=4):
+        closed = [
+            all(
+                min(ps[j] for j in some) <= study.LEVEL / len(some)
+                for size in range(1, 5)
+                for some in itertools.combinations(range(4), size)
+                if i in some
+            )
+            for i in range(4)
+        ]
+        assert study.holm(ps) == closed
+    assert study.holm([float("nan"), 0.04]) == [False, True]
+
+
+def test_finished_rows_are_kept_and_a_wider_study_runs_the_rest(run, tmp_path):
+    text = run("--seeds", "2", "--workers", "2")
+    assert "row A" in text
+    assert "+20.00" in text  # (3 + 2s) - (1 + 2s), times its factor
+    first = (tmp_path / "out/finished/c-seed-1.json").read_bytes()
+    run("--seeds", "3", "--only", "c")
+    assert sorted((tmp_path / "out/shared").read_text()) == ["0", "1", "2"]  # a preparation of every seed, once
+    assert (tmp_path / "out/finished/c-seed-1.json").read_bytes() == first
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert [(one["seed"], one["x"]) for one in results["rows"]] == [(0, 3), (1, 5), (2, 7)]
+    assert results["rows"][0]["commands"][0].startswith("python -c")
+
+
+def test_a_table_is_read_back_with_the_same_comparisons(run, tmp_path):
+    text = run("--seeds", "3")
+    again = run("--table", str(tmp_path / "out/results.csv"))
+    assert again.strip() in text
+    table = pd.read_csv(tmp_path / "out/results.csv", comment="#")
+    assert list(table) == ["row", "seed", "x", "seconds"]
+
+
+def test_a_changed_command_line_is_refused_and_run_again_when_asked(run, tmp_path):
+    run("--seeds", "1")
+    changed = {"rows": {"a b": {"value": 1}, "c": {"value": 4}}}
+    with pytest.raises(UserError, match="c-seed-0 is finished with another command line"):
+        run("--seeds", "1", **changed)
+    run("--seeds", "1", "--rerun", **changed)
+    table = pd.read_csv(tmp_path / "out/results.csv", comment="#").set_index("row")
+    assert table.x.to_dict() == {"a b": 1, "c": 4}
+
+
+def test_a_failing_command_is_named_with_its_last_lines_and_the_others_go_on(run, capsys, tmp_path):
+    broken = "python -c \"print('halfway'); raise ValueError('broken')\""
+    rows = {"a b": {"command": broken}, "c": {"value": 3}}
+    with pytest.raises(UserError, match="1 of 2 failed: a-b-seed-0"):
+        run("--seeds", "1", rows=rows)
+    told = capsys.readouterr()
+    assert "a-b-seed-0 ended with code 1" in told.err
+    assert "ValueError: broken" in told.err
+    assert "30.0" in told.out
+    rows["a b"] = {"value": 1}
+    run("--seeds", "1", rows=rows)  # mended
+    assert len(pd.read_csv(tmp_path / "out/results.csv", comment="#")) == 2
+
+
+def test_a_variable_that_is_not_set_is_asked_for(run):
+    with pytest.raises(UserError, match="more is not set") as error:
+        run(variables={"factor": None, "more": None}, commands=[WRITE + " {more}"])
+    assert "--set more=VALUE" in str(error.value)
+
+
+def test_the_time_left_follows_what_rows_took(tmp_path):
+    rows, runner = (("a", 1), ("b", 3), ("c", 2)), study.Runner(2, False)
+    jobs = [study.Job(f"{row}-{seed}", tmp_path, [], row, seed, cost=cost) for seed in (0, 1) for row, cost in rows]
+    assert runner.seconds_left(jobs, jobs) is None
+    for job, seconds in zip(jobs[:2], (10.0, 50.0)):
+        job.file("finished", ".json").write_text(json.dumps({"seconds": seconds}))
+    # A unit of cost takes 15 s, so each c 30; a takes 10 and b 50, as before; two at a time: 30 + 30, and 10 + 50
+    assert runner.seconds_left(jobs[2:], jobs) == pytest.approx(60, abs=0.1)
+
+
+def test_python_is_the_running_one(run, tmp_path):
+    run("--seeds", "1", commands=[WRITE, 'python -c "import sys; print(sys.executable)"'])
+    assert (tmp_path / "out/logs/c-seed-0.log").read_text().splitlines()[-1] == sys.executable
