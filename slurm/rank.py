@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from probemb.runs.preemption import REQUEUE
@@ -99,44 +98,6 @@ class ResumableStage(Stage):
             time.sleep(0.1)
         if self.child and code not in (0, REQUEUE):
             raise RuntimeError(f"{self.module} ended with code {code} when it was asked to save.")
-        return submitit.helpers.DelayedSubmission(self)
-
-
-@dataclass
-class RestartableStage(Stage):
-    """A stage whose complete files survive its end at any time, and which resumes when it is started again.
-
-    Args:
-        progress: what is complete, in any form that can be compared.
-    """
-
-    progress: Callable[[], object] = lambda: None
-    idle: int = field(default=0, init=False)  # starts in a row that completed nothing
-    at_start: object = field(default=None, init=False)
-
-    def __call__(self) -> int:
-        self.at_start = self.progress()
-        return super().__call__()
-
-    def checkpoint(self):
-        """End the run; submitit calls this on rank 0 and requeues the job with the returned value.
-
-        Raises:
-            RuntimeError: it is the third start in a row that completed nothing; the job would be requeued forever.
-        """
-        import submitit
-
-        from probemb.runs.starts import MAX_STARTS
-
-        while self.child and self.child.poll() is None:
-            self.child.terminate()
-            time.sleep(0.1)
-        self.idle = self.idle + 1 if self.progress() == self.at_start else 0
-        if self.idle >= MAX_STARTS:
-            raise RuntimeError(
-                f"{MAX_STARTS} starts of {self.module} in a row were asked to stop before they had completed a file. "
-                "Give it more time (--time) or more --parts, and submit again, which resumes."
-            )
         return submitit.helpers.DelayedSubmission(self)
 
 

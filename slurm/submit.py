@@ -6,7 +6,7 @@
     python -m slurm.submit finetune --gpus-per-node 1 --methods pcmepp,vse -- --data.path … --out runs/coco
     python -m slurm.submit pretrain --nodes 4 --gpus-per-node 8 --sweep sweep.txt -- --config …
     python -m slurm.submit embed --gpus-per-node 1 --parts 16 -- --model runs/x --data data/cc12m --out embeddings/x
-    python -m slurm.submit build-index --cpu --cpus-per-task 32 --parts 16 -- --embeddings embeddings/x --out indexes/x
+    python -m slurm.submit build-index --cpu --cpus-per-task 32 -- --embeddings embeddings/x --out indexes/x
 
 Words after `--` go to the stage. Several methods, the lines of a sweep, or parts become a job array. A run saves
 `margin` seconds before the time limit, is requeued and resumes.
@@ -14,19 +14,16 @@ Words after `--` go to the stage. Several methods, the lines of a sweep, or part
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from jsonargparse.typing import PositiveInt
@@ -36,7 +33,7 @@ from probemb.cli.configuration import parse_config
 from probemb.cli.machine import refuse_crowd
 from probemb.cli.ranges import Folder
 from probemb.errors import UserError, nearest
-from slurm.sweep import argument_lists, in_turn, refuse_existing_index
+from slurm.sweep import argument_lists
 
 PROG = "python -m slurm.submit"
 STAGES = {
@@ -77,7 +74,7 @@ class Submission:
         sbatch: further options of sbatch, as KEY=VALUE, --sbatch '["reservation=course", "exclusive"]'.
         methods: finetuning methods, separated by commas: a job array, each in the folder of its name in --out.
         sweep: a file with one line of arguments for each run, with an --out of its own: a job array.
-        parts: jobs that share the shards of `embed`, or the parts of the index of `build-index`: a job array.
+        parts: jobs that share the shards of `embed`: a job array.
         parallel: runs of a job array at a time.
         name: of the job; the stage's if empty.
         folder: for sbatch files and logs, on a file system that all nodes share.
@@ -125,18 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stage is None:
         raise UserError("No stage was named.", f"Write it first: {PROG} pretrain --nodes 4 --gpus-per-node 8 -- ….")
     runs = argument_lists(stage, passed_on, given.methods, given.sweep, given.parts)
-    if stage == "build-index":
-        refuse_existing_index(passed_on)
     check(stage, given)
-    jobs = in_turn(stage, passed_on, runs, given.parts)
     os.environ.pop("SUBMITIT_PREEMPT_SIGNAL", None)  # slurm.rank listens to submitit's own signal, USR2
     if given.dry_run:
-        for number, some in enumerate(jobs):
-            print(sbatch_file(stage, given, len(some), after="JOB" if number else None))
+        print(sbatch_file(stage, given, len(runs)))
         return 0
     if given.local:
-        return next(filter(None, (max(run_here(stage, given, one) for one in some) for some in jobs)), 0)
-    return submit_in_turn(stage, given, jobs)
+        return max(run_here(stage, given, one) for one in runs)
+    submit(stage, given, runs)
+    return 0
 
 
 def seconds(text: str) -> int:
@@ -184,32 +178,17 @@ def check(stage: str, given: Submission) -> None:
 
 def make_stage(stage: str, given: Submission, arguments: list[str]):
     """Build the task of every rank of the job."""
-    from slurm.rank import RestartableStage, ResumableStage, Stage
+    from slurm.rank import ResumableStage, Stage
 
     gpus = 0 if given.cpu else given.gpus_per_node
     if stage in TRAINERS:
         arguments = ["--resume", f"--engine.threads={given.cpus_per_task}", *arguments]
     kind = ResumableStage if stage in (*TRAINERS, "embed") else Stage  # embed always resumes
-    if stage == "build-index":
-        return RestartableStage(STAGES[stage], arguments, gpus, progress=partial(complete_files, arguments))
     return kind(STAGES[stage], arguments, gpus)
 
 
-def complete_files(arguments: Sequence[str]) -> list[str]:
-    """The complete files of the index, or of the part of one, that a build-index job builds."""
-    from probemb.search import unfinished
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part")
-    given, _ = parser.parse_known_args(arguments)
-    share = unfinished.Share(*map(int, given.part.split("/"))) if given.part else None
-    return unfinished.complete_files(given.out, share)
-
-
-def parameters(stage: str, given: Submission, after: str | None = None) -> dict:
-    """Parameters of submitit's Slurm executor; the job starts once the job `after` has succeeded."""
-    following = {"dependency": f"afterok:{after}", "kill-on-invalid-dep": "yes"} if after else {}
+def parameters(stage: str, given: Submission) -> dict:
+    """Parameters of submitit's Slurm executor."""
     threads = given.cpus_per_task if stage == "build-index" else "${OMP_NUM_THREADS:-1}"  # FAISS' threads
     more = [given.sbatch] if isinstance(given.sbatch, str) else given.sbatch
     pairs = [option.lstrip("-").partition("=") for option in more]
@@ -228,7 +207,7 @@ def parameters(stage: str, given: Submission, after: str | None = None) -> dict:
         "array_parallelism": given.parallel,
         "constraint": given.constraint,
         "stderr_to_stdout": True,
-        "additional_parameters": {"requeue": True} | following | {key: value or True for key, _, value in pairs},
+        "additional_parameters": {"requeue": True} | {key: value or True for key, _, value in pairs},
         "setup": [
             f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
             f"export OMP_NUM_THREADS={threads} NCCL_DEBUG=${{NCCL_DEBUG:-WARN}}",
@@ -240,38 +219,24 @@ def parameters(stage: str, given: Submission, after: str | None = None) -> dict:
     return {key: value for key, value in wanted.items() if value is not None}
 
 
-def sbatch_file(stage: str, given: Submission, runs: int = 1, after: str | None = None) -> str:
+def sbatch_file(stage: str, given: Submission, runs: int = 1) -> str:
     """The file that submitit would hand to sbatch."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     folder = Path(given.folder).absolute()
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     array = {"map_count": runs} if runs > 1 else {}
-    return _make_sbatch_string(command=command, folder=folder, **parameters(stage, given, after), **array)
+    return _make_sbatch_string(command=command, folder=folder, **parameters(stage, given), **array)
 
 
-def submit_in_turn(stage: str, given: Submission, jobs: list[list[list[str]]]) -> int:
-    """Submit jobs of which each starts when the one before has succeeded; all of them or none."""
-    numbers: list[str] = []
-    try:
-        for runs in jobs:
-            numbers.append(submit(stage, given, runs, after=numbers[-1] if numbers else None))
-    except UserError:
-        if numbers:
-            subprocess.run(["scancel", *numbers], check=False)
-        raise
-    print(f"see squeue --job {','.join(numbers)}; end it with scancel {' '.join(numbers)}")
-    return 0
-
-
-def submit(stage: str, given: Submission, runs: list[list[str]], after: str | None = None) -> str:
-    """Submit the job, an array for several runs, and print where its log is; returns its number."""
+def submit(stage: str, given: Submission, runs: list[list[str]]) -> None:
+    """Submit the job, an array for several runs, and print where its log is."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
     folder = Path(given.folder).absolute()
     executor = SlurmExecutor(folder, max_num_timeout=MAX_TIMEOUTS)
-    executor.update_parameters(**parameters(stage, given, after))
+    executor.update_parameters(**parameters(stage, given))
     try:
         with leaving_nothing(folder, FailedJobError):
             jobs = executor.submit_array([make_stage(stage, given, arguments) for arguments in runs])
@@ -283,7 +248,8 @@ def submit(stage: str, given: Submission, runs: list[list[str]], after: str | No
     for job, arguments in zip(jobs, runs):
         print(f"job {job.job_id}: {stage}, {size}{f' ({shlex.join(arguments)})' if len(runs) > 1 else ''}")
         print(f"log {job.paths.stdout} (rank 0)")
-    return jobs[0].job_id.split("_")[0]
+    number = jobs[0].job_id.split("_")[0]
+    print(f"see squeue --job {number}; end it with scancel {number}")
 
 
 @contextmanager

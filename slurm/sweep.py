@@ -1,8 +1,7 @@
-"""Arguments of the runs of a job array: finetuning methods, parts of an embedding or index, or the lines of a file."""
+"""Arguments of the runs of a job array: finetuning methods, parts of an embedding, or the lines of a file."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from probemb.errors import UserError, nearest
 
 MAX_PARTS = 1000  # Slurm's default MaxArraySize
-WITH_PARTS = ("embed", "build-index")
 
 
 def argument_lists(
@@ -25,7 +23,7 @@ def argument_lists(
     Args:
         methods: finetuning methods, separated by commas; each gets the folder of its name in --out.
         sweep: a file with one line of arguments for each run, as in a shell; comments start with #.
-        parts: runs that share the shards of the stage `embed`, or the parts of the index of `build-index`.
+        parts: runs that share the shards of the stage `embed`.
 
     Raises:
         UserError: unknown methods or no --out, an unusable file or line, or parts of another stage.
@@ -42,33 +40,15 @@ def argument_lists(
 
 
 def _parts(stage: str, arguments: Sequence[str], parts: int, methods: str | None, sweep: str | None) -> list[str]:
-    if stage not in WITH_PARTS:
-        remedy = f"Leave --parts out, or submit the stage {' or '.join(WITH_PARTS)}."
-        raise UserError(f"The stage {stage} has no parts.", remedy)
+    if stage != "embed":
+        raise UserError(f"The stage {stage} has no parts.", "Leave --parts out, or submit the stage embed.")
     if methods is not None or sweep is not None:
         raise UserError("--parts excludes --methods and --sweep.", "Leave them out.")
     if not 1 <= parts <= MAX_PARTS:
         raise UserError(f"--parts is {parts}.", f"Give 1 to {MAX_PARTS:,}.")
-    for own in ("--part", "--train-for", "--merge"):
-        if own in arguments or _value(own, arguments) is not None:
-            raise UserError(f"--parts and the stage's own {own} exclude each other.", "Leave one of them out.")
+    if _value("--part", arguments) is not None:
+        raise UserError("--parts and the stage's own --part exclude each other.", "Leave one of them out.")
     return [f"{i}/{parts}" for i in range(1, parts + 1)]
-
-
-def in_turn(
-    stage: str, arguments: Sequence[str], runs: list[list[str]], parts: int | None = None
-) -> list[list[list[str]]]:
-    """The runs as one job array, or, for the parts of an index, as three jobs that follow each other."""
-    if stage != "build-index" or parts is None:
-        return [runs]
-    return [[[*arguments, "--train-for", str(parts)]], runs, [[*arguments, "--merge"]]]
-
-
-def refuse_existing_index(arguments: Sequence[str]) -> None:
-    """Raises UserError if there is something at --out, which each job would refuse."""
-    out = _value("--out", arguments)
-    if out and os.path.lexists(out):
-        raise UserError(f"{out} is there already.", "Name another folder with --out, or remove it.")
 
 
 def _of_methods(stage: str, arguments: Sequence[str], methods: str) -> list[list[str]]:

@@ -51,7 +51,7 @@ def gallery(tmp_path_factory, run_folder):
     from probemb.data.shards.index import Shard, write_index
     from probemb.search.embeddings import open_embeddings
     from tools.build_index import main as build
-    from tools.embed.command import main as embed
+    from tools.embed import main as embed
 
     folder = tmp_path_factory.mktemp("gallery")
     members, told, jpegs = [], [], []
@@ -80,6 +80,12 @@ def gallery(tmp_path_factory, run_folder):
 @pytest.fixture(scope="session")
 def searcher(gallery):
     """Over the images, without a calibration."""
-    from tools.search.command import open_searcher, parse
+    return open_searcher(gallery.images)
 
-    return open_searcher(parse(["anything", "--index", str(gallery.images), "--device", "cpu"]))
+
+def open_searcher(folder, *options):
+    """The searcher of an index, as the command opens it."""
+    from tools.search.command import open_searchers, parse
+
+    (found,) = open_searchers(parse(["anything", "--index", str(folder), "--device", "cpu", *options])).values()
+    return found

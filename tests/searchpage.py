@@ -9,8 +9,7 @@ import pytest
 from waitress import wasyncore
 
 from tests.browser import chromium
-from tools.search.web.page import make_app
-from tools.search.web.server import make_server
+from tools.search.page import make_app, make_server
 
 UPLOAD = 2 << 20
 
@@ -30,7 +29,7 @@ def serving(*searchers, host="127.0.0.1"):
         server.task_dispatcher.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def port(searcher):
     with serving(searcher) as server:
         yield int(server.effective_port)
@@ -63,7 +62,7 @@ def post(port, fields, files=(), **headers):
     return status, json.loads(data)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("profile")) as one:
         yield one
@@ -81,19 +80,9 @@ def page(browser, port):
 
 
 CARDS = "[...document.querySelectorAll('.card')]"
-
-
 STATUS = "document.querySelector('#status')"
-
-
-PICTURES_ARE_THERE = "[...document.querySelectorAll('.frame img')].filter(i => i.naturalWidth === 32).length === 24"
-
-
 SETTLED = f"{STATUS}.textContent && !document.querySelector('#go').disabled"
-
-
 KEYS = f"{CARDS}.map(c => c.querySelector('.key').textContent)"
-STATE = "import('/static/state.js').then(m => m.state)"
 
 
 def open_page(browser, address):
@@ -110,7 +99,7 @@ def reload(browser):
 
 
 def search_for(page, text):
-    page.click("#texts input")
+    page.click("[name=text]")
     page.run("document.activeElement.select()")
     page.type(text)
     page.press("Enter")

@@ -105,7 +105,7 @@ def make_scenes(tmp_path_factory, **plan):
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory, run_folder, scenes):
     """The embeddings folder of `scenes/val` under the tiny model: 16 images and 80 captions."""
-    from tools.embed.command import main
+    from tools.embed import main
 
     out = tmp_path_factory.mktemp("embedded") / "out"
     assert main(["--model", str(run_folder), "--data", str(scenes / "val"), "--out", str(out)]) == 0

@@ -40,19 +40,29 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Unfailing:
-    """A text stream that drops what cannot be written: to a full disk, or to a reader that exited, as `| head` does."""
+    """A text stream that drops what cannot be written: to a full disk, or to a reader that exited, as `| head` does.
+
+    `lost` is the error that dropped text, unless a reader exited.
+    """
 
     def __init__(self, stream):
         self._stream = stream
+        self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
+        self._try(self._stream.flush)
+
+    def _try(self, step: Callable) -> None:
+        try:
+            step()
+        except BrokenPipeError:
+            pass
+        except OSError as error:
+            self.lost = error
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
@@ -69,6 +79,13 @@ def make_output_unfailing() -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
         setattr(sys, name, stream if isinstance(stream, _Unfailing) else _Unfailing(stream))
+
+
+def require_output() -> None:
+    """Raise UserError if an answer on stdout was lost, as on a full disk."""
+    sys.stdout.flush()
+    if lost := getattr(sys.stdout, "lost", None):
+        raise UserError(f"The output cannot be written ({lost.strerror}).", "Free some space, and repeat the command.")
 
 
 def report(error: UserError) -> None:

@@ -1,6 +1,8 @@
 """Bounds that the machine sets to counts of processes and threads."""
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from probemb.errors import UserError
 
@@ -11,8 +13,26 @@ def cores() -> int:
 
 
 def machine_memory() -> int:
-    """Bytes of memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory of the machine, or of this process's container or Slurm job if that may have less."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+
+
+def memory_limits(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """The memory limits, in bytes, of this process's control group and those around it, versions 1 and 2."""
+    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)  # "0::/slurm/job_7" in version 2
+            inner = Path(group.lstrip("/"))
+            for folder in (inner, *inner.parents):
+                files.append(root / folder / "memory.max")
+                if "memory" in controllers.split(","):
+                    files.append(root / "memory" / folder / "memory.limit_in_bytes")
+    limits = []
+    for file in files:
+        with suppress(OSError, ValueError):  # absent, or "max"
+            limits.append(int(file.read_text()))
+    return limits
 
 
 COMPUTING = max(64, 4 * cores())  # processes, or threads, that compute; more only cost memory

@@ -212,7 +212,6 @@ def warning(found: Mapping) -> str | None:
     if not told:
         return None
     return (
-        f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; let "
-        "`python -m tools.search --calibrate` choose another score, or finetune so that u keeps its sign "
-        "(docs/finetune.md)"
+        f"warning: u runs against recall here ({'; '.join(told)}), so refusing by u keeps the worse answers; "
+        "finetune so that u keeps its sign (docs/finetune.md)"
     )

@@ -1,7 +1,7 @@
 """The FAISS index that suits a gallery.
 
-The bounds follow FAISS' own guide (exact search while it is fast, a graph while it fits into memory, inverted lists
-with compressed codes beyond); `tools.bench.search` measures their cost in recall.
+The bounds follow FAISS' own guide: exact search while it is fast, a graph while it fits into memory, inverted lists
+with compressed codes beyond.
 """
 
 import re
@@ -20,11 +20,20 @@ TRAIN_PER_CELL = 40  # FAISS warns below 39
 
 @dataclass(frozen=True)
 class Choice:
-    """A FAISS factory string, the reason for it, and how many candidates a search examines (None: all)."""
+    """A FAISS factory string, the reason for it, and how many cells or nodes a search examines (None: the default)."""
 
     factory: str
     why: str
-    effort: int | None
+    asked_effort: int | None = None
+
+    @property
+    def effort(self) -> int | None:
+        """By default the root of the number of cells, at least 16, or EF_SEARCH nodes of a graph; None: all items."""
+        if self.asked_effort:
+            return self.asked_effort
+        if cells := re.search(r"IVF(\d+)", self.factory):
+            return min(int(cells[1]), max(16, int(int(cells[1]) ** 0.5)))
+        return EF_SEARCH if re.search(r"HNSW|NSG|IMI", self.factory) else None
 
 
 def choose_factory(count: int, dim: int, memory: int) -> Choice:
@@ -32,11 +41,14 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
     flat, graph = count * 4 * (dim + 1), count * (4 * (dim + 1) + 8 * LINKS)
     shape = f"{count:,} items of {dim} + 1 dimensions"
     if count <= FLAT_ITEMS and flat <= memory:
-        return Choice("Flat", f"Flat, exact: {shape} are {_size(flat)}, which is fast to search as a whole.", None)
+        return Choice("Flat", f"Flat, exact: {shape} are {_size(flat)}, which is fast to search as a whole.")
     if count <= GRAPH_ITEMS and graph <= memory:
         why = f"HNSW{LINKS}, a graph: {shape} are too many to search all of them, and fit as {_size(graph)} into the "
-        return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.", EF_SEARCH)
-    cells, parts = cell_count(count), _code_bytes(dim)
+        return Choice(f"HNSW{LINKS}", f"{why}{_size(memory)} that the index may take.")
+    cells, parts = cell_count(count), 64
+    while parts > 8 and parts * 8 > dim:  # bytes of a code: at most an eighth of the dimensions
+        parts //= 2
+    parts = min(parts, dim)
     # np: without the training for polysemous search, which takes minutes and is not used here
     graph_of_cells = "_HNSW32" if cells >= MANY_CELLS else ""
     factory = f"OPQ{parts}_{min(8, dim // parts) * parts},IVF{cells}{graph_of_cells},PQ{parts}np"
@@ -45,8 +57,7 @@ def choose_factory(count: int, dim: int, memory: int) -> Choice:
     why += f", and {_size(memory)} are given" if graph > memory else ", which takes too long to build"
     why += f"; codes of {parts} bytes in {cells:,} cells take {_size(size)}"
     why += ", which is still more: searches will read from the disk" if size > memory else ""
-    why += ". Distances are approximate."
-    return Choice(factory, why, default_effort(factory))
+    return Choice(factory, f"{why}. Distances are approximate.")
 
 
 def cell_count(count: int) -> int:
@@ -55,19 +66,6 @@ def cell_count(count: int) -> int:
     while cells * 2 <= min(8 * count**0.5, count / TRAIN_PER_CELL, 1 << 20):
         cells *= 2
     return cells
-
-
-def default_effort(factory: str) -> int | None:
-    """Default number of candidates: the root of the number of cells, at least 16, or EF_SEARCH nodes of a graph."""
-    found = re.search(r"IVF(\d+)", factory)
-    if found:
-        return min(int(found[1]), max(16, int(int(found[1]) ** 0.5)))
-    return EF_SEARCH if "HNSW" in factory or "NSG" in factory else None
-
-
-def takes_effort(factory: str) -> bool:
-    """True if the number of candidates of a search can be set."""
-    return re.search(r"IVF|IMI|HNSW|NSG", factory) is not None
 
 
 def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62) -> int:
@@ -79,33 +77,17 @@ def training_count(factory: str, count: int, dim: int = 1, memory: int = 1 << 62
     return min(count, wanted, max(10_000, memory // (8 * (dim + 1))))
 
 
-def least_items(factory: str) -> int:
-    """Number of items below which FAISS does not train an index: one for each cell and each entry of a codebook."""
+def refuse_small_gallery(factory: str, count: int) -> None:
+    """Raise UserError if so many items are too few to train an index on: one for each cell and codebook entry."""
     cells = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
     bits = [int(n or 8) for n in re.findall(r"(?:PQ|RQ)\d+(?:x(\d+))?", factory)]
     bits += [int(n) for n in re.findall(r"IMI\d+x(\d+)", factory)]
-    return max([1, *cells, *(2**n for n in bits)])
-
-
-def refuse_small_gallery(factory: str, count: int) -> None:
-    """Raise UserError if so many items are too few to train an index on."""
-    if count < (least := least_items(factory)):
+    least = max([1, *cells, *(2**n for n in bits)])
+    if count < least:
         raise UserError(
             f"The index '{factory}' cannot be made from {count:,} items: it needs at least {least:,}.",
             "Use a smaller index, or Flat.",
         )
-
-
-def _code_bytes(dim: int) -> int:
-    """Bytes of a product quantizer's code: a power of two, at most 64 and an eighth of the dimensions, at least 8."""
-    parts = 64
-    while parts > 8 and parts * 8 > dim:
-        parts //= 2
-    return min(parts, dim)
-
-
-def _size(size: float) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):,.0f} MiB"
 
 
 def bytes_per_item(factory: str, dim: int) -> int:
@@ -123,3 +105,7 @@ def _vector_bytes(factory: str, dim: int) -> int:
     if scalar:
         return -(-(dim + 1) * {"4": 4, "6": 6, "8": 8}.get(scalar[1], 16) // 8)
     return 4 * (dim + 1)
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):,.0f} MiB"

@@ -6,8 +6,8 @@
 CSD(q, j) = |mu_q - mu_j|^2 + u_q + u_j, u the sum of the variances. With sqrt(u_j - min u) appended to the gallery's
 mean and 0 to the query's, the squared Euclidean distance in D + 1 dimensions is |mu_q - mu_j|^2 + u_j - min u; the
 query's u and min u are constants of its ranking. So an exact index ("Flat") is exact under CSD, and an approximate one
-approximates CSD itself.
-The form "tolerance" weighs u_j with any lambda (`penalty.py`).
+approximates CSD itself. u_j may have any weight lambda: sqrt(lambda (u_j - min u)), or below 0 sqrt(lambda (u_j - max
+u)). Only differences of u are added in float32, which tells items apart however large all variances are.
 The paper's way searches the means and adds u_j to the candidates (PCME++ §C.5), which misses items that the means alone
 do not find.
 
@@ -16,30 +16,30 @@ Q queries, N gallery items, D dimensions.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import faiss
 import numpy as np
 import torch
 from torch import Tensor
 
 from probemb.errors import UserError, nearest
 from probemb.gaussian import Gaussian
-from probemb.search.penalty import CSD, FORMS, Penalty, penalty_of
 
 if TYPE_CHECKING:
-    import faiss
+    from probemb.search.folder import Items
 
-    from probemb.search.items import Items
-
+FORMS = ("csd", "mean")
 # Nodes examined for each one added. With FAISS' 40, recall stays below 1 at any effort, because queries lie outside of
 # the gallery (their last dimension is 0); 100 takes twice the time to build.
 EF_CONSTRUCTION = 100
-MAX_BITS = 24  # of a product quantizer's code
 _EFFORT = {"IVF": "nprobe", "HNSW": "efSearch", "NSG": "search_L"}
-CANDIDATES = 10  # candidates per neighbour by default, re-ranked (reranking.py) or refined (",RFlat")
+CANDIDATES = 10  # candidates per neighbour by default, re-ranked or refined (",RFlat")
+SAMPLE = 2_048  # items whose means an index keeps, to estimate what a search does not return
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,16 @@ class Index:
     Attributes:
         parts: FAISS indexes over vectors of `width` dimensions (padded with zeros where a quantizer needs it), which
             together hold the gallery's items in order.
-        form: "csd" or "tolerance" (D + 1 dimensions), or "mean" (D).
+        form: "csd" (D + 1 dimensions) or "mean" (D).
         dim: D.
         uncertainty: (N,) float32, u of the gallery.
-        penalty: of the form; without a meaning for "mean".
+        sample: evenly spaced rows (S,), at most SAMPLE, and their means (S, D) float32.
+        weight: lambda of the gallery's u in the ranking: 1 for CSD, 0 for the form "mean".
+        origin: u that is taken off every item's in the vectors: the least, or the largest below a weight of 0.
         kind, model, weights, factory, why, items: of an index folder, else None. "image" or "text"; the model as typed
             and its SHA-256; the FAISS factory string and the reason for it; the metadata of each item.
-        identity: digest that tells one index folder from another at the same path; None in memory.
-        resize: who cropped and resized the images, and does those of queries: "pil" or "tensor".
+        identity: tells one index folder from another at the same path; None in memory.
+        resize: backend that resized the images, and resizes those of queries: "pil" or "tensor".
     """
 
     parts: tuple[faiss.Index, ...]
@@ -64,7 +66,9 @@ class Index:
     dim: int
     width: int
     uncertainty: Tensor
-    penalty: Penalty = CSD
+    sample: tuple[Tensor, Tensor]
+    weight: float = 1.0
+    origin: float = 0.0
     kind: str | None = None
     model: str | None = None
     weights: str | None = None
@@ -78,18 +82,13 @@ class Index:
         return len(self.uncertainty)
 
     @property
-    def weight(self) -> float:
-        """The weight of the gallery's u in the ranking: 1 for CSD, 0 for the means."""
-        return 0.0 if self.form == "mean" else self.penalty.weight
-
-    @property
     def faiss(self) -> faiss.Index:
         """The FAISS index of a gallery that has one part. Raises ValueError for several."""
         (part,) = self.parts
         return part
 
     def item(self, i: int) -> dict:
-        """key, captions, shard, offset, size and url of a gallery item; see `probemb.search.items`.
+        """key, captions, shard, offset, size and url of a gallery item; see `probemb.search.folder.Items`.
 
         Raises UserError: the index was made in memory.
         """
@@ -98,15 +97,17 @@ class Index:
         return self.items[i]
 
 
-def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tolerance: float | None = None) -> Index:
+# ------------------------------------------------------------------------------------------------ building
+
+
+def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tolerance: float = 1.0) -> Index:
     """Index a gallery.
 
     Args:
         gallery: Gaussian (N, D).
         factory: as `faiss.index_factory` takes it; trained on the gallery if it needs training.
-        form: "csd" searches CSD itself in D + 1 dimensions; "tolerance" CSD with the gallery's u times `tolerance`;
-            "mean" the Euclidean distance of the means.
-        tolerance: lambda, for that form alone.
+        form: "csd" searches CSD itself in D + 1 dimensions; "mean" the Euclidean distance of the means.
+        tolerance: weight of the gallery's u in the form "csd".
 
     Raises UserError: an empty gallery, numbers that are not finite, an unknown factory string or one that needs a
     larger gallery.
@@ -115,39 +116,61 @@ def build_index(gallery: Gaussian, factory: str = "Flat", form: str = "csd", tol
         raise UserError(f"There is no form of search '{form}'.{nearest(form, FORMS)}", f"Choose {' or '.join(FORMS)}.")
     if gallery.mean.dim() != 2 or not len(gallery):
         raise UserError(f"The gallery has the shape {tuple(gallery.shape)}.", "Give at least one item, as (N, D).")
-    u = gallery.uncertainty().float().cpu()
-    penalty = penalty_of(form, tolerance, float(u.max()), float(u.min()))
-    vectors = gallery_vectors(gallery.mean.detach().float().cpu().numpy(), u.numpy(), form, factory, penalty)
+    u, mean, rows = gallery.uncertainty().float().cpu(), gallery.mean.detach().float().cpu(), sample_rows(len(gallery))
+    weight, origin = weighing(form, tolerance, float(u.min()), float(u.max()))
+    vectors = gallery_vectors(mean.numpy(), u.numpy(), form, factory, weight, origin)
     index = new_index(vectors.shape[1], factory)
     train(index, vectors, factory)
     fill(index, vectors, factory)
-    return Index((index,), form, gallery.shape[1], vectors.shape[1], u, penalty)
+    return Index((index,), form, gallery.shape[1], vectors.shape[1], u, (rows, mean[rows]), weight, origin)
 
 
-def gallery_vectors(mean: np.ndarray, u: np.ndarray, form: str, factory: str, penalty: Penalty = CSD) -> np.ndarray:
+def sample_rows(count: int) -> Tensor:
+    """Evenly spaced rows of so many items, at most SAMPLE."""
+    return torch.linspace(0, count - 1, min(count, SAMPLE), dtype=torch.float64).round().long()
+
+
+def weighing(form: str, tolerance: float, least: float, most: float) -> tuple[float, float]:
+    """weight and origin of an `Index`; `least` and `most` u of the gallery. Raises UserError: lambda is not finite."""
+    if not math.isfinite(tolerance):
+        raise UserError(f"The weight of the variances is {tolerance}.", "Give a finite number, such as -1.")
+    return (0.0, 0.0) if form == "mean" else (tolerance, most if tolerance < 0 else least)
+
+
+def gallery_vectors(
+    mean: np.ndarray, u: np.ndarray, form: str, factory: str, weight: float = 1.0, origin: float = 0.0
+) -> np.ndarray:
     """The vectors for FAISS of (N, D) means and (N,) uncertainties: (N, width) float32. Raises UserError."""
-    last = None if form == "mean" else penalty.column(u)
+    last = None if form == "mean" else np.sqrt(abs(weight * (u - np.float32(origin))))
     vectors = _vectors(mean, last, width_of(mean.shape[1], form, factory))
     if not np.isfinite(vectors).all():
         raise UserError("The gallery holds NaN or infinity.", "Leave those items out, or use another checkpoint.")
     return vectors
 
 
+def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarray:
+    """Means (N, D), one more column, and zero padding: (N, width) float32."""
+    out = np.zeros((len(mean), width), dtype=np.float32)
+    out[:, : mean.shape[1]] = mean
+    if last is not None:
+        out[:, mean.shape[1]] = last
+    return out
+
+
 def width_of(dim: int, form: str, factory: str) -> int:
     """Dimensions of the vectors: D, or D + 1, rounded up to a multiple that the factory's quantizers can divide.
 
     Flat vectors are padded to whole 16 bytes: zeros change no distance, and a search of 513 dimensions takes longer
-    than one of 516 (`tools.bench.search`).
+    than one of 516 (`tools.bench.search`). Transforms such as OPQ64_512 and PCA256 take any width.
     """
-    columns = dim + (form != "mean")
-    return -(-columns // _multiple(factory)) * _multiple(factory)
+    columns, multiple = dim + (form != "mean"), 4 if factory == "Flat" else 1
+    if not re.match(r"(OPQ\d+_\d+|PCA[RW]*\d+)", factory):
+        multiple = int(np.lcm.reduce([multiple, *(int(n) for n in re.findall(r"PQ(\d+)", factory) if int(n) > 0)]))
+    return -(-columns // multiple) * multiple
 
 
 def new_index(width: int, factory: str) -> faiss.Index:
     """An empty, untrained index. Raises UserError for a string that FAISS does not know."""
-    import faiss
-
-    check_codes(factory)
     try:
         index = faiss.index_factory(width, factory, faiss.METRIC_L2)
     except (RuntimeError, MemoryError) as error:
@@ -155,7 +178,7 @@ def new_index(width: int, factory: str) -> faiss.Index:
             f"FAISS makes no index of '{factory}' in {width} dimensions ({_reason(error)}).",
             "Use a string such as Flat, HNSW32, or IVF256,Flat.",
         ) from error
-    refuse_other_distances(index, factory)
+    _refuse_other_distances(index, factory)
     if isinstance(index, faiss.IndexRefine):
         index.k_factor = CANDIDATES  # with FAISS' 1 the finer codes would only sort the result
     graph = _innermost(index)
@@ -164,40 +187,36 @@ def new_index(width: int, factory: str) -> faiss.Index:
     return index
 
 
-def check_codes(factory: str) -> None:
-    """Raises UserError for codes of a width with which FAISS would end the process."""
-    for bits in re.findall(r"PQ\d+x(\d+)", factory):
-        if len(bits) > 2 or not 1 <= int(bits) <= MAX_BITS:
-            raise UserError(f"'{factory}' has codes of {bits[:9]} bits.", f"Use 1 to {MAX_BITS}; 8 is common.")
-
-
-def refuse_other_distances(index: faiss.Index, factory: str) -> None:
+def _refuse_other_distances(index: faiss.Index, factory: str) -> None:
     """Raises UserError for an index whose distance is not Euclidean, such as LSH, L2norm and PCAW64."""
-    import faiss
+    index = faiss.downcast_index(index)
+    chain = [faiss.downcast_VectorTransform(index.chain.at(i)) for i in range(index.chain.size())] if hasattr(
+        index, "chain"
+    ) else []  # fmt: skip
+    other = any(
+        isinstance(one, faiss.NormalizationTransform | faiss.ITQTransform)
+        or (isinstance(one, faiss.PCAMatrix) and one.eigen_power != 0)
+        for one in chain
+    )
+    if other or isinstance(index, faiss.IndexLSH) or index.metric_type != faiss.METRIC_L2:
+        raise UserError(
+            f"'{factory}' does not rank by the Euclidean distance, from which CSD follows.",
+            "Use a string such as Flat, HNSW32, or IVF256,Flat.",
+        )
+    if isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
+        _refuse_other_distances(_inner(index), factory)
 
-    while True:
-        index = faiss.downcast_index(index)
-        chain = [index.chain.at(i) for i in range(index.chain.size())] if hasattr(index, "chain") else []
-        other = any(map(_changes_distances, map(faiss.downcast_VectorTransform, chain)))
-        if other or isinstance(index, faiss.IndexLSH) or index.metric_type != faiss.METRIC_L2:
-            raise UserError(
-                f"'{factory}' does not rank by the Euclidean distance, from which CSD follows.",
-                "Use a string such as Flat, HNSW32, or IVF256,Flat.",
-            )
-        if isinstance(index, faiss.IndexPreTransform):
-            index = index.index
-        elif isinstance(index, faiss.IndexRefine):
-            index = index.base_index
-        else:
-            return
+
+def _inner(index: faiss.Index) -> faiss.Index:
+    return index.index if isinstance(index, faiss.IndexPreTransform) else index.base_index
 
 
-def _changes_distances(transform) -> bool:
-    """True if a transformation of vectors is anything other than a rotation or a projection."""
-    import faiss
-
-    whitens = isinstance(transform, faiss.PCAMatrix) and transform.eigen_power != 0
-    return whitens or isinstance(transform, faiss.NormalizationTransform | faiss.ITQTransform)
+def _innermost(index: faiss.Index) -> faiss.Index:
+    """The index inside transforms and refinement."""
+    index = faiss.downcast_index(index)
+    while isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
+        index = faiss.downcast_index(_inner(index))
+    return index
 
 
 def train(index: faiss.Index, vectors: np.ndarray, factory: str) -> None:
@@ -221,6 +240,33 @@ def _make(step: Callable, vectors: np.ndarray, factory: str) -> None:
         ) from error
 
 
+def _reason(error: Exception) -> str:
+    """FAISS' message without file and line."""
+    text = re.sub(r"^.*?\.(?:cpp|h):\d+:\s*", "", " ".join(str(error).split()))
+    return re.sub(r"^Error: .*? failed: ?", "", text)[:200].rstrip(". ") or "no reason given"
+
+
+def set_effort(index: Index, effort: int) -> str | None:
+    """Set how many cells (`nprobe`) or nodes of a graph (`efSearch`, `search_L`) an approximate index examines.
+
+    Returns the name of the parameter, None for an index without one.
+    """
+    name = None
+    for part in index.parts:
+        inner = _innermost(part)
+        kind = type(inner).__name__
+        name = next((name for mark, name in _EFFORT.items() if mark in kind), None)
+        if name == "search_L":
+            inner.nsg.search_L = effort
+        elif name:
+            space = faiss.GpuParameterSpace() if "Gpu" in kind else faiss.ParameterSpace()
+            space.set_index_parameter(part, name, effort)
+    return name
+
+
+# ------------------------------------------------------------------------------------------------ searching
+
+
 def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
     """The k closest gallery items of every query.
 
@@ -228,21 +274,21 @@ def search(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
         queries: Gaussian (Q, D). k: at most the gallery's size.
 
     Returns:
-        distance (Q, k) float32: the squared Euclidean distance of the means for the form "mean", CSD for "csd", and for
-        "tolerance" CSD with the item's u times lambda; gallery indices (Q, k) int64. An approximate index may find
-        fewer than k: the rest is infinity and -1.
+        distance (Q, k) float32: the squared Euclidean distance of the means for the form "mean", else CSD with the
+        item's u times the index's weight; gallery indices (Q, k) int64. An approximate index may find fewer than k:
+        the rest is infinity and -1.
 
     Raises UserError: k is out of range, or the queries have another dimension than the gallery or are not finite.
     """
     distance, found = neighbours(index, queries, k)
     if index.form != "mean":
-        distance = distance - index.penalty.constant + queries.uncertainty().float().cpu()[:, None]
+        distance = distance + index.weight * index.origin + queries.uncertainty().float().cpu()[:, None]
     return distance, found
 
 
 def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]:
-    """`search` with distances that lack what is the same for all items: the query's u and the penalty's constant, which
-    would blur the distances of large variances in float32.
+    """`search` with distances that lack what is the same for all items: the query's u and the origin's, which would
+    blur the distances of large variances in float32.
     """
     if not 1 <= k <= len(index):
         raise UserError(f"{k} neighbours are asked of a gallery of {len(index)}.", f"Ask for 1 to {len(index)}.")
@@ -267,58 +313,70 @@ def neighbours(index: Index, queries: Gaussian, k: int) -> tuple[Tensor, Tensor]
     return distance, found
 
 
-def set_effort(index: Index, effort: int) -> str | None:
-    """Set how many cells (`nprobe`) or nodes of a graph (`efSearch`, `search_L`) an approximate index examines.
+def rerank(
+    index: Index, queries: Gaussian, k: int, candidates: int | None = None, weight: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Search the means, add the gallery's uncertainty to the candidates, and keep the k closest. Source: PCME++ §C.5.
 
-    Returns the name of the parameter, None for an index without one.
+    Args:
+        index: of the form "mean". candidates: how many are re-ranked, from k to all; by default 10 times k.
+        weight: of the gallery's uncertainty.
+
+    Returns CSD (Q, k) with the weighted uncertainty, and gallery indices (Q, k). Raises UserError: as `search`; an
+    index of another form; fewer candidates than k.
     """
-    import faiss
-
-    name = None
-    for part in index.parts:
-        inner = _innermost(part)
-        kind = type(inner).__name__
-        name = next((name for mark, name in _EFFORT.items() if mark in kind), None)
-        if name == "search_L":
-            inner.nsg.search_L = effort
-        elif name:
-            space = faiss.GpuParameterSpace() if "Gpu" in kind else faiss.ParameterSpace()
-            space.set_index_parameter(part, name, effort)
-    return name
+    if index.form != "mean":
+        raise UserError("An index of CSD itself has nothing to re-rank.", "Build it with form='mean', or use search().")
+    candidates = min(CANDIDATES * k if candidates is None else candidates, len(index))
+    if candidates < k:
+        raise UserError(f"{k} items are asked of {candidates} candidates.", "Take at least as many candidates.")
+    distance, found = _weighted(index, *neighbours(index, queries, candidates), weight)
+    return _whole(index, queries, distance[:, :k]), found[:, :k]
 
 
-def _innermost(index: faiss.Index) -> faiss.Index:
-    """The index inside transforms and refinement."""
-    import faiss
+def search_weighted(index: Index, queries: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
+    """`search` by CSD with the gallery's u times `weight`, exactly, in an index of any weight.
 
-    index = faiss.downcast_index(index)
-    while isinstance(index, (faiss.IndexPreTransform, faiss.IndexRefine)):
-        index = faiss.downcast_index(index.index if isinstance(index, faiss.IndexPreTransform) else index.base_index)
-    return index
+    An index of another weight gives candidates, ever more of them, until no other item can be among the k closest: what
+    the weight changes is bounded by the gallery's least and largest u.
 
-
-def _vectors(mean: np.ndarray, last: np.ndarray | None, width: int) -> np.ndarray:
-    """Means (N, D), one more column, and zero padding: (N, width) float32."""
-    out = np.zeros((len(mean), width), dtype=np.float32)
-    out[:, : mean.shape[1]] = mean
-    if last is not None:
-        out[:, mean.shape[1]] = last
-    return out
-
-
-def _multiple(factory: str) -> int:
-    """The divisor of the width: the number of equal parts into which product quantizers cut vectors.
-
-    Transforms such as OPQ64_512 and PCA256 take any width.
+    Raises UserError: as `search`; the index has another weight and is not an exact one on the CPU.
     """
-    if re.match(r"(OPQ\d+_\d+|PCA[RW]*\d+)", factory):
-        return 1
-    if factory == "Flat":
-        return 4
-    return int(np.lcm.reduce([int(n) for n in re.findall(r"PQ(\d+)", factory) if int(n) > 0] or [1]))
+    if weight == index.weight and index.form != "mean":
+        return search(index, queries, k)
+    if not is_exact(index):
+        raise UserError(
+            f"This index ranks with the gallery's variances times {index.weight:g}, and only a Flat one on the CPU can "
+            f"also rank with {weight:g}.",
+            f"Build another with `python -m tools.build_index --tolerance {weight:g}`.",
+        )
+    change = weight - index.weight
+    least = min(change * float(u) for u in torch.aminmax(index.uncertainty))
+    look = min(CANDIDATES * k, len(index))
+    while True:
+        distance, found = neighbours(index, queries, look)
+        beyond = distance[:, -1:].double() + least  # of any item that is not among the candidates
+        distance, found = _weighted(index, distance, found, change)
+        distance, found = distance[:, :k], found[:, :k]
+        if look == len(index) or bool((distance[:, -1:] < beyond).all()):
+            return _whole(index, queries, distance), found
+        look = min(4 * look, len(index))
 
 
-def _reason(error: Exception) -> str:
-    """FAISS' message without file and line."""
-    text = re.sub(r"^.*?\.(?:cpp|h):\d+:\s*", "", " ".join(str(error).split()))
-    return re.sub(r"^Error: .*? failed: ?", "", text)[:200].rstrip(". ") or "no reason given"
+def is_exact(index: Index) -> bool:
+    """True if the index compares with every item, in memory that serves any number of neighbours."""
+    return all(isinstance(faiss.downcast_index(part), faiss.IndexFlat) for part in index.parts)
+
+
+def _weighted(index: Index, distance: Tensor, found: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Candidates in the order of their distances plus `weight` times their u, in float64; what was not found stays
+    last.
+    """
+    u = index.uncertainty[found.clamp_min(0)].double()
+    distance, order = (distance.double() + weight * u).sort(dim=1, stable=True)
+    return distance, found.gather(1, order)
+
+
+def _whole(index: Index, queries: Gaussian, distance: Tensor) -> Tensor:
+    """Distances with what `neighbours` leaves out, float32."""
+    return (distance + index.weight * index.origin + queries.uncertainty().double().cpu()[:, None]).float()

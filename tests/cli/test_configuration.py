@@ -204,7 +204,7 @@ def test_a_folder_is_no_configuration(tmp_path):
         ("finetune.run", ["--data.path=x"]),
         ("zeroshot.imagenet", ["--data=x"]),
         ("zeroshot.retrieval", ["--data=x"]),
-        ("tools.embed.command", ["--model=x", "--data=x"]),
+        ("tools.embed", ["--model=x", "--data=x"]),
         ("tools.build_index", ["--embeddings=x"]),
         ("tools.export", ["--model=x"]),
         ("tools.toy2d", []),

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from probemb.cli.device import precision_words, training_precision
-from probemb.cli.machine import COMPUTING, WAITING, cores, refuse_crowd
+from probemb.cli.machine import COMPUTING, WAITING, cores, machine_memory, memory_limits, refuse_crowd
 from probemb.errors import UserError
 
 COUNTS = [  # command, arguments, the option, its bound
@@ -17,7 +17,7 @@ COUNTS = [  # command, arguments, the option, its bound
     ("zeroshot.retrieval", ["--data=x"], "--workers", COMPUTING),
     ("tools.make_scenes", ["x"], "--workers", COMPUTING),
     ("tools.shards", ["index", "x"], "--workers", COMPUTING),
-    ("tools.embed.command", ["--model=x", "--data=x", "--out=x"], "--workers", COMPUTING),
+    ("tools.embed", ["--model=x", "--data=x", "--out=x"], "--workers", COMPUTING),
     ("tools.download.command", ["cc3m", "x", "--out=x"], "--processes", COMPUTING),
     ("tools.download.command", ["cc3m", "x", "--out=x"], "--threads", WAITING),
     ("tools.study", ["x.yaml"], "--workers", COMPUTING),
@@ -65,3 +65,17 @@ def test_bf16_is_for_gpus_that_have_it():
         training_precision("bf16", v100)
     assert precision_words("fp32", v100) == "fp32 (this GPU has no bf16)"
     assert [precision_words("fp32", gpu) for gpu in (a100, none)] == ["fp32", "fp32"]
+
+
+def test_a_container_has_the_memory_of_its_control_group(tmp_path):
+    files = {"memory.max": "max", "slurm/memory.max": str(8 << 30), "slurm/job_7/memory.max": str(4 << 30)}
+    files["memory/docker/memory.limit_in_bytes"] = str(2 << 30)
+    for name, limit in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{limit}\n")
+    (tmp_path / "own").write_text("0::/slurm/job_7\n")
+    assert sorted(memory_limits(tmp_path / "own", tmp_path)) == [4 << 30, 8 << 30]
+    (tmp_path / "own").write_text("5:cpu,memory:/docker\n0::/\n")
+    assert memory_limits(tmp_path / "own", tmp_path) == [2 << 30]
+    assert memory_limits(tmp_path / "absent", tmp_path) == []
+    assert machine_memory() >= 1 << 20

@@ -46,7 +46,7 @@ def test_large_variances_leave_the_ranking_as_it_is():
     exact = (queries.mean.double()[:, None] - large.mean.double()).square().sum(-1) + u.double()
     closest = exact.argsort(dim=1)[:, :10]
     assert (found == closest).all(1).double().mean() > 0.9
-    by_mean, other = build_index(large, form="mean"), build_index(large, form="tolerance", tolerance=-1.0)
+    by_mean, other = build_index(large, form="mean"), build_index(large, tolerance=-1.0)
     certain = Gaussian(queries.mean, torch.full_like(queries.mean, 3.0))  # u is large on both sides
     reranked = rerank(by_mean, certain, 10, 2000)
     for measured, ranked in (
@@ -87,10 +87,10 @@ def test_any_weight_of_the_variances_in_one_more_dimension(weight):
     gallery, queries = gaussians(60), gaussians(20, seed=1)  # few enough for no near ties
     scores = tolerance_scores(queries, gallery, i2t=weight, t2i=1.0)(slice(0, 20))
     want = ranking(scores, 60)
-    distance, found = search(build_index(gallery, form="tolerance", tolerance=weight), queries, 60)
+    distance, found = search(build_index(gallery, tolerance=weight), queries, 60)
     assert torch.equal(found, want)
     torch.testing.assert_close(distance, -scores.gather(1, found), rtol=1e-5, atol=1e-4)
-    for form, own in (("csd", None), ("mean", None), ("tolerance", -0.5), ("tolerance", 2.0)):
+    for form, own in (("csd", 1.0), ("mean", 1.0), ("csd", -0.5), ("csd", 2.0)):
         for k in (1, 7, 60):
             index = build_index(gallery, form=form, tolerance=own)
             distance, found = search_weighted(index, queries, k, weight)
@@ -107,7 +107,7 @@ def test_few_candidates_are_enough_where_variances_hardly_differ(monkeypatch):
         asked.append(k)
         return neighbours(index, queries, k)
 
-    monkeypatch.setattr("probemb.search.reranking.neighbours", counted)
+    monkeypatch.setattr("probemb.search.index.neighbours", counted)
     _, found = search_weighted(build_index(gallery), queries, 5, -1.0)
     assert torch.equal(found, ranking(tolerance_scores(queries, gallery, -1.0, 1.0)(slice(0, 20)), 5))
     assert asked == [50]
@@ -118,7 +118,7 @@ def test_other_indexes_search_csd_too(factory):
     gallery, queries = gaussians(400), gaussians(30, seed=1)
     index = build_index(gallery, factory)
     if factory.startswith("IVF"):
-        index.faiss.nprobe = 4
+        index.parts[0].nprobe = 4
     _, found = search(index, queries, 10)
     best = csd(queries, gallery).argmin(1)
     by_mean = (queries.mean @ gallery.mean.T).argmax(1)
@@ -142,7 +142,7 @@ def test_an_index_that_finds_too_few_says_so():
         (lambda g, q: search(build_index(g), q, 9), "9 neighbours are asked of a gallery of 8"),
         (lambda g, q: search(build_index(g), q, 0), "0 neighbours"),
         (lambda g, q: search(build_index(g), gaussians(3, dim=5), 1), "the gallery has 16 dimensions"),
-        (lambda g, q: build_index(g, form="tolerance"), "The weight of the variances is None"),
+        (lambda g, q: build_index(g, tolerance=float("nan")), "The weight of the variances is nan"),
         (lambda g, q: search_weighted(build_index(g, "HNSW4"), q, 1, -1.0), "only a Flat one on the CPU can"),
         (lambda g, q: build_index(g, "Flt"), "FAISS makes no index of 'Flt'"),
         (lambda g, q: build_index(g, "IVF100,Flat"), "cannot be made from 8 items"),

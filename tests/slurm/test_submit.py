@@ -13,7 +13,7 @@ import pytest
 from probemb.cli.command import run_command
 from probemb.errors import UserError
 from slurm.submit import main, seconds
-from slurm.sweep import argument_lists, in_turn
+from slurm.sweep import argument_lists
 from tests.slurm.jobs import ROOT
 
 GPUS = ("--nodes", "4", "--gpus-per-node", "8")
@@ -70,8 +70,6 @@ REFUSALS = {
     "parts of another stage": (["pretrain", *GPUS, "--parts", "4"], "The stage pretrain has no parts.", "embed"),
     "no parts": (["embed", *GPUS, "--parts", "0"], "--parts is 0.", "1 to 1,000"),
     "parts and a part": (["embed", *GPUS, "--parts", "4", "--", "--part=1/2"], "exclude each other", "Leave one"),
-    "parts and a merge": (["build-index", "--cpu", "--parts=4", "--", "--merge"], "own --merge exclude", "Leave one"),
-    "index is there": (["build-index", "--cpu", "--parts=4", "--", "--out=/"], "/ is there already.", "another folder"),
     "parts and a sweep": (["embed", *GPUS, "--parts", "4", "--sweep", "x"], "--parts excludes --methods", "Leave"),
     "no such sweep": (["finetune", *GPUS, "--sweep", "x"], "The list of a sweep, x, cannot be read", "text file"),
     "many nodes here": (["pretrain", *GPUS, "--local"], "--local has one machine, not 4.", "Leave --nodes out"),
@@ -145,24 +143,6 @@ def test_parts_share_the_shards_of_an_embedding(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "#SBATCH --array=0-15%16" in lines
     assert "#SBATCH --requeue" in lines
-
-
-def test_parts_of_an_index_are_three_jobs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    given = ["--out", "x"]
-    runs = argument_lists("build-index", given, parts=2)
-    train, array, merge = in_turn("build-index", given, runs, 2)
-    assert train == [[*given, "--train-for", "2"]]
-    assert array == [[*given, "--part", "1/2"], [*given, "--part", "2/2"]]
-    assert merge == [[*given, "--merge"]]
-    assert in_turn("build-index", given, [given]) == [[given]]
-    assert ends("build-index", "--cpu", "--cpus-per-task=5", "--parts=2", "--dry-run", "--", *given) == 0
-    first, *others = capsys.readouterr().out.split("#!/bin/bash")[1:]
-    assert "dependency" not in first
-    for one in others:
-        assert "#SBATCH --dependency=afterok:" in one
-        assert "#SBATCH --kill-on-invalid-dep=yes" in one
-        assert "export OMP_NUM_THREADS=5 " in one
 
 
 def test_the_dry_run_of_several_methods_is_an_array(tmp_path, monkeypatch, capsys):

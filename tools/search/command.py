@@ -3,33 +3,54 @@
     python -m tools.search "two dogs on grass" --index index/cc3m                      # a table
     python -m tools.search "the same, at night" --image x.jpg --index index/cc3m --json
     python -m tools.search "a beach" "a dog" --without "people" --weights 1,2,0.5 --index index/cc3m
-    python -m tools.search "a dog" --more general --index index/captions               # what includes the query
+    python -m tools.search --image x.jpg --tolerance -1 --index index/captions         # all that fits, not the closest
     python -m tools.search --serve --index index/cc3m --index index/cc12m              # a search page
-    python -m tools.search --calibrate data/val --index index/cc3m                     # calibrate refusals
-    python -m tools.search "a dog" --min-precision 0.8 --index index/cc3m
-    python -m tools.search --image x.jpg --fits --tolerance -1 --index index/captions  # all that fits, not the closest
+    python -m tools.search --calibrate data/val --min-precision 0.8 --index index/cc3m
+    python -m tools.search "a dog" --max-uncertainty calibrated --index index/cc3m
 
 Several texts and images form one query, by the composer that the model was trained with, else the product of their
-normals (MPC). Results are ranked by CSD. A query more uncertain than --max-uncertainty is refused with exit code 1, as
-is one whose calibrated score is above the threshold for --min-precision, or above --max-score.
+normals (MPC). Results are ranked by CSD. A query more uncertain than --max-uncertainty is refused with exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from jsonargparse.typing import PositiveInt, restricted_number_type
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from probemb.cli.command import Parser, require_output
+from probemb.cli.device import choose_device
+from probemb.cli.machine import machine_memory
+from probemb.cli.progress import progress
+from probemb.cli.ranges import Share
+from probemb.cli.results import finite
 from probemb.errors import UserError
-from tools.search.options import parse, signed_weights
+from probemb.models import load_model, weights_sha256
+from probemb.reports.text import printable
+from probemb.search import Index, load_index, require_model, set_effort
+from tools.search.calibrate import calibrate, load_calibration, save_calibration
+from tools.search.query import WITHOUT, QueryEncoder, Searcher, SearchRequest, read_image
 
-if TYPE_CHECKING:
-    from probemb.search import Index
-    from tools.search.query import Searcher
-
+PROG = "python -m tools.search"
 REFUSED = 1
+CALIBRATED = "calibrated"
+QUERY, SERVE, CALIBRATE = "a query", "--serve", "--calibrate"
+BELONGS = {  # options of some modes only
+    **dict.fromkeys(("top", "max_uncertainty", "max_item_uncertainty", "without", "without_image"), (QUERY,)),
+    **dict.fromkeys(("weights", "json"), (QUERY,)),
+    **dict.fromkeys(("tolerance", "rerank"), (QUERY, SERVE)),
+    **dict.fromkeys(("min_precision", "within"), (CALIBRATE,)),
+    **dict.fromkeys(("host", "port", "allow_host", "max_upload"), (SERVE,)),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,23 +62,107 @@ def main(argv: Sequence[str] | None = None) -> int:
     return search_once(options)
 
 
-def open_searchers(options: argparse.Namespace, calibrated: bool = True) -> dict[str, Searcher]:
-    """Searchers of the indexes, by name, with the models that made them. Raises UserError."""
-    from probemb.cli.device import choose_device
-    from probemb.cli.machine import machine_memory
-    from probemb.models import load_model, weights_sha256
-    from probemb.search import require_model
-    from tools.search.calibration import load_calibration
-    from tools.search.decoding import DecodingPool
-    from tools.search.encoding import QueryEncoder
-    from tools.search.query import Searcher
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options. Raises UserError: they are out of range or exclude each other."""
+    port = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
+    mebibytes = restricted_number_type("Mebibytes", int, [(">=", 1), ("<=", 1024)])
+    parser = Parser(prog=PROG, description="Search an index with texts and images; several are one query.")
+    add = parser.add_argument
+    add("texts", nargs="*", metavar="TEXT", help="texts of the query")
+    index = "index folder of tools.build_index; for --serve may be repeated, the page lets people choose"
+    add("--index", type=Path, action="append", default=[], metavar="FOLDER", help=index)
+    add("--image", type=Path, action="append", default=[], help="an image of the query; may be repeated")
+    without = "a text that the results should not have; may be repeated"
+    add("--without", action="append", default=[], metavar="TEXT", help=without)
+    without = "an image that the results should not be like; may be repeated"
+    add("--without-image", type=Path, action="append", default=[], metavar="IMAGE", help=without)
+    weights = "how much each part counts, in the order texts, --without, --image, --without-image (default: 1, and "
+    add("--weights", metavar="W,W,...", help=f"{weights}{WITHOUT} of what to leave out)")
+    add("--model", help="run, model folder or hub name (default: the one the index was made with)")
+    add("--top", type=int, default=10, help="results (default: %(default)s)")
+    limit = f"refuse a query more uncertain than this; {CALIBRATED}: than the threshold of --calibrate"
+    add("--max-uncertainty", type=_limit, metavar="U", help=limit)
+    add("--max-item-uncertainty", type=float, metavar="U", help="leave out results above this")
+    tolerance = "weight of the items' variances in the ranking: below 0 finds all that fits, 1 the closest, by CSD "
+    add("--tolerance", type=float, metavar="LAMBDA", help=f"{tolerance}(default: as the index ranks)")
+    add("--effort", type=PositiveInt, help="cells (IVF) or nodes (HNSW) that an approximate index searches")
+    add("--rerank", type=int, metavar="N", help="candidates that CSD re-ranks in an index of means (--form mean)")
+    add("--json", action="store_true", help="print the answer as JSON")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    add("--precision", default="auto", help="auto, fp32, bf16, fp16 (default: %(default)s)")
+    add = parser.add_argument_group("calibration").add_argument
+    data = "validation images with captions: writes the threshold of --max-uncertainty beside the index"
+    add("--calibrate", metavar="DATA", help=data)
+    precision = "share of the answered queries whose answer is correct (default: %(default)s)"
+    add("--min-precision", type=Share, default=0.9, metavar="P", help=precision)
+    within = "an answer is correct if the correct item is among the K closest (default: %(default)s)"
+    add("--within", type=PositiveInt, default=1, metavar="K", help=within)
+    add = parser.add_argument_group("page").add_argument
+    add("--serve", action="store_true", help="serve a search page")
+    add("--host", default="127.0.0.1", help="address to serve at (default: %(default)s: this machine only)")
+    add("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
+    name = "a further name of this server; may be repeated"
+    add("--allow-host", action="append", default=[], metavar="NAME", help=name)
+    upload = "limit of one query (default: %(default)s)"
+    add("--max-upload", type=mebibytes, default=16, metavar="MIB", help=upload)
+    options = parser.parse_intermixed_args(argv)  # texts may precede and follow options
+    _check(parser, options)
+    return options
 
-    device, decoding = choose_device(options.device, options.precision), DecodingPool()
+
+def _limit(text: str) -> float | str:
+    return text if text == CALIBRATED else float(text)
+
+
+def _check(parser: Parser, options: argparse.Namespace) -> None:
+    if not options.index:
+        raise UserError("--index is missing.", "Name the folder that tools.build_index has made.")
+    if len(options.index) > 1 and not options.serve:
+        raise UserError(f"--index is given {len(options.index)} times.", "Give one; only --serve takes several.")
+    folders = [folder.absolute() for folder in options.index]
+    if twice := next((one for one in folders if folders.count(one) > 1), None):
+        raise UserError(f"--index {twice} is given twice.", "Give it once.")
+    asked = bool(options.texts or options.image or options.without or options.without_image)
+    if options.serve + bool(options.calibrate) + asked > 1:
+        raise UserError("A query, --serve and --calibrate exclude each other.", "Use one at a time.")
+    doing = SERVE if options.serve else CALIBRATE if options.calibrate else QUERY
+    for name, belongs in BELONGS.items():
+        if doing not in belongs and getattr(options, name) != parser.get_default(name):
+            raise UserError(f"--{name.replace('_', '-')} does not belong to {doing}.", "Leave it out.")
+    if options.tolerance is not None and not math.isfinite(options.tolerance):
+        raise UserError(f"--tolerance is {options.tolerance}.", "Give a finite number, such as -1.")
+    if options.rerank is not None and options.rerank < options.top:
+        raise UserError(f"--rerank is {options.rerank}, --top {options.top}.", "Use at least as many candidates.")
+
+
+def signed_weights(options: argparse.Namespace) -> list[float] | None:
+    """The weight of every part of a query, texts first; below 0 for those of --without. None if all are 1.
+
+    Raises:
+        UserError: they are no numbers above 0, or not as many as parts.
+    """
+    signs = [1] * len(options.texts) + [-1] * len(options.without)
+    signs += [1] * len(options.image) + [-1] * len(options.without_image)
+    if options.weights is None:
+        return [1.0 if sign > 0 else -WITHOUT for sign in signs] if -1 in signs else None
+    remedy = "Give one number above 0 for every part, in the order texts, --without, --image, --without-image: 1,0.5,2."
+    try:
+        sizes = [float(one) for one in options.weights.split(",")]
+    except ValueError:
+        raise UserError(f"--weights is '{options.weights}'.", remedy) from None
+    if len(sizes) != len(signs) or not all(size > 0 for size in sizes):
+        raise UserError(f"--weights is {options.weights} for {len(signs)} parts.", remedy)
+    return [size * sign for size, sign in zip(sizes, signs)]
+
+
+def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
+    """Searchers of the indexes, by name, with the models that made them. Raises UserError."""
+    device = choose_device(options.device, options.precision)
     on_gpu = options.serve and device.name.startswith("cuda")  # one query takes less time than the copy
     files = [file for folder in options.index for file in folder.rglob("*") if file.is_file()]
     in_memory = options.serve and sum(file.stat().st_size for file in files) <= machine_memory() / 4
     indexes = {folder: open_index(folder, options, "auto" if on_gpu else "cpu", in_memory) for folder in options.index}
-    encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and by who resizes
+    encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and resize backend
     weights: dict[str, str] = {}
     found = {}
     for title, (folder, index) in zip(index_names(options.index), indexes.items()):
@@ -65,7 +170,7 @@ def open_searchers(options: argparse.Namespace, calibrated: bool = True) -> dict
         key = name, index.resize
         if key not in encoders:
             try:
-                encoders[key] = QueryEncoder(load_model(name, device.name, index.resize), name, device, decoding)
+                encoders[key] = QueryEncoder(load_model(name, device.name, index.resize), name, device)
             except UserError as error:
                 if options.model:
                     raise
@@ -73,21 +178,13 @@ def open_searchers(options: argparse.Namespace, calibrated: bool = True) -> dict
                 raise UserError(error.what, what) from None
             weights[name] = weights_sha256(encoders[key].loaded.model)
         require_model(index, name, weights[name], encoders[key].loaded.model.embed_dim)
-        calibration = load_calibration(folder, index.weights) if calibrated else None
-        found[title] = Searcher(index, encoders[key], calibration, options.rerank, options.tolerance)
+        calibration = None if options.calibrate else load_calibration(folder, index.weights)
+        found[title] = Searcher(index, encoders[key], options.tolerance, options.rerank, calibration)
     return found
-
-
-def open_searcher(options: argparse.Namespace, calibrated: bool = True) -> Searcher:
-    """The searcher of a single index. Raises UserError."""
-    (searcher,) = open_searchers(options, calibrated).values()
-    return searcher
 
 
 def open_index(folder: Path, options: argparse.Namespace, device: str, in_memory: bool) -> Index:
     """An index, with what the options say of its searches. Raises UserError: they do not apply to it."""
-    from probemb.search import load_index, set_effort
-
     index = load_index(folder, device, memory_map=not in_memory)
     if options.rerank is not None and index.form != "mean":
         raise UserError(
@@ -113,66 +210,96 @@ def index_names(folders: Sequence[Path]) -> list[str]:
 
 def search_once(options: argparse.Namespace) -> int:
     """Answer one query."""
-    from tools.search.tables import print_answer
-    from tools.search.wish import Wish, check_wish, read_image
-
     images = [read_image(path) for path in (*options.image, *options.without_image)]
-    wish = Wish(
-        [*options.texts, *options.without], images, options.top, options.max_uncertainty,
-        options.max_item_uncertainty, options.min_precision, options.fits, options.max_score, signed_weights(options),
-        options.more,
+    texts, limit = [*options.texts, *options.without], options.max_uncertainty
+    request = SearchRequest(
+        texts, images, signed_weights(options), options.top, None if limit == CALIBRATED else limit,
+        options.max_item_uncertainty,
     )  # fmt: skip
-    check_wish(wish)
-    answer = open_searcher(options).answer(wish)
+    (searcher,) = open_searchers(options).values()
+    if limit == CALIBRATED:
+        limit = calibrated_limit(searcher.calibration, len(texts), len(images))
+        request = replace(request, max_uncertainty=limit)
+    answer = searcher.answer(request)
     if options.json:
-        from probemb.cli.results import finite
-
         print(json.dumps(finite(answer), indent=1, ensure_ascii=True))
     else:
         print_answer(answer)
+    require_output()
     return REFUSED if answer["refused"] else 0
 
 
+def calibrated_limit(calibration: dict | None, texts: int, images: int) -> float:
+    """The calibrated threshold for a query of so many parts. Raises UserError: there is none."""
+    if calibration is None:
+        remedy = "Make one with `python -m tools.search --index INDEX --calibrate DATA`, or give a number."
+        raise UserError("This index has no calibration.", remedy)
+    if (texts, images) != ((1, 0) if calibration["kind"] == "text" else (0, 1)):
+        raise UserError(
+            f"The calibration of this index is of queries of one {calibration['kind']}.",
+            "Give --max-uncertainty as a number.",
+        )
+    return calibration["max_uncertainty"]
+
+
+def print_answer(answer: dict) -> None:
+    """Print the answer as a table."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    query = answer["query"]
+    line = f"uncertainty of the query: {query['uncertainty']:.4g}"
+    if len(query["parts"]) > 1:
+        line += f" (its parts: {', '.join(format(part['uncertainty'], '.4g') for part in query['parts'])})"
+    if answer["weight"] != 1:
+        line += f"; ranked with the variances of the items times {answer['weight']:g}"
+    console.print(line, highlight=False)
+    if query["unknown_words"]:
+        words = ", ".join(escape(printable(word)) for word in query["unknown_words"])
+        console.print(f"the model does not know: {words}; the uncertainty says nothing about that", highlight=False)
+    if answer["refused"]:
+        line = f"refused: that is above {answer['limit']:.4g}; make the query more specific, or raise the limit"
+        console.print(line, highlight=False, soft_wrap=True)
+        return
+    if not answer["results"]:
+        console.print(f"no certain enough result among the {answer['looked_at']:,} closest", highlight=False)
+        return
+    table = Table()
+    for heading in ("rank", "match", "distance", "uncertainty"):
+        table.add_column(heading, justify="right")
+    table.add_column("key", overflow="fold")
+    table.add_column("caption", overflow="fold")
+    for result in answer["results"]:
+        match, n = result["match"], answer["gallery"]
+        table.add_row(
+            str(result["rank"]), "" if match is None else f"{100 * match:.3g} %, {match * n:.3g} x",
+            f"{result['distance']:.4f}", f"{result['uncertainty']:.4g}",
+            escape(printable(result["key"])), escape(printable((result["captions"] or [""])[0])),
+        )  # fmt: skip
+    console.print(table)
+    if answer["results"][0]["match"] is not None:
+        line = f"match: the probability of an item if exactly one of the {answer['gallery']:,} matches, in percent "
+        console.print(f"{line}and as a multiple of the average item's", highlight=False, soft_wrap=True)
+
+
 def calibrate_index(options: argparse.Namespace) -> int:
-    """Measure a calibration and store it beside the index."""
-    from probemb.cli.progress import progress
-    from tools.search.calibrating import calibrate
-    from tools.search.calibration import save_calibration
-    from tools.search.tables import print_calibration
-
-    searcher = open_searcher(options, calibrated=False)
-    calibration = calibrate(searcher, options.calibrate, options.rivals, options.within, progress)
-    (folder,) = options.index
-    before = replaced(folder, calibration.weights)
-    path = save_calibration(folder, calibration)
-    if options.json:
-        print(path.read_text(encoding="utf-8"))
-        return 0
-    print_calibration(calibration)
-    print(f"written: {path}{before}", flush=True)
+    """Measure a threshold, print it among others, and store it beside the index."""
+    (searcher,) = open_searchers(options).values()
+    found, curve = calibrate(searcher, options.calibrate, options.min_precision, options.within, progress)
+    path = save_calibration(options.index[0], found)
+    table = Table(title=f"{curve.queries:,} queries against {found['gallery']:,} items of {found['data']}")
+    for heading in ("uncertainty up to", "answered", "correct", "at least (95 %)"):
+        table.add_column(heading, justify="right")
+    for u, *shares in zip(curve.threshold, curve.coverage, curve.precision, curve.at_least):
+        table.add_row(f"{u:.4g}", *(f"{100 * share:.1f} %" for share in shares))
+    Console(width=100).print(table)
+    print(f"--max-uncertainty {CALIBRATED} is {found['max_uncertainty']:.4g}; written: {path}", flush=True)
     return 0
-
-
-def replaced(folder: Path, weights: str) -> str:
-    """Describe the calibration that a new one replaces; "" if there is none or it is unreadable."""
-    from tools.search.calibration import load_calibration
-
-    try:
-        before = load_calibration(folder, weights)
-    except UserError:
-        before = None
-    if before is None:
-        return ""
-    return f" (replaces one with {before.curves[min(before.curves)].queries:,} queries of {before.data})"
 
 
 def serve_page(options: argparse.Namespace) -> int:
     """Serve the page until interrupted."""
-    import sys
-
-    from tools.search.web.guard import is_loopback
-    from tools.search.web.page import make_app
-    from tools.search.web.server import addresses, make_server
+    from tools.search.page import addresses, is_loopback, make_app, make_server
 
     if not is_loopback(options.host):
         print(f"Everyone who can reach {options.host} can search and see the pictures.", file=sys.stderr)

@@ -1,293 +1,374 @@
-"""Answer queries: compose texts and images into one normal, find the closest items, refuse uncertain queries."""
+"""Answer queries: compose texts and images into one normal, and find the closest items of an index.
+
+K parts, D dimensions.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import stat
 import time
-from collections.abc import Sequence
-from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from dataclasses import dataclass
+from pathlib import Path
+from threading import BoundedSemaphore, Lock
+from typing import NamedTuple
 from uuid import uuid4
 
+import torch
+from PIL import Image
+from torch import Tensor
+
+from probemb.cli.device import CPU, Device
+from probemb.compose import Product, as_query, compose
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.images import MAX_PIXELS as MAX_JPEG_PIXELS
+from probemb.data.images import decode_image
+from probemb.data.remote.sources import WEB, FetchPolicy, Remote, fetch_range, is_remote
+from probemb.data.shards.samples import MAX_IMAGE_BYTES
 from probemb.errors import UserError
-from tools.search.feasibility import Feasibility
-from tools.search.limits import find_limits, is_above
-from tools.search.scoring import SCORES, candidate_count, query_scores, stored_means
-from tools.search.wish import QueryImage, StoredImage, Wish, check_wish, part_weights
+from probemb.evaluation.embedding import Embedder
+from probemb.gaussian import Gaussian
+from probemb.models import POINT_LOG_VAR
+from probemb.models.inputs import unknown_words
+from probemb.models.match import MatchModel
+from probemb.search import CANDIDATES, Index, is_exact, rerank, search_weighted
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from probemb.compose import Product
-    from probemb.gaussian import Gaussian
-    from probemb.search import Index
-    from tools.search.calibration import Calibration
-    from tools.search.composing import QueryComposer
-    from tools.search.encoding import QueryEncoder
-
-NEAR = 100  # closest items that are ranked by inclusion, or 5 times the results
+MAX_PARTS = 8
+MAX_TEXT = 2_000  # characters
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 10  # of a part; with far smaller ones variances overflow
+WITHOUT = 0.5  # weight of a part to leave out: a whole one often takes more precision away than there is
+MAX_TOP = 1_000
+MAX_PIXELS = 16_000_000  # decoded at full size; a JPEG may have 64 million, and is decoded smaller
+SIDE = 1024  # least side of a JPEG that is decoded smaller; more than models take
+QUERIES = 8  # with images at a time; more are refused, so that they cannot occupy all threads of a server
+SECONDS = 20.0  # for decoding the images of a query, waiting included
+CORES_PER_DECODER = 4  # the rest of the cores stay free for the model
 MAX_NEIGHBOURS = 2_048  # among which certain enough items are searched; FAISS' limit on a GPU
-SAMPLE = 2_048  # items that stand for all which a search does not return, in the match
+MAX_REMOTE_BYTES = 32 << 20
+POLICY = FetchPolicy(attempts=1, timeout=10.0)  # of a picture on a web server
+
+_decoders = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_PER_DECODER), "decoding")
+_places = BoundedSemaphore(QUERIES)
 
 
-class Found(NamedTuple):
-    """A result: row in the gallery, CSD with the weighted variance, uncertainty, and the inclusion of the query in it.
+class Busy(UserError):
+    """Too many queries with images at once; the same query may succeed later."""
 
-    The inclusion is None unless results are ranked by it.
+    def __init__(self):
+        super().__init__("Too many images are being searched with at once.", "Try again in a moment.")
+
+
+class QueryImage(NamedTuple):
+    """An encoded image of a query: its name in messages, and a function that reads it (UserError)."""
+
+    name: str
+    read: Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """A query and its limits. Raises UserError: empty, too large, or a number is out of range.
+
+    Attributes:
+        texts, images: the parts, at least one in all.
+        weights: of every part, texts first, MIN_WEIGHT to MAX_WEIGHT; one below 0 takes the part away. None: all 1.
+        top: number of results.
+        max_uncertainty: a query above it is refused.
+        max_item_uncertainty: items above it are left out.
     """
 
-    row: int
-    distance: float
-    uncertainty: float
-    inclusion: float | None = None
+    texts: Sequence[str] = ()
+    images: Sequence[QueryImage] = ()
+    weights: Sequence[float] | None = None
+    top: int = 10
+    max_uncertainty: float | None = None
+    max_item_uncertainty: float | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "texts", [text.strip() for text in self.texts])
+        parts = len(self.texts) + len(self.images)
+        if not parts:
+            raise UserError("The query is empty.", "Write a text or give an image.")
+        if parts > MAX_PARTS:
+            raise UserError(f"The query has {parts} parts, more than {MAX_PARTS}.", "Leave some out.")
+        if not all(self.texts):
+            raise UserError("One of the texts is empty.", "Leave it out.")
+        if any("\ud800" <= character <= "\udfff" for text in self.texts for character in text):
+            raise UserError("A text of the query is not UTF-8.", "Write it in UTF-8.")
+        if too_long := next((text for text in self.texts if len(text) > MAX_TEXT), None):
+            raise UserError(f"A text has {len(too_long):,} characters, more than {MAX_TEXT:,}.", "Shorten it.")
+        weights = [1.0] * parts if self.weights is None else list(self.weights)
+        object.__setattr__(self, "weights", weights)
+        if len(weights) != parts:
+            raise UserError(f"The query has {parts} parts and {len(weights)} weights.", "Give one for every part.")
+        for weight in weights:
+            if not MIN_WEIGHT <= abs(weight) <= MAX_WEIGHT:
+                remedy = f"Give {MIN_WEIGHT} to {MAX_WEIGHT}, negative to leave it out."
+                raise UserError(f"The weight of a part is {weight:g}.", remedy)
+        if not any(weight > 0 for weight in weights):
+            raise UserError("The query says only what to leave out.", "Give a text or an image to look for, too.")
+        if not 1 <= self.top <= MAX_TOP:
+            raise UserError(f"{self.top} results were requested.", f"Request 1 to {MAX_TOP:,}.")
+        for of, value in ("the query", self.max_uncertainty), ("a result", self.max_item_uncertainty):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise UserError(f"The largest uncertainty of {of} is {value}.", "Give a number from 0 on.")
+
+
+# ------------------------------------------------------------------------------------------------ images
+
+
+def read_image(path: Path) -> QueryImage:
+    """A local image file as part of a query. Raises UserError: it cannot be read or decoded."""
+    try:
+        with open(path, "rb") as file:  # may be an endless pipe or device
+            data = file.read(MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"The image {path} cannot be read ({error.strerror}).", "Check the path.") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise UserError(f"{path} has more than {MAX_IMAGE_BYTES >> 20} MiB.", "Give a smaller image.")
+    decode_query(str(path), data)
+    return QueryImage(str(path), lambda: data)
+
+
+def decode_query(name: str, data: bytes) -> Image.Image:
+    """Decode an image of a query as viewers show it, a large JPEG at a fraction of its size. Raises UserError."""
+
+    def draft(width: int, height: int) -> tuple[int, int] | None:
+        return None if width * height <= MAX_PIXELS else (SIDE, SIDE)
+
+    try:
+        return decode_image(data, draft, MAX_JPEG_PIXELS if data.startswith(b"\xff\xd8") else MAX_PIXELS, exif=True)
+    except BadSample as error:
+        raise UserError(
+            f"{name} is not an image that can be searched with: {error}.",
+            "Give a JPEG, PNG or WebP file, neither very large nor very thin.",
+        ) from None
+
+
+def read_pixels(images: Sequence[QueryImage], transform: Callable) -> Tensor:
+    """Decode the images of a query, (K, 3, H, W), outside of the model's lock; decoders release Python's lock.
+
+    `transform`: PIL image -> (3, H, W). Raises UserError: an image cannot be read or decoded; Busy.
+    """
+    if not _places.acquire(blocking=False):
+        raise Busy
+    waiting = []
+    try:
+        given = [(image.name, image.read()) for image in images]
+        end = time.monotonic() + SECONDS
+        waiting = [_decoders.submit(lambda one: transform(decode_query(*one)), one) for one in given]
+        return torch.stack([one.result(max(0.0, end - time.monotonic())) for one in waiting])
+    except TooLate:
+        raise Busy from None
+    finally:
+        for one in waiting:
+            one.cancel()
+        _places.release()
+
+
+def read_picture(shard: str, offset: int, size: int) -> bytes:
+    """Bytes of an image in a shard, here or on a web server. Raises LookupError: it is not available.
+
+    The address is the one given to `tools.embed`, with the name of a shard listed there. No command (`pipe:`) is run.
+    """
+    remote = is_remote(shard)
+    if offset < 0 or not 0 < size <= (MAX_REMOTE_BYTES if remote else MAX_IMAGE_BYTES):
+        raise LookupError(f"the index states {size:,} bytes at {offset:,}")
+    if not remote:
+        return _read_member(Path(shard), offset, size)
+    source = Remote(shard)
+    if source.scheme not in WEB:
+        raise LookupError(f"its shard is not a file here and not on a web server ({source.scheme}:)")
+    try:
+        return fetch_range(source, offset, size, POLICY)
+    except BadShard as error:
+        raise LookupError(f"its shard {str(error).removeprefix(f'{source}: ')}") from None
+
+
+def _read_member(shard: Path, offset: int, size: int) -> bytes:
+    try:
+        fd = os.open(shard, os.O_RDONLY | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise LookupError(f"the shard cannot be opened ({getattr(error, 'strerror', None) or error})") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise LookupError("the shard is no file")
+        data = os.pread(fd, size, offset)
+    except OSError as error:
+        raise LookupError(f"the shard cannot be read ({error.strerror})") from None
+    finally:
+        os.close(fd)
+    if len(data) != size:
+        raise LookupError("the shard has become shorter")
+    return data
+
+
+# ------------------------------------------------------------------------------------------------ queries
+
+
+class QueryEncoder:
+    """A model for queries, which several indexes and threads may share.
+
+    Args:
+        loaded: `probemb.models.LoadedModel`, on `device`.
+        name: as it is shown.
+
+    Attributes:
+        composer: the module that the model was trained to compose with; None: the product of normals (MPC).
+        weighs: True if parts can have weights, and be taken away.
+    """
+
+    def __init__(self, loaded, name: str, device: Device = CPU):
+        model, tokenizer, transforms = loaded
+        self.name, self.loaded = name, loaded
+        self.match_model = MatchModel.of(model)
+        self.composer = getattr(model, "composer", None)
+        self.composer_name = "product" if self.composer is None else model.config["composer"]
+        self.weighs = self.composer is None or self.composer.weighs
+        self.embedder = Embedder(model, tokenizer, transforms.evaluate, device)
+        self._one_at_a_time = Lock()  # bounds memory and protects the tokenizer's cache
+
+    def embed(self, texts: Sequence[str], images: Sequence[QueryImage] = ()) -> Gaussian:
+        """The parts of a query, texts first, (K, D). Raises UserError: an undecodable image; Busy."""
+        pixels = read_pixels(images, self.loaded.transforms.evaluate) if images else None
+        with self._one_at_a_time:
+            parts = [self.embedder.texts(texts)] if texts else []
+            return Gaussian.cat([*parts, *([self.embedder.pixels([pixels])] if images else [])])
+
+    def compose(self, parts: Gaussian, weights: Sequence[float]) -> Product:
+        """Parts (K, D) as one query (D,) with its mean at unit length, as the gallery's. Raises UserError."""
+        weights = None if all(weight == 1 for weight in weights) else weights
+        if weights is None and len(parts) == 1:
+            return Product(parts[0], parts.mean.new_zeros(()))
+        product = compose(parts, weights=weights) if self.composer is None else self._compose_as_trained(parts, weights)
+        return Product(as_query(product.gaussian), product.log_normaliser)
+
+    def _compose_as_trained(self, parts: Gaussian, weights: Sequence[float] | None) -> Product:
+        device = next((one.device for one in self.composer.parameters()), parts.mean.device)
+        with torch.no_grad():
+            product = self.composer(Gaussian(parts.mean[None], parts.log_var[None]).to(device), weights)
+        composed = product.gaussian[0].to("cpu")
+        if not self.composer.probabilistic:
+            composed = Gaussian(composed.mean, torch.full_like(composed.mean, POINT_LOG_VAR))
+        return Product(composed, product.log_normaliser[0].cpu())
 
 
 class Searcher:
     """An index and the model that made it; thread-safe.
 
     Args:
+        weight: of the items' variances in the ranking; by default the index's own, 1 (CSD) for one of means.
         candidates: least number that is re-ranked with an index of means; by default 10 times the results.
-        tolerance: weight of the gallery's variances for all that fits; by default the index' own or the calibrated one.
+        calibration: content of the index's calibration.json, see `tools.search.calibrate`.
+
+    Raises UserError: the index cannot rank by that weight.
     """
 
     def __init__(
-        self,
-        index: Index,
-        encoder: QueryEncoder,
-        calibration: Calibration | None = None,
-        candidates: int | None = None,
-        tolerance: float | None = None,
-    ):
-        self.index, self.encoder, self.calibration = index, encoder, calibration
+        self, index: Index, encoder: QueryEncoder, weight: float | None = None, candidates: int | None = None,
+        calibration: dict | None = None,
+    ):  # fmt: skip
+        self.index, self.encoder, self.candidates, self.calibration = index, encoder, candidates, calibration
         self.identity = index.identity or uuid4().hex[:16]  # of pictures' addresses
-        self.candidates = candidates
-        if tolerance is None:
-            tolerance = index.weight if index.form == "tolerance" else calibration and calibration.tolerance
-        self.tolerance = tolerance
-        self.feasibility = Feasibility(self)
-        self._sample = _even_sample(index)
+        own = 1.0 if index.form == "mean" else index.weight
+        self.weight = own if weight is None else weight
+        if self.weight != own and index.form != "mean" and not is_exact(index):
+            raise UserError(
+                f"This index ranks with the variances times {own:g}, and cannot with {weight:g}.",
+                f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
+            )
         on_gpu = any("Gpu" in type(part).__name__ for part in index.parts)
         self._one_search = Lock() if on_gpu else contextlib.nullcontext()  # FAISS' GPU resources serve one thread
 
-    def answer(self, wish: Wish) -> dict:
+    def answer(self, request: SearchRequest) -> dict:
         """The answer as plain JSON types (docs/search.md); its captions and keys are untrusted text.
 
-        Raises:
-            UserError: as `QueryEncoder.embed`, or numbers out of range.
+        Raises UserError: an image that cannot be read, parts that cannot be composed; Busy.
         """
-        from probemb.models.inputs import unknown_words
-
         started = time.perf_counter()
-        check_wish(wish)
-        weights = part_weights(wish)
-        weight = self.weight(wish.fits)
-        if wish.more is not None:
-            weight = self.check_more(wish)
-        if wish.min_precision is not None and weight != self.own_weight:
-            raise UserError(
-                "The calibration of this index is of its own ranking, not of this one.",
-                "Use --max-uncertainty instead.",
-            )
-        if wish.min_precision is not None and any(one != 1 for one in weights):
-            raise UserError(
-                "The calibration of this index is of queries without weights and without parts to leave out.",
-                "Use --max-uncertainty instead.",
-            )
-        parts = self.encoder.embed(wish.texts, wish.images)
-        kinds = ["text"] * (len(parts) - len(wish.images)) + ["image"] * len(wish.images)
-        name = self.calibration.score if self.calibration else "u"
-        limits = find_limits(self.calibration, name, kinds, wish)
-        query, log_normaliser = self.compose(parts, weights)
+        parts = self.encoder.embed(request.texts, request.images)
+        kinds = ["text"] * len(request.texts) + ["image"] * len(request.images)
+        query, log_normaliser = self.encoder.compose(parts, request.weights)
         u = float(query.uncertainty())
-        values = {"u": u}
-        refused = is_above(values, limits)
-        if name != "u" and not refused:  # needs a search
-            scores = self.scores(query[None])
-            if name not in scores:
-                raise UserError(
-                    f"The calibration of this index is by {name}, which it cannot compute.", "Calibrate it again."
-                )
-            values[name] = float(scores[name])
-            refused = is_above(values, limits)
-        found, looked_at = [], {}
-        if wish.more is not None and not refused:
-            found, looked_at = self.more(query[None], wish)
-        elif not refused:
-            found, looked_at = self.closest(query[None], wish.top, wish.max_item_uncertainty, weight)
+        refused = request.max_uncertainty is not None and u > request.max_uncertainty
+        rows, csd = ([], {}) if refused else self.closest(query, request.top, request.max_item_uncertainty)
+        matches = self.matches(query, csd, kinds)
+        results = []
+        for row, distance in rows:
+            item, u_row = self.index.item(row), float(self.index.uncertainty[row])
+            results.append({
+                "rank": len(results) + 1, "match": matches.get(row), "row": row, "distance": distance,
+                "uncertainty": u_row, "key": item["key"], "captions": list(item.get("captions") or []),
+                "shard": item.get("shard"), "url": item.get("url"),
+            })  # fmt: skip
         return {
             "query": {
-                "texts": [text.strip() for text in wish.texts if text.strip()],
-                "images": len(wish.images),
+                "texts": request.texts,
+                "images": len(request.images),
                 "uncertainty": u,
                 "parts": [
-                    {"kind": kind, "uncertainty": part, "weight": one}
-                    for kind, part, one in zip(kinds, parts.uncertainty().tolist(), weights)
+                    {"kind": kind, "uncertainty": part, "weight": weight}
+                    for kind, part, weight in zip(kinds, parts.uncertainty().tolist(), request.weights)
                 ],
-                "composer": self.composer.name,
+                "composer": self.encoder.composer_name,
                 "log_normaliser": float(log_normaliser),
-                "unknown_words": unknown_words(self.encoder.loaded.tokenizer, wish.texts),
+                "unknown_words": unknown_words(self.encoder.loaded.tokenizer, request.texts),
             },
-            "feasibility": self.feasibility(parts, kinds, weights),
-            "weight": weight,
-            "more": wish.more,
-            "limit": limits.get("u"),
-            "score": {"name": name, "title": SCORES[name][0], "value": values.get(name), "limit": limits.get(name)},
+            "weight": self.weight,
+            "limit": request.max_uncertainty,
             "refused": refused,
-            "results": self.describe(found, self.matches(query, looked_at, kinds)),
-            "looked_at": len(looked_at),
+            "results": results,
+            "looked_at": len(csd),
             "gallery": len(self.index),
             "seconds": round(time.perf_counter() - started, 4),
         }
 
-    @property
-    def composer(self) -> QueryComposer:
-        """The composer that makes one query of several parts."""
-        return self.encoder.composer
-
-    def compose(self, parts: Gaussian, weights: Sequence[float] | None = None) -> Product:
-        """Parts (K, ..., D) as one query with its mean at unit length, as the gallery's. Raises UserError."""
-        from probemb.compose import Product, as_query
-
-        plain = weights is None or all(weight == 1 for weight in weights)
-        if plain and len(parts) == 1:
-            return Product(parts[0], parts.mean.new_zeros(parts.shape[1:-1]))
-        product = self.composer(parts, None if plain else weights)
-        return Product(as_query(product.gaussian), product.log_normaliser)
-
-    @property
-    def own_weight(self) -> float:
-        """The weight of the gallery's variances in the index' own ranking; 1 is CSD."""
-        return 1.0 if self.index.form == "mean" else self.index.weight
-
-    def weight(self, fits: bool | None) -> float:
-        """The weight for a wish. Raises UserError: it is not known, or the index cannot rank by it."""
-        weight = self.own_weight if fits is None else self.tolerance if fits else 1.0
-        if weight is None:
-            raise UserError(
-                "It is not known which weight of the variances finds all that fits.",
-                "Give one with --tolerance, such as -1, or calibrate on data whose true matches are all known.",
-            )
-        if not self.can_rank_by(weight):
-            raise UserError(
-                f"This index ranks with the variances times {self.own_weight:g}, and cannot with {weight:g}.",
-                f"Build another one with `python -m tools.build_index --tolerance {weight:g}`.",
-            )
-        return weight
-
-    def can_rank_by(self, weight: float) -> bool:
-        """True if the index can rank by a weight of the variances."""
-        from probemb.search import is_exact
-
-        return weight == self.own_weight or self.index.form == "mean" or is_exact(self.index)
-
-    def scores(self, query: Gaussian) -> dict[str, Tensor]:
-        """Every score of queries (Q, D) in `tools.search.scoring`, (Q,) each, as queries and calibrations use them."""
-        k = candidate_count(self.index)
-        with self._one_search:
-            distances, rows = self.look(query, k, self.own_weight)
-        return query_scores(self.index, query, distances, rows, self.encoder.match_model)
-
-    def look(self, query: Gaussian, k: int, weight: float) -> tuple[Tensor, Tensor]:
-        """Distances with a weight of the items' variances, CSD for 1, and rows of the k closest items."""
-        from probemb.search import rerank, search_weighted
-        from probemb.search.index import CANDIDATES
-
-        if self.index.form != "mean":
-            return search_weighted(self.index, query, k, weight)
-        candidates = max(k, self.candidates or min(CANDIDATES * k, MAX_NEIGHBOURS))
-        return rerank(self.index, query, k, candidates, weight)
-
     def closest(
-        self, query: Gaussian, top: int, max_uncertainty: float | None, weight: float
-    ) -> tuple[list[Found], dict[int, float]]:
-        """At most `top` items, and the CSD of all that were looked at, by row; the query is (1, D)."""
+        self, query: Gaussian, top: int, max_uncertainty: float | None
+    ) -> tuple[list[tuple[int, float]], dict[int, float]]:
+        """At most `top` items with their distances, closest first, and CSD by row of all that were looked at; the
+        query is (D,).
+        """
         k = min(top, len(self.index))
         while True:
             with self._one_search:
-                distances, rows = self.look(query, k, weight)
-            rows = rows[0].tolist()
-            u = [float(self.index.uncertainty[row]) if row >= 0 else 0.0 for row in rows]
-            found = [
-                Found(row, distance, u_row)
-                for row, distance, u_row in zip(rows, distances[0].tolist(), u)
-                if row >= 0 and (max_uncertainty is None or u_row <= max_uncertainty)
-            ]
+                distances, rows = self._look(query[None], k)
+            distances, rows = distances[0][rows[0] >= 0], rows[0][rows[0] >= 0]
+            u = self.index.uncertainty[rows]
+            found = list(zip(rows.tolist(), distances.tolist()))
+            if max_uncertainty is not None:
+                found = [one for one, certain in zip(found, u.double() <= max_uncertainty) if certain]
             if max_uncertainty is None or len(found) >= top or k >= min(len(self.index), MAX_NEIGHBOURS):
-                looked = zip(rows, distances[0].tolist(), u)
-                return found[:top], {
-                    row: distance + (1 - weight) * u_row for row, distance, u_row in looked if row >= 0
-                }
+                csd = distances.double() + (1 - self.weight) * u.double()
+                return found[:top], dict(zip(rows.tolist(), csd.tolist()))
             k = min(4 * k, len(self.index), MAX_NEIGHBOURS)
 
-    def check_more(self, wish: Wish) -> float:
-        """The weight of the variances in the distances of results that are more general or more specific: CSD's.
-
-        Raises:
-            UserError: the model has no variances, or the wish is for another ranking at once.
-        """
-        if not self.encoder.match_model.probabilistic:
-            raise UserError(
-                "The model of this index predicts no variances, so nothing is more general than something else.",
-                "Search with an index of a probabilistic model.",
-            )
-        if wish.fits is not None:
-            raise UserError(
-                f"What is more {wish.more} is ranked by inclusion, not by the weight of --fits or --no-fits.",
-                "Ask for one of them.",
-            )
-        if wish.min_precision is not None:
-            raise UserError(
-                f"The calibration of this index is of its own ranking, not of what is more {wish.more}.",
-                "Use --max-uncertainty instead.",
-            )
-        return 1.0
-
-    def more(self, query: Gaussian, wish: Wish) -> tuple[list[Found], dict[int, float]]:
-        """The items that include the query (1, D), or lie in it, and the CSD of the closest, looked at, by row.
-
-        Inclusion compares widths more than places, so it ranks the NEAR closest items only, by their means where the
-        index can.
-        """
-        from probemb.search.generality import inclusion_of_spheres
-
-        k = min(max(NEAR, 5 * wish.top), MAX_NEIGHBOURS, len(self.index))
-        weight = 0.0 if self.can_rank_by(0.0) else self.own_weight
-        with self._one_search:
-            distances, rows = self.look(query, k, weight)
-        distances, rows = (x[0][rows[0] >= 0] for x in (distances, rows))
-        u, u_query = self.index.uncertainty[rows].double(), query.uncertainty().double().cpu()
-        apart = (distances.double() - weight * u - u_query).clamp_min(0)
-        inclusion = inclusion_of_spheres(apart, u_query, u, self.index.dim)
-        sign = 1 if wish.more == "general" else -1
-        order = (sign * inclusion).argsort(descending=True, stable=True)
-        most = float("inf") if wish.max_item_uncertainty is None else wish.max_item_uncertainty
-        kept = [i for i in order.tolist() if sign * inclusion[i] > 0 and u[i] <= most][: wish.top]
-        csd = apart + u_query + u
-        found = [Found(int(rows[i]), float(csd[i]), float(u[i]), float(inclusion[i])) for i in kept]
-        return found, dict(zip(rows.tolist(), csd.tolist()))
+    def _look(self, query: Gaussian, k: int) -> tuple[Tensor, Tensor]:
+        if self.index.form != "mean":
+            return search_weighted(self.index, query, k, self.weight)
+        candidates = max(k, self.candidates or min(CANDIDATES * k, MAX_NEIGHBOURS))
+        return rerank(self.index, query, k, candidates, self.weight)
 
     def matches(self, query: Gaussian, csd: dict[int, float], kinds: Sequence[str]) -> dict[int, float]:
         """The probability that an item matches the query (D,) if exactly one item of the gallery does, by row.
 
-        Empty where it is unknown. The model knows the odds of an image and a caption: not if a part of the query is of
-        the gallery's kind, nor if it learned to compose. And all other items have to be known: those that a search does
-        not return are estimated by an even sample of the index, if it gives vectors back.
-
-        Args:
-            csd: of items that were looked at, by row.
+        Empty where it is unknown: for a model without a match probability or with a trained composer, and if a part of
+        the query is of the gallery's kind. The odds of items outside `csd` are estimated by the index's sample.
         """
-        import torch
-
         model = self.encoder.match_model
-        if not csd or not model.matches or self._sample is None or self.index.kind in kinds or self.composer.trained:
+        if not csd or not model.matches or self.index.kind in kinds or self.encoder.composer is not None:
             return {}
 
         def log_odds(csd: Tensor, rows: Tensor) -> Tensor:
             u = query.uncertainty().double().cpu() + self.index.uncertainty[rows].double()
             return model.log_odds_at(csd.double(), u, self.index.dim)
 
-        rows, (others, means) = torch.tensor(list(csd)), self._sample
+        rows, (others, means) = torch.tensor(list(csd)), self.index.sample
         seen = log_odds(torch.tensor(list(csd.values())), rows)
         total, unseen = seen.logsumexp(0), ~torch.isin(others, rows)
         if unseen.any():
@@ -296,50 +377,23 @@ class Searcher:
             total = total.logaddexp(rest.logsumexp(0) + math.log((len(self.index) - len(rows)) / len(others)))
         return dict(zip(csd, (seen - total).exp().tolist()))
 
-    def describe(self, found: Sequence[Found], matches: dict[int, float]) -> list[dict]:
-        """Results with the metadata of their items, and with their `matches`, None where these are unknown."""
-        several = []
-        for place, one in enumerate(found):
-            item = self.index.item(one.row)
-            result = {"rank": place + 1, "match": matches.get(one.row), **one._asdict(), "key": item["key"]}
-            result |= {"captions": list(item.get("captions") or []), "shard": item.get("shard"), "url": item.get("url")}
-            several.append(result)
-        return several
-
-    def stored_image(self, row: int) -> StoredImage:
+    def stored_image(self, row: int) -> QueryImage:
         """The picture of an item as a part of a query. Raises UserError: there is no such item."""
         if row >= len(self.index):
             raise UserError(f"The index has {len(self.index):,} items, and no item {row}.", "Search again.")
 
-        def read() -> QueryImage:
+        def read() -> bytes:
             try:
-                return QueryImage(self.index.item(row)["key"], self.picture(row))
+                return self.picture(row)
             except LookupError as error:
                 remedy = "Put the shards back where they were indexed."
                 raise UserError(f"The picture to search with is not there: {error}.", remedy) from None
 
-        return StoredImage(read)
+        return QueryImage(self.index.item(row)["key"], read)
 
     def picture(self, row: int) -> bytes:
         """The encoded image of an item from its shard. Raises LookupError: it is not available."""
-        from tools.search.pictures import read_picture
-
         item = self.index.item(row)
         if not item.get("shard") or item.get("offset") is None:
             raise LookupError("the index has no picture of this item")
         return read_picture(item["shard"], int(item["offset"]), int(item["size"]))
-
-    def fetched_picture(self, row: int) -> bytes | None:
-        """`picture` of an item in a remote shard, else None. Raises LookupError."""
-        from probemb.data.remote.sources import is_remote
-
-        return self.picture(row) if is_remote(self.index.item(row).get("shard") or "") else None
-
-
-def _even_sample(index: Index) -> tuple[Tensor, Tensor] | None:
-    """Rows of at most SAMPLE items, evenly spaced, and their means (S, D); None if the index gives no vectors back."""
-    import torch
-
-    rows = torch.linspace(0, len(index) - 1, min(len(index), SAMPLE), dtype=torch.float64).round().long()
-    means = stored_means(index, rows[None])
-    return None if means is None else (rows, means[0])

@@ -1,0 +1,370 @@
+"""python -m tools.embed on real tars with a real model, from here and from a web server."""
+
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from probemb.cli.command import run_command
+from probemb.data.images import decode_image
+from probemb.data.remote.sources import Remote
+from probemb.data.scenes import scene
+from probemb.data.shards.index import Shard, file_sha256, write_index
+from probemb.errors import UserError
+from probemb.models import create_model, load_model, save_model, weights_sha256
+from probemb.search import load_index
+from probemb.search.embeddings import KINDS, open_embeddings
+from tests.orientation import stored, upright
+from tests.searching import open_searcher
+from tests.shards import iterate_samples
+from tests.webserver import serve
+from tests.world import jpeg, write_tar
+from tools.build_index import main as build
+from tools.embed import main, partition_name
+from tools.search.query import QueryImage, read_picture
+
+PER_SHARD = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Four shards of six scenes, with one to three captions each, and their index; the third has a sample without."""
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    rows = []
+    for number in range(4):
+        members = []
+        for i in range(PER_SHARD):
+            captions = [f"caption {number} {i} {j} {'word ' * 5 * j}" for j in range(1 + i % 3)]
+            text = (".cls", b"3") if (number, i) == (2, 4) else (".txt", "\n".join(captions).encode())
+            members += [(f"{number}{i}.jpg", jpeg(scene("embed", 10 * number + i))), (f"{number}{i}{text[0]}", text[1])]
+        path = write_tar(folder / f"{number:05d}.tar", members)
+        rows.append(Shard(path.name, path, PER_SHARD, path.stat().st_size))
+    write_index(folder, rows)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, run_folder, tmp_path_factory):
+    """The corpus, embedded in one go."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert main(options(run_folder, corpus, out)) == 0
+    return out
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """Where fetched shards lie; nothing of them is left at the end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    assert not list(folder.glob("probemb*"))
+
+
+def options(model, data, out, *more):
+    return ["--model", str(model), "--data", str(data), "--out", str(out), "--batch-size", "4", *map(str, more)]
+
+
+def items(folder):
+    """How many there are of each kind that is complete."""
+    embeddings = open_embeddings(folder)
+    return {kind: count for kind in KINDS if (count := embeddings.count(kind)) is not None}
+
+
+def contents(folder):
+    """mean and u of every partition, as bytes."""
+    found = open_embeddings(folder)
+    return {
+        (kind, part.name): tuple(a.tobytes() for a in found.read(part))
+        for kind in KINDS
+        for part in found.partitions(kind)
+    }
+
+
+def means(folder):
+    embeddings = open_embeddings(folder)
+    return np.concatenate([embeddings.read(part)[0] for part in embeddings.partitions("image")])
+
+
+def start(argv):
+    """The command in a process forked from this one."""
+
+    def work():
+        os.setsid()
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - of the child
+        run_command(lambda: main(argv))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
+
+
+def test_embeddings_are_those_of_a_plain_loop(whole, corpus, run_folder):
+    model, tokenizer, transforms = load_model(run_folder)
+    samples = [sample for tar in sorted(corpus.glob("*.tar")) for sample in iterate_samples(tar)]
+    with torch.inference_mode():
+        images = [model.encode_image(transforms.evaluate(decode_image(s.image))[None]) for s in samples]
+        texts = [(s, i, model.encode_text(tokenizer([c]))) for s in samples for i, c in enumerate(s.captions)]
+    embeddings = open_embeddings(whole)
+    assert items(whole) == {"image": 24, "text": len(texts)} == {"image": 24, "text": 46}
+    assert (embeddings.dim, embeddings.weights) == (16, weights_sha256(model))
+    for kind, expected in ("image", images), ("text", [g for _, _, g in texts]):
+        mean, u = (np.concatenate(a) for a in zip(*(embeddings.read(part) for part in embeddings.partitions(kind))))
+        assert (mean.dtype, u.dtype) == (np.float16, np.float32)
+        np.testing.assert_allclose(mean, torch.cat([g.mean for g in expected]), atol=1e-3)
+        np.testing.assert_allclose(u, torch.cat([g.uncertainty() for g in expected]), rtol=1e-5)
+    rows = [row for part in embeddings.partitions("image") for row in embeddings.read_items(part).to_pylist()]
+    assert [(row["key"], row["captions"]) for row in rows] == [(s.key, s.captions) for s in samples]
+    assert [read_picture(row["shard"], row["offset"], row["size"]) for row in rows] == [s.image for s in samples]
+    rows = [row for part in embeddings.partitions("text") for row in embeddings.read_items(part).to_pylist()]
+    assert [(r["key"], r["captions"], r["number"]) for r in rows] == [(s.key, [s.captions[i]], i) for s, i, _ in texts]
+
+
+@pytest.mark.parametrize("more", [("--workers", 2), ("--items", "image"), ("--items", "text")])
+def test_the_same_however_they_are_read(more, whole, corpus, run_folder, tmp_path):
+    assert main(options(run_folder, corpus, tmp_path / "out", *more)) == 0
+    expected = {name: content for name, content in contents(whole).items() if "--workers" in more or name[0] == more[1]}
+    assert contents(tmp_path / "out") == expected
+
+
+def test_several_commands_share_the_shards(whole, corpus, run_folder, tmp_path, monkeypatch):
+    argv = options(run_folder, corpus, tmp_path / "out")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main([*argv, "--part", "1/2"]) == 0
+    assert {name for _, name in contents(tmp_path / "out")} == {"corpus-00001"}  # the second of four shares
+    assert items(tmp_path / "out") == {}
+    monkeypatch.undo()
+    assert main(argv) == 0
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_a_repeated_command_goes_on(number, code, whole, corpus, run_folder, tmp_path):
+    out = tmp_path / "out"
+    with serve(corpus) as site:
+        site.troubles = {"00002.tar": ["silence"]}
+        argv = options(run_folder, f"{site.address}/corpus", out)
+        process = start(argv)
+        end = time.monotonic() + 60
+        while not (out / "text" / "corpus-00001.npz").exists():
+            assert process.is_alive()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        process.join(20)  # before the silence of 30 seconds ends
+        assert process.exitcode == code
+        done = {file: file.stat().st_mtime_ns for file in out.rglob("*.npz")}
+        assert len(done) == 4
+        assert main(argv) == 0
+    assert {file: file.stat().st_mtime_ns for file in done} == done
+    assert contents(out) == contents(whole)
+
+
+def test_a_shard_that_has_changed_is_refused_until_it_is_deleted(corpus, run_folder, tmp_path):
+    data, out = tmp_path / "data", tmp_path / "out"
+    tars = [write_tar(data / f"{n}.tar", [("a.jpg", jpeg(scene("x", n))), ("a.txt", b"one")]) for n in range(2)]
+    assert main(options(run_folder, data, out)) == 0
+    before = contents(out)
+    write_tar(tars[1], [(f"{k}{e}", d) for k in "ab" for e, d in ((".jpg", jpeg(scene("y", 1))), (".txt", b"x"))])
+    with pytest.raises(UserError, match=r"2 partitions of .* have changed .* image/data-1\.npz, text/data-1\.npz"):
+        main(options(run_folder, data, out))
+    for kind in KINDS:
+        (out / kind / "data-1.npz").unlink()
+    assert main(options(run_folder, data, out)) == 0
+    assert items(out) == {"image": 3, "text": 3}
+    assert all(contents(out)[kind, "data-0"] == before[kind, "data-0"] for kind in KINDS)
+    assert main(options(run_folder, corpus, out)) == 0  # a second corpus in the same folder
+    assert items(out) == {"image": 27, "text": 49}
+    tars[0].unlink()
+    assert main(options(run_folder, data, out)) == 0
+    assert items(out) == {"image": 26, "text": 48}  # what is gone is in no index
+
+
+def test_hashes_of_an_index_tell_what_has_changed(run_folder, tmp_path):
+    data, out = tmp_path / "data", tmp_path / "out"
+    tar = write_tar(data / "0.tar", [("a.jpg", jpeg(scene("p", 1))), ("a.txt", b"one red circle")])
+    write_index(data, [Shard(tar.name, tar, 1, tar.stat().st_size, file_sha256(tar))])
+    assert main(options(run_folder, data, out)) == 0
+    os.utime(tar)
+    assert main(options(run_folder, data, out)) == 0
+    tar.write_bytes(tar.read_bytes().replace(b"one red circle", b"two red circle"))
+    write_index(data, [Shard(tar.name, tar, 1, tar.stat().st_size, file_sha256(tar))])
+    with pytest.raises(UserError, match="have changed"):
+        main(options(run_folder, data, out))
+
+
+def test_what_cannot_be_used_is_left_out_and_counted(run_folder, tmp_path):
+    good = jpeg(scene("embed", 1))
+    members = [
+        ("a.jpg", b"<html>not found</html>"), ("a.txt", b"no picture"),
+        ("b.jpg", good), ("b.txt", b"\xff\xfe no text"),
+        ("c.jpg", good[: len(good) // 3]), ("c.txt", b"cut off"),
+        ("d.jpg", good), ("d.json", b'{"captions": ["lone \\ud800 half", "fine"]}'),
+        ("e.jpg", good), ("e.txt", "\n".join(["word"] * 1001).encode()),
+        ("f.jpg", b""), ("f.txt", b"empty"),
+        ("g.jpg", good), ("g.txt", b"good"),
+    ]  # fmt: skip
+    write_tar(tmp_path / "bad" / "0.tar", members)
+    write_tar(tmp_path / "bad" / "1.tar", [("a.jpg", good), ("a.txt", b"good")])
+    (tmp_path / "bad" / "2.tar").write_bytes((tmp_path / "bad" / "1.tar").read_bytes()[:1024])
+    (tmp_path / "bad" / "3.tar").symlink_to(tmp_path / "nowhere")
+    argv = options(run_folder, tmp_path / "bad", tmp_path / "out")
+    with pytest.raises(
+        UserError, match=r"3 shards are not embedded .*5 of 7 samples.*2\.tar: cut off.*cannot be opened"
+    ):
+        main(argv)
+    assert items(tmp_path / "out") == {}
+    assert {name for _, name in contents(tmp_path / "out")} == {"bad-1"}
+    assert main([*argv, "--skip-damaged"]) == 0
+    embeddings = open_embeddings(tmp_path / "out")
+    assert items(tmp_path / "out") == {"image": 3, "text": 6}
+    rows = [row for part in embeddings.partitions("image") for row in embeddings.read_items(part).to_pylist()]
+    assert [(row["key"], row["captions"]) for row in rows] == [
+        ("d", ["lone \\ud800 half", "fine"]), ("g", ["good"]), ("a", ["good"])
+    ]  # fmt: skip
+    failures = embeddings.partition("image", "bad-0").about["failures"]
+    assert failures["the image cannot be decoded (UnidentifiedImageError)"] == 1
+    assert sum(count for cause, count in failures.items() if not cause.startswith("the shard")) == 5
+    write_tar(tmp_path / "nowhere", [("a.jpg", good), ("a.txt", b"good")])
+    assert main([*argv, "--skip-damaged"]) == 0  # what could not be read is tried again
+    assert items(tmp_path / "out") == {"image": 4, "text": 7}
+
+
+def test_orientations_and_resize_backends(run_folder, tmp_path):
+    """All ways to store a picture are embedded alike; a folder, its index and its queries keep their backend."""
+    rng = np.random.default_rng(0)
+    noise = [Image.fromarray(rng.choice(np.array([0, 255], np.uint8), (60 + n, 45, 3))) for n in range(3)]
+    pictures = [*noise, upright()]
+    files = []
+    for n, picture in enumerate(noise):  # on which PIL and torch differ most
+        data = io.BytesIO()
+        picture.save(data, "PNG")
+        files.append((f"{n}.png", data.getvalue()))
+    files += [(f"x{way}.png", stored(upright(), way)) for way in (1, 6)]
+    write_tar(tmp_path / "data" / "00000.tar", files)
+    expected = {}
+    for resize in ("pil", "tensor"):
+        model, _, transforms = load_model(run_folder, resize=resize)
+        with torch.inference_mode():
+            found = [model.encode_image(transforms.evaluate(picture)[None]).mean for picture in pictures]
+        expected[resize] = torch.cat([*found, found[-1]]).numpy()
+    apart = np.abs(expected["pil"] - expected["tensor"])[:3].max()
+    for resize, other in (("pil", "tensor"), ("tensor", "pil")):
+        argv = options(run_folder, tmp_path / "data", tmp_path / resize, "--items", "image")
+        assert main([*argv, "--resize", resize, "--mean-dtype", "float32"]) == 0
+        np.testing.assert_allclose(means(tmp_path / resize)[:3], expected[resize][:3], atol=apart / 20)
+        np.testing.assert_allclose(means(tmp_path / resize)[3:], expected[resize][3:], atol=0.02)
+        with pytest.raises(UserError, match=f"embedded with --resize {resize}, not {other}"):
+            main([*argv, "--resize", other])
+        with pytest.raises(UserError, match="holds means in float32, not in float16"):
+            main([*argv, "--mean-dtype", "float16"])
+        assert build(["--embeddings", str(tmp_path / resize), "--out", str(tmp_path / f"index-{resize}")]) == 0
+        assert load_index(tmp_path / f"index-{resize}").resize == resize
+        query = open_searcher(tmp_path / f"index-{resize}").encoder.embed([], [QueryImage("x", lambda: files[0][1])])
+        np.testing.assert_allclose(query.mean[0].numpy(), expected[resize][0], atol=apart / 20)
+
+
+def test_bad_input(whole, corpus, run_folder, tmp_path, monkeypatch):
+    torch.manual_seed(9)
+    save_model(create_model("ViT-Micro-32"), tmp_path / "other" / "model")
+    shutil.copytree(corpus, tmp_path / "elsewhere" / "corpus")
+    monkeypatch.chdir(tmp_path)
+    before = contents(whole)
+    cases = [
+        (options("other", corpus, whole), r"was embedded by .*run.*, not by .*other"),
+        (options(run_folder, "nowhere", "out"), "nowhere does not exist"),
+        (options(run_folder, f"{corpus}/{{00003..00005}}.tar", "out"), r"2 of the 3 names in .* do not exist"),
+        (options(run_folder, corpus, corpus), "holds other files, and no embeddings"),
+        (options(run_folder, corpus, "out", "--part", "3/2"), "--part 3/2 is not a part"),
+        (options(run_folder, corpus, "out", "--workers", "1000000"), "--workers is 1000000"),
+        ([*options(run_folder, corpus, "out"), "--data", str(corpus), "elsewhere/corpus"], "the same folder name"),
+        (options(run_folder, "elsewhere/corpus", whole), "has embeddings of .* under the name corpus-00000"),
+    ]
+    for argv, message in cases:
+        with pytest.raises(UserError, match=message):
+            main(argv)
+    assert not (tmp_path / "out").exists()
+    assert contents(whole) == before
+
+
+# ------------------------------------------------------------------------------------------------ elsewhere
+
+
+@pytest.mark.parametrize(("workers", "ranges"), [(0, True), (2, False)])
+def test_shards_of_a_web_server(workers, ranges, corpus, whole, run_folder, tmp_path, capfd):
+    out = tmp_path / "out"
+    with serve(corpus, ranges) as site:
+        site.troubles = {"00001.tar": ["cut"], "00002.tar": [503]}
+        source = f"{site.address}/corpus?key=secret".replace("//", "//me:hush@")
+        assert main(options(run_folder, source, out, "--workers", workers)) == 0
+        assert contents(out) == contents(whole)
+        assert items(out) == items(whole)
+        said = [file.read_bytes() for file in out.rglob("*.*") if file.is_file()] + [str(capfd.readouterr()).encode()]
+        assert not any(secret in text for text in said for secret in (b"secret", b"hush"))
+        row = open_embeddings(out).read_items(open_embeddings(out).partitions("image")[3]).to_pylist()[4]
+        assert row["shard"] == f"{site.address}/corpus/00003.tar"
+        if ranges:
+            image = [sample.image for sample in iterate_samples(corpus / "00003.tar")][4]
+            assert read_picture(row["shard"], row["offset"], row["size"]) == image
+        site.requests.clear()
+        assert main(options(run_folder, source, out)) == 0
+        assert [name for name, _ in site.requests] == ["index.json"]  # nothing is fetched again
+
+
+def test_what_cannot_be_fetched_is_named_and_tried_again(corpus, whole, run_folder, tmp_path):
+    out = tmp_path / "out"
+    with serve(corpus) as site:
+        argv = options(run_folder, f"{site.address}/corpus", out)
+        site.troubles = {"00001.tar": [404, 404], "00002.tar": ["garbage"]}
+        with pytest.raises(UserError, match=r"2 shards are not .*corpus/00001\.tar: .*HTTP 404.*holds 0 samples"):
+            main(argv)
+        assert items(out) == {}
+        assert main([*argv, "--skip-damaged"]) == 0
+        assert items(out)["image"] == 18
+        assert main(argv) == 0
+    assert contents(out) == contents(whole)
+
+
+def test_a_command_is_run_to_embed_and_never_for_a_picture(corpus, whole, run_folder, tmp_path):
+    out = tmp_path / "out"
+    command = f"pipe:cat {corpus}/{{00000..00003}}.tar"
+    assert main(options(run_folder, command, out)) == 0
+    assert contents(out) == contents(whole)
+    row = open_embeddings(out).read_items(open_embeddings(out).partitions("image")[0]).to_pylist()[0]
+    assert row["shard"] == command.replace("{00000..00003}", "00000")
+    with pytest.raises(LookupError, match=r"not a file here and not on a web server \(pipe:\)"):
+        read_picture(row["shard"], row["offset"], row["size"])
+
+
+@pytest.mark.parametrize("name", ["../../x.tar", "/etc/x.tar", "n" * 300 + ".tar"])
+def test_a_server_whose_index_means_harm(name, run_folder, tmp_path):
+    (tmp_path / "served").mkdir()
+    rows = [{"name": name, "samples": 6, "bytes": 10240}]
+    (tmp_path / "served" / "index.json").write_text(json.dumps({"shards": rows}))
+    with serve(tmp_path / "served") as site, pytest.raises(UserError, match=r"its own folder|name of .* is too long"):
+        main(options(run_folder, f"{site.address}/corpus", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_partitions_lead_nowhere():
+    for address, name, expected in (
+        ("https://host/cc3m/00000.tar?key=a/b", "00000.tar", "cc3m-00000"),
+        ("https://host:8000/00000.tar", "00000.tar", "host_8000-00000"),
+        ("https://host/../00000.tar", "00000.tar", "..-00000"),
+        ("https://host/a%2Fb/x%20y.tar", "x y.tar", "a_2Fb-x_y"),
+        ("pipe:ssh host cat 'data/cc 3m/00000.tar' | tee x", "00000.tar", "3m-00000"),
+        ("pipe:rclone cat store:00000.tar", "00000.tar", "pipe-00000"),
+    ):
+        assert partition_name(Shard(name, Remote(address), 1, 1)) == expected
+        assert os.path.basename(expected) == expected

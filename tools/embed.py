@@ -1,0 +1,493 @@
+"""Embed the images and captions of shards.
+
+    python -m tools.embed --model runs/x --data data/cc3m data/cc12m --out embeddings/x
+    torchrun --nproc-per-node 8 -m tools.embed --model runs/x --data data/cc3m --out embeddings/x     # eight GPUs
+    python -m tools.embed --part 3/16 …                                       # one of sixteen jobs; see docs/search.md
+
+Each shard becomes one partition, written when the shard is done: a repeated command resumes where the last one
+stopped. Several processes share the shards. Remote shards (http, s3, pipe:, …) are fetched as in pretraining.
+Unreadable samples are left out and counted; a shard with too many gets no partition, which the command reports.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import torch
+from jsonargparse.typing import ClosedUnitInterval
+from torch import Tensor
+
+from probemb.cli.command import Parser, run_command
+from probemb.cli.device import Device, choose_device, loader_workers
+from probemb.cli.progress import progress
+from probemb.cli.ranges import Count, Workers
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.image_loader import find_tars
+from probemb.data.images import decode_image
+from probemb.data.pixels import stack
+from probemb.data.remote.sources import DEFAULT_POLICY, Remote, fetch, is_remote
+from probemb.data.shards.index import Shard, read_index, read_index_file
+from probemb.data.shards.samples import (
+    IMAGE_EXTENSIONS,
+    TEXT_EXTENSIONS,
+    SampleSpan,
+    group_members,
+    parse_sample,
+    read_sample,
+)
+from probemb.data.shards.tar import walk_tar
+from probemb.data.workers import make_loader, read
+from probemb.errors import UserError
+from probemb.evaluation.embedding import encode_texts
+from probemb.models import check_single_embeddings, create_transforms, lasting_name, load_model, weights_sha256
+from probemb.reports.text import web_link
+from probemb.runs.preemption import Preemption
+from probemb.search.embeddings import KINDS, Embeddings, create_embeddings, item_schema
+
+PROG = "python -m tools.embed"
+AHEAD = 2  # remote shards that are fetched while one is read
+MAX_NAME = 200  # bytes of a partition's name
+MAX_CAPTIONS = 1_000  # of a sample: a file of 1 MiB could have 500,000, which would be embedded at once
+SHOWN = 5  # shards that an error names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 85 if a signal stopped it and a repeated command resumes."""
+    options = parse(argv)
+    kinds = KINDS if options.items == "both" else (options.items,)
+    first, step = share(options.part)
+    corpora = {data: find_shards(data) for data in dict.fromkeys(map(corpus_name, options.data))}
+    names = partition_names([shard for shards in corpora.values() for shard in shards])
+    device = choose_device(local_device(options.device), options.precision)
+    if device.name.startswith("cuda"):
+        torch.cuda.set_device(device.name)  # else every rank also takes memory of the first GPU
+    loaded = load_model(options.model, device=device.name)
+    check_single_embeddings(loaded.model, options.model)
+    weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
+    out = create_embeddings(options.out, lasting_name(options.model), weights, dim, options.mean_dtype, options.resize)
+    mine = list(names.items())[first::step]
+    tasks = pending(out, mine, kinds)
+    for data, shards in corpora.items():
+        out.add_corpus(corpus_name(data, shown=True), [names[shard] for shard in shards])
+    if len(tasks) < len(mine):
+        print(f"{len(mine) - len(tasks):,} of {len(mine):,} shards are embedded already", flush=True)
+    with Preemption() as preemption:
+        embed(loaded, out, tasks, options, device, preemption.asked)
+        if preemption.asked():
+            said = f"stopped by {preemption.description}; the same command resumes from here"
+            print(said, file=sys.stderr, flush=True)
+            return preemption.exit_code
+    report_damaged([task for task in tasks if task.damage], options.skip_damaged)
+    for kind in kinds:
+        count = out.count(kind)
+        print(f"{out.folder} still lacks {kind}s" if count is None else f"{count:,} {kind}s in {out.folder}")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    """Options, checked as far as possible without reading anything."""
+    parser = Parser(prog=PROG, description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", required=True, help="run folder, model folder, .safetensors file or hub name")
+    data = "folders, patterns or addresses of webdataset shards"
+    add("--data", required=True, nargs="+", action="extend", help=data)
+    add("--out", required=True, type=Path, help="folder for the embeddings")
+    add("--items", choices=("both", *KINDS), default="both", help="(default: %(default)s)")
+    kept = "type of the stored means; by default the folder's own, float16 for a new one"
+    add("--mean-dtype", choices=("float16", "float32"), help=kept)
+    resize = "backend for resizing: pil, as open_clip, or tensor (torch: faster, and within a rounding of it); by "
+    add("--resize", choices=("tensor", "pil"), help=f"{resize}default the folder's own, pil for a new one")
+    add("--part", metavar="I/N", default="1/1", help="every N-th shard from the I-th on (%(default)s)")
+    add("--batch-size", type=Count, default=64, help="images in a batch (%(default)s)")
+    add("--text-batch-size", type=Count, default=256, help="captions in a batch (%(default)s)")
+    add("--workers", type=Workers, help="reading and decoding processes; by default what suits")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--precision", default="auto", help="auto, fp32, bf16, fp16")
+    bad = "largest share of a shard's samples that may fail (%(default)s)"
+    add("--max-bad", type=ClosedUnitInterval, default=0.05, help=bad)
+    add("--skip-damaged", action="store_true", help="embed the samples of damaged shards that can be read")
+    return parser.parse_args(argv)
+
+
+def share(part: str) -> tuple[int, int]:
+    """(first, step) of this process's shards: --part, shared among a launcher's ranks. Raises UserError."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part {part} is not a part.", "Write it as 3/16, the third of sixteen.")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(found[1]) - 1) * world + rank, int(found[2]) * world
+
+
+def local_device(device: str) -> str:
+    """The GPU of this rank, if a launcher started one rank per GPU."""
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is None or device not in ("auto", "cuda"):
+        return device
+    return f"cuda:{rank}" if torch.cuda.is_available() or device == "cuda" else "cpu"
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+
+def corpus_name(data: str, shown: bool = False) -> str:
+    """An absolute path, or an address; if `shown`, without what may be a secret."""
+    if is_remote(data):
+        return str(Remote(data)) if shown else data
+    return os.path.abspath(data)
+
+
+def find_shards(data: str) -> list[Shard]:
+    """The shards of a corpus. Remote ones are listed in an index.json, as in pretraining. Raises UserError.
+
+    Local tars need no index; without one their samples and bytes are unknown (0).
+    """
+    if is_remote(data):
+        return read_index(data)
+    paths = [Path(os.path.abspath(tar)) for tar in find_tars(data) if tar.suffix == ".tar"]  # a link keeps its own name
+    if not paths:
+        there = "holds no webdataset shards" if Path(data).exists() else "does not exist"
+        raise UserError(f"The data path {data} {there}.", "Name a folder of .tar files, a pattern, or one tar.")
+    listed = {}
+    for folder in {path.parent for path in paths}:
+        with suppress(UserError):  # no index, or another program's
+            listed |= {shard.path: shard for shard in read_index_file(folder)}
+    return [listed.get(path) or Shard(path.name, path, 0, 0) for path in paths]
+
+
+def partition_names(shards: Sequence[Shard]) -> dict[Shard, str]:
+    """FOLDER-SHARD for each tar. Raises UserError: two are the same, or one is too long."""
+    names = {shard: partition_name(shard) for shard in shards}
+    if len(set(names.values())) < len(names):
+        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
+        one, other, *_ = (shard.path for shard, name in names.items() if name == twice)
+        raise UserError(
+            f"{one} and {other} have the same folder name and name.",
+            "Embed them into two folders; tools.build_index takes several.",
+        )
+    if too_long := next((shard for shard, name in names.items() if len(name.encode()) > MAX_NAME), None):
+        raise UserError(f"The name of {too_long.path} is too long.", "Rename the shard or its folder.")
+    return names
+
+
+def partition_name(shard: Shard) -> str:
+    """FOLDER-SHARD; in names from addresses, characters with a meaning in paths are replaced."""
+    if isinstance(shard.path, Path):
+        return plain(f"{shard.path.parent.name}-{shard.path.stem}")
+    text = str(shard.path)
+    before = text[: text.rfind(shard.name)] if shard.path.scheme == "pipe" else f"{text.rpartition('/')[0]}/"
+    folders = re.findall(r"[^\s/'\"=|<>;]+(?=/)", before)
+    folder = folders[-1] if folders and before.endswith("/") else shard.path.scheme
+    return re.sub(r"[^\w.-]", "_", f"{folder}-{Path(shard.name).stem}")
+
+
+def version(shard: Shard) -> str:
+    """What tells that a shard has changed: its SHA-256 in the index, else its size and, of a local file, its time."""
+    if shard.sha256 or isinstance(shard.path, Remote):
+        return shard.sha256 or f"{shard.bytes} bytes"
+    try:
+        status = shard.path.stat()
+    except OSError:
+        return "missing"
+    return f"{status.st_size} bytes of {status.st_mtime_ns}"
+
+
+@dataclass
+class ShardTask:
+    """A shard to embed and its results so far.
+
+    Attributes:
+        kinds: those of KINDS that are missing; version: of the shard, "" if it could not be read.
+        damage: why it cannot be used, "" if it can.
+        spans: its samples; rows of the other lists and mappings count these.
+        images: rows whose image was embedded, in the order of `means` and `uncertainties`, tensors of a batch each.
+        tokens: of all captions, one tensor (n, L) for each batch.
+    """
+
+    shard: Shard
+    name: str
+    kinds: Sequence[str]
+    version: str
+    damage: str = ""
+    spans: list[SampleSpan] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+    uncertainties: list[Tensor] = field(default_factory=list)
+    captions: dict[int, list[str]] = field(default_factory=dict)
+    urls: dict[int, str] = field(default_factory=dict)
+    tokens: list[Tensor] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+
+
+def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequence[str]) -> list[ShardTask]:
+    """The shards that are not embedded yet. Raises UserError: one has changed since, or its partition is another's."""
+    tasks, changed = [], []
+    for shard, name in shards:
+        now, missing = version(shard), []
+        for kind in kinds:
+            part = out.partition(kind, name)
+            if part and part.about["shard"] != str(shard.path):
+                raise UserError(
+                    f"{out.folder} has embeddings of {part.about['shard']} under the name {name}.",
+                    f"Embed {shard.path} into another folder; tools.build_index takes several.",
+                )
+            if not part or not part.about["version"]:
+                missing.append(kind)
+            elif part.about["version"] != now:
+                changed.append(f"{kind}/{name}.npz")
+        if missing:
+            tasks.append(ShardTask(shard, name, missing, now))
+    if changed:
+        raise UserError(
+            f"{len(changed):,} partitions of {out.folder} are of shards that have changed since they were embedded: "
+            f"{', '.join(changed[:SHOWN])}{', …' if len(changed) > SHOWN else ''}.",
+            "Delete these files, and repeat the command, or embed into another folder with --out.",
+        )
+    return tasks
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class ReadRequest(NamedTuple):
+    """One sample to read of the shard `number`; without a span it is the end of that shard."""
+
+    number: int
+    row: int = -1
+    path: str = ""
+    span: SampleSpan | None = None
+    kinds: Sequence[str] = ()
+
+
+class ReadSample(NamedTuple):
+    """Pixels (3, H, W) and tokens (n, L) of a sample, each only if wanted, its captions, address, and failure."""
+
+    request: ReadRequest
+    pixels: Tensor | None = None
+    tokens: Tensor | None = None
+    captions: list[str] | None = None
+    url: str | None = None
+    failure: str = ""
+
+
+class Samples(torch.utils.data.Dataset):
+    """Map-style data set whose keys are `ReadRequest`s."""
+
+    def __init__(self, transform: Callable, tokenizer: Callable):
+        self.transform, self.tokenizer = transform, tokenizer
+        self._path, self._file = "", None
+
+    def __getitem__(self, request: ReadRequest) -> ReadSample:
+        pixels, tokens, failure = None, None, ""
+        if request.span is None:
+            return ReadSample(request)
+        try:
+            if request.path != self._path:
+                self._file, self._path = open(request.path, "rb", buffering=0), request.path  # noqa: SIM115 - one at a time
+            sample = parse_sample(read_sample(self._file.fileno(), request.span), request.span.key, need_caption=None)
+            if len(sample.captions) > MAX_CAPTIONS:
+                raise BadSample(f"it has {len(sample.captions):,} captions, more than {MAX_CAPTIONS:,}")
+        except (OSError, BadSample) as error:
+            return ReadSample(
+                request, failure=f"cannot be read ({error})" if isinstance(error, OSError) else str(error)
+            )
+        if "image" in request.kinds:
+            try:
+                pixels = self.transform(decode_image(sample.image, exif=True))
+            except BadSample as error:
+                failure = str(error)  # its captions can be used
+        if "text" in request.kinds and sample.captions:
+            tokens = self.tokenizer(sample.captions).int()
+        return ReadSample(request, pixels, tokens, sample.captions, web_link(sample.meta.get("url")), failure)
+
+
+def collate(samples: list[ReadSample]) -> tuple[list[ReadSample], list[int], Tensor | None]:
+    """The samples of a batch, rows of those with an image, and these images, (B, 3, H, W)."""
+    images = [sample for sample in samples if sample.pixels is not None]
+    pixels = stack([sample.pixels for sample in images]) if images else None
+    return [one._replace(pixels=None) for one in samples], [one.request.row for one in images], pixels
+
+
+def list_samples(path: Path) -> list[SampleSpan]:
+    """Samples of a tar that have an image. Raises BadShard."""
+    found = []
+    for key, parts in group_members(walk_tar(path)):
+        image = next((ext for ext in IMAGE_EXTENSIONS if ext in parts), None)
+        if image is not None:
+            found.append(SampleSpan(key, {ext: parts[ext] for ext in (image, *TEXT_EXTENSIONS) if ext in parts}))
+    return found
+
+
+def start_fetch(shard: Shard, folder: str) -> Future[Path]:
+    """Begin to fetch a remote shard, in a daemon: a silent server does not delay the end of the command."""
+    found: Future[Path] = Future()
+
+    def work() -> None:
+        try:
+            handle, name = tempfile.mkstemp(".tar", dir=folder)
+            with open(handle, "wb") as file:
+                fetch(shard.path, file, shard.bytes, DEFAULT_POLICY)
+            found.set_result(Path(name))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="fetch").start()
+    return found
+
+
+def requests(
+    tasks: Sequence[ShardTask], files: dict[int, Path], batch_size: int, folder: str, stopped: Callable[[], bool]
+) -> Iterator[list[ReadRequest]]:
+    """Batches of requests, which never mix shards; fills `files` with the local files, `spans` and `damage`."""
+    fetches: dict[int, Future[Path]] = {}
+    for number, task in enumerate(tasks):
+        for ahead, one in enumerate(tasks[number : number + 1 + AHEAD], number):
+            if isinstance(one.shard.path, Remote) and ahead not in fetches:
+                fetches[ahead] = start_fetch(one.shard, folder)
+        try:
+            if number in fetches:
+                while not fetches[number].done():
+                    if stopped():
+                        return
+                    time.sleep(0.05)
+                files[number] = fetches[number].result()
+            path = files.get(number, task.shard.path)
+            task.spans = list_samples(path)
+            if len(task.spans) < task.shard.samples:
+                task.damage = f"holds {len(task.spans):,} samples, but its index says {task.shard.samples:,}"
+        except (BadShard, OSError) as error:
+            task.damage, task.version = str(error).removeprefix(f"{task.shard.path}: "), ""
+        spans = [ReadRequest(number, row, str(path), span, task.kinds) for row, span in enumerate(task.spans)]
+        for start in range(0, len(spans), batch_size):
+            yield spans[start : start + batch_size]
+        yield [ReadRequest(number)]
+
+
+# ------------------------------------------------------------------------------------------------ embedding
+
+
+def embed(
+    loaded, out: Embeddings, tasks: Sequence[ShardTask], options: Namespace, device: Device, stopped: Callable[[], bool]
+) -> None:
+    """Embed every shard and write its partitions, until `stopped`."""
+    model, tokenizer, _ = loaded
+    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), sum(task.shard.samples for task in tasks)
+    workers = options.workers
+    if workers is None:
+        workers = -(-loader_workers(None, total or len(tasks) * 1000, device.name) // ranks)
+    samples = Samples(create_transforms(model, resize=out.resize).evaluate, tokenizer)
+    files: dict[int, Path] = {}
+    with tempfile.TemporaryDirectory(prefix="probemb-shards-", ignore_cleanup_errors=True) as folder:
+        loader = make_loader(
+            samples,
+            workers,
+            batch_sampler=requests(tasks, files, options.batch_size, folder, stopped),
+            collate_fn=collate,
+            pin_memory=device.name.startswith("cuda"),
+        )
+        with progress("samples", total) as advance, torch.inference_mode(), closing(read(loader)) as batches:
+            for read_samples, images, pixels in batches:
+                if stopped():
+                    return
+                number = read_samples[0].request.number
+                task = tasks[number]
+                if read_samples[0].request.span is None:
+                    finish(task, out, model, options, device)
+                    if number in files:
+                        files.pop(number).unlink()
+                    continue
+                if pixels is not None:
+                    with device.autocast():
+                        found = model.encode_image(pixels.to(device.name, non_blocking=True))
+                    task.means.append(found.mean.to(getattr(torch, out.mean_dtype)))
+                    task.uncertainties.append(found.uncertainty().float())
+                task.images += images
+                for request, _, tokens, captions, url, failure in read_samples:
+                    task.captions |= {request.row: captions} if captions else {}
+                    task.urls |= {request.row: url} if url else {}
+                    task.tokens += [tokens] if tokens is not None else []
+                    task.failures += [(request.span.key, failure)] if failure else []
+                advance(len(read_samples))
+
+
+def finish(task: ShardTask, out: Embeddings, model, options: Namespace, device: Device) -> None:
+    """Write the partitions of a shard, unless it is damaged, and drop what it held."""
+    if len(task.failures) > options.max_bad * len(task.spans) and not task.damage:
+        key, why = task.failures[0]
+        task.damage = f"{len(task.failures):,} of {len(task.spans):,} samples cannot be used ({key}: {why})"
+    causes = Counter(re.sub(r"\d[\d,]*", "N", plain(why)) for _, why in task.failures)  # so that there are few causes
+    causes.update([f"the shard {plain(task.damage)}"] if task.damage else [])
+    about = {"shard": plain(str(task.shard.path)), "version": task.version, "samples": len(task.spans)}
+    about["failures"] = dict(causes.most_common())
+    for kind in task.kinds if options.skip_damaged or not task.damage else ():
+        mean, u = torch.zeros(0, out.dim), torch.zeros(0)
+        if kind == "image":
+            rows = [(row, task.captions.get(row, []), None) for row in task.images]
+            if rows:
+                mean, u = torch.cat(task.means).cpu(), torch.cat(task.uncertainties).cpu()
+        else:
+            rows = [(row, [one], i) for row, some in sorted(task.captions.items()) for i, one in enumerate(some)]
+            if rows:
+                tokens, size = torch.cat(task.tokens).long(), options.text_batch_size
+                found = encode_texts(model.encode_text, tokens, batch_size=size, device=device, cut=model.cut_padding)
+                mean, u = found.mean, found.uncertainty()
+        if not (mean.isfinite().all() and u.isfinite().all()):
+            what = f"The model embeds items of {task.shard.path} as NaN or infinity."
+            raise UserError(what, "Use another checkpoint, or --precision fp32.")
+        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, task, rows), about)
+    task.spans, task.images, task.means, task.uncertainties, task.tokens, task.failures = [], [], [], [], [], []
+    task.captions, task.urls = {}, {}
+
+
+def item_table(kind: str, task: ShardTask, rows: Sequence[tuple[int, list[str], int | None]]) -> pa.Table:
+    """Metadata of a partition; `rows`: (row of the shard, captions, number of the caption)."""
+    spans = [task.spans[row] for row, _, _ in rows]
+    images = [next(span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts) for span in spans]
+    columns = {
+        "key": [plain(span.key) for span in spans],
+        "captions": [[plain(one) for one in captions] for _, captions, _ in rows],
+        "shard": [plain(str(task.shard.path))] * len(rows),
+        "offset": [image.offset for image in images],
+        "size": [image.size for image in images],
+        "url": [task.urls.get(row) for row, _, _ in rows],
+    }
+    if kind == "text":
+        columns["number"] = [number for _, _, number in rows]
+    return pa.table(columns, schema=item_schema(kind))
+
+
+def plain(text: str) -> str:
+    """Text that UTF-8 can encode: names in tars may be any bytes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def report_damaged(damaged: Sequence[ShardTask], skip: bool) -> None:
+    """Report the shards that were left out. Raises UserError unless `skip`."""
+    if not damaged:
+        return
+    shown = "; ".join(f"{task.shard.path}: {task.damage}" for task in damaged[:SHOWN])
+    shown += "; …" if len(damaged) > SHOWN else ""
+    if skip:
+        print(f"damaged, embedded as far as they can be read: {shown}", file=sys.stderr)
+        return
+    raise UserError(
+        f"{len(damaged):,} shard{'s are' if len(damaged) > 1 else ' is'} not embedded ({shown}); all others are.",
+        "Fetch them again and repeat the command, allow more with --max-bad, or use --skip-damaged.",
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
