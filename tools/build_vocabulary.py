@@ -12,9 +12,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
+from probemb.cli.progress import progress
+from probemb.cli.ranges import Count
+from probemb.data.captions.find import find_captions
+from probemb.data.failures import BadSample, BadShard
+from probemb.data.image_loader import find_tars
+from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sample, read_sample
+from probemb.data.shards.tar import walk_tar
+from probemb.data.words import count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 
 
@@ -23,15 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("data", nargs="+", metavar="DATA", help="shards, a Karpathy json, or caption files")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--split", help="train, val, test, or another that the data names (default: all)")
-    parser.add_argument("--min-count", type=int, default=4, help="least occurrences of a word (default: 4)")
-    parser.add_argument("--max-words", type=int, help="keep so many of the most frequent words (default: all)")
+    parser.add_argument("--min-count", type=Count, default=4, help="least occurrences of a word (default: 4)")
+    parser.add_argument("--max-words", type=Count, help="keep so many of the most frequent words (default: all)")
     options = parser.parse_args(argv)
-    for name in ("min_count", "max_words"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small.", "Give at least 1.")
-
-    from probemb.data.words import frequent_words, write_vocabulary
-
     counts: Counter[str] = Counter()
     captions = sum(count_captions(data, options.split, counts) for data in options.data)
     words = frequent_words(counts, options.min_count, options.max_words)
@@ -53,11 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
     """Add the words of all captions of a path to `counts`; returns the number of captions. Raises UserError."""
-    from probemb.cli.progress import progress
-    from probemb.data.captions.find import find_captions
-    from probemb.data.image_loader import find_tars
-    from probemb.data.words import count_words
-
     shards = find_tars(data) if split is None else []
     if not shards or any(shard.suffix != ".tar" for shard in shards):  # caption files
         captions = find_captions(data, split=split).flat()
@@ -76,21 +74,15 @@ def count_captions(data: str, split: str | None, counts: Counter[str]) -> int:
 
 
 def read_captions(shard: Path) -> list[str]:
-    """All readable captions of a tar. Raises UserError if the tar itself is unreadable."""
-    from probemb.data.failures import BadSample, BadShard
-    from probemb.data.shards.samples import TEXT_EXTENSIONS, group_members, parse_sample, read_sample
-    from probemb.data.shards.tar import walk_tar
-
+    """All readable captions of a tar. Raises UserError: the tar itself is unreadable."""
     captions: list[str] = []
     try:
         with open(shard, "rb") as file:
             for span in group_members(walk_tar(shard)):
                 parts = {name: part for name, part in span.parts.items() if name in TEXT_EXTENSIONS}
-                try:
+                with suppress(BadSample):  # training replaces it too
                     texts = read_sample(file.fileno(), span._replace(parts=parts))
                     captions += parse_sample({"jpg": b"-", **texts}, need_caption=None).captions
-                except BadSample:
-                    continue  # training replaces it too
     except (BadShard, OSError) as error:
         raise UserError(f"{shard} cannot be read: {error}.", "Fetch it again, or leave it out.") from error
     return captions

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from probemb.cli.command import Parser, run_command
 from probemb.errors import UserError
+from probemb.models import load_model
+from probemb.models.formats.export import WITHOUT_BIAS, export_open_clip
 
 
 def main() -> int:
@@ -21,14 +23,17 @@ def main() -> int:
     options = parser.parse_args()
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out} exists and is not an empty folder.", "Choose another --out.")
-
-    from probemb.models import load_model
-    from probemb.models.formats.export import WITHOUT_BIAS, export_open_clip
-
-    export_open_clip(load_model(options.model).model, options.out)
+    model = load_model(options.model).model
+    export_open_clip(model, options.out)
     print(f'{options.out}: open_clip.create_model_and_transforms("local-dir:{options.out}") loads it')
     if (bare := options.out / WITHOUT_BIAS).exists():
         print(f"{bare}: for the architecture under its own name, which has no logit bias in open_clip")
+    if crop_pct := model.config["preprocess"].get("crop_pct"):
+        size = model.image_size
+        print(
+            f"open_clip has no crop_pct: its preprocessing resizes to {size} pixels, and this model is evaluated with "
+            f"the centre {size} of {int(size / crop_pct)}; probemb.load_model({str(options.out)!r}) does that too"
+        )
     return 0
 
 

@@ -20,35 +20,24 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from probemb.cli.command import Parser, run_command
+from probemb.cli.progress import progress
 from probemb.cli.ranges import Count, Share
+from probemb.data.boxes import PhraseDataset, find_phrases
+from probemb.data.boxes.geometry import enclosing
+from probemb.data.failures import BadSample
+from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.errors import UserError
+from probemb.evaluation.analyses.localisation import crop, phrase_overlaps, scale_of
+from tools.write_regions import find_proposals
 
 SHARD = 1000  # crops in a tar
 JPEG_QUALITY = 95
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    from probemb.data.boxes import find_phrases
-
-    for split in options.split:
-        if (options.out / split).exists():
-            raise UserError(f"{options.out / split} exists.", "Remove it, or choose another --out.")
-    found = {
-        split: find_phrases(options.data, None if split == "all" else split, options.images, options.sample)
-        for split in options.split
-    }
-    for split, data in found.items():
-        try:
-            print(f"wrote {options.out / split}: {write_split(options, data, options.out / split)}", flush=True)
-        except OSError as error:
-            what = f"{options.out / split} cannot be written ({error.strerror or error})."
-            raise UserError(what, "Make room, or choose another --out.") from None
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> Namespace:
     parser = Parser(prog="python -m tools.write_crops", description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="phrases with boxes: Flickr30k Entities or Visual Genome")
     parser.add_argument("--split", nargs="+", default=["train"], help="or all, of data without splits (default: train)")
@@ -61,15 +50,21 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     options = parser.parse_args(argv)
     if options.top is not None and options.proposals in (None, "grid"):
         raise UserError("--top has no effect without a file of proposals.", "Leave it out.")
-    return options
+    for split in options.split:
+        if (options.out / split).exists():
+            raise UserError(f"{options.out / split} exists.", "Remove it, or choose another --out.")
+    for split in options.split:
+        data = find_phrases(options.data, None if split == "all" else split, options.images, options.sample)
+        try:
+            print(f"wrote {options.out / split}: {write_split(options, data, options.out / split)}", flush=True)
+        except OSError as error:
+            what = f"{options.out / split} cannot be written ({error.strerror or error})."
+            raise UserError(what, "Make room, or choose another --out.") from None
+    return 0
 
 
-def write_split(options: Namespace, data, folder: Path) -> str:
+def write_split(options: Namespace, data: PhraseDataset, folder: Path) -> str:
     """Write a split's shards; returns a summary of them."""
-    from probemb.data.boxes.geometry import enclosing
-    from probemb.data.shards.writer import tar_writer
-    from tools.write_regions.proposals import find_proposals
-
     if options.proposals is None:
         boxes = [list({enclosing(data.phrases[row].boxes): None for row in rows}) for rows in data.by_image()]
     else:
@@ -98,15 +93,8 @@ def write_split(options: Namespace, data, folder: Path) -> str:
     )
 
 
-def crops(data, boxes, least: float, counts: dict[str, int]) -> Iterator[dict[str, bytes]]:
+def crops(data: PhraseDataset, boxes, least: float, counts: dict[str, int]) -> Iterator[dict[str, bytes]]:
     """Yield samples by extension, and update the counts. Raises UserError: an image that cannot be read."""
-    import torch
-
-    from probemb.cli.progress import progress
-    from probemb.data.failures import BadSample
-    from probemb.data.shards.writer import encode_captions
-    from probemb.evaluation.analyses.localisation import crop, phrase_overlaps, scale_of
-
     with progress("images", len(data)) as advance:
         for image, rows in enumerate(data.by_image()):
             advance(1)

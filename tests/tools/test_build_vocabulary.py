@@ -44,8 +44,8 @@ def test_caption_files_are_added_up(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--min-count", "0"], "min-count 0"),
-        (["--max-words", "0"], "max-words 0"),
+        (["--min-count", "0"], "min-count is 0"),
+        (["--max-words", "0"], "max-words is 0"),
         (["--min-count", "99999"], "None of"),
     ],
 )

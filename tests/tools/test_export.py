@@ -41,7 +41,9 @@ def test_open_clip_loads_it_strictly_with_equal_outputs(tmp_path, monkeypatch, n
     assert open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["two dogs"]).tolist() == tokens[1:].tolist()
 
 
-@pytest.mark.parametrize(("name", "match"), [("ViT-B-32", "distance"), ("RN50", "distance"), ("ViT-B-32", "cosine")])
+@pytest.mark.parametrize(
+    ("name", "match"), [("ViT-B-32", "cosine"), pytest.param("RN50", "distance", marks=pytest.mark.slow)]
+)
 def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_path, name, match):
     torch.manual_seed(0)
     ours = create_model(name, n_unc_layers=1, match=match).eval().requires_grad_(False)
@@ -61,6 +63,16 @@ def test_its_file_loads_under_open_clip_s_own_name_as_clip_benchmark_does(tmp_pa
     also, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}", pretrained="", cache_dir=None)
     assert torch.equal(also.logit_scale, theirs.logit_scale)
     assert also.state_dict().keys() == theirs.state_dict().keys() | ({"logit_bias"} if match == "cosine" else set())
+
+
+def test_crop_pct_stays_for_probemb_and_the_command_says_that_open_clip_has_none(tmp_path, monkeypatch, capsys):
+    save_model(create_model("ViT-Tiny-64", n_unc_layers=1, crop_pct=0.875), tmp_path / "model")
+    assert call(monkeypatch, "--model", tmp_path / "model", "--out", tmp_path / "out") == 0
+    assert "the centre 64 of 73" in capsys.readouterr().out
+    image = Image.effect_mandelbrot((90, 70), (-2, -1.5, 1, 1.5), 50).convert("RGB")
+    before, after = (load_model(tmp_path / name).transforms.evaluate(image) for name in ("model", "out"))
+    assert torch.equal(before, after)
+    open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}")  # which ignores it
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch):

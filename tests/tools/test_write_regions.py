@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,23 @@ from safetensors.torch import save_file
 from probemb.cli.command import run_command
 from probemb.data.boxes import find_phrases
 from probemb.data.boxes.proposals import read_region_proposals
+from probemb.data.captions.dataset import CaptionDataset
 from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
+from probemb.evaluation.analyses.localisation import crop
 from tools.make_scenes import Plan, make
 from tools.scene_forms.regions import region_features
-from tools.write_regions.command import main
+from tools.write_regions import (
+    CAPTIONS,
+    IDS,
+    REGIONS,
+    file_of,
+    load_backbone,
+    main,
+    write_array,
+    write_captions,
+    write_lines,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +106,8 @@ def test_existing_files_are_refused_before_anything_is_loaded(scenes, tmp_path):
     [
         (["--grid", "9"], "9 x 9 regions, and the feature map .* of 96 pixels has 3 x 3", "--image-size to 288"),
         (["--model", "test_vit"], "weights of another model", "architecture"),
-        (["--model", "resnet5"], "timm has no model 'resnet5'", "list_models"),
         (["--model", "crops"], "--model crops is for proposals", "--proposals"),
         (["--top", "4"], "--top has no effect", "Leave it out"),
-        (["--dtype", "int8"], "int8", "--help"),
         (["--split", "x/y"], "The split 'x/y' cannot be part", "train, val or test"),
     ],
 )  # fmt: skip
@@ -142,16 +153,12 @@ def test_features_beyond_the_type_are_refused(scenes, stock, tmp_path):
 
 
 def test_images_with_fewer_or_more_than_five_captions(tmp_path, capsys):
-    from probemb.data.captions.dataset import CaptionDataset
-    from tools.write_regions import arrays
-
     captions = [["a"], ["b", "c  d\n"], list("efghijk"), ["l"]]
-    dropped = arrays.write_captions(tmp_path, "train", CaptionDataset(captions, [1, 2, 3, 4]))
-    arrays.write_ids(tmp_path, "train", ["1", "2", "3", "4"])
-    rows = arrays.write_array(
-        tmp_path / "train_ims.npy", (2, 3), "float16", iter([np.ones((3, 2, 3)), np.ones((1, 2, 3))])
-    )
-    assert (dropped, rows) == (2, 4)
+    write_captions(file_of(tmp_path, "train", CAPTIONS), CaptionDataset(captions, [1, 2, 3, 4]))
+    assert "2 captions beyond five" in capsys.readouterr().out
+    write_lines(file_of(tmp_path, "train", IDS), [1, 2, 3, 4])
+    blocks = [np.ones((3, 2, 3)), np.ones((1, 2, 3))]
+    write_array(file_of(tmp_path, "train", REGIONS), (4, 2, 3), "float16", iter(blocks))
     found = find_captions(tmp_path, "train")
     assert found.captions == [["a"], ["b", "c d"], list("efghi"), ["l"]]
     assert found.image_ids == [1, 2, 3, 4]
@@ -181,10 +188,8 @@ def test_crops_of_proposals_through_a_backbone(scenes, weights, stock, tmp_path)
     assert write(scenes / "entities", weights, tmp_path, *argv, split=("test",)) == 0
     found = read_region_proposals(tmp_path / "test_ims.npy", data, None)
     assert found.rows[1] == [0, 1, 2]
-    from probemb.evaluation.analyses.localisation import crop
-    from tools.write_regions.backbone import load_backbone
-
-    backbone = load_backbone("test_resnet", str(weights), 96)
+    words = {"model": "test_resnet", "weights": str(weights), "image_size": 96, "device": "cpu"}
+    backbone = load_backbone(Namespace(**words))
     for box, features in zip(found.boxes[1], found.features.open(1)):
         pixels = backbone.transform(crop(data.images.open(1), box))[None]
         with torch.no_grad():

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 from open_clip import CLIP
-from open_clip.transform import PreprocessCfg
 from torch import Tensor
 
 from probemb.errors import UserError
 from probemb.models.architectures import is_open_clip, read_architecture, stock_parameter_names
 from probemb.models.dual_encoder import DualEncoder
-from probemb.models.formats.open_clip_folder import CONFIG, WEIGHTS
+from probemb.models.formats.open_clip_folder import CONFIG, PREPROCESSING, WEIGHTS
 from probemb.models.hub import write_model
 
 WITHOUT_BIAS = "open_clip_model_without_bias.safetensors"
@@ -26,7 +25,8 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
 
     The second form, which CLIP_benchmark uses, knows only open_clip's own architectures and their own preprocessing. It
     refuses a logit bias where the architecture has none, so that models of a sigmoid loss have a second file for it,
-    WITHOUT_BIAS. The uncertainty branch, a and b are left out; what remains is a CLIP.
+    WITHOUT_BIAS. The uncertainty branch, a and b are left out; what remains is a CLIP. A crop_pct stays in the folder's
+    configuration, where `load_model` finds it and open_clip, which has no such step, ignores it.
 
     Returns:
         the folder.
@@ -51,7 +51,7 @@ def export_open_clip(model: DualEncoder, folder: str | Path) -> Path:
     plain = _plain_state(state, shape)
     about = {
         "model_cfg": {**shape, "custom_text": True} if plain is None else shape,
-        "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in vars(PreprocessCfg())},
+        "preprocess_cfg": {key: value for key, value in config["preprocess"].items() if key in PREPROCESSING},
     }
     tensors = state if plain is None else plain
     files = {WEIGHTS[0]: tensors}

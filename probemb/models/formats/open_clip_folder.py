@@ -20,6 +20,7 @@ from probemb.models.pretrained import PREPROCESS_KEYS, check_architecture, check
 
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first one is taken
 CONFIG = "open_clip_config.json"
+PREPROCESSING = {*vars(PreprocessCfg()), "crop_pct"}  # the last one is ours, and open_clip ignores it
 # What differs without another function of the weights: sizes that positions are resized to, texts that come tokenised,
 # where random weights are replaced from, and what only training does.
 FREE = {"image_size", "context_length", "hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode", "pad_id"}
@@ -120,11 +121,11 @@ def _architecture(about: dict, source: Path) -> dict:
 
 
 def _preprocessing(about: dict, source: Path) -> dict:
-    """Its preprocessing, as far as open_clip has such a step. Raises UserError."""
+    """Its preprocessing. Raises UserError."""
     found = about.get("preprocess_cfg") or {}
     if not isinstance(found, dict):
         raise _malformed(source, "preprocess_cfg is no JSON object")
-    return {key: plain(value) for key, value in found.items() if key in vars(PreprocessCfg()) and value is not None}
+    return {key: plain(value) for key, value in found.items() if key in PREPROCESSING and value is not None}
 
 
 def _malformed(source: Path, why: object) -> UserError:

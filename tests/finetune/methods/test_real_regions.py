@@ -10,7 +10,7 @@ import torch
 import tools.build_vocabulary
 from probemb import load_model
 from tests.finetune.runs import ONE_EPOCH, metrics, run_here
-from tools.write_regions.command import main
+from tools.write_regions import main
 
 PAIRS, EACH = 24, 2  # images of a split, and files of each
 
