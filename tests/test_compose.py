@@ -18,7 +18,7 @@ def draw(*shape, seed=0):
     )
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("k", [1, 3])
 def test_density_is_the_product_of_the_densities(k):
     parts = draw(k, 4, 6)
     product = compose(parts)
@@ -35,14 +35,6 @@ def test_normaliser_is_the_integral():
     torch.testing.assert_close(compose(parts).log_normaliser, torch.trapezoid(density, x).log())
 
 
-def test_order_does_not_matter():
-    parts = draw(4, 3, 5, seed=1)
-    forwards, backwards = compose(parts), compose(parts[[3, 1, 0, 2]])
-    torch.testing.assert_close(forwards.gaussian.mean, backwards.gaussian.mean)
-    torch.testing.assert_close(forwards.gaussian.log_var, backwards.gaussian.log_var)
-    torch.testing.assert_close(forwards.log_normaliser, backwards.log_normaliser)
-
-
 @pytest.mark.parametrize("k", [2, 3])
 def test_reference_of_mpc(parity, k):
     arrays = {name: torch.from_numpy(array) for name, array in parity("08a_mpc").items() if array.dtype.kind == "f"}
@@ -53,14 +45,6 @@ def test_reference_of_mpc(parity, k):
     torch.testing.assert_close(product.log_normaliser, arrays[f"mpc_k{k}__logZ_total"], rtol=1e-6, atol=1e-6)
 
 
-def test_far_apart_variances_stay_finite():
-    parts = Gaussian(torch.tensor([[1.0], [-1.0]]), torch.tensor([[-90.0], [90.0]])).to(torch.float32)
-    product = compose(parts)
-    assert product.gaussian.mean.item() == pytest.approx(1)
-    assert product.gaussian.log_var.item() == pytest.approx(-90)
-    assert torch.isfinite(product.log_normaliser)
-
-
 def test_a_certain_part_counts_more_and_all_make_more_certain():
     parts = Gaussian(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[-4.0, -4.0], [0.0, 0.0]]))
     product = compose(parts).gaussian
@@ -69,14 +53,6 @@ def test_a_certain_part_counts_more_and_all_make_more_certain():
     query = as_query(product)
     assert query.mean.norm().item() == pytest.approx(1)
     assert torch.equal(query.log_var, product.log_var)
-
-
-def test_what_cannot_be_composed():
-    with pytest.raises(ValueError, match="at least 1"):
-        compose(Gaussian(torch.zeros(0, 3), torch.zeros(0, 3)))
-    opposite = Gaussian(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), torch.zeros(2, 2))
-    with pytest.raises(UserError, match="cancel each other out"):
-        as_query(compose(opposite).gaussian)
 
 
 def exact(parts, weights):
@@ -90,7 +66,7 @@ def exact(parts, weights):
     return centre, 1 / total, 0.5 * (math.log(2 * math.pi) - total.log() - terms).sum(-1)
 
 
-@pytest.mark.parametrize("weights", [[2.0], [0.5, 3.0], [1.0, 0.0, 2.5], [1.0, 1.0, -0.1], [-0.02, 2.0, 1.0, -0.1]])
+@pytest.mark.parametrize("weights", [[2.0], [1.0, 0.0, 2.5], [-0.02, 2.0, 1.0, -0.1]])
 def test_weights_are_powers_of_the_densities(weights):
     parts = draw(len(weights), 4, 6, seed=2)
     product = compose(Gaussian(parts.mean, 0.3 * parts.log_var), weights=weights)
@@ -100,7 +76,7 @@ def test_weights_are_powers_of_the_densities(weights):
     torch.testing.assert_close(whole, (torch.tensor(weights, dtype=torch.float64)[:, None] * each).sum(0))
 
 
-@pytest.mark.parametrize("weights", [[0.7, 1.6, 1.0], [1.0, 2.0, -0.5], [1.5, -0.2, -0.3]])
+@pytest.mark.parametrize("weights", [[0.7, 1.6, 1.0], [1.5, -0.2, -0.3]])
 def test_normaliser_of_powers_is_the_integral(weights):
     parts = Gaussian(torch.tensor([[0.3], [-0.8], [1.1]]).double(), torch.tensor([[-1.0], [0.2], [0.4]]).double())
     x = torch.linspace(-60, 60, 120_001, dtype=torch.float64)
@@ -126,17 +102,7 @@ def test_every_item_has_its_own_weights():
     torch.testing.assert_close(one.log_normaliser, compose(parts).log_normaliser)
 
 
-def test_division_undoes_the_product():
-    parts = draw(4, 3, 6, seed=5)
-    both = compose(parts[:2]).gaussian
-    back = compose(Gaussian.stack([both, parts[1]]), weights=[1.0, -1.0])
-    torch.testing.assert_close(back.gaussian.mean, parts[0].mean)
-    torch.testing.assert_close(back.gaussian.log_var, parts[0].log_var)
-    torch.testing.assert_close(back.log_normaliser, -compose(parts[:2]).log_normaliser)
-
-
-@pytest.mark.parametrize("k", [1, 2, 4, 10])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("k", "weighted"), [(2, False), (10, True)])
 def test_float32_is_stable_at_many_dimensions_and_extreme_variances(k, weighted):
     g = torch.Generator().manual_seed(k)
     parts = Gaussian(torch.randn(k, 7, 512, generator=g), 40 * torch.rand(k, 7, 512, generator=g) - 20)
@@ -161,14 +127,6 @@ def test_gradients_of_powers_and_division():
     assert torch.autograd.gradcheck(outputs, leaves)
 
 
-def test_an_item_without_division_keeps_finite_gradients():
-    parts = Gaussian(torch.zeros(2, 2, 1, requires_grad=True), torch.zeros(2, 2, 1))
-    log_var = torch.tensor([[[0.0], [80.0]], [[5.0], [-80.0]]], requires_grad=True)
-    product = compose(Gaussian(parts.mean, log_var), weights=torch.tensor([[1.0, 1.0], [-0.5, 0.0]]))
-    (product.log_normaliser.sum() + product.gaussian.log_var.sum()).backward()
-    assert torch.isfinite(log_var.grad).all()
-
-
 def test_division_without_anything_left_is_refused():
     wide = Gaussian(torch.zeros(1, 3), torch.zeros(1, 3))
     narrow = Gaussian(torch.zeros(1, 3), torch.tensor([[1.0, -1.0, 1.0]]))
@@ -182,18 +140,3 @@ def test_division_without_anything_left_is_refused():
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(UserError, match="no density: in 6 of 6"):
             compose(Gaussian.cat([same, same]).to(dtype), weights=[1, -1])
-
-
-@pytest.mark.parametrize(("weights", "what"), [([0, -1], "weight above 0"), ([1, float("nan")], "not a finite number")])
-def test_weights_that_mean_nothing_are_refused(weights, what):
-    with pytest.raises(UserError, match=what):
-        compose(draw(2, 3, 4), weights=weights)
-    with pytest.raises(ValueError, match="weights of shape"):
-        compose(draw(2, 3, 4), weights=[1.0, 1.0, 1.0])
-
-
-def test_float32_under_autocast():
-    parts = draw(3, 4, 6).to(torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = compose(parts, weights=[1, 2, 1])
-    assert torch.equal(inside.log_normaliser, compose(parts, weights=[1, 2, 1]).log_normaliser)

@@ -11,7 +11,7 @@ from probemb.distances import DISTANCES
 from probemb.losses import clip_loss, pairwise_match_loss
 from tests.ranks import run_ranks
 
-WORLDS = [2, 3, 4, 5, 8]
+WORLDS = [2, 3, 5]
 PER_RANK, DIM = 3, 4
 
 
@@ -95,9 +95,9 @@ def on_one_process(world, distance):
     return torch.stack(losses).detach().numpy(), np.stack(grads)
 
 
-# All sizes for the paper's distance, an even and an odd one for the others; match-probability draws samples.
+# All sizes for the paper's distance, two ranks for the others; match-probability draws samples.
 OTHERS = sorted(set(DISTANCES) - {"csd", "match-probability"})
-CASES = [("csd", world) for world in WORLDS] + [(name, world) for name in OTHERS for world in (2, 3)]
+CASES = [("csd", world) for world in WORLDS] + [(name, 2) for name in OTHERS]
 
 
 @pytest.mark.parametrize(("distance", "world"), CASES)
@@ -120,7 +120,7 @@ def helpers_on_one_rank(rank, world):
 
 
 def test_helpers():
-    for world in (1, 3, 4):
+    for world in (1, 3):
         for mean, some, none in run_ranks(world, helpers_on_one_rank):
             assert mean == {"a": (world - 1) / 2, "b": 2.0}
             assert some
@@ -144,8 +144,8 @@ def hosts_beside_devices(rank, world, folder):
     return *told, dist.get_backend(), dist.get_backend(control), distributed.control_group() is control
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_hosts_agree_by_gloo_whatever_the_devices_use(world, tmp_path):
+def test_hosts_agree_by_gloo_whatever_the_devices_use(tmp_path):
+    world = 2
     for found in run_ranks(world, hosts_beside_devices, tmp_path):
         rows = [[rank, last] for rank in range(world) for last in (2**40, -1)]
         assert found == ([True, False], list(range(world)), rows, "fake", "gloo", True)

@@ -32,18 +32,3 @@ def test_uncertainty_of_half_precision_is_summed_in_float32():
     g = Gaussian(torch.zeros(1, 1024), torch.full((1, 1024), -5.0))
     assert g.to(torch.bfloat16).uncertainty().dtype == torch.float32
     torch.testing.assert_close(g.to(torch.bfloat16).uncertainty(), g.uncertainty())
-
-
-def test_slicing_and_joining():
-    g = make()
-    joined = Gaussian.cat([g[:1], g[1:]])
-    assert torch.equal(joined.mean, g.mean)
-    assert torch.equal(joined.log_var, g.log_var)
-    assert Gaussian.stack([g, g]).shape == (2, 4, 3)
-    assert len(g[1:]) == 3
-
-
-def test_prints_its_shape_and_mean_uncertainty():
-    g = Gaussian(torch.zeros(3, 4), torch.tensor([0.0, 1.0, 2.0]).log()[:, None].expand(3, 4))
-    assert repr(g) == "Gaussian(shape=(3, 4), mean uncertainty=4, torch.float32, cpu)"
-    assert "unknown" in repr(g[:0])

@@ -26,12 +26,6 @@ def test_pseudo_positives_are_the_columns_at_least_as_close_as_the_positive():
     assert n == 3
 
 
-def test_a_pseudo_positive_takes_the_soft_label_of_its_positive():
-    distance = torch.tensor([[1.0, 0.5], [1.0, 0.5]])
-    found, _ = labels.pseudo_positives(distance, torch.tensor([[0.75, 0.25], [0.25, 0.75]]))
-    assert found.tolist() == [[0.75, 0.75], [0.25, 0.75]]
-
-
 def test_authors_labels(parity):
     v = {k: torch.from_numpy(a) for k, a in parity("01_pcmepp_csd_loss").items()}
     n = len(v["mix_lambda"])
@@ -48,12 +42,3 @@ def test_authors_labels(parity):
                 found, n = labels.pseudo_positives(distance, match)
                 torch.testing.assert_close(found, v[f"{family}__pseudo_matched_{direction}_{case}"], rtol=0, atol=0)
                 assert n == v[f"{family}__n_pseudo_{direction}_{case}"]
-
-
-def test_labels_that_are_integers_or_booleans_mix_as_numbers():
-    lam, partner, eye = torch.tensor([0.3, 0.6]), torch.tensor([1, 0]), torch.eye(2)
-    expected = labels.mixed(eye, lam, partner)
-    distance = torch.tensor([[1.0, 0.5], [2.0, 0.1]])
-    for match in (eye.long(), eye.bool()):
-        assert torch.equal(labels.mixed(match, lam, partner), expected)
-        assert torch.equal(labels.pseudo_positives(distance, match)[0], labels.pseudo_positives(distance, eye)[0])

@@ -7,7 +7,7 @@ from probemb import token_products
 from probemb.token_products import pair_products
 
 
-@pytest.mark.parametrize("at_a_time", [1, 3, 32])
+@pytest.mark.parametrize("at_a_time", [1, 32])
 def test_products_and_their_gradient(at_a_time, monkeypatch):
     monkeypatch.setattr(token_products, "PAIRS", at_a_time)
     g = torch.Generator().manual_seed(0)

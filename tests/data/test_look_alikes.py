@@ -7,14 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from probemb.data.captions.find import find_captions
-from probemb.data.images import decode_image
 from probemb.data.labelled.images import find_images
 from probemb.data.look_alikes import ALIKE, MAX_SHARE, describe, leave_out, same_picture, seen_in
 from probemb.data.scenes import render, scene
 from probemb.errors import UserError
 from tests.orientation import stored
-from tests.world import jpeg, write_tar
 
 
 def photograph(seed, size=(160, 120)):
@@ -63,14 +60,6 @@ def test_distinct_pictures_are_told_apart():
         assert apart.min() > ALIKE
 
 
-def test_flat_pictures_are_the_same_if_their_colours_are():
-    white, noisy, grey = (
-        describe(decode_image(save(Image.new("RGB", (50, 50), colour), "JPEG", quality=quality)))
-        for colour, quality in (("white", 90), ("#fefdfe", 20), ("#d0d0d0", 90))
-    )
-    assert (white - noisy).square().sum() < ALIKE < (white - grey).square().sum()
-
-
 def test_groups_are_those_of_a_plain_search(tmp_path):
     files = {f"{i:02d}": save(photograph(i), "JPEG") for i in range(12)}
     files |= {"a": AGAIN["png"](photograph(3)), "b": AGAIN["smaller"](photograph(3)), "c": AGAIN["webp"](photograph(7))}
@@ -93,13 +82,3 @@ def test_a_few_are_left_out_and_many_are_refused(tmp_path):
     assert MAX_SHARE < 0.5
     with pytest.raises(UserError, match=r"1 of the 2 images in .* \(50\.0%\) show the same pictures as evaluated"):
         leave_out(few, evaluated)
-
-
-def test_a_part_of_captioned_images(tmp_path):
-    members = [
-        (f"{i}.{end}", data) for i in range(4) for end, data in (("jpg", jpeg(scene("a", i))), ("txt", b"%d" % i))
-    ]
-    data = find_captions(write_tar(tmp_path / "a.tar", members))
-    part = data.only([2, 0])
-    assert (part.flat(), part.image_ids) == (["2", "0"], [data.image_ids[i] for i in (2, 0)])
-    assert part.images.open(0).tobytes() == data.images.open(2).tobytes()

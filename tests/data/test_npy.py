@@ -23,18 +23,12 @@ def of_shape(shape, descr="<u8") -> bytes:
 HEADERS = {
     "nothing": b"",
     "cut off": MAGIC + b"\xff\xff",
-    "open brackets": with_header(b"(" * 100),
     "deep brackets": with_header(b"(" * 9000),
-    "no end of an expression": with_header(b"{'descr':" + b"-" * 8991),
     "a call": with_header(b"__import__('os').getcwd()".ljust(60)),
     "a type of nothing": with_header(b"{'descr': (), 'fortran_order': False, 'shape': (1,)}"),
-    "a type of a type": with_header(b"{'descr': ('<u8',), 'fortran_order': False, 'shape': (1,)}"),
-    "no version": b"\x93NUMPY\x09\x00" + bytes(60),
 }
 FILES = HEADERS | {
-    "an archive's beginning": b"PK\x03\x04" + bytes(60),
     "more numbers than there are": of_shape((2**70, 4)),
-    "a negative size": of_shape((-1, 4)),
     "Python objects": of_shape((1,), "|O"),
 }
 
@@ -48,12 +42,6 @@ def test_a_hostile_file_is_refused(name, mapped, tmp_path):
     if name in HEADERS:
         with open(tmp_path / "x.npy", "rb") as file, pytest.raises(ValueError, match=r"."):
             npy_header(file)
-
-
-def test_an_archive_of_arrays_is_no_array(tmp_path):
-    np.savez(tmp_path / "x.npz", a=np.arange(3))
-    with pytest.raises(ValueError, match="an archive of arrays"):
-        read_npy(tmp_path / "x.npz")
 
 
 def test_an_array_is_read_in_memory_and_mapped(tmp_path):

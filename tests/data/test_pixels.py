@@ -10,7 +10,7 @@ from timm.data.random_erasing import RandomErasing as TimmsRandomErasing
 from torchvision.transforms import Normalize, RandomResizedCrop
 from torchvision.transforms.functional import to_tensor
 
-from probemb.data.pixels import RandomCrop, RandomErasing, as_pixels, normalize, stack
+from probemb.data.pixels import RandomCrop, RandomErasing, as_pixels, normalize
 from probemb.data.randomness import seed_all
 from probemb.models.inputs import Augmentation, create_transforms
 
@@ -28,12 +28,12 @@ def photograph(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray((pixels * (255 / pixels.max())).clip(0, 255).astype(np.uint8))
 
 
-@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)])
-def test_boxes_are_torchvisions(scale):
+def test_boxes_are_torchvisions():
+    scale = (0.08, 1.0)
     crops = [kind(32, scale) for kind in (RandomResizedCrop, RandomCrop)]
     for size in (*SIZES, (3000, 20), (20, 3000), (5, 3), (1, 1)):
         for image in (Image.new("RGB", size), torch.empty(3, *size[::-1])):
-            for seed in range(20):
+            for seed in range(6):
                 found = []
                 for crop in crops:
                     torch.manual_seed(seed)
@@ -41,9 +41,10 @@ def test_boxes_are_torchvisions(scale):
                 assert found[0] == found[1], size
 
 
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
-@pytest.mark.parametrize("size", [96, (64, 96)])
+@pytest.mark.parametrize(
+    ("mode", "interpolation", "size"),
+    [("shortest", "bicubic", 96), ("longest", "bilinear", 96), ("squash", "bicubic", (64, 96))],
+)
 def test_pixels_differ_from_pils_by_rounding(mode, interpolation, size):
     config = {"preprocess": {"size": size, "resize_mode": mode, "interpolation": interpolation, "fill_color": 7}}
     tensor, pil = (create_transforms(config, resize=resize) for resize in ("tensor", "pil"))
@@ -63,16 +64,6 @@ def test_pixels_differ_from_pils_by_rounding(mode, interpolation, size):
             assert away.float().mean() < (0.4 if tall else 0.1), (image_size, kind)
 
 
-def test_even_extreme_contrast_stays_near():
-    """Black and white pixels at random overshoot, and PIL clips tall images between other passes."""
-    bits = np.random.default_rng(0).integers(0, 2, (500, 300, 3), dtype=np.uint8) * 255
-    tensor, pil = (create_transforms({"preprocess": {"size": 96}}, resize=r).evaluate for r in ("tensor", "pil"))
-    away = (tensor(Image.fromarray(bits)).int() - pil(Image.fromarray(bits)).int()).abs().float()
-    assert away.mean() < 3
-    wide = Image.fromarray(bits.transpose(1, 0, 2).copy())
-    assert (tensor(wide).int() - pil(wide).int()).abs().max() <= 2
-
-
 def test_colours_and_modes():
     """Augmentation draws the same numbers on tensors; other modes become RGB."""
     augmentation = Augmentation((0.5, 1.0), 0.5, (0.3, 0.3, 0.3, 0.05), 1.0, 0.5)
@@ -88,9 +79,9 @@ def test_colours_and_modes():
         torch.testing.assert_close(as_pixels(image).permute(1, 2, 0).numpy(), np.array(image.convert("RGB")))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_as_much_is_erased_as_timm_erases(count):
+def test_as_much_is_erased_as_timm_erases():
     """The area that an image loses has the same distribution."""
+    count = 3
     seed_all(0)
     random.seed(0)
     n, ours = 2000, RandomErasing(0.5, count, (0.5,) * 3, (0.1,) * 3)
@@ -118,22 +109,6 @@ def test_what_is_erased_becomes_noise_of_the_normalisation():
     torch.testing.assert_close(noise.std(1), torch.tensor(std), atol=0.002, rtol=0.02)
     dark = RandomErasing(1.0, 1, (0.0,) * 3, (0.1,) * 3)(before.clone())
     assert dark[dark < 255].max() < 180  # cut at black, not wrapped around: seven deviations are 178
-
-
-def test_a_stack_keeps_memory_order_and_values():
-    for config in ({"size": 32}, {"size": 32, "resize_mode": "squash"}):  # a view of a larger image, and a whole one
-        for resize in ("tensor", "pil"):
-            transform = create_transforms({"preprocess": config}, resize=resize).evaluate
-            images = [transform(photograph(60, 40, seed)) for seed in range(3)]
-            found = stack(images)
-            assert torch.equal(found, torch.stack(images))
-            assert found.is_contiguous(memory_format=torch.channels_last)
-    regions = [torch.rand(4, 5) for _ in range(3)]
-    for others in (regions, [one[0] for one in regions], [torch.rand(3, 4, 4) for _ in range(2)]):
-        assert torch.equal(stack(others), torch.stack(others))
-        assert stack(others).is_contiguous()
-    with pytest.raises(RuntimeError, match="equal size"):
-        stack([torch.zeros(4, 4, 3).permute(2, 0, 1), torch.zeros(5, 4, 3).permute(2, 0, 1)])
 
 
 def test_normalisation_is_that_of_the_pil_transforms():

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from probemb.data.words import (
-    MAX_CHARACTERS,
-    MAX_WORD,
     count_words,
     find_vocabulary,
     frequent_words,
@@ -35,11 +33,6 @@ def test_words_of_a_text():
     assert split_words("'' … !") == []
 
 
-def test_hostile_texts_are_bounded():
-    assert split_words("x" * 10**6) == ["x" * MAX_WORD]
-    assert len(split_words("a " * 10**6)) == MAX_CHARACTERS // 2
-
-
 def test_counts_and_order():
     counts = count_words(["b a", "a c"], Counter({"c": 1}))
     assert counts == {"a": 2, "b": 1, "c": 2}
@@ -59,12 +52,8 @@ def test_file_round_trip_and_plain_words(tmp_path):
     ("content", "message"),
     [
         (b"", "empty"),
-        (b"\n\n", "empty"),
         (b"dog\nred dog\n", "Line 2"),
-        (b"Dog\t3\n", "Line 1"),
-        (b"dog\tmany\n", "Line 1"),
         (b"dog\ncat\ndog\n", "twice.*lines 1 and 3"),
-        (b"\xff\xfe", "not UTF-8"),
     ],
 )
 def test_broken_vocabularies_are_refused(tmp_path, content, message):
@@ -84,11 +73,10 @@ def test_vocabulary_is_found_in_the_folder_or_above(tmp_path):
     assert find_vocabulary([tmp_path / "set" / "train"]) == tmp_path / "set" / "train" / "vocabulary.txt"
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-def test_vectors(tmp_path, zipped):
+def test_vectors(tmp_path):
     text = b"dog 1 -2.5\n. . 3 4\ncat 5e-1 6\ndog 7 8\n"
-    path = tmp_path / ("v.txt.gz" if zipped else "v.txt")
-    path.write_bytes(gzip.compress(text) if zipped else text)
+    path = tmp_path / "v.txt.gz"
+    path.write_bytes(gzip.compress(text))
     found = read_vectors(path, ["cat", "dog", "bird"])
     assert sorted(found) == ["cat", "dog"]
     np.testing.assert_array_equal(found["dog"], np.float32([1, -2.5]))
@@ -98,10 +86,7 @@ def test_vectors(tmp_path, zipped):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "empty"),
-        (b"dog\n", "Line 1"),
         (b"dog 1 2\ncat 1\n", "Line 2.*1 numbers in place of 2"),
-        (b"dog 1 2\ncat 1 x\n", "Line 2.*not a number"),
         (b"dog 1 2\ncat 1 nan\n", "Line 2.*not finite"),
         (b"dog 1 2\ncat " + b"1" * (1 << 20), "Line 2.*1 MiB or more"),
     ],
@@ -110,19 +95,3 @@ def test_malformed_vectors_are_refused(tmp_path, content, message):
     (tmp_path / "v.txt").write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_vectors(tmp_path / "v.txt", ["dog", "cat"])
-
-
-def test_vectors_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
-        read_vectors(tmp_path / "missing.txt", ["dog"])
-    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"dog 1 2\n" * 100)[:-12])
-    with pytest.raises(UserError, match="cannot be read"):
-        read_vectors(tmp_path / "cut.txt.gz", ["dog"])
-
-
-def test_data_that_does_not_exist_is_named_before_its_vocabulary(tmp_path):
-    for path in (tmp_path / "absent" / "train", tmp_path / "train", tmp_path / "absent" / "*.tar"):
-        with pytest.raises(UserError, match=r"data path .* does not exist[\s\S]*make_scenes"):
-            find_vocabulary([path])
-    with pytest.raises(UserError, match="no vocabulary"):  # what lies elsewhere cannot be looked at
-        find_vocabulary(["https://host/data/train"])

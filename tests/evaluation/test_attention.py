@@ -66,12 +66,6 @@ def test_scores_are_those_of_the_tokens(sides, direction, monkeypatch):
     assert torch.equal(lists[1], again.T.topk(3, dim=1).indices)
 
 
-def test_an_item_without_tokens_keeps_one():
-    keeper = TokenKeeper()
-    keeper.add(torch.ones(2, 3, 4), torch.tensor([[False] * 3, [True, True, False]]))
-    assert keeper.kept().lengths.tolist() == [1, 2]
-
-
 def test_only_models_that_were_trained_for_it_are_ranked_by_it():
     how = {"direction": "i2t", "aggregation": "mean", "norm": "l2norm", "lambda_softmax": 4.0, "lambda_lse": 5.0}
     options = {"head": "average", "probabilistic": False, "ranking": "attention"}

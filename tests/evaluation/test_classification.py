@@ -6,7 +6,6 @@ import torch
 from probemb.evaluation.classification import (
     accuracy,
     class_accuracy,
-    class_vectors,
     confidences,
     normalise,
     prefix_vectors,
@@ -36,20 +35,8 @@ def test_prefix_vectors_equal_the_mean_of_the_k_most_certain_prompts_one_k_at_a_
             torch.testing.assert_close(prefixes[k - 1, c], naive / naive.norm(), atol=1e-6, rtol=0)
 
 
-def test_prefix_of_all_prompts_is_the_plain_ensemble():
-    mean, u = random_prompts()
-    weights = torch.full(u.shape, 1 / u.shape[1])
-    assert torch.equal(prefix_vectors(mean, u)[-1], class_vectors(mean, weights))
-
-
-def test_prefix_vectors_break_ties_by_the_order_of_the_templates():
-    mean, _ = random_prompts(n_classes=1, n_prompts=4)
-    prefixes = prefix_vectors(mean, torch.ones(1, 4))
-    torch.testing.assert_close(prefixes[0, 0], mean[0, 0])
-
-
-@pytest.mark.parametrize("max_scores", [20_000_000, 100, 1])
-def test_ranks_count_the_classes_above_the_true_one_whatever_the_chunks(max_scores):
+def test_ranks_count_the_classes_above_the_true_one_whatever_the_chunks():
+    max_scores = 100
     mean, u = random_prompts()
     prefixes = prefix_vectors(mean, u)
     images, labels = random_images()
@@ -59,13 +46,6 @@ def test_ranks_count_the_classes_above_the_true_one_whatever_the_chunks(max_scor
         for k in range(11):
             scores = prefixes[k] @ images[i]
             assert ranks[i, k] == sorted(scores.tolist(), reverse=True).index(scores[labels[i]].item())
-
-
-def test_ranks_of_one_classifier_have_one_dimension():
-    images, labels = random_images()
-    vectors = normalise(torch.randn(7, 6))
-    stacked = true_ranks(images, vectors.unsqueeze(0), labels)
-    assert torch.equal(true_ranks(images, vectors, labels), stacked[:, 0])
 
 
 def test_of_two_classes_with_one_vector_the_first_wins_as_under_argmax():
@@ -82,14 +62,6 @@ def test_accuracy_and_class_accuracy():
     assert per_class[0].tolist() == [0.5, 0.5]
     assert per_class[1].isnan().all()
     assert per_class[2].tolist() == [0.5, 0.5]
-
-
-def test_ranks_of_a_perfect_and_of_a_constant_model():
-    names, labels = torch.eye(8), torch.arange(8)
-    vectors = class_vectors(names[:, None, :].repeat(1, 3, 1), torch.full((8, 3), 1 / 3))
-    assert accuracy(true_ranks(names, vectors, labels)) == 1.0
-    constant = names[:1].repeat(8, 1)
-    assert accuracy(true_ranks(constant, vectors, labels)) == 1 / 8
 
 
 def test_an_embedding_that_is_not_finite_is_never_right():

@@ -20,8 +20,3 @@ def test_the_centre_of_several_embeddings_is_their_mean_on_the_sphere():
             torch.testing.assert_close(one.mean[i], middle / middle.norm())
         torch.testing.assert_close(one.log_var.exp(), (whole.var[:, 0] + whole.var[:, 1]) / 2)
     assert torch.equal(found.owner, several.owner)
-
-
-def test_single_embeddings_stay_as_they_are():
-    single = pairs(5)
-    assert centres(single) is single

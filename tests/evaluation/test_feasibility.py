@@ -11,15 +11,11 @@ from probemb.evaluation.composed import ComposedQueries
 from probemb.evaluation.feasibility import (
     SCORES,
     auc_estimate,
-    combinations_of,
     infeasibility,
-    mean_roc_curve,
     measure_feasibility,
-    parts_distance,
     roc_curve,
-    scores_for,
 )
-from probemb.models.composers import COMPOSERS, create_composer
+from probemb.models.composers import create_composer
 
 Q, D = 6, 8
 
@@ -62,17 +58,6 @@ def test_scores_equal_a_plain_loop(k):
             assert float(scores[name][q]) == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_composers_have_the_scores_that_mean_something():
-    for name in COMPOSERS:
-        composer = create_composer(name, D)
-        has = scores_for(composer)
-        assert "distance" in has
-        assert ("normaliser" in has) == (name == "product")
-        assert ("variance" in has) == composer.probabilistic == (name in ("product", "addition", "mlp"))
-    with pytest.raises(ValueError, match="single part"):
-        parts_distance(Gaussian(torch.ones(2, 1, 3), torch.zeros(2, 1, 3)), None)
-
-
 def looped(low, high):
     return sum((h > x) + 0.5 * (h == x) for x in low for h in high) / (len(low) * len(high))
 
@@ -104,20 +89,6 @@ def test_auc_and_its_error():
     assert torch.tensor(errors).mean(0).tolist() == pytest.approx(spread, rel=0.12)
 
 
-def test_kinds_are_apart_and_a_kind_of_one_side_is_absent():
-    composer = create_composer("addition", D)
-    asked = queries([(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)], ["texts", "mixed"] * 3)
-    others = queries([(0, 2), (0, 2), (1, 3), (1, 3), (1, 5), (1, 5)], ["texts", "images"] * 3)
-    feasible, infeasible = drawn(composer, asked=asked), drawn(composer, seed=1, asked=others)
-    found = measure_feasibility(composer, feasible, infeasible)
-    assert list(found) == ["variance", "log-variance", "distance"]
-    low, high = (infeasibility(composer, one)["variance"] for one in (feasible, infeasible))
-    assert set(found["variance"]) == {"all", "texts"}
-    assert found["variance"]["texts"]["value"] == pytest.approx(looped(low[::2].tolist(), high[::2].tolist()))
-    assert found["variance"]["all"] == found["variance"]["texts"]
-    assert combinations_of(asked).tolist() == [0, 0, 1, 1, 2, 2]
-
-
 def test_a_side_with_other_shares_of_kinds_is_not_told_by_them():
     """Images are more uncertain than texts; the sides differ in how many texts they have, and in nothing else."""
     composer = create_composer("addition", 2)
@@ -142,15 +113,3 @@ def test_the_area_below_the_curve_is_the_auc():
     wrong, right = roc_curve(low, high)
     assert (wrong[0], right[0], wrong[-1], right[-1]) == (0, 0, 1, 1)
     assert area_below(wrong, right) == pytest.approx(looped(low.tolist(), high.tolist()))
-
-
-def test_the_mean_curve_has_the_mean_area():
-    generator = torch.Generator().manual_seed(0)
-    strata = []
-    for n_low, n_high, shift in ((50, 20, 2.0), (200, 80, -1.0)):
-        scores = (torch.randn(n, generator=generator) for n in (n_low, n_high))
-        strata.append([((x + shift * i).round(decimals=1), torch.arange(len(x))) for i, x in enumerate(scores)])
-    rates, mean = mean_roc_curve(strata, points=2001)
-    assert bool((mean[1:] >= mean[:-1]).all())
-    assert mean[-1] == 1
-    assert area_below(rates, mean) == pytest.approx(auc_estimate(strata)["value"], abs=2e-3)

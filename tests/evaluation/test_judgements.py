@@ -6,12 +6,10 @@ import torch
 from probemb import Gaussian
 from probemb.data.captions.judgements import Judgements
 from probemb.distances import csd
-from probemb.errors import UserError
 from probemb.evaluation import judgements as module
 from probemb.evaluation.calibration import caption_acceptance, match_calibration
 from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.judgements import (
-    compare_judged,
     cross_fitted,
     evaluate_rankings_of_pairs,
     judged_metrics,
@@ -60,25 +58,6 @@ def world():
     return pairs, judged_pairs(judgements(pairs, probability(pairs)), 200)
 
 
-def test_pairs_of_other_images_alone(world):
-    pairs, judged = world
-    given = judgements(pairs, probability(pairs))
-    assert len(judged) == int((~given.own).sum()) < len(given)
-    assert (pairs.owner[judged.caption] != judged.image).all()
-    for rows, (place, weights) in zip((judged.image, judged.caption), judged.clusters):
-        assert weights.shape == (201, len(rows.unique()))
-        assert rows.unique()[place].equal(rows)
-    assert not judged.clusters[0][1][1, :40].equal(judged.clusters[1][1][1, :40])  # drawn independently
-    halves = {(int(i), int(h)) for i, h in zip(judged.image, judged.half)}
-    assert len(halves) == len(judged.image.unique())  # an image lies in one half
-    assert 0.25 < judged.half.double().mean() < 0.75
-    assert judged.digest() == judged_pairs(given, 10).digest()
-    assert judged.digest() != judged_pairs(given.only(torch.arange(len(given)) > 0), 10).digest()
-    for keep, word in ((given.accepted, "all"), (~given.accepted, "none"), (given.own, "none")):
-        with pytest.raises(UserError, match=f"people accept {word}"):
-            judged_pairs(given.only(keep))
-
-
 def test_scores_are_those_of_the_matrix(world, monkeypatch):
     pairs, judged = world
     for elements in (module.SCORE_ELEMENTS, 300):
@@ -102,22 +81,6 @@ def test_metrics_of_all_and_of_both_halves(world):
     seeds = judged_metrics(torch.stack([scores, other]), judged)
     for name, values in judged_metrics(other, judged).items():
         torch.testing.assert_close(seeds[name], (found[name] + values) / 2)
-
-
-def test_a_paired_difference_is_narrower_than_unpaired_intervals(world):
-    pairs, judged = world
-    scores = judged_scores(pairs, judged, "csd", RankingOptions())
-    g = torch.Generator().manual_seed(5)
-    noisy = scores + 0.3 * scores.std() * torch.randn(len(scores), generator=g)
-    found = compare_judged(scores, noisy, judged)
-    for name, one in found.items():
-        a, b = (judged_metrics(s, judged)[name] for s in (scores, noisy))
-        assert one["value"] == pytest.approx(float(a[0] - b[0]))
-        assert 0 < one["low"] < one["value"] < one["high"], name
-        shuffled = a[1:] - b[1:].roll(7)
-        assert one["high"] - one["low"] < 0.8 * float(shuffled.quantile(0.975) - shuffled.quantile(0.025))
-    same = compare_judged(torch.stack([scores, noisy]), torch.stack([noisy, scores]), judged)
-    assert all(abs(value) < 1e-12 for one in same.values() for value in one.values())
 
 
 def test_rankings(world):
@@ -166,19 +129,6 @@ def test_weights_are_chosen_on_the_other_half(true):
     again = cross_fitted(pairs, module.JudgedPairs(**{**vars(judged), "label": turned}), (-1.0, -0.5, 0.0, 1.0, 2.0))
     assert again[1]["chosen"][0] == found["chosen"][0]
     assert again[1]["chosen"][1] != found["chosen"][1]
-
-
-def test_halves_without_both_labels():
-    pairs = embedded()
-    given = judgements(pairs, probability(pairs), n=40)
-    one_half = Judgements(**{**vars(given), "yes": torch.arange(40) % 2 * 3, "no": (torch.arange(40) + 1) % 2 * 3,
-                             "names": ["same\tx#0"] * 40, "own": torch.zeros(40, dtype=torch.bool)})  # fmt: skip
-    judged = judged_pairs(one_half, 5)
-    assert not judged.divisible
-    found = evaluate_rankings_of_pairs(pairs, judged, ["mean", "tolerance"], RankingOptions())[0]
-    assert [row["ranking"] for row in found["rows"]] == ["mean", "tolerance"]
-    assert found["tolerance"] is None
-    assert match_calibration(pairs, judged, RankingOptions())["closed form"]["refitted"] is None
 
 
 def test_calibration_of_the_models_own_and_refitted_probability():

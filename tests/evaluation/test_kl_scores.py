@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from probemb import Gaussian
-from probemb.distances import kl, min_kl
 from probemb.errors import UserError
 from probemb.evaluation.rankings import fitting, make_ranker, ranking_names
-from probemb.evaluation.scores import SCORES, kl_scores, min_kl_scores, multi_instance_scores, reverse_kl_scores
+from probemb.evaluation.scores import multi_instance_scores
 from probemb.models import create_model
 
 N, M, K, D = 13, 21, 3, 8
@@ -18,20 +17,6 @@ def gaussians(seed=0, shape=()):
     return [
         Gaussian(torch.randn(n, *shape, D, generator=draw), torch.randn(n, *shape, D, generator=draw)) for n in (N, M)
     ]
-
-
-@pytest.mark.parametrize(
-    ("scores", "distance"), [(kl_scores, kl), (min_kl_scores, min_kl), (reverse_kl_scores, lambda a, b: kl(b, a).T)]
-)
-def test_kl_in_blocks_both_ways_and_of_parts(scores, distance):
-    a, b = gaussians()
-    expected = -distance(a, b)
-    found = scores(a, b)
-    assert found.shape == (N, M)
-    torch.testing.assert_close(torch.cat([found(slice(0, 5)), found(slice(5, None))]), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(found.transposed()(slice(None)), expected.T, rtol=1e-5, atol=1e-4)
-    rows, columns = torch.tensor([3, 1]), torch.tensor([20, 0, 7])
-    torch.testing.assert_close(found.only(rows, columns)(slice(None)), expected[rows][:, columns], rtol=1e-5, atol=1e-4)
 
 
 def test_multi_instance_is_the_largest_of_all_pairs_of_embeddings(monkeypatch):
@@ -68,7 +53,3 @@ def test_a_models_own_ranking_comes_first_and_others_must_fit():
         fitting(["csd"], several, given=True)
     with pytest.raises(UserError, match="multi-instance does not fit a model with one embedding"):
         fitting(["multi-instance"], point, given=True)
-
-
-def test_every_title_of_pairs_has_a_score():
-    assert {"kl", "min-kl", "multi-instance"} <= set(SCORES)

@@ -7,7 +7,7 @@ import torch
 
 from probemb import Gaussian
 from probemb.evaluation import predictors
-from probemb.evaluation.predictors import assess, candidate_scores, query_scores, runs_against_recall, warning
+from probemb.evaluation.predictors import assess, query_scores, runs_against_recall
 from probemb.models import create_model
 from probemb.models.match import MatchModel
 
@@ -69,18 +69,6 @@ def test_matches_that_are_nearly_certain_keep_their_order():
     torch.testing.assert_close(found, 2 * (20 - 5 * apart[:, 0]), rtol=1e-2, atol=0)
 
 
-def test_candidates_that_were_not_found_count_for_nothing():
-    distance = torch.tensor([[0.2, 0.5, torch.inf], [0.3, torch.inf, torch.inf]])
-    log_p = torch.nn.functional.logsigmoid(1 - 3 * (distance + 0.1))
-    found = candidate_scores(distance, log_p, MatchModel(3.0, 1.0))
-    p = torch.sigmoid(1 - 3 * (distance[:1, :2] + 0.1))
-    assert float(found["expected-matches"][0]) == pytest.approx(float(p.sum()))
-    assert float(found["entropy"][0]) == pytest.approx(float(torch.distributions.Categorical(p).entropy()))
-    assert float(found["entropy"][1]) == 0
-    assert found["margin"].tolist() == pytest.approx([-0.3, 0.0])
-    assert candidate_scores(distance[:, :1], None, MatchModel(form="none"))["margin"].tolist() == [0, 0]
-
-
 def test_the_table_knows_the_right_from_the_reversed():
     r = torch.Generator().manual_seed(0)
     ambiguity = torch.rand(1000, generator=r)
@@ -99,8 +87,3 @@ def test_the_table_knows_the_right_from_the_reversed():
     alone = assess(scores, correct)[0]
     assert alone["ambiguity"] is None
     assert alone["accepted_share"] is None
-
-
-def test_two_queries_say_nothing_of_u():
-    rows = assess({"u": torch.tensor([1.0, 2.0])}, torch.tensor([0.0, 1.0]))
-    assert warning({"captions": rows, "images": rows}) is None

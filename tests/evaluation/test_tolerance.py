@@ -70,11 +70,3 @@ def test_queries_without_a_match_are_left_out(vague):
         sweep(pairs.images, pairs.texts, Positives.from_matrix(torch.zeros(N, M, dtype=torch.bool)), "map_at_r")
     with pytest.raises(ValueError, match="no metric 'rsum'"):
         sweep(pairs.images, pairs.texts, positives, "rsum")
-
-
-def test_positives_of_some_queries():
-    match = torch.rand(9, 5, generator=torch.Generator().manual_seed(1)) < 0.4
-    some = Positives.from_matrix(match).of_queries(2, 6)
-    want = Positives.from_matrix(match[2:6])
-    assert torch.equal(some.keys, want.keys)
-    assert torch.equal(some.counts, want.counts)

@@ -27,7 +27,7 @@ def looped(image, text, scale, bias):
     return total / len(image)
 
 
-@pytest.mark.parametrize("block", [1, 4, 1024])
+@pytest.mark.parametrize("block", [1, 4])
 def test_pairs_equal_the_loop(block):
     image, text = pairs()
     out = ProLIPLoss(vib=0, inclusion=0, block=block)(image, text, **SCALARS)
@@ -138,7 +138,7 @@ def run(rank, world, total):
     return value.item(), [x.numpy() for x in grads]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_ring_equals_one_process(world):
     total = 3 * world
     value, grads = run(0, 1, total)

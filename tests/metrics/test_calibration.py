@@ -32,18 +32,6 @@ def test_bins_in_a_plain_loop():
     assert reliability(p, label).brier == pytest.approx(brier)
 
 
-def test_empty_bins_are_left_out():
-    found = reliability(torch.tensor([0.05, 0.95]), torch.tensor([0.0, 1.0]))
-    assert found.counts == [1, 1]
-    assert found.ece == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize("p", [torch.tensor([0.5]), torch.tensor([0.5, 1.5]), torch.tensor([0.5, torch.nan])])
-def test_what_is_no_probability(p):
-    with pytest.raises(ValueError, match=r"give|lie in"):
-        reliability(p, torch.tensor([0.0, 1.0]))
-
-
 def test_the_fit_has_the_least_cross_entropy():
     """Its gradient is zero, far from the origin too; and it finds the parameters of data drawn from it."""
     g = torch.Generator().manual_seed(0)

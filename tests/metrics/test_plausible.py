@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from probemb import metrics
-from probemb.errors import UserError
 
 
 def case(seed=0, n=20, captions=3):
@@ -56,23 +55,6 @@ def test_ties_rank_by_gallery_index(variant):
     for zeta in (0, 1, 2):
         want = naive(scores, labels, labels[owner], zeta, variant == "pcme")
         assert (got[zeta]["r_precision"], got[zeta]["r@1"]) == pytest.approx(want, abs=1e-12)
-
-
-def test_bad_input():
-    scores, labels, owner = case()
-    with pytest.raises(UserError, match="Did you mean 'pcme'"):
-        metrics.plausible_match_r_precision(scores, labels, labels[owner], variant="pcm")
-    with pytest.raises(ValueError, match="no query has labels"):
-        metrics.plausible_match_r_precision(scores, labels * 0, labels[owner])
-    with pytest.raises(ValueError, match="no query has labels"):
-        metrics.plausible_match_r_precision(scores, labels, labels[owner] * 0)
-    query, gallery = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0], [0, 0, 1]])  # one differs by 1, one by 3
-    with pytest.raises(ValueError, match="with zeta = 0"):
-        metrics.plausible_match_r_precision(torch.randn(1, 2), query, gallery)
-    graph = metrics.plausible_match_r_precision(scores.clone().requires_grad_(), labels, labels[owner])
-    assert graph["pmrp"] == metrics.plausible_match_r_precision(scores, labels, labels[owner])["pmrp"]
-    with pytest.raises(ValueError, match="NaN"):
-        metrics.plausible_match_r_precision(scores / 0, labels, labels[owner])
 
 
 def test_equals_both_published_variants(parity):

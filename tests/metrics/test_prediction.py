@@ -56,14 +56,6 @@ def test_values_are_scipys_and_those_of_the_definitions():
     assert rejection_gain(outcome, outcome).value < 0
 
 
-def test_chance_is_called_significant_one_time_in_twenty():
-    hits = 0
-    for seed in range(200):
-        score, outcome, image = world(40, effect=0.0, seed=seed)
-        hits += abs(rejection_gain(score, outcome, image).z) > 1.96
-    assert 2 <= hits <= 24
-
-
 def test_what_is_unknown_or_constant_has_no_answer():
     known, nan = torch.arange(4.0), torch.tensor([1.0, torch.nan, 0.0, 1.0])
     assert rank_correlation(known, torch.ones(4)) is None

@@ -24,12 +24,6 @@ VISION = {"image_size": 224, "layers": 12, "width": 768, "patch_size": 16}
 NEXT = {  # of open_clip's next version: what it lists, and why it is refused
     "CLAP-HTSAT-tiny": ({"audio_cfg": {"model_type": "HTSAT"}, "text_cfg": {"hf_model_name": "roberta-base"}}, "CLAP"),
     "GenLIP-B": ({"genlip_cfg": {"width": 768}, "vision_cfg": VISION, "text_cfg": TEXT}, "GenLIP"),
-    "GenLAP-B": ({"genlap_cfg": {"width": 768}, "audio_naflex_cfg": {}, "text_cfg": TEXT}, "GenLAP"),
-    "ViT-B-naflex": (
-        {"vision_cfg": {"timm_model_name": "naflexvit_base_patch16_siglip"}, "text_cfg": TEXT},
-        "NaFlex",
-    ),
-    "Siamese-mt5": ({"text_cfg": {"hf_model_name": "google/mt5-xl"}}, "no image tower"),
     "mammut": ({"vision_cfg": VISION, "multimodal_cfg": {"width": 512}}, "no text tower"),
 }
 
@@ -45,12 +39,6 @@ def test_what_is_no_pair_of_towers_is_refused_with_its_kind(name, next_version):
     with pytest.raises(UserError, match=f"'{name}' cannot become probabilistic here: .*{NEXT[name][1]}"):
         create_model(name)
     assert vocabulary_for(name, None, None, []) is None  # what the trainers ask before
-
-
-def test_a_mistyped_name_is_one_sentence_beside_them(next_version):
-    with pytest.raises(UserError, match=r"There is no model 'ViT-B-61'\. Did you mean 'ViT-B-16'"):
-        create_model("ViT-B-61")
-    assert not set(supported_names()) & set(NEXT)
 
 
 def test_at_least_120_of_open_clips_architectures_are_supported():
@@ -85,7 +73,7 @@ def test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name):
     )
 
 
-@pytest.mark.parametrize("name", ["RN50", "ViT-B-16-SigLIP2", "coca_ViT-B-32", "convnext_tiny"])
+@pytest.mark.parametrize("name", ["RN50", "coca_ViT-B-32"])
 def test_one_architecture_of_each_kind(name):
     test_every_architecture_is_built_and_gives_every_parameter_a_gradient(name)
 

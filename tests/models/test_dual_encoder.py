@@ -1,7 +1,5 @@
 """PCME++ models: against open_clip's own, and what a training run relies on."""
 
-import math
-
 import open_clip
 import pytest
 import torch
@@ -58,9 +56,9 @@ def test_an_image_or_words_are_refused_with_what_to_call():
     assert 'model.encode_text(tokenizer(["a dog"]))' in str(told.value.remedy)
 
 
-@pytest.mark.parametrize("name", [NAME, "ViT-Tiny-64"])
 @pytest.mark.parametrize("training", [False, True])
-def test_mean_equals_open_clip_bit_by_bit(tmp_path, name, training):
+def test_mean_equals_open_clip_bit_by_bit(tmp_path, training):
+    name = NAME
     torch.manual_seed(0)
     stock = open_clip.create_model(name, force_custom_text=True, nonscalar_logit_scale=True)
     torch.save({"state_dict": {f"module.{key}": value for key, value in stock.state_dict().items()}}, tmp_path / "x.pt")
@@ -119,32 +117,6 @@ def test_both_layouts_and_formats_of_open_clip_weights_are_read(tmp_path):
         assert torch.equal(model.encode_image(images).mean, stock.encode_image(images, normalize=True))
 
 
-def test_pretrained_weights_fit_another_image_size(tmp_path):
-    stock = open_clip.create_model(NAME, force_custom_text=True)
-    torch.save(stock.state_dict(), tmp_path / "x.pt")
-    model = create_model(NAME, image_size=48, pretrained=str(tmp_path / "x.pt"))
-    assert model.image_size == 48
-    assert len(model.visual.positional_embedding) == 6 * 6 + 1
-    assert torch.equal(model.visual.positional_embedding[0], stock.visual.positional_embedding[0])
-    assert torch.isfinite(model(*batch(model)).image.mean).all()
-
-
-@HEADS
-def test_uncertainty_branch_is_random_beside_pretrained_weights(tmp_path, head):
-    stock = open_clip.create_model(NAME, force_custom_text=True)
-    torch.save(stock.state_dict(), tmp_path / "x.pt")
-    model = make(head, pretrained=str(tmp_path / "x.pt"))
-    for tower, own in ((model.visual, stock.visual), (model.text, stock.text)):
-        branch, mean = tower.uncertainty_transformer.resblocks[-1], tower.transformer.resblocks[-1]
-        assert torch.equal(mean.mlp.c_fc.weight, own.transformer.resblocks[-1].mlp.c_fc.weight)
-        for name, parameter in branch.named_parameters():
-            # drawn like open_clip's own blocks: other numbers, the same spread
-            other = dict(mean.named_parameters())[name]
-            if parameter.ndim > 1:
-                assert not torch.equal(parameter, other)
-                assert parameter.std().item() == pytest.approx(other.std().item(), rel=0.15), name
-
-
 def test_branch_leaves_the_trunk_alone():
     """The log-variance comes from u blocks on the shared tokens, without the tower's last norm."""
     model = make(n_unc_layers=1).eval()
@@ -160,8 +132,7 @@ def test_branch_leaves_the_trunk_alone():
     assert torch.equal(model.encode_text(tokens).log_var, model.text.log_var_head(Features(x, x)))
 
 
-@HEADS
-@pytest.mark.parametrize("n_unc_layers", [0, 1, 2])
+@pytest.mark.parametrize(("head", "n_unc_layers"), [("clip", 0), ("clip", 2), ("gpo", 1)])
 def test_gradient_reaches_every_parameter(head, n_unc_layers):
     model = make(head, n_unc_layers=n_unc_layers)
     assert len(model.visual.uncertainty_transformer.resblocks) == n_unc_layers
@@ -193,24 +164,14 @@ def test_recomputed_blocks_change_nothing(head):
 
 @HEADS
 def test_log_variance_starts_at_a_summed_variance_of_one(head):
-    for model in (make(head), create_model("ViT-Tiny-64", head=head)):
-        out = model(*batch(model))
-        for gaussian in (out.image, out.text):
-            assert_close(gaussian.uncertainty(), torch.ones(4), rtol=0.25, atol=0)
-            assert_close(gaussian.mean.norm(dim=-1), torch.ones(4))
-
-
-def test_match_loss_starts_small():
-    from probemb.losses import PairwiseMatchLoss
-
-    model = create_model("ViT-Tiny-64")
+    model = make(head)
     out = model(*batch(model))
-    loss = PairwiseMatchLoss(scale=1.0, shift=1.0)(out.image, out.text).loss
-    assert loss.item() < 5
+    for gaussian in (out.image, out.text):
+        assert_close(gaussian.uncertainty(), torch.ones(4), rtol=0.25, atol=0)
+        assert_close(gaussian.mean.norm(dim=-1), torch.ones(4))
 
 
-@HEADS
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head", "weights"), [("clip", torch.float32), ("gpo", torch.bfloat16)])
 def test_outputs_are_full_precision(head, weights):
     model = make(head)
     exact = model(*batch(model))
@@ -226,16 +187,6 @@ def test_outputs_are_full_precision(head, weights):
 
 
 @HEADS
-def test_a_double_model_computes_in_double(head):
-    model = make(head)
-    images, tokens = batch(model)
-    single, double = model(images, tokens), model.double()(images, tokens)
-    assert double.image.mean.dtype == double.text.log_var.dtype == torch.float64
-    assert_close(double.image.mean.float(), single.image.mean, rtol=0, atol=1e-5)
-    assert_close(double.text.log_var.float(), single.text.log_var, rtol=0, atol=1e-5)
-
-
-@HEADS
 def test_text_may_be_cut_behind_its_end(head):
     model = make(head).eval().double()
     _, tokens = batch(model, n=3)
@@ -244,15 +195,6 @@ def test_text_may_be_cut_behind_its_end(head):
     whole, cut = model.encode_text(tokens), model.encode_text(tokens[:, :longest])
     assert_close(cut.mean, whole.mean)
     assert_close(cut.log_var, whole.log_var)
-
-
-@HEADS
-def test_items_do_not_depend_on_their_batch(head):
-    model = make(head).eval().double()
-    images, tokens = batch(model)
-    out = model(images, tokens)
-    assert_close(model.encode_text(tokens[:1]).mean, out.text.mean[:1])
-    assert_close(model.encode_image(images[2:3]).log_var, out.image.log_var[2:3])
 
 
 def test_token_mask_is_for_gpo():
@@ -266,6 +208,7 @@ def test_token_mask_is_for_gpo():
         make("clip").encode_image(images, mask)
 
 
+@pytest.mark.slow
 @HEADS
 def test_compiles(head):
     model = make(head, grad_checkpointing=True)
@@ -287,24 +230,6 @@ def test_parameter_count_of_vit_b_16():
     assert (model.embed_dim, model.context_length, model.image_size) == (512, 77, 224)
 
 
-def test_scalars_and_their_starting_values():
-    model = make()
-    assert model.logit_scale.shape == model.scale.shape == model.shift.shape == (1,)
-    assert model.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
-    assert (model.scale.item(), model.shift.item()) == (1, 1)
-    model = make("gpo", init_scale=5, init_shift=5)
-    assert (model.scale.item(), model.shift.item()) == (5, 5)
-    model = make("gpo", init_scale=None, init_shift=None)
-    assert (model.scale.item(), model.shift.item()) == (5, 5)
-
-
-def test_a_and_b_of_the_run_go_on(tmp_path):
-    source = saved(tmp_path)
-    model = make("clip", pretrained=str(tmp_path), init_scale=None, init_shift=4)
-    assert model.scale.item() == source.scale.item() != 1
-    assert model.shift.item() == 4
-
-
 def test_decay_is_for_matrices():
     model = make("gpo")
     free = {name for name, parameter in model.named_parameters() if no_weight_decay(name, parameter)}
@@ -319,12 +244,8 @@ def test_decay_is_for_matrices():
     ("arguments", "what"),
     [
         ({"name": "ViT-B16"}, "Did you mean 'ViT-B-16'"),
-        ({"name": "nonsense"}, "no model 'nonsense'"),
-        ({"name": "hf-hub:some/where"}, "no model"),
-        ({"head": "cilp"}, "Did you mean 'clip'"),
         ({"n_unc_layers": 3}, "n_unc_layers is 3"),
-        ({"n_unc_layers": -1}, "n_unc_layers is -1"),
-        ({"embed_dim": 0}, "embed_dim is 0"),
+        ({"n_unc_layers": 1, "probabilistic": False}, "point model has no uncertainty branch"),
         ({"image_size": 4}, "smaller than one patch"),
         ({"name": "ViT-B-32", "pretrained": "opneai"}, "Did you mean 'openai'"),
         ({"name": "ViT-B-32", "pretrained": "openai"}, "another activation"),
@@ -336,15 +257,6 @@ def test_wrong_arguments(arguments, what):
         create_model(**{"name": NAME, **arguments})
     assert what in error.value.what
     assert error.value.remedy
-
-
-def test_weights_that_cannot_be_downloaded(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="could not be downloaded"):
-        create_model("ViT-B-32", pretrained="laion2b_s34b_b79k")
 
 
 def test_wrong_weight_files(tmp_path):
@@ -397,20 +309,12 @@ def test_a_point_model_has_the_mean_branch_alone(head):
     assert (out.text.log_var == POINT_LOG_VAR).all()
 
 
-@HEADS
-def test_gradient_reaches_every_parameter_of_a_point_model(head):
-    model = make(head, probabilistic=False)
-    total(model(*batch(model))).backward()
-    assert [name for name, parameter in model.named_parameters() if not parameter.grad.any()] == []
+def test_no_parameter_waits_for_a_gradient_under_ddp():
+    assert run_ranks(2, _steps_under_ddp) == [True, True]
 
 
-@pytest.mark.parametrize("probabilistic", [True, False])
-def test_no_parameter_waits_for_a_gradient_under_ddp(probabilistic):
-    assert run_ranks(2, _steps_under_ddp, probabilistic) == [True, True]
-
-
-def _steps_under_ddp(rank, world_size, probabilistic):
-    model = make("gpo", probabilistic=probabilistic)
+def _steps_under_ddp(rank, world_size):
+    model = make("gpo")
     for scalar in (model.logit_scale, model.scale, model.shift):  # this loss has no use for them
         scalar.requires_grad_(False)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
@@ -418,11 +322,6 @@ def _steps_under_ddp(rank, world_size, probabilistic):
         out = ddp(*batch(model))
         (out.image.mean * out.text.mean + out.image.log_var + out.text.log_var).sum().backward()
     return True
-
-
-def test_a_point_model_has_no_uncertainty_blocks():
-    with pytest.raises(UserError, match="point model has no uncertainty branch, but n_unc_layers is 2"):
-        make(n_unc_layers=2, probabilistic=False)
 
 
 def saved(folder, head="clip", seed=5, **options):
@@ -453,35 +352,19 @@ def test_gpo_model_from_a_run_takes_trunk_mean_branch_and_fitting_uncertainty_bl
 
 
 def test_a_run_of_the_same_head_is_taken_whole(tmp_path):
-    for head in ("clip", "gpo"):
-        source = saved(tmp_path / head, head)
-        file = tmp_path / head / "model" / "model.safetensors"
-        for place in (tmp_path / head, tmp_path / head / "model", file):
-            model = make(head, seed=9, pretrained=str(place)).eval()
-            images, tokens = batch(model)
-            assert torch.equal(model.encode_image(images).log_var, source.eval().encode_image(images).log_var)
-            assert torch.equal(model.encode_text(tokens).mean, source.encode_text(tokens).mean)
-            assert model.config["preprocess"] == source.config["preprocess"]
-
-
-def test_point_and_probabilistic_models_start_from_each_other(tmp_path):
-    source = saved(tmp_path / "whole")
-    point = make(probabilistic=False, pretrained=str(tmp_path / "whole")).eval()
-    images, _ = batch(point)
-    assert torch.equal(point.encode_image(images).mean, source.eval().encode_image(images).mean)
-    save_model(point, tmp_path / "point")
-    back = make(pretrained=str(tmp_path / "point")).eval()
-    assert torch.equal(back.encode_image(images).mean, point.encode_image(images).mean)
-    assert torch.equal(back.visual.log_var_head.weight, make().visual.log_var_head.weight)
+    source = saved(tmp_path, "gpo")
+    model = make("gpo", seed=9, pretrained=str(tmp_path)).eval()
+    images, tokens = batch(model)
+    assert torch.equal(model.encode_image(images).log_var, source.eval().encode_image(images).log_var)
+    assert torch.equal(model.encode_text(tokens).mean, source.encode_text(tokens).mean)
+    assert model.config["preprocess"] == source.config["preprocess"]
 
 
 @pytest.mark.parametrize(
     ("source", "arguments", "what"),
     [
         ({}, {"name": "ViT-Tiny-64"}, r"is a ViT-Micro-32 and does not fit ViT-Tiny-64 \(image layers 2 against"),
-        ({}, {"image_size": 48}, "image image_size 32 against 48"),
         ({"image_size": 48}, {"head": "gpo"}, "image image_size 48 against 32"),
-        ({}, {"embed_dim": 8}, "has embed_dim 16, this model has 8"),
         ({"head": "gpo"}, {"head": "gpo", "embed_dim": 8}, "has embed_dim 24, this model has 8"),
         ({"head": "gpo"}, {}, "has a 'gpo' head and no projection"),
         ({"uncertainty_bias": False}, {}, "has uncertainty_bias False, this model has True"),
@@ -491,8 +374,3 @@ def test_runs_that_do_not_fit(tmp_path, source, arguments, what):
     saved(tmp_path, **source)
     with pytest.raises(UserError, match=what):
         create_model(**{"name": NAME, "pretrained": str(tmp_path), **arguments})
-
-
-def test_a_folder_without_a_model_is_no_start(tmp_path):
-    with pytest.raises(UserError, match="There is no model in"):
-        make(pretrained=str(tmp_path))

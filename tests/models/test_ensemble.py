@@ -5,7 +5,7 @@ import torch
 
 from probemb.distances import csd, wasserstein2
 from probemb.errors import UserError
-from probemb.models import Ensemble, as_one, create_model, create_tokenizer
+from probemb.models import Ensemble, create_model, create_tokenizer
 
 TEXTS = ["a cat", "two large red circles left of a blue square", "x"]
 
@@ -38,32 +38,7 @@ def test_similarities_and_uncertainties_are_means():
     assert together.probabilistic
 
 
-def test_padding_is_cut_to_what_every_model_needs():
-    networks = models(2)
-    tokens = create_tokenizer(networks[0])(TEXTS)
-    assert Ensemble(networks).cut_padding(tokens).shape == networks[0].cut_padding(tokens).shape
-    networks[1].text.attn_mask = None  # sees its padding
-    assert torch.equal(Ensemble(networks).cut_padding(tokens), tokens)
-
-
-def test_one_model_stays_itself_and_modes_are_kept():
-    networks = models(2)
-    assert as_one(networks[:1]) is networks[0]
-    together = as_one([model.eval() for model in networks])
-    assert not together.training
-    assert together.train().models[1].training
-
-
 def test_models_of_other_inputs_are_refused():
     small = create_model("ViT-Micro-32")
     with pytest.raises(UserError, match="context_length is 16 in one, 32 in another"):
         Ensemble([small, create_model("ViT-Tiny-64")])
-
-
-def test_words_and_embeddings_must_agree():
-    words = [create_model("resnet-gru-small", vocabulary=list(words)) for words in ("abc", "cab")]
-    with pytest.raises(UserError, match=r"vocabulary is \['a', 'b', 'c'\] in one, \['c', 'a', 'b'\] in another"):
-        Ensemble(words)
-    several = create_model("resnet-gru-small", vocabulary=["a"], head="pie", n_embeddings=2)
-    with pytest.raises(UserError, match="K is 2 in one, 1 in another"):
-        Ensemble([several, create_model("resnet-gru-small", vocabulary=["a"])])

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import os
-import stat
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -57,10 +56,8 @@ def same_outputs(a, b):
     "options",
     [
         {},
-        {"n_unc_layers": 2, "uncertainty_bias": False},
         {"n_unc_layers": 0, "image_size": 48, "embed_dim": 8},
         {"head": "gpo", "embed_dim": 24},
-        {"head": "gpo", "embed_dim": 24, "probabilistic": False},
         {"probabilistic": False},
     ],
 )
@@ -88,30 +85,6 @@ def test_every_way_to_name_a_saved_model(tmp_path):
     assert same_outputs(load_model(tmp_path / "run").model, model)  # the weights carry their configuration
 
 
-def test_configurations_from_before_point_models_are_probabilistic(tmp_path):
-    model = model_with()
-    save_model(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["probabilistic"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors", {"config": json.dumps(config)})
-    loaded = load_model(tmp_path).model
-    assert loaded.probabilistic
-    assert loaded.config == model.config
-    assert same_outputs(loaded, model)
-    save_model(loaded, tmp_path)  # the same model, although its file says less
-    assert json.loads((tmp_path / "config.json").read_text())["probabilistic"] is True
-
-
-def test_saving_again_replaces_files_as_a_whole(tmp_path):
-    save_model(model_with(seed=0), tmp_path)
-    later = model_with(seed=1)
-    save_model(later, tmp_path)
-    assert same_outputs(load_model(tmp_path).model, later)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
-    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o644
-
-
 def test_another_model_is_not_overwritten_silently(tmp_path):
     first, second = model_with(), model_with(n_unc_layers=2)
     save_model(first, tmp_path)
@@ -120,13 +93,6 @@ def test_another_model_is_not_overwritten_silently(tmp_path):
     assert same_outputs(load_model(tmp_path).model, first)
     save_model(second, tmp_path, overwrite=True)
     assert same_outputs(load_model(tmp_path).model, second)
-
-
-def test_foreign_weights_are_not_overwritten_silently(tmp_path):
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="already holds another model"):
-        save_model(model_with(), tmp_path)
-    assert list(load_file(tmp_path / "model.safetensors")) == ["x"]
 
 
 def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
@@ -143,12 +109,6 @@ def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        save_model(model_with(), tmp_path / "file" / "x")
-
-
 def test_paths_without_a_model(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="does not exist"):
         load_model(tmp_path / "nowhere" / "at" / "all")
@@ -163,48 +123,21 @@ def test_paths_without_a_model(tmp_path, monkeypatch):
         load_model(tmp_path / "weights.pt")
 
 
-def test_a_checkpoint_of_another_model(tmp_path):
-    save_model(model_with(), tmp_path / "x")
-    save_model(model_with(n_unc_layers=2), tmp_path / "y")
-    (tmp_path / "y" / "config.json").replace(tmp_path / "x" / "config.json")
-    with pytest.raises(UserError, match="do not belong together"):
-        load_model(tmp_path / "x")
-    state = load_file(tmp_path / "x" / "model.safetensors")
-    save_file(state, tmp_path / "x" / "model.safetensors")  # without the embedded configuration
-    with pytest.raises(UserError, match=r"another model .*visual.uncertainty_transformer.resblocks.1.ln_1.weight"):
-        load_model(tmp_path / "x")
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda config: config.update(format="else"),
-        lambda config: config.update(version=2),
-        lambda config: config.pop("architecture"),
         lambda config: config["architecture"].pop("text_cfg"),
         lambda config: config["architecture"]["vision_cfg"].update(width="wide"),
         lambda config: config["architecture"]["vision_cfg"].update(unheard_of=1),
-        lambda config: config["architecture"]["vision_cfg"].update(timm_model_name="resnet50"),
         lambda config: config.update(head="gap"),
-        lambda config: config.update(n_unc_layers="one"),
         lambda config: config.update(embed_dim=17),
-        lambda config: config.update(embed_dim=True),
-        lambda config: config.update(match="x"),
-        lambda config: config.update(max_logit_scale="a"),
-        lambda config: config.update(unit_features="false"),
         lambda config: config["preprocess"].update(crop_pct=1e-6),
-        lambda config: config["architecture"]["vision_cfg"].update(timm_model_name=5),
         lambda config: config.update(log_var_range=[0, 10**400]),
         lambda config: config["architecture"]["vision_cfg"].update(head_width=0),
-        lambda config: config["architecture"]["vision_cfg"].update(patch_size=0),
-        lambda config: config["architecture"]["vision_cfg"].update(width=0),
-        lambda config: config["architecture"]["text_cfg"].update(layers=0),
         lambda config: config["architecture"]["text_cfg"].update(layers=10**6),
         lambda config: config["architecture"]["text_cfg"].update(width=10**7),
-        lambda config: config.update(preprocess={"unheard_of": 1}),
         lambda config: config["preprocess"].update(mean=[0.5, 0.5]),
-        lambda config: config["preprocess"].update(mean="abc"),
-        lambda config: config["preprocess"].update(std=[0.5, 0, 0.5]),
         lambda config: config["preprocess"].update(std=[0.5, 0.5, float("nan")]),
     ],
 )
@@ -218,10 +151,8 @@ def test_wrong_configurations(tmp_path, change):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("part", "change"), [("vision", {"image_size": 50_000, "patch_size": 1}), ("text", {"context_length": 99_999})]
-)
-def test_a_configuration_far_larger_than_its_weights_takes_no_memory(tmp_path, part, change):
+def test_a_configuration_far_larger_than_its_weights_takes_no_memory(tmp_path):
+    part, change = "vision", {"image_size": 50_000, "patch_size": 1}
     save_model(model_with(), tmp_path)
     save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -231,23 +162,12 @@ def test_a_configuration_far_larger_than_its_weights_takes_no_memory(tmp_path, p
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_weights_that_are_nan_or_infinite_are_refused_by_name(tmp_path, broken):
+def test_weights_that_are_nan_or_infinite_are_refused_by_name(tmp_path):
     model = model_with()
     with torch.no_grad():
-        model.text.ln_final.bias[3] = broken
+        model.text.ln_final.bias[3] = torch.nan
     save_model(model, tmp_path)
     with pytest.raises(UserError, match=rf"{tmp_path}.* holds weights that are NaN or Inf .*text\.ln_final\.bias"):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize("kind", [torch.int32, torch.complex64])
-def test_weights_that_are_no_floating_point_numbers_are_refused_by_name(tmp_path, kind):
-    save_model(model_with(), tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state["text.ln_final.bias"] = state["text.ln_final.bias"].to(kind)
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"no floating-point numbers.*text\.ln_final\.bias"):
         load_model(tmp_path)
 
 
@@ -288,25 +208,6 @@ def test_a_flipped_bit_in_the_tensors_is_noticed(tmp_path):
     assert same_outputs(load_model(tmp_path).model, model_with())
 
 
-def test_the_hash_in_config_json_is_enough(tmp_path):
-    save_model(model_with(), tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state["scale"] = state["scale"] + 1e-6
-    save_file(state, tmp_path / "model.safetensors")  # without a configuration inside
-    with pytest.raises(UserError, match="SHA-256 differs"):
-        load_model(tmp_path)
-
-
-def test_a_model_of_an_older_version_has_no_hash(tmp_path):
-    save_model(model_with(), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert len(config.pop("tensors_sha256")) == 64
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    state = load_file(tmp_path / "model.safetensors")
-    save_file(state, tmp_path / "model.safetensors", {"config": json.dumps(config)})
-    assert same_outputs(load_model(tmp_path).model, model_with())
-
-
 def test_a_crash_between_the_two_files_leaves_a_model_that_loads(tmp_path):
     save_model(model_with(seed=0), tmp_path)
     before = (tmp_path / "config.json").read_bytes()
@@ -315,8 +216,7 @@ def test_a_crash_between_the_two_files_leaves_a_model_that_loads(tmp_path):
     assert same_outputs(load_model(tmp_path).model, model_with(seed=1))
 
 
-@pytest.mark.parametrize("n_unc_layers", [1, 2])
-@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(("n_unc_layers", "pickled"), [(1, True), (2, False)])
 def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):
     model, state, config = published(n_unc_layers)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -331,22 +231,11 @@ def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):
     assert same_outputs(load_model(tmp_path / "ours").model, model)
 
 
-def test_published_configuration_may_leave_sizes_out():
-    _, state, config = published()
-    heads = {"vision_cfg": {"head_width": 16}, "text_cfg": {"heads": 2, "pooler_type": "mean_pooler"}}
-    assert same_outputs(import_pcmepp(state, heads), import_pcmepp(state, config))
-
-
 @pytest.mark.parametrize(
     ("part", "change"),
     [
         ("vision_cfg", {"head_width": 0}),
-        ("vision_cfg", {"patch_size": 0}),
-        ("vision_cfg", {"image_size": "x"}),
-        ("vision_cfg", {"mlp_ratio": -1}),
         ("text_cfg", {"heads": 3}),
-        ("text_cfg", {"vocab_size": -1}),
-        ("text_cfg", {"width": "w"}),
     ],
 )
 def test_published_configurations_that_describe_no_model(part, change):
@@ -437,18 +326,22 @@ def hub(tmp_path, monkeypatch):
     server.server_close()
 
 
-@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_hub_name_of_published_weights(tmp_path, hub, weights):
+def test_hub_name_of_published_weights(tmp_path, hub):
+    weights = "model.safetensors"
     model, state, config = published()
-    save = save_file if weights.endswith("safetensors") else torch.save
-    save(state, tmp_path / weights)
+    save_file(state, tmp_path / weights)
     hub["/someone/PCMEPP/resolve/main/config.json"] = json.dumps(config).encode()
     hub[f"/someone/PCMEPP/resolve/main/{weights}"] = (tmp_path / weights).read_bytes()
     assert same_outputs(load_model("someone/PCMEPP").model, model)
 
 
-@pytest.mark.parametrize("weights", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])
-@pytest.mark.parametrize("beside", [None, {"model_type": "clip", "transformers_version": "4.30"}])
+@pytest.mark.parametrize(
+    ("weights", "beside"),
+    [
+        ("open_clip_model.safetensors", None),
+        ("open_clip_pytorch_model.bin", {"model_type": "clip", "transformers_version": "4.30"}),
+    ],
+)
 def test_hub_name_of_a_repository_of_open_clips(tmp_path, hub, weights, beside):
     ours = model_with(n_unc_layers=1)
     export_open_clip(ours, tmp_path / "x")
@@ -479,11 +372,6 @@ def test_a_model_goes_to_the_hub_and_comes_back(hub, monkeypatch):
     assert same_outputs(load_model("someone/mine").model, model)
 
 
-def test_hub_name_that_does_not_exist(hub):
-    with pytest.raises(UserError, match=r"someone/else could not be read .*tried someone/else/model"):
-        load_model("someone/else")
-
-
 def test_hub_name_without_a_network(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
@@ -495,19 +383,6 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch):
         push_to_hub(model_with(), "someone/else")
     with pytest.raises(UserError, match="not a repository name"):
         push_to_hub(model_with(), "../else")
-
-
-def test_a_hub_that_cannot_be_reached_is_waited_for_once(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    waits = []
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="Check the path or the hub name, and the network"):
-        load_model("someone/else")
-    assert waits
-    assert sum(waits) < 30  # the client's five retries, for one file of the several that are looked for
 
 
 def test_the_hash_of_a_model_is_that_of_its_weights_and_configuration(tmp_path):
@@ -526,23 +401,8 @@ def test_the_hash_of_a_model_is_that_of_its_weights_and_configuration(tmp_path):
     assert weights_sha256(model) != first
 
 
-def test_a_loaded_model_is_for_inference(tmp_path):
-    model, tokenizer, _ = load_model(save_model(model_with(), tmp_path))
-    assert not model.training
-    assert not model.encode_text(tokenizer(["a cat"])).mean.requires_grad
-    assert all(parameter.requires_grad for parameter in model.requires_grad_().parameters())
-
-
-@pytest.mark.parametrize(
-    "path", ["runs/x", "Models/best", "checkpoints/step-3", "out/model.safetensors", "./someone/x"]
-)
+@pytest.mark.parametrize("path", ["runs/x", "out/model.safetensors", "./someone/x"])
 def test_a_missing_path_that_looks_local_asks_no_hub(hub, path):
     with pytest.raises(UserError, match="the path does not exist"):
         load_model(path)
     assert hub.asked == []
-
-
-def test_the_hub_can_be_meant_explicitly(hub):
-    with pytest.raises(UserError, match="could not be read"):
-        load_model("hf-hub:runs/x")
-    assert hub.asked

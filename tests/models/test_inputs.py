@@ -1,6 +1,5 @@
 """Preprocessing and tokens that belong to a model."""
 
-import pickle
 import random
 import time
 
@@ -14,7 +13,6 @@ from probemb.data.pixels import as_pixels
 from probemb.errors import UserError
 from probemb.models import (
     Augmentation,
-    check_single_embeddings,
     create_model,
     create_tokenizer,
     create_transforms,
@@ -39,24 +37,6 @@ def test_evaluation_transform_is_open_clips(model):
     assert torch.equal(model.normalized(pixels[None])[0], expected)
     assert torch.equal(create_transforms(model.config).evaluate(image), pixels)
     assert model.normalized(expected) is expected
-
-
-def test_training_transform_crops_at_random_and_travels_to_workers(model):
-    image = Image.effect_noise((70, 50), 80).convert("L")
-    train = pickle.loads(pickle.dumps(create_transforms(model).train))
-    torch.manual_seed(0)
-    first, second = train(image), train(image)
-    torch.manual_seed(0)
-    assert torch.equal(first, train(image))
-    assert not torch.equal(first, second)
-    assert first.shape == (3, 32, 32)
-
-
-def test_augmentation_is_passed_on(model):
-    image = Image.new("RGB", (40, 40), (200, 30, 30))
-    colours = create_transforms(model, Augmentation(gray_scale_prob=1.0)).train(image)[:, 0, 0]
-    assert torch.equal(colours, colours[:1].expand(3))
-    assert create_transforms(model).train(image)[:, 0, 0].tolist() == [200, 30, 30]
 
 
 @pytest.mark.parametrize("resize", ["pil", "tensor"])
@@ -123,8 +103,8 @@ def test_tokens_of_plain_ascii_are_open_clips(model):
     config["architecture"]["text_cfg"]["context_length"] = 77
     ours, theirs, letters = create_tokenizer(config), open_clip.SimpleTokenizer(), [chr(c) for c in range(32, 127)]
     numbers = random.Random(0)
-    texts = ["".join(numbers.choices(letters, k=numbers.randrange(60))) for _ in range(1500)]
-    texts += ["".join(numbers.choices("ab '`\"<>&#;:-_/\\()[]~^", k=20)) for _ in range(1500)]
+    texts = ["".join(numbers.choices(letters, k=numbers.randrange(60))) for _ in range(300)]
+    texts += ["".join(numbers.choices("ab '`\"<>&#;:-_/\\()[]~^", k=20)) for _ in range(300)]
     assert torch.equal(ours(texts), theirs(texts))
     assert torch.equal(ours(texts), theirs(texts))  # from the cache
 
@@ -138,18 +118,6 @@ def test_tokenizer_is_not_held_up_by_hostile_text(model):
     assert (tokens[:, -1] == 49407).sum() >= 1
 
 
-def test_tokenizer_travels_to_workers(model):
-    tokenizer = create_tokenizer(model)
-    assert torch.equal(pickle.loads(pickle.dumps(tokenizer))(["two dogs"]), tokenizer(["two dogs"]))
-
-
-def test_vocabulary_that_is_too_small(model):
-    config = model.config
-    config["architecture"]["text_cfg"]["vocab_size"] = 1000
-    with pytest.raises(UserError, match="1000 token embeddings"):
-        create_tokenizer(config)
-
-
 def test_a_vocabulary_of_another_corpus_is_refused():
     from probemb.data.captions.dataset import CaptionDataset
     from probemb.models import check_words
@@ -161,17 +129,3 @@ def test_a_vocabulary_of_another_corpus_is_refused():
     with pytest.raises(UserError, match="has 17% of the words of x: it is of another corpus") as error:
         check_words(model, CaptionDataset([["a dog runs"], ["two dogs play"]], [1, 2], source="x"))
     assert "tools.build_vocabulary x" in error.value.remedy
-
-
-def test_models_without_one_embedding_of_each_picture_are_refused(model):
-    check_single_embeddings(model, "x")
-    words = {"vocabulary": ["a"], "probabilistic": False}
-    several = create_model("resnet-gru-small", head="pie", n_embeddings=2, **words)
-    tokens = create_model("resnet-gru-small", head="average", attention={"direction": "i2t"}, **words)
-    for one, what in (
-        (several, "The model x has 2 embeddings of an item"),
-        (tokens, "The model x compares the tokens"),
-        (create_model("vsrn-scenes-gru", **words), "The model x reads precomputed regions"),
-    ):
-        with pytest.raises(UserError, match=what):
-            check_single_embeddings(one, "x")

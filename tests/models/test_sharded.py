@@ -60,7 +60,10 @@ def train_sharded(rank, world, *tower):
     return losses
 
 
-@pytest.mark.parametrize("tower", [("clip",), ("gpo",), ("pie", "test_vit"), ("clip", "test_efficientnet")])
+OTHERS = [("clip",), ("gpo",), ("clip", "test_efficientnet")]
+
+
+@pytest.mark.parametrize("tower", [("pie", "test_vit"), *(pytest.param(t, marks=pytest.mark.slow) for t in OTHERS)])
 def test_zero_3_equals_one_process(tower):
     model, optimizer = make(*tower)
     expected = []

@@ -38,22 +38,6 @@ def test_a_single_file_is_the_whole_model(tmp_path, head):
     assert_close(short.mean.norm(dim=-1), torch.ones(2))
 
 
-def test_gradients_of_shards_add_up_to_the_whole_batch():
-    model = make()
-    pixels, tokens = torch.randn(6, 3, 64, 64), create_tokenizer(model)(["a", "red", "a red circle", "of a", "b", ""])
-    weight = torch.randn(6, 128)
-
-    def gradients(part: slice):
-        model.zero_grad()
-        out = model(pixels[part], tokens[part])
-        (weight[part] * (out.image.mean + out.text.mean + out.image.log_var + out.text.log_var)).sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    whole, first, second = gradients(slice(0, 6)), gradients(slice(0, 2)), gradients(slice(2, 6))
-    for name, grad in whole.items():
-        assert_close(first[name] + second[name], grad, rtol=1e-4, atol=1e-5)
-
-
 def test_vocabulary_comes_from_a_file_or_the_pretrained_run(tmp_path):
     (tmp_path / "v.txt").write_text("".join(f"{word}\t9\n" for word in WORDS))
     model = make(vocabulary=tmp_path / "v.txt")
@@ -74,15 +58,6 @@ def test_vocabulary_is_looked_for_beside_the_data(tmp_path):
     assert vocabulary_for(NAME, "other.txt", None, [tmp_path / "train"]) == "other.txt"
     assert vocabulary_for(NAME, None, str(tmp_path), [tmp_path / "nothing"]) is None  # a run has its own
     assert vocabulary_for("ViT-Micro-32", None, None, [tmp_path / "train"]) is None
-
-
-def test_models_with_and_without_words():
-    with pytest.raises(UserError, match=r"no vocabulary[\s\S]*tools\.build_vocabulary"):
-        make(vocabulary=None)
-    with pytest.raises(UserError, match="reads no whole words"):
-        create_model("ViT-Micro-32", vocabulary=WORDS)
-    with pytest.raises(UserError, match="reads no whole words"):
-        fill_word_vectors(create_model("ViT-Micro-32"), "vectors.txt")
 
 
 def test_word_vectors(tmp_path):

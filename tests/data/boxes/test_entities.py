@@ -85,28 +85,6 @@ def test_splits_and_the_folder_above(entities):
         find_phrases(entities, "tset")
 
 
-def test_a_sample_and_a_part(entities):
-    some = find_phrases(entities, None, sample=2)
-    assert some.image_ids == find_phrases(entities, None, sample=2).image_ids
-    assert len(some) == 2
-    part = find_phrases(entities).only([2, 0])
-    assert part.image_ids == ["81641", "36979"]
-    assert [p.text for p in part.phrases][:2] == ["Two dogs", "A group of friends"]
-    assert part.by_image() == [[0], [1, 2, 3, 4]]
-
-
-def test_images_elsewhere_and_missing_ones(entities, tmp_path):
-    (entities / "flickr30k-images").rename(tmp_path / "pictures")
-    with pytest.raises(UserError, match=r"None of the 2 images .* --images"):
-        find_phrases(entities, "test")
-    assert len(find_phrases(entities, "test", tmp_path / "pictures")) == 2
-    (tmp_path / "pictures" / "81641.jpg").unlink()
-    with pytest.raises(UserError, match="1 of the 2 images"):
-        find_phrases(entities, "test", tmp_path / "pictures")
-    with pytest.raises(UserError, match="does not exist"):
-        find_phrases(entities, "test", tmp_path / "nowhere")
-
-
 LAUGHS = '<!DOCTYPE a [<!ENTITY b "ha"><!ENTITY c "&b;&b;&b;">]>'
 OUTSIDE = '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>'
 
@@ -116,20 +94,10 @@ OUTSIDE = '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>'
     [
         (LAUGHS + annotation("<object><name>&c;</name></object>"), "document type"),
         (OUTSIDE + annotation("<object><name>&b;</name></object>"), "document type"),
-        ((LAUGHS + annotation("")).encode("utf-16"), "document type"),
         (annotation("") + "<more/>", "not well-formed"),
-        ("", "not well-formed"),
-        ('<?xml version="1.0" encoding="base64"?><annotation/>', "not well-formed"),
-        ('<?xml version="1.0" encoding="utf-7"?><annotation/>', "not well-formed"),
         ("<a>" * (MAX_DEPTH + 1) + "</a>" * (MAX_DEPTH + 1), "deep"),
-        (annotation("", width=0), "0 x 40 pixels"),
         (annotation("", width=10**6), "pixels"),
-        (annotation("", width="sixty"), "width is 'sixty'"),
         (annotation(placed(9, 1, 3, 4)), "ends before it begins"),
-        (annotation(placed(1, 1, "1e9", 4)), "xmax is '1e9'"),
-        (annotation(placed(1, 1, "9" * 400, 4)), "xmax"),
-        (annotation("<object><name>1</name><bndbox/></object>"), "xmin is ''"),
-        (annotation("<object/>" * 5_001), "more than 5,000 objects"),
         (" " * (MAX_FILE + 1), "more than 4 MiB"),
     ],
 )
@@ -144,11 +112,8 @@ def test_annotations_that_are_refused(entities, content, what):
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"[/EN#1/people A man", "Line 1 .* is not"),
         (b"fine\n[/EN#x/people A man] .", "Line 2 .* is not"),
-        (b"[/EN#1 A man] .", "is not"),
         (b"\xff\xfe\x00", "not a text in UTF-8"),
-        (b"[/EN#1/people A man]" * 5_001, "5,001 phrases"),
     ],
 )
 def test_sentences_that_are_refused(entities, content, what):
@@ -157,33 +122,14 @@ def test_sentences_that_are_refused(entities, content, what):
         find_phrases(entities, "test")
 
 
-@pytest.mark.parametrize("one", ["../36979", "/etc/passwd", "a/b", "C:x", "..", "a\\b"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        "../36979",
+        "/etc/passwd",
+    ],
+)
 def test_ids_that_lead_out_of_the_folder(entities, one):
     (entities / "test.txt").write_text(f"36979\n{one}\n")
     with pytest.raises(UserError, match="no id of an image"):
         find_phrases(entities, "test")
-
-
-def test_lists_that_do_not_fit(entities):
-    (entities / "test.txt").write_text("36979\n36979\n")
-    with pytest.raises(UserError, match="two entries"):
-        find_phrases(entities, "test")
-    (entities / "test.txt").write_text("36979\n65567\n81641\n")
-    (entities / "Annotations" / "65567.xml").unlink()
-    with pytest.raises(UserError, match=r"65567\.xml is missing"):
-        find_phrases(entities, "test")
-    with pytest.raises(UserError, match="lists no image"):
-        find_phrases(entities, "train")
-
-
-def test_folders_without_phrases(entities, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="make_scenes data/scenes --boxes"):
-        find_phrases(tmp_path / "empty")
-    with pytest.raises(UserError, match="does not exist"):
-        find_phrases(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="does not exist"):
-        find_phrases("")
-    (entities / "Sentences" / "65567.txt").write_text("Nobody is marked .\n")
-    with pytest.raises(UserError, match="No phrase"):
-        find_phrases(entities, "val")

@@ -1,7 +1,6 @@
 """Visual Genome's region descriptions in their published layout, what is refused, and the triplets of crops."""
 
 import json
-import os
 
 import pytest
 
@@ -52,20 +51,12 @@ def test_regions_are_phrases_with_one_box(tmp_path):
         find_phrases(root, "test")
 
 
-def test_a_sample_does_not_depend_on_the_order(tmp_path):
-    rows = [{"id": i, "regions": [region(i, f"thing {i}", 0, 0, 9, 9)]} for i in range(1, 31)]
-    sizes = [{"image_id": i, "width": 60, "height": 40} for i in range(1, 31)]
-    root = write(tmp_path / "vg", rows, sizes)
-    for i in range(1, 31):
-        (root / "VG_100K" / f"{i}.jpg").write_bytes(jpeg())
-    some = find_phrases(root, sample=7)
-    write(root, rows[::-1], sizes)
-    assert find_phrases(root, sample=7).image_ids == some.image_ids
-    assert len(some) == 7
-    assert find_phrases(root, sample=99).image_ids == [str(i) for i in range(1, 31)]
-
-
-@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        7,
+    ],
+)
 def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch, piece):
     monkeypatch.setattr("probemb.data.boxes.visual_genome._PIECE", piece)
     file = tmp_path / "x.json"
@@ -80,11 +71,8 @@ def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch, piece):
     ("content", "what"),
     [
         ('{"id": 1}', "not a list"),
-        ("", "ends before"),
         ('[{"id": 1}', "ends before"),
-        ('[{"id": 1}, {"id"', "not JSON"),
         ("[" * 200_000, "JSON"),
-        (b"\xff\xfe[]", "UTF-8"),
     ],
 )
 def test_what_is_no_list(tmp_path, content, what):
@@ -107,33 +95,16 @@ def test_an_entry_without_end_is_refused_before_memory_is_full(tmp_path, monkeyp
     ("rows", "what"),
     [
         ([{"id": "../../etc", "regions": []}], "no id"),
-        ([{"id": -1, "regions": []}], "no id"),
         ([{"id": 1, "regions": 5}], "not a list"),
-        ([{"id": 1}], "describes no regions"),
-        ([5], "describes no regions"),
         ([{"id": 1, "regions": [{"phrase": "x", "x": 0, "y": 0, "width": 5}]}], "height"),
-        ([{"id": 1, "regions": [region(1, 7, 0, 0, 5, 5)]}], "not a text"),
-        ([{"id": 1, "regions": [region(1, "x", 0.5, 0, 5, 5)]}], "whole numbers"),
-        ([{"id": 1, "regions": [region(1, "x", True, 0, 5, 5)]}], "whole numbers"),
         ([{"id": 1, "regions": [region(1, "x", 10**9, 0, 5, 5)]}], "whole numbers"),
         ([ROWS[0], ROWS[0]], "two entries"),
         ([{"id": 9, "regions": ROWS[0]["regions"]}], "does not know the image 9"),
-        ([{"id": 2, "regions": ROWS[0]["regions"]}], r"None of the 1 images"),
-        ([{"id": 1, "regions": []}], "describes no region"),
-        ([{"id": 1, "regions": [region(1, "x", 90, 90, 5, 5)]}], "No region"),
     ],
 )
 def test_entries_that_are_refused(tmp_path, rows, what):
     with pytest.raises(UserError, match=what):
         find_phrases(write(tmp_path / "vg", rows))
-
-
-def test_two_kinds_of_data_in_one_folder(tmp_path):
-    write(tmp_path / "vg")
-    for name in ("Annotations", "Sentences"):
-        (tmp_path / "entities" / name).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"Name .*entities or .*vg itself"):
-        find_phrases(tmp_path)
 
 
 def dataset(*regions):
@@ -164,9 +135,3 @@ def test_triplets_of_crops():
     (larger, second) = crop_triplets(data, 0.99)
     assert larger.captions[0] == second.captions[0] == "too large"
     assert crop_triplets(data, 0.001) == []
-
-
-def test_a_pipe_is_no_list(tmp_path):
-    os.mkfifo(tmp_path / "x.json")
-    with pytest.raises(UserError, match="not a regular file"):
-        list(stream_list(tmp_path / "x.json"))

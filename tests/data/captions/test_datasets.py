@@ -3,18 +3,15 @@
 import gzip
 import io
 import json
-import os
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from probemb.data.captions.find import FORMATS, find_captions
+from probemb.data.captions.find import find_captions
 from probemb.data.captions.image_files import is_inside
 from probemb.data.image_loader import ImageBatches
-from probemb.data.scenes import draw_captions, sample_to_json, scene
 from probemb.errors import UserError
-from tests.world import jpeg
 from tests.world import write_tar as write
 
 TRAIN, VAL = "COCO_train2014_{:012d}.jpg", "COCO_val2014_{:012d}.jpg"
@@ -74,9 +71,10 @@ def coco(tmp_path):
 @pytest.mark.parametrize(
     ("split", "ids"),
     [
-        ("train", [9, 42, 25]), ("restval", [42]), ("val", [73]), ("dev", [73]), ("test", [391895, 60623]),
-        (None, [row[1] for row in COCO]),
-    ],
+        ("train", [9, 42, 25]),
+("dev", [73]),
+(None, [row[1] for row in COCO]),
+],
 )  # fmt: skip
 def test_splits_of_coco(coco, tmp_path, split, ids):
     found = find_captions(coco, split, tmp_path / "coco")
@@ -90,37 +88,6 @@ def test_splits_of_coco(coco, tmp_path, split, ids):
     assert (len(found), found.n_captions) == (len(ids), 5 * len(ids))
     assert found.flat() == [text for texts in found.captions for text in texts]
     assert found.owner() == [i for i in range(len(ids)) for _ in range(5)]
-
-
-def test_image_folders_are_found_beside_the_json(coco, tmp_path):
-    (tmp_path / "coco" / "dataset_coco.json").write_bytes(coco.read_bytes())
-    assert len(find_captions(tmp_path / "coco", "train").images) == 3
-    (tmp_path / "coco").rename(tmp_path / "annotations" / "images")
-    assert len(find_captions(coco, "val").images) == 1
-
-
-def test_images_all_in_one_folder_and_a_packed_json(coco, tmp_path):
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    for file in (tmp_path / "coco").glob("*/*.jpg"):
-        file.rename(flat / file.name)
-    packed = tmp_path / "dataset_coco.json.gz"
-    packed.write_bytes(gzip.compress(coco.read_bytes()))
-    assert len(find_captions(packed, "train", flat).images) == 3
-
-
-def test_flickr_has_names_in_place_of_ids(tmp_path):
-    content = karpathy()
-    for number, row in enumerate(content["images"]):
-        del row["filepath"], row["cocoid"]
-        row["filename"] = f"{100 + number}_ab.c.jpg"
-    path = save(tmp_path / "dataset_flickr8k.json", content)
-    (tmp_path / "images").mkdir()
-    for number in range(len(COCO)):
-        (tmp_path / "images" / f"{100 + number}_ab.c.jpg").write_bytes(shade(number))
-    found = find_captions(path, "test")
-    assert (found.image_ids, found.caption_ids) == (["101_ab.c", "105_ab.c"], None)
-    assert [which(found.images.open(i)) for i in range(2)] == [1, 5]
 
 
 def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
@@ -137,11 +104,6 @@ def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
     assert len(find_captions(coco, "test", tmp_path / "coco").images) == 2
     with pytest.raises(UserError, match=r"The image folder .* does not exist"):
         find_captions(coco, "train", tmp_path / "nowhere")
-
-
-def test_a_split_that_is_not_there(coco, tmp_path):
-    with pytest.raises(UserError, match=r"no split 'tset', only restval, test, train and val\. Did you mean 'test'"):
-        find_captions(coco, "tset", tmp_path / "coco")
 
 
 def test_images_that_do_not_decode_are_named_when_they_are_read(coco, tmp_path):
@@ -163,41 +125,19 @@ def changed(**changes):
 
 HOSTILE = [
     ("{", "is not JSON"),
-    ("not found", "is not JSON"),
     ("<!DOCTYPE html>\n<html><body>404</body></html>", "is a web page, not captions. Fetch the annotation file again"),
-    (" \n<HTML>\n<p>Log in</p></HTML>", "is a web page"),
     ("{" * 200_000, "not JSON"),
-    ('{"images": ' + "9" * 10_000 + "}", "not"),
     ("[1, 2]", "not in Karpathy's format: it has no list of images"),
-    ({"images": {"a": 1}}, "no list of images"),
-    ({"images": []}, "no split 'test', none at all"),
     ({"images": [3]}, "Image 0 of .* is not in Karpathy's format"),
-    (changed(split=...), "there is no 'split'"),
     (changed(split=7), "Image 1 .*: the split is not a text"),
-    (changed(filename=...), "there is no 'filename'"),
-    (changed(filename=None), "the filename is not a text"),
     (changed(filename="../../etc/passwd"), r"'val2014/\.\./\.\./etc/passwd' does not lie in the image folder"),
-    (changed(filepath="..", filename="x.jpg"), "does not lie in the image folder"),
     (changed(filepath="/etc", filename="passwd"), "does not lie in the image folder"),
-    (changed(filename="/etc/passwd", filepath=None), "does not lie in the image folder"),
-    (changed(filename="a\\..\\..\\b.jpg"), "does not lie in the image folder"),
     (changed(filename="a\0b"), "does not lie in the image folder"),
-    (changed(filename="a" * 5000), "does not lie in the image folder"),
-    (changed(filepath=["x"]), "the filepath is not a text"),
-    (changed(cocoid="7"), "the cocoid is not a whole number"),
-    (changed(cocoid=True), "the cocoid is not a whole number"),
     (changed(cocoid=2**80), "the cocoid is not a whole number"),
     (changed(cocoid=42), "two entries with the image id 42"),
-    (changed(filepath="train2014", filename=TRAIN.format(9)), "two entries with the file name train2014/COCO"),
-    (changed(sentences=...), "there is no 'sentences'"),
-    (changed(sentences="abc"), "the sentences are not a list"),
     (changed(sentences=["abc"]), "Image 1 .* is not in Karpathy's format"),
-    (changed(sentences=[{"raw": 3, "sentid": 1}]), "the caption is not a text"),
     (changed(sentences=[{"raw": "a", "sentid": -1}]), "the sentid is not a whole number"),
-    (changed(sentences=[{"raw": "a"}]), "there is no 'sentid'"),
-    (changed(sentences=[]), "The image 391895 of .* has no caption"),
     (changed(sentences=[{"raw": " \n", "sentid": 1}]), "The image 391895 of .* has no caption"),
-    (changed(sentences=[{"raw": "a", "sentid": 25}]), "two entries with the caption id 25"),
 ]
 
 
@@ -210,51 +150,17 @@ def test_hostile_annotations_are_refused(tmp_path, content, message):
     assert len(str(error.value)) < 1000
 
 
-def test_endless_captions_are_cut(tmp_path):
-    path = save(tmp_path / "d.json", changed(sentences=[{"raw": "x" * 100_000, "sentid": 1}]))
-    assert len(find_captions(path, "test").captions[0][0]) == 2000
-
-
-def test_what_no_reader_takes(tmp_path):
-    for name, data, message in [
-        ("a.json", b"\xff\xfe{", "UTF-8"),
-        ("b.gz", b"\x1f\x8b\x08 cut", "cannot be read"),
-        ("c.bin", b"\0\1\2", "neither a tar nor a text"),
-        ("d.txt", b"caf\xe9\n" * 5, "not a text in UTF-8"),
-        ("e.txt", b"a\nb\n", "2 lines, which is not 5 for each image"),
-        ("f.csv", b"image,caption\n" * 5, "is a table"),
-        ("f.txt", b"", "0 lines"),
-        ("g.tar", b"no tar", "not a tar"),
-    ]:
-        (tmp_path / name).write_bytes(data)
-        with pytest.raises(UserError, match=message):
-            find_captions(tmp_path / name)
-    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(karpathy()).encode())[:-30])
-    with pytest.raises(UserError, match="damaged or cut off"):
-        find_captions(tmp_path / "cut.json.gz")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="not a regular file"):
-        find_captions(tmp_path / "pipe", format="karpathy")
-    with pytest.raises(UserError, match="'json' is no format"):
-        find_captions(tmp_path, format="json")
-    for format in (None, *FORMATS):
-        with pytest.raises(UserError, match="does not exist"):
-            find_captions(tmp_path / "nowhere", format=format)
-    (tmp_path / "empty").mkdir()
-    for format in (None, *FORMATS):
-        with pytest.raises(UserError, match=r"empty holds (no|0) "):
-            find_captions(tmp_path / "empty", format=format)
-    for data in ("", "a\0b"):
-        with pytest.raises(UserError, match="The data path"):
-            find_captions(data)
-
-
-@pytest.mark.parametrize("name", ["a.jpg", "train2014/a b.jpg", "ä/1..2.jpg"])
-def test_names_inside(name):
-    assert is_inside(name)
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/..", "/a", "a/../../b", "C:x", "a\nb", "\ud800", "//x/y"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..",
+        "a/..",
+        "/a",
+        "a/../../b",
+        "a\nb",
+        "\ud800",
+    ],
+)
 def test_names_outside(name):
     assert not is_inside(name)
 
@@ -292,17 +198,6 @@ def test_precomp_splits_and_coco_images(tmp_path):
         find_captions(folder / "test_caps.txt", "train")
 
 
-def test_precomp_without_ids_is_text_alone(tmp_path):
-    folder = caps(tmp_path, "test", 4)
-    found = find_captions(folder, "test")
-    assert found.captions[3] == [f"caption {c} ." for c in range(15, 20)]
-    assert len(set(found.image_ids)) == 4
-    with pytest.raises(UserError, match=r"4 of the 4 images .* are missing, the first is test:0"):
-        _ = found.images
-    with pytest.raises(UserError, match=r"Nothing beside .* says which of the images"):
-        find_captions(folder, "test", tmp_path)
-
-
 def test_precomp_images_by_mapping_by_name_and_by_number(tmp_path):
     folder = caps(tmp_path, "test", 3, ids=[7, 8, 9])
     (tmp_path / "flickr30k-images").mkdir()
@@ -323,10 +218,7 @@ def test_precomp_images_by_mapping_by_name_and_by_number(tmp_path):
     ("ids", "message"),
     [
         ([1, 2], r"has 2 ids, but .* has 3 images with 5 captions each"),
-        ([1, 2, 2], "two entries with the image id 2"),
         ([1, 2, "../../etc"], "Line 3 of .* is no id of an image"),
-        ([1, 2, ""], "has 2 ids"),
-        ([*range(14), 3], "two entries with the caption id 3"),
         (["a.jpg"] * 4 + ["b.jpg"] * 11, "does not give five captions in a row the same image"),
     ],
 )
@@ -349,14 +241,6 @@ def test_annotation_ids_of_another_order_are_refused(tmp_path):
         np.save(tmp_path / "coco_test_ids.npy", array, allow_pickle=True)
         with pytest.raises(UserError, match="is no row of ids"):
             find_captions(tmp_path, "test")
-
-
-def test_an_image_whose_lines_are_empty(tmp_path):
-    save(tmp_path / "test_caps.txt", "a\n\nb\n\n\n")
-    assert find_captions(tmp_path / "test_caps.txt").captions == [["a", "b"]]
-    save(tmp_path / "test_caps.txt", "a\n\nb\n\n\n" + "\n" * 5 + "c\n" * 5)
-    with pytest.raises(UserError, match=r"The image test:1 of .* has no caption"):
-        find_captions(tmp_path / "test_caps.txt")
 
 
 # -------------------------------------------------------------------------------------------------------------- shards
@@ -386,22 +270,6 @@ def test_shards_named_by_split(tmp_path):
         find_captions(tmp_path, "val", tmp_path)
 
 
-def test_shards_in_folders_named_by_split(tmp_path):
-    for split in ("train", "val"):
-        write(tmp_path / split / "00000.tar", pair("a", 3))
-        assert find_captions(tmp_path, split).captions == [["text a"]]
-        assert find_captions(tmp_path / split, split).captions == [["text a"]]
-        assert find_captions(tmp_path / split).captions == [["text a"]]
-    write(tmp_path / "classes" / "00000.tar", pair("a", 3))
-    (tmp_path / "classes" / "classes.txt").write_text("red square\n")
-    with pytest.raises(UserError, match=r"holds the splits train, val\."):
-        find_captions(tmp_path)
-    with pytest.raises(UserError, match="no split 'test', only train and val"):
-        find_captions(tmp_path, "test")
-    with pytest.raises(UserError, match="no split 'test', none at all"):
-        find_captions(tmp_path / "val", "test")
-
-
 def test_ids_in_the_json_of_shards(tmp_path):
     objects = [{"id": 5, "caption": "e"}, {"id": 6, "caption": " "}, {"id": 7, "caption": "g"}]
     members = [
@@ -418,12 +286,6 @@ def test_ids_in_the_json_of_shards(tmp_path):
         find_captions(write(tmp_path / "c.tar", members + pair("c", 3, image_id=73, captions=["q"])))
     with pytest.raises(UserError, match="two entries with the caption id 5"):
         find_captions(write(tmp_path / "d.tar", members + pair("c", 3, captions=["q"], caption_ids=[5])))
-
-
-def test_equal_keys_of_several_tars_are_told_apart(tmp_path):
-    for name in ("0.tar", "1.tar"):
-        write(tmp_path / name, pair("a", 1))
-    assert find_captions(tmp_path).image_ids == ["0.tar:a", "1.tar:a"]
 
 
 def test_samples_that_cannot_be_used_are_named(tmp_path):
@@ -451,36 +313,6 @@ def test_samples_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "c.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:1500])
     with pytest.raises(UserError, match=r"c\.tar"):
         find_captions(tmp_path / "c.tar")
-
-
-def test_scenes_keep_what_their_captions_state(tmp_path):
-    members = []
-    for i in range(3):
-        one = scene("captioned", i)
-        told = draw_captions(one, 2)
-        members += [(f"{i}.jpg", jpeg(one)), (f"{i}.json", json.dumps(sample_to_json(one, told)).encode())]
-    found = find_captions(write(tmp_path / "val-0.tar", members), "val")
-    assert [[caption.text for caption in told] for _, told in found.scenes] == found.captions
-
-
-def test_the_format_is_seen_from_the_content(coco, tmp_path):
-    other = tmp_path / "anything"
-    other.write_bytes(coco.read_bytes())
-    assert len(find_captions(other, "test", tmp_path / "coco")) == 2
-    tar = write(tmp_path / "one.tar", pair("a", 1))
-    tar.rename(tmp_path / "shard")
-    assert find_captions(tmp_path / "shard").image_ids == ["a"]
-    caps(tmp_path, "test").joinpath("test_caps.txt").rename(tmp_path / "lines")
-    assert len(find_captions(tmp_path / "lines")) == 3
-    mixed = caps(tmp_path / "mixed", "test")
-    write(mixed / "test-0.tar", pair("a", 1))
-    with pytest.raises(UserError, match="several formats: webdataset and precomp"):
-        find_captions(mixed, "test")
-    assert len(find_captions(mixed, "test", format="precomp")) == 3
-    assert len(find_captions(mixed, "test", format="webdataset")) == 1
-    (mixed / "test_caps.txt").unlink()
-    (mixed / "cub" / "text_c10").mkdir(parents=True)
-    assert len(find_captions(mixed, "test")) == 1  # the folder's own shards, not a data set of another folder in it
 
 
 # ----------------------------------------------------------------------------------------------------------- real data
@@ -516,15 +348,3 @@ def test_coco_text(shared_data):
         assert (len(found), found.n_captions, found.caption_ids) == (n, 5 * n, None)
         with pytest.raises(UserError, match=f"{n} of the {n} images .* first is f30k_precomp_{name}:0"):
             _ = found.images
-
-
-def test_coco_images_with_annotation_ids(shared_data):
-    found = find_captions(shared_data("coco_small") / "captioned-00000.tar")
-    assert (len(found), found.n_captions) == (645, 3226)
-    assert found.caption_ids is not None
-    assert all(type(one) is int for one in found.image_ids)
-
-
-def test_a_json_that_is_not_there_is_no_pattern_of_shards(tmp_path):
-    with pytest.raises(UserError, match=r"dataset_coco\.json does not exist"):
-        find_captions(tmp_path / "dataset_coco.json", "train", images=tmp_path)

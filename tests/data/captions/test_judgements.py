@@ -42,18 +42,11 @@ def test_both_formats_name_the_same_rows(tmp_path):
         assert found.unknown == 0
 
 
-def test_columns_in_another_order_and_repeated_pairs(tmp_path):
-    found = read(tmp_path, "no\tyes\tnote\timage\tcaption_index\tcaption_image\n1\t2\t\ta\t0\tb\n0\t3\tx\ta\t0\tb\n")
-    assert (found.yes.tolist(), found.no.tolist(), found.image.tolist()) == ([5], [1], [0])
-
-
 @pytest.mark.parametrize(
     ("ids", "places"),
     [
         (("a", "b", "c"), None),
-        (("val2014/a", "val2014/b", "val2014/c"), ("val2014/a.jpg", "val2014/b.jpg", "val2014/c.jpg")),
-        ((7, 8, 9), ("a.JPG", "b.png", "c.jpeg")),  # COCO's ids beside the files' names
-        (("0.tar:a", "1.tar:b", "1.tar:c"), ("0.tar:a", "1.tar:b", "1.tar:c")),
+        ((7, 8, 9), ("a.JPG", "b.png", "c.jpeg")),
     ],
 )
 def test_images_are_known_by_their_names(ids, places, tmp_path):
@@ -83,31 +76,16 @@ def test_without_some_images(tmp_path):
     ("text", "message"),
     [
         ("", "holds no judgements"),
-        (HEADER, "holds no judgements"),
         (HEADER + "a\tb\t0\t1\t2\n\na\tb\t0\n", "Line 4 of .* has 3 of at least 5 columns"),
         (HEADER + "a\tb\tx\t1\t2\n", "Line 2 of .* 'x' is no number of a caption"),
-        (HEADER + "a\tb\t-1\t1\t2\n", "Line 2 .* '-1' is no number of a caption"),
-        (HEADER + "a\tb\t0\t1.5\t2\n", "Line 2 .* '1.5' is no number of people"),
-        (HEADER + "a\tb\t0\t" + "9" * 5000 + "\t2\n", "Line 2 .* is no number of people"),
-        (HEADER + "a\tb\t0\t\u0663\t2\n", "Line 2 .* is no number of people"),
         (HEADER + "a\tb\t0\t0\t0\n", "Line 2 .* nobody judged"),
-        (HEADER + "\tb\t0\t1\t0\n", "Line 2 .* name of an image is empty"),
-        ("a.jpg\tb.jpg#0\t0.33\t1\n", "Line 1 .* 4 columns instead of 5; nor is it a header with image, caption_image"),
-        ("a.jpg\tb.jpg\t0.5\t1\t1\n", "Line 1 .* 'b.jpg' is not NAME.jpg#k"),
         ("a.jpg\tb.jpg#0\t0.5\t1\t1\na.jpg\tb.jpg#1\t1\t1\t1\n", "Line 2 .* '1' is not the share of 1 yes and 1 no"),
-        ("a.jpg\tb.jpg#0\tnan\t1\t1\n", "Line 1 .* 'nan' is not the share"),
         (b"\xff\xfe\x00", "not a text in UTF-8"),
-        (gzip.compress(HEADER.encode(), mtime=0)[:20], "cannot be read"),
     ],
 )
 def test_broken_files(text, message, tmp_path):
     with pytest.raises(UserError, match=message):
         read(tmp_path, text)
-
-
-def test_a_file_that_is_missing(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        read_judgements(tmp_path / "nowhere.tsv", dataset())
 
 
 @pytest.mark.skipif(not (REAL / "judgements.tsv.gz").is_file(), reason="needs Flickr8k's judgements")

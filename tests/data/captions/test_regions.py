@@ -9,7 +9,7 @@ import torch
 
 from probemb.data.captions.find import find_captions
 from probemb.data.failures import BadSample
-from probemb.data.image_loader import ImageBatches, in_both
+from probemb.data.image_loader import ImageBatches
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
 from tools.bench.timing import peak_memory
@@ -28,8 +28,7 @@ def write(folder, name="train", n=7, times=1, dtype=np.float32, captions=5, arra
     return regions
 
 
-@pytest.mark.parametrize("times", [1, 5])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("times", "dtype"), [(1, np.float16), (5, np.float32)])
 def test_every_image_has_its_own_regions_and_captions(tmp_path, times, dtype):
     regions = write(tmp_path, times=times, dtype=dtype)
     found = find_captions(tmp_path, "train")
@@ -40,24 +39,6 @@ def test_every_image_has_its_own_regions_and_captions(tmp_path, times, dtype):
     assert torch.equal(found.only([5, 2]).images.open(0), found.images.open(5))
     batches = ImageBatches(found.images, lambda x: x, 4, workers=1)
     assert torch.equal(torch.cat(list(batches)), torch.from_numpy(regions.astype(np.float32)))
-
-
-def test_splits_ids_and_folders(tmp_path):
-    """dev and testall as SCAN ships them; testall without regions gives way to test."""
-    folder = tmp_path / "precomp"
-    for name in ("train", "dev", "test"):
-        write(folder, name, n=3)
-    (folder / "testall_caps.txt").write_text("a\n" * 10)
-    (folder / "dev_ids.txt").write_text("11\n12\n13\n")
-    assert find_captions(tmp_path, "val").image_ids == [11, 12, 13]
-    assert find_captions(tmp_path, "test").image_ids == ["test:0", "test:1", "test:2"]
-    assert find_captions(folder / "dev_caps.txt").images.shape == (R, W)
-    assert len(find_captions(tmp_path, "test", format="precomp")) == 2  # testall
-    with pytest.raises(UserError, match="no split 'cub'"):
-        find_captions(tmp_path, "cub", format="regions")
-    (folder / "dev_ims.npy").unlink()
-    with pytest.raises(UserError, match=r"dev_caps\.txt has no dev_ims\.npy beside it"):
-        find_captions(tmp_path, "val", format="regions")
 
 
 def test_scenes_as_regions_have_every_true_match(tmp_path):
@@ -72,14 +53,6 @@ def test_scenes_as_regions_have_every_true_match(tmp_path):
         truth.write_text("\n".join(wrong) + "\n")
         with pytest.raises(UserError, match=r"does not describe the scenes of dev_caps\.txt"):
             find_captions(tmp_path / "scenes/regions", "val")
-
-
-def test_rows_of_two_splits_are_told_apart(tmp_path):
-    write(tmp_path, "train")
-    again = np.load(tmp_path / "train_ims.npy")
-    write(tmp_path, "test", n=2, array=np.stack([again[3], again[3] + 1]))
-    train, test = (find_captions(tmp_path, split).images for split in ("train", "test"))
-    assert in_both(train, test) == ["train:3"]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -108,9 +81,7 @@ REFUSED = {
         "one row for each",
     ),
     "two axes": ({"array": np.zeros((7, W), np.float32)}, r"shape \(7, 6\), not \(images, regions", "np.save"),
-    "integers": ({"array": np.zeros((7, R, W), np.int64)}, "holds int64, not float32", "float32 or float16"),
     "objects": ({"array": np.array([{}] * 7, object)}, "holds Python objects", "np.save"),
-    "fortran": ({"array": np.asfortranarray(np.ones((7, R, W), np.float32))}, "Fortran", "ascontiguousarray"),
     "repeats": ({"array": np.random.RandomState(0).randn(35, R, W).astype(np.float32)}, "rows of train:. in", "equal"),
 }
 
@@ -130,7 +101,11 @@ class Trap:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x93NUMPY", b"\x93NUMPY\x01\x00\xff\xff{", pickle.dumps(Trap()), b"\x93NUMPY\x09\x00"]
+    "content",
+    [
+        b"\x93NUMPY",
+        pickle.dumps(Trap()),
+    ],
 )
 def test_refused_files(tmp_path, content):
     write(tmp_path)
@@ -152,13 +127,3 @@ def test_a_cut_off_file_and_damaged_rows(tmp_path):
     np.save(tmp_path / "train_ims.npy", regions)
     with pytest.raises(BadSample, match="NaN"):
         find_captions(tmp_path, "train").images.open(2)
-
-
-def test_what_does_not_belong_together(tmp_path):
-    write(tmp_path)
-    (tmp_path / "images").mkdir()
-    with pytest.raises(UserError, match="read with its regions"):
-        find_captions(tmp_path, "train", images=tmp_path / "images", format="regions")
-    (tmp_path / "train_ims.npy").unlink()
-    with pytest.raises(UserError, match=r"no \*_ims.npy"):
-        find_captions(tmp_path, "train", format="regions")

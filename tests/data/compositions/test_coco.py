@@ -1,6 +1,5 @@
 """COCO's instances file: a small file set in the published layout, in a folder, a zip and a tar; hostile files."""
 
-import gzip
 import json
 import shutil
 import zipfile
@@ -122,21 +121,12 @@ def broken(change):
 
 HOSTILE = {
     "no json": (b"{", "is not JSON"),
-    "deep": (b"[" * 100_000, "is not JSON"),
-    "a list": (b"[]", "holds no object annotations"),
     "no images": (broken(lambda x: x.pop("images")), "there is no 'images'"),
     "a way out": (broken(lambda x: x["images"][0].update(file_name="../../etc/passwd")), "does not lie in"),
-    "twice": (broken(lambda x: x["images"].append(x["images"][0])), "occurs twice"),
     "a huge size": (broken(lambda x: x["images"][0].update(width=10**9)), "pixels"),
-    "no size": (broken(lambda x: x["images"][0].update(width=True)), "pixels"),
     "unknown image": (broken(lambda x: x["annotations"][0].update(image_id=7)), "unknown image or category"),
-    "unhashable": (broken(lambda x: x["annotations"][0].update(image_id=[7])), "unknown image or category"),
-    "unknown category": (broken(lambda x: x["annotations"][0].update(category_id=2)), "unknown image or category"),
     "no box": (broken(lambda x: x["annotations"][0].update(bbox=[1, 2, 3])), "a box is"),
-    "NaN": (broken(lambda x: x["annotations"][0].update(bbox=[1, 2, 3, float("nan")])), "a box is"),
     "a huge box": (broken(lambda x: x["annotations"][0].update(bbox=[10**400, 2, 3, 4])), "a box is"),
-    "same name": (broken(lambda x: x["categories"][1].update(name="person")), "occurs twice"),
-    "no category": (broken(lambda x: x.update(categories=[])), "categories are not a list"),
     "nothing annotated": (broken(lambda x: x.update(annotations=[])), "annotates no image"),
 }
 
@@ -148,17 +138,6 @@ def test_hostile_files_are_refused(folder, case):
     file.write_bytes(data)
     with pytest.raises(UserError, match=message):
         read_coco(file, None, 0)
-
-
-def test_the_size_of_a_file_is_bounded_also_when_it_is_packed(folder, monkeypatch):
-    from probemb.data.captions import dataset
-
-    file = folder / "annotations" / "instances_train2017.json.gz"
-    file.write_bytes(gzip.compress(json.dumps(content()).encode() + b" " * 200_000))
-    assert len(read_coco(file, folder / "train2017", 0)) == 16
-    monkeypatch.setattr(dataset, "MAX_FILE_BYTES", 100_000)
-    with pytest.raises(UserError, match="has more than"):
-        read_coco(file, folder / "train2017", 0)
 
 
 def test_sizes_of_originals(folder):

@@ -9,7 +9,6 @@ from probemb.data.compositions import ConceptImages, TupleNumbers, sample_tuples
 from probemb.data.compositions.annotated import draw_splits
 from probemb.data.compositions.tuples import feasible_tuples
 from probemb.data.image_loader import Images, Place
-from probemb.errors import UserError
 
 SPLITS = ("train", "val", "test")
 
@@ -44,8 +43,7 @@ def count(concepts, split):
     return sum(set(concepts) <= mine and FOUND.splits[i] == split for i, mine in enumerate(HELD))
 
 
-@pytest.mark.parametrize("k", [2, 3, 4])
-@pytest.mark.parametrize("minimum", [(8, 2, 2), (3, 1, 1)])
+@pytest.mark.parametrize(("k", "minimum"), [(2, (8, 2, 2)), (3, (3, 1, 1))])
 def test_feasible_combinations_are_those_that_counting_finds(k, minimum):
     expected = [
         one for one in combinations(range(12), k) if all(count(one, s) >= least for s, least in zip(SPLITS, minimum))
@@ -93,35 +91,6 @@ def test_drawing_is_a_pure_function_of_data_and_seed():
     state = np.random.get_state()[1].copy()
     sample_tuples(FOUND, 3, 0, TupleNumbers(seen=5))
     assert np.array_equal(state, np.random.get_state()[1])
-
-
-def test_every_feasible_combination_is_drawn_equally_often():
-    feasible = feasible_tuples(FOUND, 2, (8, 2, 2))
-    drawn = [tuple(row) for seed in range(80) for row in sample_tuples(FOUND, 2, seed, few(5)).seen.tolist()]
-    expected = len(drawn) / len(feasible)
-    counts = [drawn.count(tuple(row)) for row in feasible.tolist()]
-    assert sum(counts) == len(drawn)
-    assert sum((found - expected) ** 2 / expected for found in counts) < 2 * len(feasible)  # chi-square
-
-
-def few(seen):
-    return TupleNumbers(seen, 0, 0, 0, 0)
-
-
-def test_too_few_are_refused_with_how_many_there_are():
-    there = len(feasible_tuples(FOUND, 2, (8, 2, 2)))
-    with pytest.raises(UserError, match=rf"has {there} combinations of 2 concepts .* but 1,000 are asked for"):
-        sample_tuples(FOUND, 2)
-    assert len(sample_tuples(FOUND, 2, numbers=few(there)).seen) == there
-    with pytest.raises(UserError, match="beside the"):
-        sample_tuples(FOUND, 2, numbers=TupleNumbers(there, 0, 0, 1, 0))
-    with pytest.raises(UserError, match="of concepts of the 1 training pairs"):
-        sample_tuples(FOUND, 2, numbers=TupleNumbers(1, 1, 1, 0, 0))
-    with pytest.raises(UserError, match="pairs of concepts that no image has"):
-        sample_tuples(FOUND, 2, numbers=TupleNumbers(1, 0, 0, 0, 60))
-    assert len(sample_tuples(FOUND, 2, numbers=TupleNumbers(at_most=True)).seen) == there
-    with pytest.raises(UserError, match="Combinations of 1 concepts"):
-        sample_tuples(FOUND, 1)
 
 
 def test_infeasible_pairs_come_from_those_that_the_makers_know():

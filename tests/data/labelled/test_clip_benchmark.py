@@ -31,12 +31,6 @@ def test_the_test_split_is_taken_in_the_order_of_its_shards(benchmark, pictures,
     assert images.templates == ("a photo of a {}.", "art of the {}.")
 
 
-def test_another_split_is_named_by_its_folder(benchmark, pictures):
-    images = find_images(benchmark / "train")
-    assert resolve_classes(images, None)[1] == [label for label, _ in pictures[:2]]
-    assert images.templates == find_images(benchmark).templates
-
-
 def test_what_is_missing_or_malformed_is_refused(benchmark):
     (benchmark / "test" / "7.tar").unlink()
     with pytest.raises(UserError, match=r"1 of the 11 shards are missing, such as .*7\.tar"):
@@ -49,11 +43,3 @@ def test_what_is_missing_or_malformed_is_refused(benchmark):
         find_images(benchmark / "train")
     (benchmark / "zeroshot_classification_templates.txt").unlink()
     assert find_images(benchmark / "train").templates is None
-
-
-def test_a_set_for_retrieval_is_sent_to_its_command(benchmark):
-    (benchmark / "classnames.txt").unlink()
-    (benchmark / "dataset_type.txt").write_text("retrieval\n")
-    for data in (benchmark, benchmark / "test"):
-        with pytest.raises(UserError, match=r"data set for retrieval.*python -m zeroshot\.retrieval --data .*/test`"):
-            find_images(data)

@@ -1,7 +1,7 @@
 """Prompts and ImageNet's class names."""
 
 from probemb.data.labelled.classes import imagenet_classes
-from probemb.data.labelled.prompts import SINGLE_TEMPLATE, imagenet_templates, prompt_texts
+from probemb.data.labelled.prompts import SINGLE_TEMPLATE, imagenet_templates
 
 
 def test_the_openai_prompts_are_80_and_hold_the_single_one():
@@ -10,7 +10,3 @@ def test_the_openai_prompts_are_80_and_hold_the_single_one():
     assert SINGLE_TEMPLATE in templates
     assert all(t.count("{}") == 1 for t in templates)
     assert len(imagenet_classes()) == 1000
-
-
-def test_prompt_texts_are_class_major():
-    assert prompt_texts(["cat", "{}"], ["a {}.", "the {}"]) == ["a cat.", "the cat", "a {}.", "the {}"]

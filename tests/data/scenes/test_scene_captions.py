@@ -8,7 +8,7 @@ import pytest
 
 from probemb.data.scenes import ambiguity, draw_captions, match_matrix, scene
 from probemb.data.scenes.predicates import Caption, Pattern, Predicate
-from probemb.data.scenes.world import COLOURS, OBJECT_COUNTS, RELATIONS, SHAPES, Scene, Thing
+from probemb.data.scenes.world import COLOURS, OBJECT_COUNTS, RELATIONS, SHAPES
 from tests.truth import matches
 
 WORDS = {  # word -> the predicate's field and value that it stands for
@@ -36,15 +36,10 @@ def test_every_caption_is_true_of_its_scene(drawn):
 
 
 def test_captions_go_from_exact_to_vague(drawn):
-    shares = np.array([[ambiguity(caption) for caption in captions] for captions in drawn[1]])
+    shares = np.array([[ambiguity(caption) for caption in captions] for captions in drawn[1][:80]])
     assert (np.diff(np.median(shares, axis=0)) > 0).all()
     assert np.median(shares[:, 0]) < 0.002
     assert np.median(shares[:, -1]) > 0.2
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_any_number_of_captions(count):
-    assert len(draw_captions(scene(0, 0), count)) == count
 
 
 def test_the_text_says_what_the_predicate_says(drawn):
@@ -65,78 +60,8 @@ def test_the_text_says_what_the_predicate_says(drawn):
         assert [p for text, p in places.items() if text in caption.text] == [p.place for p in stated.things if p.place]
 
 
-def test_texts_read_well(drawn):
-    for caption in itertools.chain(*drawn[1]):
-        assert not re.search(r"\ba [aeiou]|\ban [^aeiou]|  |crosss|\bNone\b", caption.text), caption.text
-        assert caption.text == caption.text.strip()
-
-
 RED_CIRCLE = Pattern("circle", "red")
 BLUE_SQUARE = Pattern("square", "blue")
-
-
-def make(*things, **camera):
-    settings = {"medium": "photo", "light": "normal", "focus": "sharp", **camera}
-    return Scene(tuple(Thing(*thing) for thing in things), seed=0, **settings)
-
-
-def test_meaning_of_objects():
-    both = make(("circle", "red", "small", 0), ("square", "blue", "large", 3))
-    alone = make(("circle", "red", "huge", 4))
-    assert matches(Predicate((RED_CIRCLE,)), both)  # at least one; others may be there
-    assert matches(Predicate((RED_CIRCLE,)), alone)
-    assert matches(Predicate((RED_CIRCLE, BLUE_SQUARE)), both)
-    assert not matches(Predicate((Pattern("circle"), Pattern(colour="red"))), alone)  # must be different objects
-    assert matches(Predicate((Pattern(size="large"),)), alone)  # huge is large
-    assert not matches(Predicate((Pattern(size="huge"),)), both)
-    assert not matches(Predicate((Pattern("circle", "blue"),)), both)
-    assert matches(Predicate(), both)
-
-
-def test_meaning_of_numbers():
-    scene = make(("circle", "red", "small", 0), ("circle", "blue", "large", 3), ("star", "red", "small", 1))
-    assert matches(Predicate((Pattern("circle"),), number=(2, 2)), scene)
-    assert not matches(Predicate((Pattern("circle"),), number=(1, 1)), scene)
-    assert not matches(Predicate((Pattern(),), number=(2, 2)), scene)
-    assert matches(Predicate((Pattern(),), number=(2, 3)), scene)
-
-
-def test_meaning_of_places_and_relations():
-    scene = make(("circle", "red", "small", 0), ("square", "blue", "large", 3))  # upper left, lower right
-    for relation in ("left of", "above"):
-        assert matches(Predicate((RED_CIRCLE, BLUE_SQUARE), relation), scene)
-        assert not matches(Predicate((BLUE_SQUARE, RED_CIRCLE), relation), scene)
-    for relation in ("right of", "below"):
-        assert matches(Predicate((BLUE_SQUARE, RED_CIRCLE), relation), scene)
-    column = make(("circle", "red", "small", 0), ("square", "blue", "large", 2))
-    assert not matches(Predicate((RED_CIRCLE, BLUE_SQUARE), "left of"), column)
-    assert matches(Predicate((Pattern("circle", place="left"),)), scene)
-    assert not matches(Predicate((Pattern("circle", place="bottom"),)), scene)
-    assert matches(Predicate((Pattern(place="middle"),)), make(("ring", "white", "huge", 4)))
-
-
-def test_meaning_of_the_camera():
-    scene = make(("circle", "red", "small", 0), light="dark")
-    assert matches(Predicate(light="dark", medium="photo"), scene)
-    assert not matches(Predicate(light="bright"), scene)
-    assert not matches(Predicate(medium="drawing"), scene)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"things": (Pattern("blob"),)},
-        {"things": (Pattern(),) * 4},
-        {"things": (Pattern(),), "relation": "left of"},
-        {"things": (Pattern(), Pattern()), "relation": "near"},
-        {"number": (1, 1)},
-        {"things": (Pattern(), Pattern()), "number": (1, 1)},
-        {"focus": "soft"},
-    ],
-)
-def test_what_cannot_be_stated(wrong):
-    with pytest.raises(ValueError, match=r"unknown attribute|needs two objects"):
-        Predicate(**wrong)
 
 
 def special_captions():
@@ -162,11 +87,6 @@ def test_the_match_matrix_equals_matches(drawn):
     np.testing.assert_array_equal(matrix, expected)
 
 
-def test_the_match_matrix_of_nothing(drawn):
-    assert match_matrix(drawn[0][:3], []).shape == (3, 0)
-    assert match_matrix([], drawn[1][0]).shape == (0, 5)
-
-
 def test_ambiguity_by_hand():
     at_least_one = sum(share * (1 - (1 - 1 / 64) ** n) for n, share in OBJECT_COUNTS.items())
     assert ambiguity(Predicate((RED_CIRCLE,))) == pytest.approx(at_least_one, rel=1e-12)
@@ -184,7 +104,7 @@ def test_ambiguity_by_hand():
 
 
 def test_ambiguity_is_the_share_of_scenes_that_fit(drawn):
-    chosen = [*itertools.chain(*drawn[1][:60]), *special_captions()]
+    chosen = [*itertools.chain(*drawn[1][:25]), *special_captions()]
     total = 12_000
     found = match_matrix([scene("monte carlo", i) for i in range(total)], chosen).sum(axis=0)
     shares = np.array([ambiguity(caption) for caption in chosen])
@@ -194,5 +114,5 @@ def test_ambiguity_is_the_share_of_scenes_that_fit(drawn):
     assert ((shares >= 0) & (shares <= 1 + 1e-12)).all()
     assert (shares[: len(chosen) // 2] > 0).all()  # captions of scenes
     common = shares > 0.01
-    assert common.sum() > 100
+    assert common.sum() > 40
     assert np.abs(found / total - shares)[common].max() < 0.025

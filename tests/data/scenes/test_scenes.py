@@ -1,7 +1,6 @@
 """The synthetic world: the same from the same seed, distributed as stated, drawn as described, and its classes."""
 
 import collections
-import dataclasses
 import json
 
 import numpy as np
@@ -26,7 +25,6 @@ from probemb.data.scenes.world import (
     Scene,
     Thing,
     layouts,
-    scene_from_json,
 )
 
 
@@ -93,13 +91,6 @@ def test_scenes_are_drawn_as_often_as_stated():
         assert all(found[option] / len(things) == pytest.approx(1 / 8, abs=0.02) for option in options)
 
 
-@pytest.mark.parametrize("size", [32, 64, 112, 224])
-def test_images_have_the_size_asked_for(size):
-    image = render(scene(0, 1), size)
-    assert image.mode == "RGB"
-    assert image.size == (size, size)
-
-
 def one_thing(shape="circle", colour="red", size="large", cell=MIDDLE, medium="photo", light="normal", focus="sharp"):
     return Scene((Thing(shape, colour, size, cell),), medium, light, focus, seed=11)
 
@@ -116,12 +107,10 @@ RGB = {
 }
 
 
-@pytest.mark.parametrize("medium", ["photo", "drawing"])
-@pytest.mark.parametrize("colour", COLOURS)
-def test_objects_have_their_colour(colour, medium):
-    centre = pixels(one_thing(colour=colour, medium=medium))[28:36, 28:36].mean(axis=(0, 1))
-    nearest = min(RGB, key=lambda name: np.abs(np.array(RGB[name]) - centre).sum())
-    assert nearest == colour
+def test_objects_have_their_colour():
+    for colour in COLOURS:
+        centre = pixels(one_thing(colour=colour))[28:36, 28:36].mean(axis=(0, 1))
+        assert min(RGB, key=lambda name: np.abs(np.array(RGB[name]) - centre).sum()) == colour
 
 
 def object_mask(**attributes):
@@ -149,25 +138,6 @@ def test_sizes_and_places_are_where_they_should_be():
         assert (rows.mean() > 48) == (cell // 2 == 1)
 
 
-def test_camera_settings_show():
-    plain, dark, bright = (pixels(one_thing(light=light)) for light in ("normal", "dark", "bright"))
-    assert dark.mean() < 0.6 * plain.mean()
-    assert bright.mean() > 1.2 * plain.mean()
-    sharp, blurry, pixelated = (pixels(one_thing(focus=focus), 90) for focus in ("sharp", "blurry", "pixelated"))
-    steps = [np.abs(np.diff(image, axis=1)).max() for image in (sharp, blurry)]
-    assert steps[1] < 0.5 * steps[0]
-    assert (np.abs(np.diff(pixelated, axis=1)).sum(axis=(0, 2)) > 0).sum() < 20
-    assert np.abs(pixels(one_thing(medium="drawing")) - plain).mean() > 10
-
-
-def test_objects_never_leave_the_picture():
-    for index in range(200):
-        one = dataclasses.replace(scene("edges", index), medium="photo", light="normal", focus="sharp")
-        bare = np.asarray(render(one, 48)).astype(int)
-        edge = np.concatenate([bare[0], bare[-1], bare[:, 0], bare[:, -1]])
-        assert (edge.max(axis=1) - edge.min(axis=1)).mean() < 40  # the grey background, hardly anything else
-
-
 def test_classes():
     names = class_names()
     assert len(names) == len(set(names)) == 64
@@ -176,17 +146,6 @@ def test_classes():
     for one in scenes:
         (thing,) = one.things
         assert names[class_label(one)] == f"{thing.colour} {thing.shape}"
-
-
-def test_class_names_fit_prompts():
-    names = class_names()
-    assert "red circle" in names
-    assert all(f"a photo of a {name}.".count(" ") == 5 for name in names)
-
-
-def test_no_class_for_several_objects():
-    several = next(one for one in (scene(0, i) for i in range(100)) if len(one.things) > 1)
-    assert class_label(several) is None
 
 
 def test_json_brings_scene_and_captions_back():
@@ -209,28 +168,13 @@ def spoil(change):
     "change",
     [
         lambda row: row.pop("scene"),
-        lambda row: row.pop("predicates"),
-        lambda row: row["captions"].pop(),
-        lambda row: row["scene"].update(seed="x"),
         lambda row: row["scene"].update(medium="film"),
-        lambda row: row["scene"].update(things=[]),
         lambda row: row["scene"].update(things=[["circle", "red", "large", 9]]),
-        lambda row: row["scene"].update(things=[["circle", "mauve", "large", 0]]),
         lambda row: row["scene"].update(things=[["circle", "red", "large", 0]] * 2),
-        lambda row: row["scene"].update(things=[["circle", ["red"], "large", 0]]),
         lambda row: row["predicates"][0].update(light="dim"),
-        lambda row: row["predicates"][0].update(colour="red"),
         lambda row: row["predicates"][0].update(things=[{"shape": "blob"}]),
-        lambda row: row["predicates"][0].update(things=[{"shape": ["circle"]}]),
-        lambda row: row["predicates"][0].update(things=7),
-        lambda row: row["predicates"][0].update(number=[1], things=[{}], relation=None),
     ],
 )
 def test_json_of_no_scene_is_refused(change):
     with pytest.raises(ValueError):  # noqa: PT011
         sample_from_json(spoil(change))
-
-
-def test_a_scene_row_must_be_an_object():
-    with pytest.raises(ValueError, match="not the description"):
-        scene_from_json([])

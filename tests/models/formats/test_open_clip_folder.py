@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from probemb.errors import UserError
-from probemb.models import create_model, load_model, save_model
+from probemb.models import create_model, load_model
 from probemb.models.formats.export import export_open_clip
 from probemb.models.formats.open_clip_folder import CONFIG, WEIGHTS
 
@@ -64,31 +64,14 @@ def test_a_folder_is_a_point_model_with_open_clips_outputs(folder, form):
         assert loaded.model.logit_scale.item() == pytest.approx(theirs.logit_scale.item())
 
 
-@pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_a_folder_is_a_start_as_its_file_is(folder, form):
+def test_a_folder_is_a_start_as_its_file_is(folder):
     expected = means(create_model(NAME, n_unc_layers=1, pretrained=str(folder / WEIGHTS[0])))
-    if form == "bin":
-        pickled(folder)
     model = create_model(NAME, n_unc_layers=1, pretrained=str(folder))
     assert torch.equal(means(model), expected)
     assert model.config["preprocess"]["std"] == STD
     larger = create_model(NAME, image_size=48, pretrained=str(folder))
     assert len(larger.visual.positional_embedding) == 6 * 6 + 1
     assert larger.config["preprocess"]["size"] == 48
-
-
-def test_a_saved_copy_of_it_is_the_same_model(folder, tmp_path):
-    model = load_model(folder).model
-    save_model(model, tmp_path / "saved")
-    assert torch.equal(means(load_model(tmp_path / "saved").model), means(model))
-
-
-def test_a_model_of_the_project_goes_before_open_clips_files_beside_it(folder):
-    torch.manual_seed(1)
-    save_model(create_model(NAME, n_unc_layers=1), folder)
-    assert load_model(folder).model.probabilistic
-    (folder / "config.json").write_text('{"model_type": "clip"}')  # of transformers, as many repositories have
-    assert not load_model(folder).model.probabilistic
 
 
 def test_a_sigmoid_loss_of_open_clips_has_match_probabilities(tmp_path):
@@ -117,9 +100,7 @@ def test_what_does_not_fit_is_refused(folder):
     "edit",
     [
         lambda about: about.pop("model_cfg"),
-        lambda about: about["model_cfg"].pop("embed_dim"),
         lambda about: about["model_cfg"].update(text_cfg=[]),
-        lambda about: about["model_cfg"]["vision_cfg"].update(tower="small_cnn"),
         lambda about: about["model_cfg"]["vision_cfg"].update(unheard_of=1),
         lambda about: about.update(preprocess_cfg=[1]),
     ],

@@ -1,5 +1,6 @@
 """open_clip's timm and ResNet towers, small: against open_clip's own, and their uncertainty branches."""
 
+import itertools
 import json
 
 import open_clip
@@ -8,10 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from probemb import distributed
-from probemb.data.scenes import draw_captions, render, scene
-from probemb.errors import UserError
-from probemb.losses import clip_loss
-from probemb.models import create_model, create_tokenizer, create_transforms, load_model, save_model
+from probemb.models import create_model, create_tokenizer, save_model
 from probemb.models.architectures import architecture
 from tests.ranks import run_ranks
 
@@ -62,7 +60,7 @@ def test_mean_equals_open_clip_bit_by_bit(kind, tmp_path):
                 module.running_mean.normal_(std=0.1)
                 module.running_var.uniform_(0.5, 2)
     torch.save(stock.state_dict(), tmp_path / "stock.pt")
-    for options in ({}, {"n_unc_layers": 0}, {"probabilistic": False}, {"n_unc_layers": (2, 1)}):
+    for options in ({"probabilistic": False}, {"n_unc_layers": (2, 1)}):
         model = make(kind, pretrained=str(tmp_path / "stock.pt"), **options).eval()
         images, tokens = batch(model)
         with torch.no_grad():
@@ -70,8 +68,7 @@ def test_mean_equals_open_clip_bit_by_bit(kind, tmp_path):
             assert torch.equal(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))
 
 
-@KINDS
-@pytest.mark.parametrize("head", ["clip", "gpo"])
+@pytest.mark.parametrize(("kind", "head"), zip(VISION, itertools.cycle(["clip", "gpo"])))
 def test_gradient_reaches_every_parameter(kind, head):
     for options in ({"n_unc_layers": (2, 1)}, {"probabilistic": False}):
         model = make(kind, head=head, **options)
@@ -99,8 +96,7 @@ def last_trunk_output(tower, images):
     return x if x.ndim == 3 else x.flatten(2).transpose(1, 2), unc
 
 
-@KINDS
-@pytest.mark.parametrize("n_unc_layers", [1, 2])
+@pytest.mark.parametrize(("kind", "n_unc_layers"), zip(VISION, itertools.cycle([1, 2])))
 def test_the_branch_is_the_last_blocks_again(kind, n_unc_layers):
     model = make(kind, n_unc_layers=(n_unc_layers, 1)).eval()
     tower = model.visual
@@ -121,7 +117,7 @@ def test_the_branch_is_the_last_blocks_again(kind, n_unc_layers):
     assert_close(unc.pooled, unc.tokens[:, 0] if class_token else unc.tokens[:, n_prefix:].mean(1))
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["class token", "convnext", "resnet"])
 def test_recomputed_blocks_change_nothing(kind):
     plain, recomputed = make(kind), make(kind, grad_checkpointing=True)
     for model in (plain, recomputed):
@@ -130,6 +126,7 @@ def test_recomputed_blocks_change_nothing(kind):
         assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rotary", "batch norm", "resnet"])
 def test_compiles(kind):
     model = make(kind)
@@ -137,15 +134,6 @@ def test_compiles(kind):
     out = torch.compile(model, backend="eager")(*batch(model))
     assert_close(out.image.mean, expected.image.mean)
     assert_close(out.image.log_var, expected.image.log_var)
-
-
-@KINDS
-def test_saved_and_loaded(kind, tmp_path):
-    model = make(kind, n_unc_layers=(2, 1)).eval()
-    save_model(model, tmp_path / "model")
-    again = load_model(tmp_path / "model").model
-    images = batch(model)[0]
-    assert torch.equal(again.encode_image(images).log_var, model.encode_image(images).log_var)
 
 
 BATCH_NORMS = pytest.mark.parametrize("kind", ["batch norm", "resnet"])
@@ -200,52 +188,12 @@ def batch_of_eight():
     return torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("share", [4, 3])  # composed queries have different numbers of images on each rank
+@pytest.mark.parametrize("share", [3])  # composed queries have different numbers of images on each rank
 def test_batch_norms_of_two_ranks_equal_those_of_one_process(share):
     (expected,) = run_ranks(1, normalised, 8)
     for found in run_ranks(2, normalised, share):
         for ours, theirs in zip(found, expected, strict=True):
             assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
-def test_stored_statistics_follow_each_batch_once(tmp_path):
-    plain, recomputed = make("batch norm"), make("batch norm", grad_checkpointing=True)
-    for model in (plain, recomputed):
-        total(model(*batch(model))).backward()
-    for a, b in zip(plain.buffers(), recomputed.buffers(), strict=True):
-        assert torch.equal(a, b)
-    before = [buffer.clone() for buffer in plain.visual.buffers() if buffer.is_floating_point()]
-    plain.encode_image(torch.full((2, 3, 160, 160), torch.nan))  # of a step that is skipped
-    after = [buffer for buffer in plain.visual.buffers() if buffer.is_floating_point()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.slow
-@BATCH_NORMS
-def test_a_tower_with_batch_norms_learns_from_random_weights(kind, tmp_path):
-    vision = VISION[kind] | {"image_size": 64}
-    vision |= {"width": 16} if kind == "resnet" else {"timm_proj": "linear"}
-    words = {"tower": "word_gru", "width": 32, "hidden": 32, "layers": 1, "pooling": "last", "context_length": 32}
-    path = tmp_path / "learner.json"
-    path.write_text(json.dumps({"embed_dim": 64, "vision_cfg": vision, "text_cfg": words | {"bidirectional": True}}))
-    open_clip.add_model_config(path)
-    scenes = [scene("train", number) for number in range(64)]
-    captions = [draw_captions(one, 3)[0].text for one in scenes]
-    torch.manual_seed(0)
-    vocabulary = sorted({word for caption in captions for word in caption.lower().replace(",", " ").split()})
-    model = create_model("learner", vocabulary=vocabulary, probabilistic=False)
-    images = torch.stack([create_transforms(model).evaluate(render(one, 64)) for one in scenes])
-    tokens = create_tokenizer(model)(captions)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(80):
-        out = model(images, tokens)
-        optimizer.zero_grad()
-        clip_loss(out.image.mean, out.text.mean, out.logit_scale).loss.backward()
-        optimizer.step()
-    save_model(model, tmp_path / "model")  # with the stored statistics
-    model = load_model(tmp_path / "model").model
-    similarity = model.encode_image(images).mean @ model.encode_text(tokens).mean.T
-    assert (similarity.argmax(1) == torch.arange(64)).double().mean() > 0.9
 
 
 @KINDS
@@ -260,31 +208,7 @@ def test_depths(kind):
     assert stem.depth == (0 if kind == "resnet" else depths[-1])
 
 
-@pytest.mark.parametrize(("kind", "size"), [("class token", 96), ("rotary", 112), ("batch norm", 96), ("resnet", 96)])
-def test_other_image_sizes(kind, size, tmp_path):
-    stock = open_clip.create_model(f"small {kind}", force_custom_text=True)
-    torch.save(stock.state_dict(), tmp_path / "stock.pt")
-    model = make(kind, image_size=size, pretrained=str(tmp_path / "stock.pt"))
-    images, _ = batch(model)
-    assert images.shape[-1] == size == model.config["preprocess"]["size"]
-    assert torch.isfinite(model.encode_image(images).mean).all()
-    save_model(model, tmp_path / "model")
-    again = load_model(tmp_path / "model").model
-    assert_close(again.encode_image(images).log_var, model.eval().encode_image(images).log_var)
-
-
-@pytest.mark.parametrize(("kind", "size"), [("class token", 100), ("resnet", 70)])
-def test_image_sizes_that_do_not_fit(kind, size):
-    with pytest.raises(UserError, match=f"{size} pixels"):
-        make(kind, image_size=size)
-
-
-def test_more_branch_layers_than_blocks():
-    with pytest.raises(UserError, match="n_unc_layers is 5, but the image tower has 4"):
-        make("convnext", n_unc_layers=5)
-
-
-@pytest.mark.parametrize("head", ["gpo", "average", "pie"])
+@pytest.mark.parametrize("head", ["gpo", "pie"])
 def test_padding_of_siglip_takes_no_part_in_a_head(monkeypatch, head):
     """Its tokenizer pads with 1, which open_clip's configuration does not say."""
     config = architecture("ViT-B-16-SigLIP")

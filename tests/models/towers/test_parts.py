@@ -58,17 +58,6 @@ def test_patches_keep_their_positions(model, images):
         assert_close(found.log_var[i], torch.nn.functional.linear(unc[0, 0], *tower.log_var_head.parameters()))
 
 
-def test_only_kept_patches_matter(model, images):
-    kept = torch.tensor([[0, 3]] * 3)
-    patch = model.config["architecture"]["vision_cfg"]["patch_size"]
-    changed = images.clone()
-    changed[:, :, :patch, patch : 3 * patch] += 1  # patches 1 and 2
-    before = model.encode_image(images, kept=kept)
-    assert torch.equal(model.encode_image(changed, kept=kept).mean, before.mean)
-    changed[:, :, :patch, :patch] += 1
-    assert not torch.equal(model.encode_image(changed, kept=kept).mean, before.mean)
-
-
 def test_texts_keep_both_ends_and_their_share_of_words(model, tokens):
     kept = draw(0, model.text_tower, tokens, share=0.25)
     ends = tokens.argmax(1)
@@ -95,7 +84,7 @@ def test_a_text_without_some_words_does_not_depend_on_them(model, tokens):
     assert torch.equal(model.encode_text(changed, kept=kept).mean, before.mean)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.75])
+@pytest.mark.parametrize("share", [0.3, 0.75])
 def test_every_part_is_as_likely(model, share):
     inputs = torch.zeros(400, 3, 64, 64)
     n = model.image_tower.n_tokens - 1
@@ -105,20 +94,6 @@ def test_every_part_is_as_likely(model, share):
     frequency = torch.bincount(kept.flatten(), minlength=n) / len(inputs)
     expected = kept.shape[1] / n
     assert (frequency - expected).abs().max() < 4.5 * (expected * (1 - expected) / len(inputs)) ** 0.5
-
-
-def test_a_draw_is_a_function_of_its_generator(model, tokens):
-    first, again, other = (draw(seed, model.text_tower, tokens, share=0.5) for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_gradient_and_patch_dropout_while_training(model, images):
-    torch.manual_seed(0)
-    trained = create_model("ViT-Tiny-64", n_unc_layers=1, grad_checkpointing=True).train()
-    out = trained.encode_image(images, kept=draw(0, trained.image_tower, images, share=0.5))
-    (out.mean[:, 0].sum() + out.log_var.sum()).backward()
-    assert all(p.grad is not None for p in trained.visual.parameters())
 
 
 def test_words_are_dropped_as_if_not_written():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from probemb.errors import UserError
 from probemb.models import create_model, create_transforms
 from probemb.models.heads import HeadConfig
-from probemb.models.towers.regions import RegionTower, existing
+from probemb.models.towers.regions import RegionTower
 
 R, WIDTH, D = 5, 6, 4
 
@@ -31,7 +31,7 @@ def regions(lengths=(5, 3, 1)):
 VSRN = {"graph_layers": 2, "gru": True}
 
 
-@pytest.mark.parametrize("options", [{}, {"hidden": (8,)}, VSRN, {"graph_layers": 1}, {"gru": True}])
+@pytest.mark.parametrize("options", [{"hidden": (8,)}, VSRN])
 def test_equals_the_definition(options):
     model = tower(kind="average", **options)
     features, _ = model.features(regions())
@@ -54,21 +54,6 @@ def test_equals_the_definition(options):
         pooled = v.mean(0) if model.gru is None else model.gru(v[None])[1][0, 0]
         torch.testing.assert_close(features.pooled[row], pooled)
         assert features.mask[row].tolist() == [True] * length + [False] * (R - length)
-
-
-def test_every_graph_layer_starts_as_the_identity():
-    model = RegionTower(0, HeadConfig("clip", D), regions=R, features=7, width=WIDTH, graph_layers=4)
-    plain = RegionTower(0, HeadConfig("clip", D), regions=R, features=7, width=WIDTH)
-    plain.maps.load_state_dict(model.maps.state_dict())
-    expected = F.normalize(plain.features(regions())[0].tokens, dim=-1)
-    torch.testing.assert_close(model.features(regions())[0].tokens, expected)
-
-
-def test_an_image_without_any_region_has_an_embedding():
-    assert existing(torch.zeros(2, 3, 4)).tolist() == [[True, False, False]] * 2
-    for options in ({}, VSRN):
-        for out in tower(kind="average", **options)(torch.zeros(1, R, 7)):
-            assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{}, VSRN])

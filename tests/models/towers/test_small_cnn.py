@@ -14,15 +14,6 @@ def tower(n_unc_layers=1, kind="clip", **options) -> SmallCNN:
     return SmallCNN(n_unc_layers, HeadConfig(kind, 3), **settings)
 
 
-@pytest.mark.parametrize("size", [16, 20, 33])
-def test_tokens_are_the_cells_of_the_last_map(size):
-    model = tower(image_size=size)
-    mean, unc = model.features(torch.randn(2, 3, size, size))
-    assert mean.tokens.shape == unc.tokens.shape == (2, model.n_tokens, 16)
-    torch.testing.assert_close(mean.pooled, mean.tokens.mean(1))
-    assert model.image_size == (size, size)
-
-
 @pytest.mark.parametrize("kind", ["clip", "gpo"])
 def test_an_image_does_not_depend_on_its_batch(kind):
     model, pixels = tower(kind=kind).train(), torch.randn(3, 3, 20, 20)

@@ -11,6 +11,10 @@ from tests.losses.points import close, same_images
 
 NORMS = ("clipped-l2norm", "l2norm", "clipped-l1norm", "l1norm", "softmax", "clipped", "none")
 AGGREGATIONS = ("lse", "mean", "sum", "max")
+# Every norm with every direction, every aggregation with most norms.
+PAIRWISE = [
+    (n, AGGREGATIONS[(i + 2 * w) % 4], way) for i, n in enumerate(NORMS) for w, way in enumerate(("t2i", "i2t"))
+]
 
 
 def tokens(n=6, length=5, d=7, seed=0, lengths=None, dtype=torch.float64):
@@ -53,10 +57,8 @@ def looped(images, texts, how):
     return torch.stack(rows).view(len(images.mask), len(texts.mask))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("direction", ["t2i", "i2t"])
-def test_scores_and_gradients_equal_the_loop(direction, norm, aggregation):
+@pytest.mark.parametrize(("norm", "aggregation", "direction"), PAIRWISE)
+def test_scores_and_gradients_equal_the_loop(norm, aggregation, direction):
     how = CrossAttention(direction, aggregation, norm, 4.0, 5.0)
     found, expected = [], []
     for score, out in ((attention_scores, found), (looped, expected)):
@@ -72,20 +74,11 @@ def test_scores_and_gradients_equal_the_loop(direction, norm, aggregation):
     close(diagonal, expected[0].diagonal().detach())
 
 
-@pytest.mark.parametrize("direction", ["t2i", "i2t"])
-@pytest.mark.parametrize("elements", [1, 60, 400])
+@pytest.mark.parametrize(("direction", "elements"), [("t2i", 60), ("i2t", 1)])
 def test_blocks_do_not_change_scores(direction, elements):
     how = CrossAttention(direction)
     images, texts = tokens(9, 5), tokens(70, 6, seed=3, lengths=[1 + i * 7 % 6 for i in range(70)])
     close(attention_scores(images, texts, how, elements), looped(images, texts, how))
-
-
-def test_values_of_tokens_that_do_not_exist_have_no_part():
-    images, texts = some()
-    noisy = [Tokens(x.values + 1e3 * ~x.mask[..., None], x.mask) for x in (images, texts)]
-    for norm in NORMS:
-        how = CrossAttention(norm=norm)
-        assert torch.equal(attention_scores(*noisy, how), attention_scores(images, texts, how))
 
 
 def test_long_tokens_do_not_overflow():
@@ -98,9 +91,9 @@ def test_long_tokens_do_not_overflow():
         assert torch.equal(attention_scores(*long, how), attention_scores(*long, how).float())
 
 
-@pytest.mark.parametrize("hardest", [True, False])
-@pytest.mark.parametrize("direction", ["t2i", "i2t"])
-@pytest.mark.parametrize("multi", [True, False])
+@pytest.mark.parametrize(
+    ("multi", "direction", "hardest"), [(True, "t2i", True), (False, "i2t", True), (True, "i2t", False)]
+)
 def test_loss_and_gradient_equal_hinges_of_all_pairs(multi, direction, hardest):
     how, match = CrossAttention(direction, lambda_softmax=4.0), same_images() if multi else None
     grads = []
@@ -115,14 +108,6 @@ def test_loss_and_gradient_equal_hinges_of_all_pairs(multi, direction, hardest):
     assert grads[0][0] > 0.1
     for ours, theirs in zip(*grads):
         close(ours, theirs.detach())
-
-
-def test_without_negatives_there_is_no_loss():
-    images, texts = (Tokens(x.values.clone().requires_grad_(), x.mask) for x in some())
-    out = scan_loss(images, texts, torch.ones(6, 6))
-    out.loss.backward()
-    assert out.loss == 0
-    assert not images.values.grad.any()
 
 
 NAMES = {"LogSumExp": "lse", "Mean": "mean", "Max": "max", "Sum": "sum"}
