@@ -16,7 +16,7 @@ from finetune.methods import Batch
 from finetune.network import of_all_ranks
 from probemb import distributed, labels
 from probemb.models import DualEncoder
-from probemb.models.heads.gpo import size_augment_mask
+from probemb.models.pooling import size_augment_mask
 
 _TEXT, _IMAGE, _MIX, _LOSS, _CUTOUT, _WORDS = range(6)  # uses of random numbers
 

@@ -8,11 +8,11 @@
     OUT/by-class/{train,val,test}    the same of one object each, with their class in KEY.json (--class-captions): 48
                                      classes in train and val, 16 others in test, as in CUB with captions
     OUT/compositions                 pictures of up to five objects, and combinations of these to ask for
-                                     (--compositions, `tools/scene_forms/compositions.py`)
+                                     (--compositions)
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
---boxes adds the same world in the published formats of data with regions and boxes (`tools/scene_forms`):
+--boxes adds the same world in the published formats of data with regions and boxes (`tools/scene_forms.py`):
 
     OUT/regions/         train_ims.npy, train_caps.txt, ...: object crops as features, in SCAN's and VSRN's form
     OUT/entities/        Annotations, Sentences, flickr30k-images: phrases and boxes, in Flickr30k Entities' form
@@ -28,25 +28,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from probemb.cli.command import Parser, run_command
 from probemb.cli.progress import progress
 from probemb.cli.ranges import Processes
+from probemb.data import scenes
 from probemb.data.shards.index import Shard, file_sha256, read_index, write_index
 from probemb.data.shards.writer import encode_captions, tar_writer
 from probemb.data.words import VOCABULARY, count_words, frequent_words, write_vocabulary
 from probemb.errors import UserError
 from probemb.pools import process_pool
-from tools.scene_forms import FORMS, plan_chunks, write_forms
-from tools.scene_forms import compositions as composed
-from tools.scene_forms.chunk import jpeg
+from tools.scene_forms import composed_counts, composed_sample, jpeg, plan_forms, write_combinations, write_form
 
 RECORD = "scenes.json"
 BY_CLASS, COMPOSED = "by-class/", "compositions/"
@@ -74,12 +73,11 @@ class Plan:
         parts = {"train": self.train, "val": self.val, "classes": self.classes_images}
         shares = {"train": 1.0, "val": 0.125, "test": 0.25}
         parts |= {f"{BY_CLASS}{split}": round(share * self.class_captions) for split, share in shares.items()}
-        parts |= {f"{COMPOSED}{split}": count for split, count in composed.split_counts(self.compositions).items()}
+        parts |= {f"{COMPOSED}{split}": count for split, count in composed_counts(self.compositions).items()}
         return {name: count for name, count in parts.items() if count}
 
 
-@dataclass(frozen=True)
-class ShardTask:
+class ShardTask(NamedTuple):
     """One tar to write: samples first ... first + count - 1 of a part."""
 
     plan: Plan
@@ -91,10 +89,8 @@ class ShardTask:
 
 def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
     """Members of sample `index` of a part, by extension; a pure function of the arguments."""
-    from probemb.data import scenes
-
     if part.startswith(COMPOSED):
-        return composed.sample(plan.seed, part.removeprefix(COMPOSED), index, plan.size)
+        return composed_sample(plan.seed, part.removeprefix(COMPOSED), index, plan.size)
     seed = f"{plan.seed} {part}"  # parts never share a scene's random state
     if part == "classes":
         scene = scenes.class_scene(seed, index)
@@ -113,8 +109,6 @@ def sample_files(plan: Plan, part: str, index: int) -> dict[str, bytes]:
 
 def caption_prompts(seed: int, count: int = 80) -> dict[str, list[str]]:
     """Prompts of each zero-shot class: captions, exact to vague, of other pictures of the class."""
-    from probemb.data import scenes
-
     prompts = {name: [] for name in scenes.sized_class_names()}
     texts, drawn = list(prompts.values()), itertools.count()
     while min(map(len, texts)) < count:
@@ -134,42 +128,35 @@ def write_shard(task: ShardTask) -> tuple[Shard, Counter[str]]:
     return Shard(task.path.name, task.path, task.count, task.path.stat().st_size, file_sha256(task.path)), words
 
 
-def plan_shards(plan: Plan, folder: Path) -> list[ShardTask]:
-    """All tars of the set, in order."""
+def write_set(plan: Plan, folder: Path, workers: int) -> None:
+    """Write the whole set into an existing, empty folder, with progress."""
     tasks = []
     for part, count in plan.parts().items():
+        (folder / part).mkdir(parents=True)
         for number, first in enumerate(range(0, count, plan.shard_size)):
             path = folder / part / f"{number:05d}.tar"
             tasks.append(ShardTask(plan, part, path, first, min(plan.shard_size, count - first)))
-    return tasks
-
-
-def write_set(plan: Plan, folder: Path, workers: int) -> None:
-    """Write the whole set into an existing, empty folder, with progress."""
-    from probemb.data.scenes import sized_class_names
-
-    tasks = plan_shards(plan, folder)
-    for part in plan.parts():
-        (folder / part).mkdir(parents=True)
-    written: dict[Path, Shard] = {}
+    forms = plan_forms(folder, plan.parts(), plan.seed, plan.size) if plan.boxes else []
+    shards: dict[Path, Shard] = {}
     words: Counter[str] = Counter()  # of the training captions
-    forms = plan_chunks(folder, plan.parts(), plan.seed, plan.size) if plan.boxes else []
-    total = sum(plan.parts().values()) + sum(chunk.count for _, chunk in forms)
+    total = sum(plan.parts().values()) + sum(form.count for form in forms)
     with progress("Drawing scenes", total) as advance:
         for shard, found in _run_all(write_shard, tasks, workers):
-            written[shard.path] = shard
+            shards[shard.path] = shard
             if shard.path.parent.name == "train":  # also by class
                 words += found
             advance(shard.samples)
-        write_forms(forms, lambda write, chunks: _run_all(write, chunks, workers), advance)
+        for form in _run_all(write_form, forms, workers):
+            advance(form.count)
     for part in plan.parts():
-        write_index(folder / part, [written[task.path] for task in tasks if task.part == part])
+        write_index(folder / part, [shards[task.path] for task in tasks if task.part == part])
     if plan.compositions:
-        composed.write_lists(folder / COMPOSED, plan.seed)
+        write_combinations(folder / COMPOSED, plan.seed)
     if words:
         write_vocabulary(folder / VOCABULARY, frequent_words(words))
     if plan.classes_images:
-        (folder / "classes" / "classes.txt").write_text("\n".join(sized_class_names()) + "\n", encoding="utf-8")
+        names = "".join(f"{name}\n" for name in scenes.sized_class_names())
+        (folder / "classes" / "classes.txt").write_text(names, encoding="utf-8")
         prompts = json.dumps(caption_prompts(plan.seed), indent=1)
         (folder / "classes" / "prompts.json").write_text(prompts + "\n", encoding="utf-8")
     (folder / RECORD).write_text(json.dumps(describe(plan), indent=2) + "\n", encoding="utf-8")
@@ -192,31 +179,17 @@ def describe(plan: Plan) -> dict:
         for index in range(8):
             for extension, data in sample_files(plan, part, index).items():
                 digest.update(extension.encode() + data)
-    given = asdict(plan)
-    later = (
-        "class_captions",
-        "compositions",
-        "boxes",
-    )  # named only where they are used: sets of earlier versions stay complete
-    arguments = {name: value for name, value in given.items() if value or name not in later}
-    return {"arguments": arguments, "fingerprint": digest.hexdigest()}
+    return {"arguments": asdict(plan), "fingerprint": digest.hexdigest()}
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
     """True if the folder is a complete set of the same arguments."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        counts = {part: sum(shard.samples for shard in read_index(folder / part)) for part in plan.parts()}
+    except (OSError, ValueError, UserError):
         return False
-    if record != describe(plan):
-        return False
-    forms = {name for name, form in FORMS.items() if plan.boxes and form.parts(plan.parts())}
-    if not all((folder / name).is_dir() for name in forms):
-        return False
-    try:
-        return all(sum(s.samples for s in read_index(folder / part)) == n for part, n in plan.parts().items())
-    except UserError:
-        return False
+    return counts == plan.parts() and record == describe(plan)
 
 
 def make(plan: Plan, out: Path, workers: int) -> bool:
@@ -227,20 +200,17 @@ def make(plan: Plan, out: Path, workers: int) -> bool:
         made = out / RECORD
         what = "a set of scenes made with other arguments or by another version" if made.is_file() else "something else"
         raise UserError(f"{out} already holds {what}.", "Name a new folder, or remove that one first.")
-    aside = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        aside.chmod(0o755)
-        write_set(plan, aside, workers)
-        aside.rename(out)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
+            aside = Path(folder, "set")
+            aside.mkdir()
+            write_set(plan, aside, workers)
+            aside.rename(out)
     except OSError as error:
         raise UserError(
             f"{out} cannot be written: {error.strerror or error}.", "Free space or name another folder."
         ) from error
-    finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
     return True
 
 

@@ -45,7 +45,7 @@ from probemb.models.dual_encoder import channel_statistics
 from probemb.models.heads import HeadConfig
 from probemb.models.inputs import create_transforms
 from probemb.models.towers.timm_image import TimmTower, pretrained_trunk, timm_tower
-from tools.scene_forms.regions import FEATURES, region_features
+from tools.scene_forms import FEATURES, region_features
 from zeroshot.crops import GridOptions
 
 SPLITS = {"val": "dev"}  # the published files' name of a split

@@ -2,7 +2,7 @@
 
 Drawing is separate from applying: the caller's generator draws a few numbers on the CPU, so that a step can be
 repeated; applying runs on any device without synchronising it.
-SizeAugment of images is `probemb.models.heads.gpo.size_augment_mask`.
+SizeAugment of images is `probemb.models.pooling.size_augment_mask`.
 
 Shapes: B images, L text positions, V tokens of the vocabulary.
 """

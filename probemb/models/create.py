@@ -32,8 +32,7 @@ from probemb.models.architectures import (
 )
 from probemb.models.dual_encoder import POOLING, DualEncoder, per_tower, plain
 from probemb.models.formats.open_clip_folder import OpenClipFiles, starting_point
-from probemb.models.heads import check_head, check_uncertainty
-from probemb.models.heads.covariance import make_covariance
+from probemb.models.heads import check_head, check_uncertainty, make_covariance
 from probemb.models.hub import load_model, open_clip_files, read_config
 from probemb.models.pretrained import fill_from_model, fill_stock, find_pretrained, is_saved_model
 

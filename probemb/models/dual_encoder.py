@@ -19,8 +19,7 @@ from probemb.gaussian import Gaussian
 from probemb.models.architectures import build_stock, check_sizes, check_uncertainty_token
 from probemb.models.composers import create_composer
 from probemb.models.encoder import Encoder
-from probemb.models.heads import HeadConfig, check_head, check_uncertainty
-from probemb.models.heads.covariance import make_covariance
+from probemb.models.heads import HeadConfig, check_head, check_uncertainty, make_covariance
 from probemb.models.match import MatchModel
 from probemb.models.towers import make_image_tower, make_text_tower
 

@@ -25,7 +25,7 @@ from probemb.data.pixels import normalize
 from probemb.errors import UserError
 from probemb.gaussian import Gaussian, at_least_float32
 from probemb.models.features import FeatureLayout, Features
-from probemb.models.heads.covariance import Covariance
+from probemb.models.heads import Covariance
 
 if TYPE_CHECKING:
     from probemb.models.towers.parts import Parts

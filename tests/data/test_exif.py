@@ -1,7 +1,6 @@
 """EXIF's orientation: applied where it is asked for, in all eight values, and harmless where it is damaged."""
 
 import io
-import struct
 
 import numpy as np
 import pytest
@@ -46,21 +45,6 @@ def test_drafts_speak_of_the_upright_picture():
     assert image.size == (320, 208)
     assert away(image, upright((320, 208))) < 3
     assert decode_image(data, 100, exif=True).size == (160, 104)
-
-
-@pytest.mark.parametrize(
-    ("kind", "count", "value"),
-    [
-        (3, 1, b"\0\x09"),
-        (2, 2, b"6\0"),
-    ],
-)
-def test_an_unknown_orientation_is_none(kind, count, value):
-    entry = struct.pack(">HHI", 0x0112, kind, count) + value.ljust(4, b"\0")
-    data = io.BytesIO()
-    upright().save(data, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + entry + bytes(4))
-    assert b"MM\0*" in data.getvalue()
-    assert decode_image(data.getvalue(), exif=True).size == (64, 48)
 
 
 def test_damaged_exif_leaves_the_picture_as_it_is_stored():

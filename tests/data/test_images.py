@@ -25,14 +25,6 @@ def test_formats(encode, format):
     np.testing.assert_allclose(pixel(data), (200, 40, 60), atol=4)
 
 
-def test_modes_become_rgb(encode):
-    assert pixel(encode("PNG", "L", colour=77)) == (77, 77, 77)
-    assert pixel(encode("PNG", "1", colour=1)) == (255, 255, 255)
-    palette = Image.new("RGB", (8, 6), (10, 200, 30)).quantize(4)
-    assert pixel(encode("PNG", image=palette)) == (10, 200, 30)
-    np.testing.assert_allclose(pixel(encode("JPEG", "CMYK", colour=(0, 255, 255, 0))), (255, 0, 0), atol=6)
-
-
 def test_transparency_is_laid_over_white(encode):
     assert pixel(encode("PNG", "RGBA", colour=(0, 0, 0, 0))) == (255, 255, 255)
     assert pixel(encode("PNG", "RGBA", colour=(10, 20, 30, 255))) == (10, 20, 30)
@@ -82,18 +74,6 @@ def test_a_pixel_bomb_is_refused_before_it_is_decoded():
 def test_other_decoders_are_never_tried(encode, format):
     with pytest.raises(BadSample):
         decode_image(encode(format, size=(16, 16)))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"%!PS-Adobe-3.0 EPSF-3.0\n",
-    ],
-)
-def test_what_is_no_image(data):
-    with pytest.raises(BadSample):
-        decode_image(data)
 
 
 def test_flipped_bytes_end_in_an_image_or_a_refusal(encode):

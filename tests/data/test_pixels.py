@@ -12,7 +12,7 @@ from torchvision.transforms.functional import to_tensor
 
 from probemb.data.pixels import RandomCrop, RandomErasing, as_pixels, normalize
 from probemb.data.randomness import seed_all
-from probemb.models.inputs import Augmentation, create_transforms
+from probemb.models.inputs import create_transforms
 
 SIZES = ((256, 256), (640, 480), (120, 90), (300, 1000), (1024, 700), (225, 225), (33, 500), (500, 33))
 
@@ -62,21 +62,6 @@ def test_pixels_differ_from_pils_by_rounding(mode, interpolation, size):
             # PIL resizes the columns of tall images first, torch always the rows, and both round in between.
             tall = image_size[1] > image_size[0]
             assert away.float().mean() < (0.4 if tall else 0.1), (image_size, kind)
-
-
-def test_colours_and_modes():
-    """Augmentation draws the same numbers on tensors; other modes become RGB."""
-    augmentation = Augmentation((0.5, 1.0), 0.5, (0.3, 0.3, 0.3, 0.05), 1.0, 0.5)
-    tensor, pil = (create_transforms({"preprocess": {"size": 64}}, augmentation, r).train for r in ("tensor", "pil"))
-    for seed in range(8):
-        found = []
-        for transform in (tensor, pil):
-            seed_all(seed)
-            found.append(transform(photograph(90, 80, seed)).float())
-        assert (found[0] - found[1]).abs().mean() < 1.5
-    for mode in ("L", "LA", "P", "CMYK", "RGBA", "1"):
-        image = photograph(64, 64, 1).convert(mode)
-        torch.testing.assert_close(as_pixels(image).permute(1, 2, 0).numpy(), np.array(image.convert("RGB")))
 
 
 def test_as_much_is_erased_as_timm_erases():

@@ -36,19 +36,6 @@ def test_texts_are_encoded_once_each_cut_behind_the_longest_and_come_back_in_ord
     assert sum(told) == 4
 
 
-def test_cut_texts_embed_the_same_under_the_real_model():
-    from probemb.models import create_model, create_tokenizer
-
-    torch.manual_seed(0)
-    model = create_model("ViT-Micro-32").eval()
-    tokens = create_tokenizer(model)(["a cat", "a photo of the small cat", "two dogs in the rain by the sea"])
-    found = encode_texts(model.encode_text, tokens, batch_size=1, cut=model.cut_padding)
-    with torch.no_grad():
-        whole = model.encode_text(tokens)
-    torch.testing.assert_close(found.mean, whole.mean, atol=1e-6, rtol=0)
-    torch.testing.assert_close(found.log_var, whole.log_var, atol=1e-5, rtol=0)
-
-
 def test_embeddings_that_are_not_finite_are_refused():
     with pytest.raises(UserError, match="not finite"):
         encode_images(lambda x: Gaussian(x / 0, x), [torch.ones(2, 3)])

@@ -6,7 +6,7 @@ import torch
 from probemb import Gaussian
 from probemb.evaluation.embed_pairs import EmbeddedPairs
 from probemb.evaluation.rankings import RankingOptions, both_directions, depth_for, make_ranker, rank_all
-from probemb.evaluation.tolerance import GRID, Tolerance, choose_tolerance, sweep
+from probemb.evaluation.tolerance import GRID, Tolerance, choose_tolerance
 from probemb.metrics import Positives
 
 N, M, DIM = 30, 60, 16
@@ -56,17 +56,3 @@ def test_vague_captions_that_fit_more_images_want_a_tolerance(vague):
     few = Positives.from_pairs(positives.keys // M, M - 1 - positives.keys % M, N, M)
     turned = pairs._replace(texts=pairs.texts[torch.arange(M - 1, -1, -1)])
     assert choose_tolerance(turned, few).curve["i2t"] == pytest.approx(found.curve["i2t"])
-
-
-def test_queries_without_a_match_are_left_out(vague):
-    pairs, positives = vague
-    some = Positives.from_pairs(torch.tensor([3, 3, 20]), torch.tensor([0, 5, 7]), N, M)
-    rows = torch.tensor([3, 20])
-    alone = Positives.from_pairs(torch.tensor([0, 0, 1]), torch.tensor([0, 5, 7]), 2, M)
-    assert sweep(pairs.images, pairs.texts, some, "map_at_r") == pytest.approx(
-        sweep(pairs.images[rows], pairs.texts, alone, "map_at_r")
-    )
-    with pytest.raises(ValueError, match="no query has a match"):
-        sweep(pairs.images, pairs.texts, Positives.from_matrix(torch.zeros(N, M, dtype=torch.bool)), "map_at_r")
-    with pytest.raises(ValueError, match="no metric 'rsum'"):
-        sweep(pairs.images, pairs.texts, positives, "rsum")

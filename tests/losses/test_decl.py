@@ -64,20 +64,6 @@ def test_negatives_are_annealed():
     assert torch.isfinite(DECLLoss()(image, text).loss)
 
 
-def test_captions_of_one_image_do_not_compete():
-    """Right pairs all, of which the second caption fits the image of the first better."""
-    similarity = 0.8 * torch.eye(6)
-    match = torch.eye(6)
-    similarity[:2, :2] = torch.tensor([[0.8, 0.9], [0.8, 0.9]])  # images 0 and 1 are the same
-    match[0, 1] = match[1, 0] = 1
-    assert decl_correspondence(similarity)[0].tolist() == [False, *[True] * 5]
-    clean, uncertainty = decl_correspondence(similarity, match_NN=match)
-    assert clean.all()
-    close(uncertainty, decl_correspondence(similarity)[1])
-    similarity[0, 3] = 0.95  # of another image
-    assert decl_correspondence(similarity, match_NN=match)[0].tolist() == [False, True, True, False, True, True]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", ["clean", "noisy13"])
 def test_authors_evidential_loss(parity, case, dtype):

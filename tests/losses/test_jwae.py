@@ -56,12 +56,6 @@ def test_statistics_of_codes_are_those_of_their_eigenvalues(n, d):
     assert prior["code_dimensions"] == pytest.approx(4000 * 20 / 4020, rel=0.01)
 
 
-def test_reconstruction_without_an_error_has_a_finite_gradient():
-    y = normal(2, 3).requires_grad_()
-    reconstruction(y.detach().clone(), y, "l2").backward()
-    assert y.grad.isfinite().all()
-
-
 def test_words_are_dropped_at_the_rate_and_markers_stay():
     words = torch.randint(0, 50, (200, 100), generator=G)
     seen = drop_words(words, 0.2, torch.Generator().manual_seed(0))
@@ -124,17 +118,3 @@ def test_mmd_equals_the_loop(kernel):
     close(mmd(x, y, kernel), looped_mmd(x, y, kernel, sum(apart) / len(apart)))
     with pytest.raises(ValueError, match="two codes of each kind"):
         mmd(x[:1], y)
-
-
-@pytest.mark.parametrize("kernel", ["rbf", "imq"])
-def test_mmd_is_unbiased_and_its_gradient_brings_codes_together(kernel):
-    same = torch.stack([mmd(normal(30, 4), normal(30, 4), kernel) for _ in range(200)])
-    assert same.mean().abs() < 3 * same.std() / 200**0.5
-    x = (normal(60, 4) + 2).requires_grad_()
-    loss = mmd(x, normal(60, 4), kernel)
-    assert loss > 10 * same.std()
-    loss.backward()
-    assert (x.grad.mean(0) > 0).all()  # a step against it moves x towards 0
-    equal = torch.zeros(3, 2, requires_grad=True)
-    mmd(equal, torch.zeros(3, 2)).backward()
-    assert equal.grad.isfinite().all()

@@ -74,17 +74,6 @@ def test_blocks_change_neither_value_nor_gradient(monkeypatch):
         close(x, y)
 
 
-def test_far_pairs_stay_finite_and_autocast_changes_nothing():
-    image, text = pairs(dtype=torch.float32)
-    far = Gaussian(image.mean * 100, image.log_var)
-    out = PCMELoss(50.0, 5.0)(far, text, generator=torch.Generator().manual_seed(0))
-    assert torch.isfinite(out.loss)
-    loss = PCMELoss()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = loss(image, text, generator=torch.Generator().manual_seed(0)).loss
-    assert torch.equal(inside, loss(image, text, generator=torch.Generator().manual_seed(0)).loss)
-
-
 def reference(v, dtype):
     """The authors' "logsigma" is log sigma in sampling: the log of the variance is twice that."""
     to = lambda name: torch.from_numpy(v[name]).to(dtype)  # noqa: E731

@@ -37,16 +37,6 @@ def test_pairs_equal_the_loop(block):
     close(siglip_loss(image.mean, text.mean, **SCALARS, block=block).loss, looped(*points, **SCALARS))
 
 
-def test_gradients_equal_autograd_of_the_loop():
-    image, text = pairs()
-    leaves = [x.clone().requires_grad_() for x in (image.mean, image.log_var, text.mean, text.log_var)]
-    leaves += [torch.tensor(float(x), dtype=torch.float64, requires_grad=True) for x in SCALARS.values()]
-    args = Gaussian(*leaves[:2]), Gaussian(*leaves[2:4])
-    ours = torch.autograd.grad(3 * ProLIPLoss(vib=0, inclusion=0, block=4)(*args, *leaves[4:]).loss, leaves)
-    for one, other in zip(ours, torch.autograd.grad(3 * looped(*args, leaves[4], leaves[5]), leaves)):
-        close(one, other)
-
-
 def test_inclusion_equals_numeric_integrals():
     image, text = pairs(4, 3)
     h = inclusion_per_dimension(image, text)

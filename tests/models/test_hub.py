@@ -231,19 +231,6 @@ def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):
     assert same_outputs(load_model(tmp_path / "ours").model, model)
 
 
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        ("vision_cfg", {"head_width": 0}),
-        ("text_cfg", {"heads": 3}),
-    ],
-)
-def test_published_configurations_that_describe_no_model(part, change):
-    _, state, config = published()
-    with pytest.raises(UserError):
-        import_pcmepp(state, {**config, part: config[part] | change})
-
-
 def test_published_weights_that_are_incomplete():
     _, state, config = published()
     without = {key: value for key, value in state.items() if key != "visual.ln_post.weight"}
@@ -364,27 +351,6 @@ def test_hub_name_of_a_repository_of_open_clips(tmp_path, hub, weights, beside):
     assert torch.equal(started.encode_text(tokens).mean, expected)
 
 
-def test_a_model_goes_to_the_hub_and_comes_back(hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_any")
-    model = model_with()
-    assert push_to_hub(model, "someone/mine").endswith("/commit/1")
-    assert sorted(hub) == [f"/someone/mine/resolve/main/{name}" for name in ("config.json", "model.safetensors")]
-    assert same_outputs(load_model("someone/mine").model, model)
-
-
-def test_hub_name_without_a_network(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="Check the path or the hub name, and the network"):
-        load_model("someone/else")
-    with pytest.raises(UserError, match="could not be uploaded"):
-        push_to_hub(model_with(), "someone/else")
-    with pytest.raises(UserError, match="not a repository name"):
-        push_to_hub(model_with(), "../else")
-
-
 def test_the_hash_of_a_model_is_that_of_its_weights_and_configuration(tmp_path):
     model = model_with()
     first = weights_sha256(model)
@@ -399,6 +365,14 @@ def test_the_hash_of_a_model_is_that_of_its_weights_and_configuration(tmp_path):
     with torch.no_grad():
         model.scale.add_(1)
     assert weights_sha256(model) != first
+
+
+def test_a_model_goes_to_the_hub_and_comes_back(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
+    model = model_with()
+    assert push_to_hub(model, "someone/mine").endswith("/commit/1")
+    assert sorted(hub) == [f"/someone/mine/resolve/main/{name}" for name in ("config.json", "model.safetensors")]
+    assert same_outputs(load_model("someone/mine").model, model)
 
 
 @pytest.mark.parametrize("path", ["runs/x", "out/model.safetensors", "./someone/x"])

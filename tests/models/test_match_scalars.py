@@ -76,16 +76,6 @@ def test_in_a_gallery_exactly_one_item_matches():
         create_model(NAME, match="none").match_probability(image, text)
 
 
-def test_a_sigmoid_loss_of_points_has_match_probabilities_and_no_u():
-    model = create_model(NAME, probabilistic=False, **COSINE)
-    points = [Gaussian(g.mean, torch.full_like(g.mean, -30.0)) for g in (items(5, 0), items(7, 1))]
-    found = query_scores(*points, MatchModel.of(model))
-    assert "u" not in found
-    p = (10 * points[0].mean @ points[1].mean.T - 10).sigmoid()
-    torch.testing.assert_close(found["expected-matches"], p.sum(1), rtol=1e-4, atol=1e-7)
-    assert not create_model(NAME, probabilistic=False).predicts_matches
-
-
 def test_a_loss_without_a_and_b_leaves_no_match_probability(tmp_path):
     model = create_model(NAME, match="none")
     assert model.probabilistic

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import create_model, create_tokenizer, fill_word_vectors, load_model, save_model, vocabulary_for
+from probemb.models import create_model, create_tokenizer, fill_word_vectors, load_model, save_model
 
 NAME, WORDS = "scenes-cnn-gru", ["a", "red", "circle", "photo", "of"]
 
@@ -47,17 +47,6 @@ def test_vocabulary_comes_from_a_file_or_the_pretrained_run(tmp_path):
     assert_close(again.state_dict(), model.state_dict())
     with pytest.raises(UserError, match="does not fit"):
         make(vocabulary=["a"], pretrained=str(tmp_path / "run"))
-
-
-def test_vocabulary_is_looked_for_beside_the_data(tmp_path):
-    (tmp_path / "train").mkdir()
-    with pytest.raises(UserError, match=r"tools\.build_vocabulary"):
-        vocabulary_for(NAME, None, None, [tmp_path / "train"])
-    (tmp_path / "vocabulary.txt").write_text("a\n")
-    assert vocabulary_for(NAME, None, None, [tmp_path / "train"]) == str(tmp_path / "vocabulary.txt")
-    assert vocabulary_for(NAME, "other.txt", None, [tmp_path / "train"]) == "other.txt"
-    assert vocabulary_for(NAME, None, str(tmp_path), [tmp_path / "nothing"]) is None  # a run has its own
-    assert vocabulary_for("ViT-Micro-32", None, None, [tmp_path / "train"]) is None
 
 
 def test_word_vectors(tmp_path):

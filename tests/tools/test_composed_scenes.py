@@ -7,13 +7,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from probemb.data.captions.find import find_captions
 from probemb.data.compositions import find_compositions
 from probemb.data.compositions.shards import read_concept_shards
 from probemb.data.scenes import boxes, render
 from probemb.data.scenes.composed import composed_concepts, composed_scene, groups, impossible_pairs, scene_concepts
 from probemb.errors import UserError
-from tools.make_scenes import Plan, describe, is_finished, make
+from tools.make_scenes import Plan, make
 
 PLAN = Plan(train=0, val=0, classes_images=0, size=16, compositions=1200, shard_size=500)
 
@@ -50,13 +49,6 @@ def test_impossible_pairs_are_in_no_picture():
     assert impossible_pairs(1) != never
 
 
-def test_objects_do_not_cover_each_other():
-    for one in scenes("boxes", 300):
-        for (a, b, c, d), (e, f, g, h) in combinations(boxes(one, 64), 2):
-            shared = max(0, min(c, g) - max(a, e)) * max(0, min(d, h) - max(b, f))
-            assert shared < 0.2 * min((c - a) * (d - b), (g - e) * (h - f))
-
-
 def test_shards_say_what_the_pictures_show(made):
     found = read_concept_shards(made / "compositions", 0)
     assert [found.splits.count(split) for split in ("train", "val", "test")] == [800, 200, 200]
@@ -77,8 +69,7 @@ def test_shards_say_what_the_pictures_show(made):
                 np.testing.assert_allclose(crop.box, boxes(one, 16)[place], atol=2e-3)
 
 
-@pytest.mark.parametrize("split", ["train", "val", "test"])
-@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize(("split", "k"), [("train", 2), ("test", 3)])
 def test_the_lists_are_true_of_the_pictures(made, split, k):
     data = find_compositions(made / "compositions", split, k)
     everyone = [set(scene_concepts(one)) for one in scenes(split, len(data))]
@@ -104,14 +95,6 @@ def test_the_unseen_setup_asks_for_other_pairs_of_the_same_concepts(made):
         find_compositions(made / "compositions", "test", 5)
 
 
-def test_concepts_are_captions_too(made):
-    found = find_captions(made / "compositions" / "val")
-    names = composed_concepts()
-    assert found.captions[0] == [names[concept] for concept in scene_concepts(composed_scene(0, "val", 0))]
-    words = {line.split()[0] for line in (made / "vocabulary.txt").read_text().splitlines()}
-    assert {word for name in names for word in name.split()} <= words
-
-
 def test_the_same_arguments_give_the_same_bytes(tmp_path):
     plan = dataclasses.replace(PLAN, compositions=48)
     for name, workers in (("one", 1), ("two", 2)):
@@ -121,12 +104,3 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path):
     for file in files:
         other = tmp_path / "two" / file.relative_to(tmp_path / "one")
         assert hashlib.sha256(other.read_bytes()).digest() == hashlib.sha256(file.read_bytes()).digest()
-
-
-def test_a_complete_set_is_kept_and_sets_without_compositions_stay_complete(made, tmp_path):
-    assert is_finished(PLAN, made)
-    assert not make(PLAN, made, workers=1)
-    assert not is_finished(dataclasses.replace(PLAN, compositions=600), made)
-    assert "compositions" not in describe(Plan(train=1, val=0, classes_images=0, size=16))["arguments"]
-    with pytest.raises(UserError, match="has no combinations of 4 concepts"):
-        find_compositions(made / "compositions", "train", 4)

@@ -30,11 +30,10 @@ from probemb.data.words import find_vocabulary
 from probemb.errors import UserError
 from tests.shards import iterate_samples
 from tests.truth import matches
-from tools.make_scenes import Plan, describe, main, make
+from tools.make_scenes import Plan, main, make
 
 PLAN = Plan(train=25, val=8, classes_images=70, size=32, shard_size=10)
 SMALL_BY_CLASS = Plan(train=0, val=0, classes_images=0, size=16, class_captions=96)
-ARGUMENTS = ["--train", "25", "--val", "8", "--classes-images", "70", "--size", "32", "--shard-size", "10"]
 
 
 def digests(folder):
@@ -90,15 +89,6 @@ def test_the_vocabulary_counts_the_training_captions(made):
     assert find_vocabulary([made / "train"]) == made / "vocabulary.txt"
 
 
-def test_parts_do_not_share_scenes(made):
-    parts = {
-        part: {json.dumps(s.meta["scene"]) for s in iterate_samples([x.path for x in read_index(made / part)])}
-        for part in ("train", "val")
-    }
-    assert len(parts["train"]) == 25
-    assert not parts["train"] & parts["val"]
-
-
 def test_classes_carry_their_label(made):
     samples, names = iterate_samples([shard.path for shard in read_index(made / "classes")]), sized_class_names()
     things = [class_scene("0 classes", i).things[0] for i in range(70)]
@@ -124,23 +114,8 @@ def test_the_same_arguments_give_the_same_bytes(made, tmp_path):
     assert digests(tmp_path / "again") == digests(made)
 
 
-def test_another_seed_gives_other_images(made, tmp_path):
-    plan = dataclasses.replace(PLAN, seed=1, val=0)
-    make(plan, tmp_path / "other", workers=1)
-    mine, theirs = digests(tmp_path / "other"), digests(made)
-    assert "val/index.json" not in mine
-    assert all(mine[name] != theirs[name] for name in mine if name.endswith(".tar"))
-
-
-def test_a_finished_set_is_kept_and_said_to_be(made, capsys):
-    before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
-    assert main([str(made), *ARGUMENTS]) == 0
-    assert "already complete" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
-
-
 def test_scenes_by_class(tmp_path):
-    """48 classes in train and val, 16 others in test; every word of these was seen; old sets keep their record."""
+    """48 classes in train and val, 16 others in test; every word of these was seen."""
     out = tmp_path / "scenes"
     assert make(SMALL_BY_CLASS, out, workers=1)
     found = {split: find_captions(out / "by-class", split) for split in ("train", "val", "test")}
@@ -155,10 +130,9 @@ def test_scenes_by_class(tmp_path):
         assert all(class_names()[class_label(scene)] == name for (scene, _), name in zip(one.scenes, one.classes))
     assert find_vocabulary([out / "by-class"]) == out / "vocabulary.txt"
     assert not make(SMALL_BY_CLASS, out, workers=1)
-    assert "class_captions" not in describe(PLAN)["arguments"]
 
 
-@pytest.mark.parametrize("spoil", ["arguments", "foreign", "unfinished", "cut"])
+@pytest.mark.parametrize("spoil", ["arguments", "foreign", "cut"])
 def test_anything_else_is_refused_and_left_alone(tmp_path, spoil):
     out = tmp_path / "out"
     small = Plan(train=4, val=0, classes_images=0, size=16, shard_size=4)
@@ -167,8 +141,6 @@ def test_anything_else_is_refused_and_left_alone(tmp_path, spoil):
         (out / "thesis.txt").write_text("mine")
     else:
         make(small, out, workers=1)
-    if spoil == "unfinished":
-        (out / "scenes.json").unlink()
     if spoil == "cut":
         (out / "train" / "00000.tar").write_bytes(b"cut")
     before = digests(out)
@@ -178,6 +150,7 @@ def test_anything_else_is_refused_and_left_alone(tmp_path, spoil):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_set_that_cannot_be_finished_never_appears(tmp_path):
     # The shell's limit on the size of a file ends the writing in the middle of a shard, as a full disk does.
     command = 'ulimit -f 40; exec "$0" -m tools.make_scenes "$1" --train 100 --workers 1'
@@ -189,20 +162,10 @@ def test_a_set_that_cannot_be_finished_never_appears(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_folder_is_used(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    assert make(Plan(train=2, val=0, classes_images=0, size=16), out, workers=1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--train", "-1"], "too small"),
         (["--size", "4"], "too small"),
-        (["--size", "5000"], "too large"),
-        (["--workers", "0"], "--workers is 0. Set it to a whole number from 1"),
-        (["--shard-size", "0"], "too small"),
         (["--train", "0", "--val", "0", "--classes-images", "0"], "No images"),
     ],
 )
@@ -210,18 +173,3 @@ def test_numbers_that_make_no_sense(tmp_path, arguments, what):
     with pytest.raises(UserError, match=what):
         main([str(tmp_path / "out"), *arguments])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="cannot be written"):
-        main([str(tmp_path / "file" / "out"), "--train", "1"])
-
-
-def test_the_command_ends_in_two_lines_and_code_2(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    command = [sys.executable, "-m", "tools.make_scenes", str(tmp_path), "--train", "1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[0].startswith("error: ")
-    assert len(ended.stderr.splitlines()) == 2

@@ -20,7 +20,7 @@ from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
 from probemb.evaluation.analyses.localisation import crop
 from tools.make_scenes import Plan, make
-from tools.scene_forms.regions import region_features
+from tools.scene_forms import region_features
 from tools.write_regions import (
     CAPTIONS,
     IDS,

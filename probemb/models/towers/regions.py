@@ -29,7 +29,7 @@ from probemb.models.architectures import check_n_unc_layers
 from probemb.models.encoder import Encoder, Place
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.heads.linear import start_mean
+from probemb.models.pooling import start_mean
 
 
 def make_image_tower(architecture: dict, n_unc_layers: int, head: HeadConfig, stock: nn.Module | None) -> RegionTower:

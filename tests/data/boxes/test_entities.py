@@ -77,14 +77,6 @@ def test_phrases_with_their_boxes(entities):
     assert found.images.open(1).size == (60, 40)
 
 
-def test_splits_and_the_folder_above(entities):
-    assert find_phrases(entities.parent, "dev").image_ids == ["65567"]
-    assert find_phrases(entities, "auto").image_ids == ["36979", "81641"]
-    assert find_phrases(entities).image_ids == ["36979", "65567", "81641"]
-    with pytest.raises(UserError, match="no split 'tset'"):
-        find_phrases(entities, "tset")
-
-
 LAUGHS = '<!DOCTYPE a [<!ENTITY b "ha"><!ENTITY c "&b;&b;&b;">]>'
 OUTSIDE = '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>'
 

@@ -4,13 +4,11 @@ import gzip
 import io
 import json
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from probemb.data.captions.find import find_captions
 from probemb.data.captions.image_files import is_inside
-from probemb.data.image_loader import ImageBatches
 from probemb.errors import UserError
 from tests.world import write_tar as write
 
@@ -104,17 +102,6 @@ def test_missing_images_are_counted_and_the_first_is_named(coco, tmp_path):
     assert len(find_captions(coco, "test", tmp_path / "coco").images) == 2
     with pytest.raises(UserError, match=r"The image folder .* does not exist"):
         find_captions(coco, "train", tmp_path / "nowhere")
-
-
-def test_images_that_do_not_decode_are_named_when_they_are_read(coco, tmp_path):
-    import torch
-
-    (tmp_path / "coco" / "val2014" / VAL.format(391895)).write_bytes(b"\xff\xd8 cut")
-    found = find_captions(coco, "test", tmp_path / "coco")
-    batches = ImageBatches(found.images, lambda image: torch.zeros(3, 2, 2), 4, max_bad=0.5)
-    assert [len(batch) for batch in batches] == [1]
-    assert batches.kept == [1]
-    assert [name for name, _ in batches.bad] == [f"val2014/{VAL.format(391895)}"]
 
 
 def changed(**changes):
@@ -212,35 +199,6 @@ def test_precomp_images_by_mapping_by_name_and_by_number(tmp_path):
         save(mapping, content)
         with pytest.raises(UserError, match=r"id_mapping\.json does not map ids to images"):
             find_captions(folder, "test")
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([1, 2], r"has 2 ids, but .* has 3 images with 5 captions each"),
-        ([1, 2, "../../etc"], "Line 3 of .* is no id of an image"),
-        (["a.jpg"] * 4 + ["b.jpg"] * 11, "does not give five captions in a row the same image"),
-    ],
-)
-def test_ids_that_do_not_fit(tmp_path, ids, message):
-    with pytest.raises(UserError, match=message):
-        find_captions(caps(tmp_path, "test", 3, ids=ids), "test")
-
-
-def test_annotation_ids_of_another_order_are_refused(tmp_path):
-    caps(tmp_path, "coco_test", 1)
-    ids = np.array([770337, 771687, 772707, 776154, 781998])
-    np.save(tmp_path / "coco_test_ids.npy", ids)
-    pytest.importorskip("eccv_caption")
-    found = find_captions(tmp_path, "test")
-    assert (found.image_ids, found.caption_ids) == ([391895], [ids.tolist()])
-    np.save(tmp_path / "coco_test_ids.npy", np.array([770337, 771687, 772707, 776154, 152106]))
-    with pytest.raises(UserError, match="do not belong to one image of COCO"):
-        find_captions(tmp_path, "test")
-    for array in (np.zeros(5), np.zeros((5, 1), int), np.array([{}]), -ids):
-        np.save(tmp_path / "coco_test_ids.npy", array, allow_pickle=True)
-        with pytest.raises(UserError, match="is no row of ids"):
-            find_captions(tmp_path, "test")
 
 
 # -------------------------------------------------------------------------------------------------------------- shards

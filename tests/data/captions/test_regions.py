@@ -12,7 +12,6 @@ from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
-from tools.bench.timing import peak_memory
 from tools.make_scenes import main as make_scenes
 
 R, W = 4, 6
@@ -53,25 +52,6 @@ def test_scenes_as_regions_have_every_true_match(tmp_path):
         truth.write_text("\n".join(wrong) + "\n")
         with pytest.raises(UserError, match=r"does not describe the scenes of dev_caps\.txt"):
             find_captions(tmp_path / "scenes/regions", "val")
-
-
-def test_memory_does_not_grow_with_the_file(tmp_path):
-    def read(n):
-        write(tmp_path / str(n), n=10)
-        shape = (n, 36, 256)
-        array = np.lib.format.open_memmap(tmp_path / str(n) / "train_ims.npy", "w+", np.float32, shape)
-        del array  # a hole in the file
-        (tmp_path / str(n) / "train_caps.txt").write_text("a\n" * (5 * n))
-
-        def all_rows():
-            images = find_captions(tmp_path / str(n), "train").images
-            for i in range(len(images)):
-                images.open(i)
-
-        return peak_memory(lambda: all_rows)
-
-    few, many = read(200), read(4000)  # 7 and 147 MB
-    assert many - few < 20 << 20
 
 
 REFUSED = {

@@ -51,13 +51,6 @@ def test_targets_are_the_images_with_all_concepts(concepts):
     assert [DATA.holds[i] for i in range(N)] == [frozenset(mine) for mine in HELD]
 
 
-def test_matches_are_those_of_plain_loops():
-    concepts, images = np.array([(0, 1), (4, 2), (3, 3)]), np.array([5, 0, 39, 5])
-    expected = [[set(row.tolist()) <= HELD[i] for i in images] for row in concepts]
-    assert DATA.matches(concepts, images).tolist() == expected
-    assert np.array_equal(DATA.holds.dense([3, 4]), [[c in HELD[i] for c in range(C)] for i in (3, 4)])
-
-
 def test_examples_have_targets_and_parts_with_their_concepts():
     kinds, targets = Counter(), Counter()
     for row in range(400):

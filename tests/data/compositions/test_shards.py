@@ -61,20 +61,6 @@ def test_boxes_are_those_of_the_stored_image(tmp_path):
     assert found.notes == ()
 
 
-def test_whole_images_stand_for_concepts_without_boxes(tmp_path):
-    rows = [row(0), row(1), row(2)]
-    del rows[1]["boxes"]
-    del rows[2]["width"], rows[2]["height"]
-    folder = folder_of(tmp_path, rows)
-    found = read_concept_shards(folder, 0)
-    assert [crop.box is None for crop in found.crops()[0]] == [False, True, True]
-    assert [crop.image for crop in found.crops()[1]] == [1, 2]
-    assert "1 of 3 images have no boxes" in found.notes[0]
-    assert "The boxes of 1 images" in found.notes[1]
-    known = read_concept_shards(folder, 0, sizes={1002: (40, 20)})
-    assert known.crops()[0][2].box == (2.0, 2.0, 12.0, 6.0)
-
-
 BAD = {
     "no json": b"{",
     "an id that is not there": row(1, categories=[7]),

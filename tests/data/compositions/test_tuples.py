@@ -91,8 +91,3 @@ def test_drawing_is_a_pure_function_of_data_and_seed():
     state = np.random.get_state()[1].copy()
     sample_tuples(FOUND, 3, 0, TupleNumbers(seen=5))
     assert np.array_equal(state, np.random.get_state()[1])
-
-
-def test_infeasible_pairs_come_from_those_that_the_makers_know():
-    drawn = sample_tuples(FOUND, 2, 0, TupleNumbers(1, 0, 0, 0, 1), impossible={(0, 11), (0, 1)})
-    assert drawn.infeasible.tolist() == [[0, 11]]  # 0 and 1 are together in some image

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from probemb.data.failures import BadShard
-from probemb.data.remote.cache import CacheFull, ShardCache, TemporaryCache
+from probemb.data.remote.cache import CacheFull, ShardCache
 from probemb.data.remote.sources import FetchPolicy, Remote
 from tests.webserver import serve
 
@@ -142,29 +142,3 @@ def test_a_fetcher_that_is_killed_leaves_a_usable_cache(served, tmp_path):
         assert digest(file) == expected(0)
     assert names(folder).count(".tar") == 1
     assert ".part" not in names(folder)
-
-
-def _make_temporary_cache(parent, queue) -> None:
-    scratch = TemporaryCache(parent)
-    (scratch.folder / "x.tar").write_bytes(b"x")
-    queue.put(scratch.folder)
-    time.sleep(30)
-
-
-def test_a_temporary_cache_ends_with_its_process_or_with_the_next(tmp_path):
-    with_us = TemporaryCache(tmp_path)
-    queue = fork.SimpleQueue()
-    process = fork.Process(target=_make_temporary_cache, args=(tmp_path, queue))
-    process.start()
-    folder = queue.get()
-    TemporaryCache(tmp_path).close()
-    assert folder.exists()  # in use
-    assert with_us.folder.exists()
-    process.kill()
-    process.join()
-    assert folder.exists()
-    another = TemporaryCache(tmp_path)
-    assert not folder.exists()
-    another.close()
-    with_us.close()
-    assert list(tmp_path.iterdir()) == []

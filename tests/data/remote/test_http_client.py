@@ -232,19 +232,6 @@ def test_no_message_has_a_password(address, tmp_path):
         assert "token" not in text
 
 
-def test_proxies_of_the_environment(monkeypatch, tmp_path):
-    with listening(fine) as proxy:
-        monkeypatch.setenv("http_proxy", f"http://you:hush@127.0.0.1:{proxy.port}")
-        monkeypatch.setenv("no_proxy", "")
-        assert got("http://somewhere.invalid/a.tar", tmp_path) == b"abcd"
-        assert proxy.heads[0].startswith("GET http://somewhere.invalid/a.tar ")
-        assert "\r\nProxy-Authorization: Basic " in proxy.heads[0]
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        with listening(fine) as server:
-            assert got(f"http://127.0.0.1:{server.port}/a.tar", tmp_path) == b"abcd"
-            assert server.heads[0].startswith("GET /a.tar ")
-
-
 def test_certificates_are_checked(certificate, tmp_path):
     with listening(fine, certificate[1]) as server, pytest.raises(BadShard, match="certificate verify failed"):
         got(f"https://127.0.0.1:{server.port}/a.tar", tmp_path)

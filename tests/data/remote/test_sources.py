@@ -1,9 +1,5 @@
 """Fetching from real servers and commands that fail, stall, cut off and lie."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -56,25 +52,6 @@ def test_a_file_that_changes_between_attempts_is_not_patched_together(folder, tm
 
 
 @pytest.mark.parametrize(
-    ("trouble", "requests", "reason"),
-    [
-        ([404], 1, "HTTP 404"),
-        ([503] * 9, 4, "in 4 attempts .*HTTP 503"),
-    ],
-)
-def test_troubles_that_stay_name_the_shard(folder, tmp_path, trouble, requests, reason):
-    with serve(folder) as site:
-        site.troubles["a.tar"] = list(trouble)
-        with pytest.raises(BadShard, match=rf"/a\.tar: cannot be fetched.*{reason}"):
-            got(Remote(f"{site.address}/a.tar?secret=1"), tmp_path)
-        assert len(site.requests) == requests
-        with pytest.raises(BadShard) as refused:
-            got(Remote(f"http://me:password@127.0.0.1:{site.server_port}/none.tar?secret=1"), tmp_path)
-        assert "password" not in str(refused.value)
-        assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
     "scheme",
     [
         "http",
@@ -118,60 +95,6 @@ def test_a_command_that_hangs_is_ended_with_its_children(folder, tmp_path):
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < limit, left  # they end when they next get a processor
         time.sleep(0.05)
-
-
-_FETCHING = """
-import os, sys, tempfile, threading, time
-from probemb.data.remote.sources import Remote, fetch, DEFAULT_POLICY
-
-def work():
-    with tempfile.TemporaryFile(buffering=0) as file:
-        fetch(Remote(sys.argv[1]), file, None, DEFAULT_POLICY)
-
-if sys.argv[2] == "forked":  # like the data workers of pretraining, which are ended with SIGKILL
-    if child := os.fork():
-        print(child, flush=True)
-        os.waitpid(child, 0)
-    else:
-        work()
-    sys.exit()
-threading.Thread(target=work, daemon=True).start()
-print(os.getpid(), flush=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("how", ["SIGKILL", "forked"])
-def test_a_command_ends_with_the_process_that_runs_it(how, tmp_path):
-    """However that ends. One that is in the background and one that has taken the shell's place."""
-    pids = tmp_path / "pids"
-    command = f"pipe:sleep 4242 & echo $! >> {pids}; echo $$ >> {pids}; echo . >> {pids}; exec sleep 4242"
-    process = subprocess.Popen(
-        [sys.executable, "-c", _FETCHING, command, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        fetching = int(process.stdout.readline())
-        limit = time.monotonic() + 20
-        while not (pids.exists() and pids.read_text().endswith(".\n")):
-            assert time.monotonic() < limit
-            time.sleep(0.02)
-        sleeping = pids.read_text().split()[:2]
-        assert all(map(_runs, sleeping))
-        if how == "end":
-            process.stdin.close()
-        else:
-            os.kill(fetching, signal.SIGKILL if how == "forked" else signal.Signals[how])
-        while left := [pid for pid in sleeping if _runs(pid)]:
-            assert time.monotonic() < limit, left
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        process.wait()
-        for pid in pids.read_text().split()[:2] if pids.exists() else []:
-            if _runs(pid):
-                os.kill(int(pid), signal.SIGKILL)
-        process.stdout.close()
-        process.stdin.close()
 
 
 def _runs(pid: str) -> bool:

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from probemb.data.scenes import (
-    class_label,
     class_names,
-    class_scene,
     draw_captions,
     render,
     sample_from_json,
@@ -126,26 +124,6 @@ def test_shapes_look_different():
             overlap = (mask & other_mask).sum() / (mask | other_mask).sum()
             assert (overlap > 0.99) == (shape == other), (shape, other, overlap)
             assert shape == other or overlap < 0.85, (shape, other, overlap)
-
-
-def test_sizes_and_places_are_where_they_should_be():
-    areas = [object_mask(size=size).sum() for size in ("small", "large", "huge")]
-    assert areas[0] * 1.8 < areas[1]
-    assert areas[1] * 2 < areas[2]
-    for cell in range(4):
-        rows, columns = np.nonzero(object_mask(size="small", cell=cell))
-        assert (columns.mean() > 48) == (cell % 2 == 1)
-        assert (rows.mean() > 48) == (cell // 2 == 1)
-
-
-def test_classes():
-    names = class_names()
-    assert len(names) == len(set(names)) == 64
-    scenes = [class_scene("t", index) for index in range(2 * len(names))]
-    assert [class_label(one) for one in scenes] == [*range(len(names))] * 2
-    for one in scenes:
-        (thing,) = one.things
-        assert names[class_label(one)] == f"{thing.colour} {thing.shape}"
 
 
 def test_json_brings_scene_and_captions_back():

@@ -113,19 +113,6 @@ def test_a_malformed_index_is_refused(corpus, content):
     assert "tools.shards" in error.remedy
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
-        10**18,
-    ],
-)
-def test_counts_that_cannot_be_are_refused(corpus, samples):
-    rewrite(corpus, lambda rows: rows[1].update(samples=samples))
-    assert f"00001.tar holds {samples:,} samples in 10,240 bytes, which cannot be" in refusal(corpus).what
-    rewrite(corpus, lambda rows: rows[1].update(bytes=10**30))
-    assert "which cannot be" in refusal(corpus).what
-
-
 def test_the_hash_of_a_shard_is_kept_and_may_be_missing(corpus):
     assert all(shard.sha256 is None for shard in read_index(corpus))
     rewrite(corpus, lambda rows: rows[1].update(sha256="ab" * 32))

@@ -7,7 +7,7 @@ import pytest
 
 from probemb.data.failures import BadSample
 from probemb.data.images import decode_image
-from probemb.data.shards.samples import Sample, group_members, list_samples, parse_sample, read_sample
+from probemb.data.shards.samples import group_members, list_samples, parse_sample, read_sample
 from probemb.data.shards.tar import Member
 from tests.shards import iterate_samples
 
@@ -91,12 +91,6 @@ def test_captions_by_source():
 def test_unusable_samples_are_refused_with_the_reason(parts, reason):
     with pytest.raises(BadSample, match=reason):
         parse_sample(parts)
-
-
-def test_a_class_is_enough_where_no_caption_is_needed():
-    assert parse_sample({"png": b"i", "cls": b" 12\n"}, "k", need_caption=False) == Sample("k", b"i", [], 12, {})
-    with pytest.raises(BadSample, match="neither"):
-        parse_sample({"png": b"i", "txt": b""}, need_caption=False)
 
 
 def test_real_photographs(shared_data):

@@ -1,6 +1,5 @@
 """The tar walker against Python's tarfile, and against files made to mislead it."""
 
-import io
 import random
 import tarfile
 
@@ -67,20 +66,6 @@ def test_base_256_size(tmp_path):
     assert members(path) == [("a.jpg", 512, 5)] == reference(path)
 
 
-def test_folders_links_and_devices_are_passed_over(tmp_path):
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
-            info = tarfile.TarInfo(f"kind{kind.decode()}")
-            info.type, info.linkname = kind, "elsewhere" * 20
-            tar.addfile(info)
-        info = tarfile.TarInfo("a.jpg")
-        info.size = 3
-        tar.addfile(info, io.BytesIO(b"abc"))
-    assert members(path) == reference(path)
-    assert len(members(path)) == 1
-
-
 HOSTILE = {
     "empty": (b"", "empty"),
     "text": (b"hello world\n" * 100, "not a tar"),
@@ -117,23 +102,6 @@ def test_hostile_files_are_refused_with_the_reason(tmp_path, case):
     with pytest.raises(BadShard, match=reason) as refused:
         members(path)
     assert str(path) in str(refused.value)
-
-
-def test_flipped_bytes_end_in_a_refusal_or_in_members_inside_the_file(write_tar):
-    path = write_tar("a.tar", [("long/" * 40 + "a.jpg", b"x" * 700), ("b.txt", b"y")], tarfile.PAX_FORMAT)
-    data = path.read_bytes()[:5120]
-    draw = random.Random(0)
-    refused = 0
-    for _ in range(300):
-        changed = bytearray(data)
-        for _ in range(draw.choice([1, 3])):
-            changed[draw.randrange(len(changed))] = draw.randrange(256)
-        path.write_bytes(changed)
-        try:
-            assert all(offset + size <= len(changed) for _, offset, size in members(path))
-        except BadShard:
-            refused += 1
-    assert refused > 50
 
 
 @pytest.mark.chaos

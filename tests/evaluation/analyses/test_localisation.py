@@ -7,10 +7,9 @@ from PIL import Image
 
 from probemb.cross_attention import CrossAttention
 from probemb.data.boxes import find_phrases
-from probemb.data.boxes.proposals import Proposals, grid_proposals, read_region_proposals
+from probemb.data.boxes.proposals import grid_proposals, read_region_proposals
 from probemb.distances import csd
-from probemb.errors import UserError
-from probemb.evaluation.analyses.localisation import crop, localise, phrase_overlaps
+from probemb.evaluation.analyses.localisation import crop, localise
 from probemb.evaluation.embedding import Embedder
 from probemb.evaluation.rankings import RankingOptions
 from probemb.models import create_model, create_tokenizer, load_model
@@ -71,42 +70,6 @@ def test_ranks_and_overlaps(embedder, entities, several):
             assert found.u[row] == pytest.approx(float(texts.uncertainty()[place]), rel=1e-4)
             apart = (items.mean - texts.mean[place]).square().sum(1)
             assert found.scores["distance"][row] == pytest.approx(float(apart.min()), abs=1e-4)
-
-
-def test_fewer_proposals_than_ranks(embedder, entities):
-    data = find_phrases(entities, "test").only([0, 1])
-    boxes = [[(0.0, 0.0, 48.0, 48.0)], [(0.0, 0.0, 20.0, 20.0), (20.0, 20.0, 48.0, 48.0)]]
-    found = localise(embedder, data, Proposals(boxes), ["csd"], RankingOptions(), "merged")
-    rows = data.by_image()[1]
-    assert sorted(found.first["csd"][rows[0]].tolist()) == [-1] * 8 + [0, 1]
-    assert found.first["csd"][data.by_image()[0][0]].tolist() == [0] + [-1] * 9
-    assert (found.first_overlaps["csd"][rows, 2:] == -1).all()
-    expected = phrase_overlaps(torch.tensor(boxes[1]), data.phrases[rows[0]].boxes, "merged")
-    first = found.first["csd"][rows[0], :2]
-    assert torch.equal(found.first_overlaps["csd"][rows[0], :2], expected[first])
-
-
-def test_images_that_cannot_be_used_are_left_out(embedder, entities, tmp_path):
-    from dataclasses import replace
-
-    data = find_phrases(entities, "test")
-    torn, other = tmp_path / "torn.jpg", tmp_path / "other.jpg"
-    torn.write_bytes(b"\xff\xd8\xff nothing")
-    Image.new("RGB", (96, 32)).save(other)
-    places = list(data.images.places)
-    places[1], places[2] = places[1]._replace(file=str(torn)), places[2]._replace(file=str(other))
-    broken = replace(data, images=replace(data.images, places=places))
-    proposals = grid_proposals(data, [0.5], [1.0], 0.5)
-    with pytest.raises(UserError, match="--max-bad"):
-        localise(embedder, broken, proposals, ["csd"], RankingOptions(), "any")
-    found = localise(replace(embedder, max_bad=0.5), broken, proposals, ["csd"], RankingOptions(), "any")
-    assert sorted(set(found.image.tolist())) == [0, 3, 4, 5, 6, 7]
-    assert [name for name, _ in found.bad] == [data.image_ids[1], data.image_ids[2]]
-    assert "96 x 32, but annotated as 48 x 48" in found.bad[1][1]
-    whole = localise(embedder, data, proposals, ["csd"], RankingOptions(), "any")
-    kept = [row for row in range(len(data.phrases)) if data.phrases[row].image not in (1, 2)]
-    assert found.rows == kept
-    assert torch.equal(found.first["csd"], whole.first["csd"][kept])
 
 
 def test_a_crop_covers_its_box():

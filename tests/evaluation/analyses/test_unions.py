@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from probemb import Gaussian, UserError, distances
+from probemb import Gaussian, distances
 from probemb.data.boxes.find import find_phrases
 from probemb.data.boxes.visual_genome import CropTriplet, crop_triplets
 from probemb.evaluation.analyses.localisation import crop
@@ -129,24 +129,3 @@ def test_every_crop_is_its_own_and_embedded_once(phrases, embedder):
                 text = embedder.model.encode_text(embedder.tokenizer([caption]))
                 torch.testing.assert_close(one.captions[item].log_var[row], text.log_var[0], rtol=1e-4, atol=1e-4)
             assert triplet.captions[2] == f"{triplet.captions[0]} and {triplet.captions[1]}"
-
-
-def test_images_that_cannot_be_read_are_left_out(phrases, embedder, tmp_path):
-    from dataclasses import replace
-
-    class Broken(type(phrases.images)):
-        def open(self, index):
-            from probemb.data.failures import BadSample
-
-            if index == 1:
-                raise BadSample("is broken")
-            return phrases.images.open(index)
-
-    images = Broken(places=phrases.images.places, source=phrases.images.source)
-    some_lost = replace(phrases, images=images)
-    found, bad = embed_triplets(replace(embedder, max_bad=0.5), some_lost, (0.9,))
-    assert bad == [(phrases.image_ids[1], "is broken")]
-    assert all(one.image != 1 for one in found[0.9].triplets)
-    assert len(found[0.9].images["A"]) == len(found[0.9].triplets)
-    with pytest.raises(UserError, match="cannot be used"):
-        embed_triplets(replace(embedder, max_bad=0.0), some_lost, (0.9,))

@@ -80,21 +80,6 @@ def test_gradient_reaches_every_parameter(kind, head, tmp_path):
 
 
 @KINDS
-def test_the_branch_is_the_last_layers_again(kind, tmp_path):
-    from probemb.models.towers.open_clip.hf import text_layers
-
-    model, _ = make(kind, tmp_path, n_unc_layers=2)
-    tower = model.eval().text
-    layers = text_layers(tower)
-    for mine, layer in zip(tower.uncertainty_layers, layers[-2:], strict=True):
-        mine.load_state_dict(layer.state_dict())
-    seen = []
-    layers[-1].register_forward_hook(lambda _module, _args, out: seen.append(out[0] if isinstance(out, tuple) else out))
-    unc = tower.features(texts(kind))[1]
-    assert_close(unc.tokens, seen[0])
-
-
-@KINDS
 def test_padding_is_cut_and_layers_are_recomputed(kind, tmp_path):
     model, _ = make(kind, tmp_path)
     tokens = texts(kind)

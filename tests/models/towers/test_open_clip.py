@@ -196,18 +196,6 @@ def test_batch_norms_of_two_ranks_equal_those_of_one_process(share):
             assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-@KINDS
-def test_depths(kind):
-    tower = make(kind, n_unc_layers=(2, 1)).visual
-    places = {name: tower.place(name) for name, _ in tower.named_parameters()}
-    assert {place.depth for place in places.values() if place.part == "branch"} == {1, 2}
-    assert {place.depth for place in places.values() if place.part == "head"} == {0}
-    depths = sorted({place.depth for place in places.values() if place.part == "trunk"})
-    assert depths[-1] > 2
-    stem = next(iter(places.values()))
-    assert stem.depth == (0 if kind == "resnet" else depths[-1])
-
-
 @pytest.mark.parametrize("head", ["gpo", "pie"])
 def test_padding_of_siglip_takes_no_part_in_a_head(monkeypatch, head):
     """Its tokenizer pads with 1, which open_clip's configuration does not say."""

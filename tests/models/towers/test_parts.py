@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from probemb.errors import UserError
 from probemb.models import create_model, create_tokenizer, draw_parts
-from probemb.models.heads import HeadConfig
-from probemb.models.towers.open_clip.text_transformer import make_text_tower
 from probemb.models.towers.parts import take_tokens
 
 TEXTS = ["a", "a photo of two dogs", "a small red car in front of a very old house with seven windows and no door"]
@@ -107,19 +104,3 @@ def test_words_are_dropped_as_if_not_written():
     assert torch.equal(take_tokens(tokens, kept)[:, :1], tokenizer(texts)[:, :1])
     with torch.no_grad():
         assert_close(model.encode_text(tokens, kept=kept).mean, model.encode_text(tokenizer(texts)).mean)
-
-
-def test_towers_without_parts_say_so(model, images):
-    cnn = create_model("scenes-cnn-gru", n_unc_layers=0, vocabulary=WORDS)
-    with pytest.raises(UserError, match="no parts that could be left out"):
-        draw_parts(cnn.image_tower, images, share=0.5)
-    with pytest.raises(UserError, match="no parts"):
-        cnn.encode_image(images, kept=torch.zeros(3, 1, dtype=torch.long))
-    for share in (0.0, 1.5):
-        with pytest.raises(UserError, match="share of parts"):
-            draw_parts(model.image_tower, images, share=share)
-    text = {"context_length": 8, "vocab_size": 20, "width": 8, "heads": 2, "layers": 1}
-    text |= {"no_causal_mask": True, "pool_type": "last"}  # as SigLIP's
-    siglip = make_text_tower({"embed_dim": 4, "text_cfg": text}, 0, HeadConfig("clip", 4))
-    with pytest.raises(UserError, match="be it a word or padding"):
-        draw_parts(siglip, torch.ones(1, 8, dtype=torch.long), share=0.5)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from probemb.errors import UserError
 from probemb.models import create_model, create_transforms
 from probemb.models.heads import HeadConfig
 from probemb.models.towers.regions import RegionTower
@@ -54,26 +53,6 @@ def test_equals_the_definition(options):
         pooled = v.mean(0) if model.gru is None else model.gru(v[None])[1][0, 0]
         torch.testing.assert_close(features.pooled[row], pooled)
         assert features.mask[row].tolist() == [True] * length + [False] * (R - length)
-
-
-@pytest.mark.parametrize("options", [{}, VSRN])
-def test_the_branch_is_the_last_block_again(options):
-    model = tower(1, **options)
-    mean, log_var = model(regions())
-    last = model.maps[-1] if not options else model.gru
-    with torch.no_grad():
-        for parameter in last.parameters():
-            parameter.add_(0.3)
-    after = model(regions())
-    assert not torch.allclose(mean, after[0])
-    assert torch.equal(log_var, after[1])
-    assert type(model.branch) is type(last)
-    with pytest.raises(UserError, match="image tower has 1"):
-        tower(2)
-    without = tower(0, **options)
-    mean_features, unc_features = without.features(regions())
-    assert torch.equal(mean_features.pooled, unc_features.pooled)
-    assert tower(0, probabilistic=False).features(regions())[1] is None
 
 
 @pytest.mark.parametrize("options", [{"hidden": (8,)}, VSRN])

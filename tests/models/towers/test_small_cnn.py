@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from probemb.errors import UserError
 from probemb.models.heads import HeadConfig
 from probemb.models.towers.small_cnn import SmallCNN
 
@@ -20,19 +19,6 @@ def test_an_image_does_not_depend_on_its_batch(kind):
     together, alone = model(pixels), model(pixels[1:2])
     for whole, one in zip(together, alone):
         torch.testing.assert_close(whole[1:2], one)
-
-
-@pytest.mark.parametrize("n_unc_layers", [0, 1, 2])
-def test_the_branch_has_its_own_stages(n_unc_layers):
-    model, pixels = tower(n_unc_layers), torch.randn(2, 3, 20, 20)
-    before = model(pixels)
-    with torch.no_grad():
-        model.stages[-1][0].weight.add_(0.5 * torch.randn_like(model.stages[-1][0].weight))
-    after = model(pixels)
-    assert not torch.allclose(before[0], after[0])
-    assert torch.allclose(before[1], after[1]) == (n_unc_layers > 0)
-    with pytest.raises(UserError, match="image tower has 2"):
-        tower(3)
 
 
 def test_every_parameter_has_a_place_and_a_gradient():

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from probemb.errors import UserError
 from probemb.models import DualEncoder, create_model, create_transforms, load_model, save_model
-from probemb.models.features import Features
 
 WORDS = ["a", "cat", "dog"]
 
@@ -103,16 +102,3 @@ def test_real_weights(shared_data):
     assert features.tokens.shape == (1, 16, 1280)
     plain = timm.create_model("tf_efficientnet_lite0", checkpoint_path=str(path)).eval()
     assert torch.equal(features.tokens, plain.forward_features(model.normalized(pixels)).flatten(2).transpose(1, 2))
-
-
-def test_the_length_of_features_does_not_scale_the_variance():
-    torch.manual_seed(0)
-    config = config_of("test_efficientnet", 64, "clip", n_unc_layers=(0, 0))
-    head = DualEncoder({**config, "unit_features": True}).visual.log_var_head
-    features = Features(torch.empty(0), 30 * torch.randn(4, head.in_features))
-    expected = torch.nn.functional.linear(
-        features.pooled / features.pooled.norm(dim=1, keepdim=True), head.weight, head.bias
-    )
-    assert_close(head(features), expected)
-    assert_close(head(features._replace(pooled=features.pooled / 30)), expected)
-    assert not DualEncoder(config).visual.log_var_head.unit_length  # PCME++'s published weights

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import create_model, create_tokenizer, draw_parts, load_model, save_model
+from probemb.models import create_model, create_tokenizer, load_model, save_model
 from probemb.models.digest import weights_sha256
 from probemb.models.formats.export import export_open_clip
 
@@ -57,19 +57,6 @@ def test_text_by_hand():
         assert_close(out.log_var[i], tower.log_var_head.weight @ x[-2] + tower.log_var_head.bias)
 
 
-def test_every_word_matters_and_padding_does_not():
-    model = make()
-    _, tokens = batch(model)
-    whole, cut = model.encode_text(tokens), model.encode_text(model.cut_padding(tokens))
-    assert model.cut_padding(tokens).shape[1] == int(tokens.argmax(1).max()) + 1
-    assert_close(whole.mean, cut.mean)
-    assert_close(whole.log_var, cut.log_var)
-    for at in (1, 2):  # also of the first words, which a causal tower would not let see the others
-        other = tokens.clone()
-        other[:, at] = 1000
-        assert not torch.allclose(model.encode_text(other).log_var, whole.log_var)
-
-
 @pytest.mark.parametrize("head", ["clip", "gpo"])
 def test_gradient_reaches_every_parameter(head):
     model = make(head=head, grad_checkpointing=True).train()
@@ -81,20 +68,6 @@ def test_gradient_reaches_every_parameter(head):
     assert model.visual.log_var_head.weight.shape == (model.embed_dim, 32)
     for gaussian in (out.image, out.text):
         assert_close(gaussian.uncertainty(), torch.ones(2), rtol=0.5, atol=0)
-
-
-def test_parts():
-    model = make()
-    images, tokens = batch(model)
-    generator = torch.Generator().manual_seed(0)
-    for tower, inputs in ((model.image_tower, images), (model.text_tower, tokens)):
-        kept = draw_parts(tower, inputs, 1.0, generator)
-        assert_close(tower(inputs, kept=kept), tower(inputs))
-        kept = draw_parts(tower, inputs, 0.4, generator)
-        found = tower(inputs, kept=kept)
-        for i, row in enumerate(kept):
-            alone = tower(inputs[i : i + 1], kept=row[None, row >= 0])
-            assert_close([x[0] for x in alone], [x[i] for x in found])
 
 
 def test_pretrained_text_keeps_its_form_and_its_means(tmp_path):

@@ -1,11 +1,9 @@
 """The GRU over words: exact for padded batches, equal to packed sequences, word vectors."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from probemb.errors import UserError
 from probemb.models.heads import HeadConfig
 from probemb.models.towers.word_gru import POOLING, GRUShape, WordGRU
 
@@ -51,29 +49,6 @@ def test_a_text_does_not_depend_on_its_batch(pooling, bidirectional, kind):
             torch.testing.assert_close(whole[row], one[0])
 
 
-@pytest.mark.parametrize("pooling", ["max", "mean"])
-def test_pooling_over_words_alone(pooling):
-    features, _ = tower(pooling=pooling).features(TOKENS)
-    words = features.tokens[0, :3]
-    expected = words.amax(0) if pooling == "max" else words.mean(0)
-    torch.testing.assert_close(features.pooled[0], expected)
-
-
-@pytest.mark.parametrize("n_unc_layers", [0, 1, 2])
-def test_the_branch_has_its_own_layers(n_unc_layers):
-    model = tower(n_unc_layers)
-    before = model(TOKENS)
-    with torch.no_grad():
-        for parameter in model.layers[-1].parameters():
-            parameter.add_(0.5)
-    after = model(TOKENS)
-    assert not torch.allclose(before[0], after[0])
-    assert torch.allclose(before[1], after[1]) == (n_unc_layers > 0)
-    assert len(model.branch) == n_unc_layers
-    with pytest.raises(UserError, match="text tower has 2"):
-        tower(3)
-
-
 def test_every_parameter_has_a_place_and_a_gradient():
     model = tower()
     mean, log_var = model(TOKENS)
@@ -85,20 +60,6 @@ def test_every_parameter_has_a_place_and_a_gradient():
     assert places["layers.1.backwards.bias_hh_l0"] == ("trunk", 1)
     assert places["branch.0.forwards.weight_ih_l0"] == ("branch", 1)
     assert places["log_var_head.weight"] == ("head", 0)
-
-
-def test_word_vectors():
-    model = tower()
-    before = model.embedding.weight.detach().clone()
-    dog = np.arange(5, dtype=np.float32)
-    assert model.fill_embedding({"dog": dog, "bird": dog}) == 1
-    after = model.embedding.weight
-    assert after[5].tolist() == dog.tolist()
-    others = [0, 1, 2, 3, 4, 6, 7]
-    assert torch.equal(after[others], before[others])
-    assert not before[:2].any()  # padding and unknown
-    with pytest.raises(UserError, match="2 numbers, the model's 5"):
-        model.fill_embedding({"dog": dog[:2]})
 
 
 def test_averaged_directions_are_the_mean_of_both():

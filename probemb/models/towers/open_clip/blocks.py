@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from probemb.gaussian import at_least_float32
 from probemb.models.encoder import Encoder, Place
-from probemb.models.heads.linear import full_precision
+from probemb.models.pooling import full_precision
 
 STEM = ("conv1", "class_embedding", "cls_emb", "positional_embedding", "token_embedding", "ln_pre")
 BLOCK = re.compile(r"(uncertainty_)?transformer\.resblocks\.(\d+)\.")

@@ -16,7 +16,7 @@ from probemb.gaussian import at_least_float32
 from probemb.models.architectures import check_n_unc_layers, stock_text_tower
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, add_heads
-from probemb.models.heads.gpo import length_mask
+from probemb.models.pooling import length_mask
 from probemb.models.towers.open_clip.blocks import TransformerTower, first_blocks, project, take_over
 from probemb.models.towers.parts import Parts, take_parts, take_tokens
 

@@ -6,7 +6,7 @@ import torch
 from torch.testing import assert_close
 
 from probemb.models.encoder import l2_normalize
-from probemb.models.heads.gpo import GPO, length_mask, positional_codes, size_augment_mask
+from probemb.models.pooling import GPO, length_mask, positional_codes, size_augment_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 

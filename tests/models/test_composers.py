@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from probemb import Gaussian, UserError
+from probemb import Gaussian
 from probemb.models import create_model, save_model
-from probemb.models.composers import COMPOSERS, create_composer
-from probemb.models.composers.mrn import MRNComposer
+from probemb.models.composers import COMPOSERS, MRNComposer, create_composer
 
 # The reference's parameter names, and the composers' own.
 NAMES = {
@@ -129,23 +128,6 @@ def test_sum_and_product_of_random_variables():
     each = Normal(parts.mean, parts.std).log_prob(x[:, None]).sum((1, 2))
     whole = Normal(product.gaussian.mean, product.gaussian.std).log_prob(x).sum(1) + product.log_normaliser
     torch.testing.assert_close(whole, each)
-
-
-def test_weights_of_parts():
-    g = torch.Generator().manual_seed(3)
-    parts = Gaussian(torch.randn(2, 3, 5, generator=g), torch.zeros(2, 3, 5))
-    composer = create_composer("mpc", 5)
-    weights = torch.tensor([[1.0, 1.0, 0.0], [2.0, -0.5, 1.0]])
-    found = composer(parts, weights)
-    first = composer(parts[:1, :2])
-    torch.testing.assert_close(found.gaussian.mean[:1], first.gaussian.mean)
-    torch.testing.assert_close(found.log_normaliser[:1], first.log_normaliser)
-    shared = composer(parts, [2.0, -0.5, 1.0])
-    torch.testing.assert_close(found.gaussian.mean[1], shared.gaussian.mean[1])
-    expected = (2 * parts.mean[1, 0] - 0.5 * parts.mean[1, 1] + parts.mean[1, 2]) / 2.5
-    torch.testing.assert_close(found.gaussian.mean[1], expected)
-    with pytest.raises(UserError, match="no weights"):
-        create_composer("tirg", 5).eval()(parts, weights)
 
 
 @pytest.mark.parametrize("name", COMPOSERS)

@@ -1,31 +1,71 @@
-"""Generalized pooling operator (GPO): a learned average of every channel's sorted values.
+"""Full-precision layers, and the poolings of tokens that heads are made of: GPO and PIE-Net's attention.
 
-Source: VSE∞ (Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding"), as used by PCME++ §3.3.
-
-Shapes: B items, T tokens, D channels, P size of a positional code, H hidden size.
+Shapes: B items, T tokens, W their width, D channels, K embeddings, P size of a positional code, H hidden size.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from probemb.gaussian import at_least_float32
-from probemb.models.features import Features
-from probemb.models.heads.linear import FullPrecisionLinear, full_precision, start_log_var, start_mean
 
-if TYPE_CHECKING:
-    from probemb.models.heads import HeadConfig
+TEMPERATURE = 0.1  # of GPO's weights
 
-TEMPERATURE = 0.1
+
+class FullPrecisionLinear(nn.Linear):
+    """A linear map in at least float32, whatever autocast or the weights' own type say.
+
+    bfloat16 resolves a log-variance near −6 in steps of 0.03, too coarse to rank items by their uncertainty.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        with full_precision(x):
+            weight = at_least_float32(self.weight)
+            bias = None if self.bias is None else at_least_float32(self.bias)
+            return nn.functional.linear(x.to(weight.dtype), weight, bias)
+
+
+class FullPrecisionLayerNorm(nn.LayerNorm):
+    """A layer norm in at least float32, also with half-precision weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
+        return nn.functional.layer_norm(x.to(weight.dtype), self.normalized_shape, weight, bias, self.eps)
+
+
+def full_precision(x: Tensor) -> AbstractContextManager:
+    """A context without autocast, for x's device; autocast does not know the meta device."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+@torch.no_grad()
+def start_mean(linear: nn.Linear) -> None:
+    """Xavier weights, no bias."""
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+@torch.no_grad()
+def start_log_var(linear: nn.Linear, start: float) -> None:
+    """Near a constant, see `add_heads`.
+
+    Small weights: log_var stays near its bias, also behind tokens that are not normalised.
+    """
+    nn.init.normal_(linear.weight, std=0.1 * linear.in_features**-0.5)
+    if linear.bias is not None:
+        nn.init.constant_(linear.bias, start)
 
 
 class GPO(nn.Module):
     """Pools (B, T, D) to (B, D): each channel sorted in descending order, then averaged with learned weights.
+
+    Source: VSE∞ (Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding"); PCME++ §3.3.
 
     The weights come from a bidirectional GRU over positional codes, so they depend on the number of valid tokens and
     on nothing else. They are computed once per length, not once per item.
@@ -87,42 +127,6 @@ def _sort_tokens(features_BTD: Tensor) -> Tensor:
     return features_BTD.transpose(1, 2).contiguous().sort(dim=-1, descending=True).values
 
 
-class GPOHead(nn.Module):
-    """A linear map of every token, then GPO: tokens (B, T, W) -> (B, D). PCME++ §3.3 (COCO).
-
-    GPO's weights sum to 1, so a constant added to the bias is added to every output.
-    """
-
-    reads_tokens = True
-
-    def __init__(self, width: int, embed_dim: int, bias: bool = True, code_dim: int = 32, hidden_dim: int = 32):
-        super().__init__()
-        self.linear = FullPrecisionLinear(width, embed_dim, bias)
-        self.pool = GPO(code_dim, hidden_dim)
-
-    @classmethod
-    def for_mean(cls, config: HeadConfig, width: int, pooled_width: int) -> GPOHead:
-        """The head of the mean."""
-        head = cls(width, config.embed_dim, **config.options)
-        start_mean(head.linear)
-        return head
-
-    @classmethod
-    def for_log_var(cls, config: HeadConfig, width: int, pooled_width: int) -> GPOHead:
-        """The head of the log-variance."""
-        head = cls(width, config.log_var_width, config.bias, **config.options)
-        start_log_var(head.linear, config.log_var_start)
-        return head
-
-    def forward(self, features: Features) -> Tensor:
-        """Features -> (B, D)."""
-        return self.pool(self.linear(features.tokens), features.mask)
-
-    def embed_tokens(self, tokens_BTW: Tensor) -> Tensor:
-        """(B, T, W) -> (B, T, D), before pooling."""
-        return self.linear(tokens_BTW)
-
-
 def positional_codes(n: int, code_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """Sinusoidal codes of positions 0 … n−1, (n, code_dim): sine in even, cosine in odd columns.
 
@@ -149,3 +153,28 @@ def size_augment_mask(
     p_B1 = torch.rand(batch, 1, generator=generator)
     keep_BT = torch.rand(batch, n_tokens, generator=generator) > ratio * p_B1
     return keep_BT | (p_B1 <= ratio)
+
+
+class TokenAttention(nn.Module):
+    """K averages of tokens, (B, T, W) -> (B, K, W), weighted by softmax_T(W₂ tanh(W₁ x)) over the unmasked ones."""
+
+    def __init__(self, width: int, n_heads: int, hidden_dim: int):
+        super().__init__()
+        self.hidden = FullPrecisionLinear(width, hidden_dim, bias=False)
+        self.scores = FullPrecisionLinear(hidden_dim, n_heads, bias=False)
+        start_mean(self.hidden)
+        start_mean(self.scores)
+
+    def weights(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """Weight of every token in the K averages, (B, T, K), in at least float32, also under autocast."""
+        scores_BTK = self.scores(self.hidden(tokens_BTW).tanh())
+        if mask_BT is not None:
+            scores_BTK = scores_BTK.masked_fill(~mask_BT[..., None], torch.finfo(scores_BTK.dtype).min)
+            return scores_BTK.softmax(1).masked_fill(~mask_BT[..., None], 0.0)  # of an item without tokens all are 0
+        return scores_BTK.softmax(1)
+
+    def forward(self, tokens_BTW: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """In at least float32, also under autocast."""
+        with full_precision(tokens_BTW):
+            weights_BTK = self.weights(tokens_BTW, mask_BT)
+            return weights_BTK.transpose(1, 2) @ tokens_BTW.to(weights_BTK.dtype)

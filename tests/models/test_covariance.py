@@ -8,8 +8,7 @@ import torch
 
 from probemb import UserError
 from probemb.models import create_model, create_tokenizer, load_model, save_model
-from probemb.models.heads import HEADS
-from probemb.models.heads.covariance import COVARIANCES, Covariance, make_covariance
+from probemb.models.heads import COVARIANCES, HEADS, Covariance, make_covariance
 
 BOUNDS = (math.log(0.1), math.log(10))
 WORDS = ["a", "cat", "dog", "two"]

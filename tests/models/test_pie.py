@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from probemb.errors import UserError
-from probemb.models import create_model, create_tokenizer, load_model, save_model
+from probemb.models import create_model, load_model, save_model
 from probemb.models.features import Features
-from probemb.models.heads import HEADS, HeadConfig
-from probemb.models.heads.pie import PIEHead, TokenAttention
+from probemb.models.heads import HeadConfig, PIEHead
+from probemb.models.pooling import TokenAttention
 from probemb.models.towers.word_gru import GRUShape, WordGRU
 
 NAMES = {
@@ -160,18 +159,6 @@ def test_text_encoder(parity):
     assert_close(tower(tokens)[0], torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", ["pcme-small", "vsrn-scenes-gru"])  # whose GRU's last state is the embedding, or p
-def test_two_dimensions_with_every_head(name, head):
-    torch.manual_seed(0)
-    model = create_model(name, head=head, embed_dim=2, vocabulary=["red", "blue", "circle", "square", "a"])
-    inputs = torch.randn(8, 3, 64, 64) if name == "pcme-small" else torch.randn(8, 6, 437)
-    words = ["red", "blue", "circle", "square", "a red circle", "a blue square", "a", "red square"]
-    for found in (model.encode_image(inputs), model.encode_text(create_tokenizer(model)(words))):
-        assert found.mean.shape == found.log_var.shape == (8, 2)
-        assert len(torch.unique(found.mean.detach().round(decimals=4), dim=0)) > 2  # LayerNorm would leave two places
-
-
 @pytest.mark.parametrize("n_embeddings", [1, 3])
 @pytest.mark.parametrize("probabilistic", [True, False])
 def test_as_a_head_of_both_towers(tmp_path, n_embeddings, probabilistic):
@@ -197,12 +184,6 @@ def test_as_a_head_of_both_towers(tmp_path, n_embeddings, probabilistic):
     assert_close(model.encode_text(longer).log_var, model.encode_text(tokens).log_var)  # padding takes no part
     save_model(model, tmp_path)
     assert_close(load_model(tmp_path).model.encode_text(tokens).mean, model.encode_text(tokens).mean)
-
-
-@pytest.mark.parametrize(("head", "n"), [("clip", 2), ("gpo", 3), ("pie", 0)])
-def test_several_embeddings_need_a_head_that_gives_them(head, n):
-    with pytest.raises(UserError, match=f"n_embeddings is {n}"):
-        create_model("ViT-Micro-32", head=head, n_embeddings=n)
 
 
 def test_an_item_without_tokens_attends_to_none():
