@@ -345,7 +345,7 @@ def hinge_of_cosines(batch: Batch, image_ND: Tensor, text_ND: Tensor, options: H
     import torch
     from torch.nn import functional as F
 
-    from probemb.losses.triplets.triplet import triplet_loss
+    from probemb.losses.triplet import triplet_loss
 
     with torch.autocast(image_ND.device.type, enabled=False):
         similarity = F.normalize(image_ND, dim=-1) @ F.normalize(text_ND, dim=-1).T

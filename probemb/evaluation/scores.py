@@ -27,7 +27,7 @@ from probemb.distances import (
 from probemb.evaluation.attention import AttentionScores
 from probemb.evaluation.kept_tokens import KeptTokens
 from probemb.gaussian import Gaussian, at_least_float32
-from probemb.losses.triplets.order import order_similarity
+from probemb.losses.triplet import order_similarity
 
 SAMPLE_ELEMENTS = 1 << 23  # distances between samples computed at a time
 PAIR_ELEMENTS = 1 << 14  # pairs whose scores do not separate, computed at a time: fits the processor's cache

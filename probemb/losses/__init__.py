@@ -4,19 +4,39 @@ from probemb.losses.clip import ClipLoss, InfoNCELoss, clip_loss, infonce_loss, 
 from probemb.losses.composed import SampledCosineLoss, ScaledCosineLoss, target_softmax
 from probemb.losses.match import PairwiseMatchLoss, pairwise_match_loss, ring_match_loss, vib_kl
 from probemb.losses.mpc import MPCLoss, expected_similarity, sampled_similarity
-from probemb.losses.noisy.daa import CaptionSimilarity, DAALoss, caption_tfidf, daa_loss
-from probemb.losses.noisy.decl import DECLLoss, decl_correspondence, decl_loss
-from probemb.losses.noisy.ncr import NCRLoss, clean_probability, ncr_loss, refine_labels, split_clean
-from probemb.losses.noisy.p2rm import P2RMLoss, point_to_rectangle
+from probemb.losses.noisy import (
+    CaptionSimilarity,
+    DAALoss,
+    DECLLoss,
+    NCRLoss,
+    P2RMLoss,
+    caption_tfidf,
+    clean_probability,
+    daa_loss,
+    decl_correspondence,
+    decl_loss,
+    ncr_loss,
+    point_to_rectangle,
+    refine_labels,
+    split_clean,
+)
 from probemb.losses.output import LossOutput
 from probemb.losses.pairs import cosine_similarity
 from probemb.losses.pcme import PCMELoss, pcme_loss
 from probemb.losses.prolip import ProLIPLoss, inclusion_loss, siglip_loss
-from probemb.losses.triplets.order import OrderLoss, order_similarity
-from probemb.losses.triplets.prob_triplet import gaussian_similarity, prob_triplet_loss
-from probemb.losses.triplets.pvse import PVSELoss, diversity, mmd, multi_instance_similarity
-from probemb.losses.triplets.scan import scan_loss
-from probemb.losses.triplets.triplet import TripletLoss, triplet_loss
+from probemb.losses.triplet import (
+    OrderLoss,
+    PVSELoss,
+    TripletLoss,
+    diversity,
+    gaussian_similarity,
+    mmd,
+    multi_instance_similarity,
+    order_similarity,
+    prob_triplet_loss,
+    scan_loss,
+    triplet_loss,
+)
 
 __all__ = [
     "CaptionSimilarity",

@@ -132,10 +132,6 @@ class SampledCosineLoss(nn.Module):
         out = target_softmax(sampled_cosine(z_NJD, z_TJD), positives, self.temperature, self.reverse)
         return add_log_var_l2(out, parts, query if self.as_code else None, self.log_var_l2)
 
-    def extra_repr(self) -> str:
-        names = ("n_samples", "temperature", "reverse", "log_var_l2", "as_code")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
 
 def add_log_var_l2(out: LossOutput, parts: Gaussian, query: Gaussian | None, weight: float) -> LossOutput:
     """`out` with a weight times `log_var_l2`, which is a term of it even without a weight."""

@@ -217,6 +217,3 @@ class PairwiseMatchLoss(nn.Module):
             vib=self.vib,
             **gathered,
         )
-
-    def extra_repr(self) -> str:
-        return f"distance={self.distance}, pseudo_positive={self.pseudo_positive}, vib={self.vib}"

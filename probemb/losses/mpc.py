@@ -164,7 +164,3 @@ class MPCLoss(nn.Module):
             out.loss = (1 - self.reverse) * out.loss + self.reverse * back.loss
             out.terms["target_to_query"] = back.terms["query_to_target"]
         return add_log_var_l2(out, parts, query, self.log_var_l2)
-
-    def extra_repr(self) -> str:
-        names = ("form", "n_samples", "temperature", "reverse", "log_var_l2")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -216,6 +216,3 @@ class PCMELoss(nn.Module):
             shift=self.shift,
             **self.options,
         )
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{k}={v}" for k, v in {"n_samples": self.n_samples, **self.options}.items())

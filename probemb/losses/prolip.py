@@ -103,10 +103,6 @@ class ProLIPLoss(nn.Module):
                     loss = loss + weight * terms[name]
         return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
 
-    def extra_repr(self) -> str:
-        names = ("vib", "inclusion", "masked_inclusion", "inclusion_scale", "form", "eps", "block")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
 
 def inclusion_loss(
     inner: Gaussian, outer: Gaussian, scale: float = 1000.0, form: Form = "exact", eps: float = -10.0

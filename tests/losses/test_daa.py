@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probemb.losses import CaptionSimilarity, DAALoss, caption_tfidf, daa_loss, triplet_loss
-from probemb.losses.noisy.daa import daa_regulariser, soft_rank
+from probemb.losses.noisy import daa_regulariser, soft_rank
 from tests.losses.points import close, pairs, same_images
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Dirichlet, kl_divergence
 
 from probemb.losses import DECLLoss, decl_correspondence, decl_loss
-from probemb.losses.noisy.decl import dirichlet_kl, dynamic_hinge, evidence, evidential_loss, n_negatives
+from probemb.losses.noisy import dirichlet_kl, dynamic_hinge, evidence, evidential_loss, n_negatives
 from tests.losses.points import close, pairs, same_images
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from probemb.losses import NCRLoss, clean_probability, ncr_loss, refine_labels, split_clean
-from probemb.losses.noisy.ncr import SOFT_MARGINS, ncr_pair_losses, ncr_predict
+from probemb.losses.noisy import SOFT_MARGINS, ncr_pair_losses, ncr_predict
 from tests.losses.points import close, pairs, same_images
 
 MARGIN_OF = {

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import probemb.losses.triplets.order
+import probemb.losses.triplet
 from probemb import Gaussian
 from probemb.losses import OrderLoss, order_similarity
 from tests.losses.points import close, pairs
@@ -32,11 +32,11 @@ def test_blocks_of_rows_give_the_same_numbers(monkeypatch):
         found = order_similarity(image, text)
         return found, *torch.autograd.grad(found.square().sum(), (image, text))
 
-    excess, held = probemb.losses.triplets.order._excess, []
-    monkeypatch.setattr("probemb.losses.triplets.order._excess", lambda x, y: held.append(len(x)) or excess(x, y))
+    excess, held = probemb.losses.triplet._excess, []
+    monkeypatch.setattr("probemb.losses.triplet._excess", lambda x, y: held.append(len(x)) or excess(x, y))
     whole = step()
     assert held == [7, 7]
-    monkeypatch.setitem(probemb.losses.triplets.order.BLOCK_ELEMENTS, "cpu", 2 * 5 * 9)
+    monkeypatch.setitem(probemb.losses.triplet.ORDER_ELEMENTS, "cpu", 2 * 5 * 9)
     for a, b in zip(step(), whole):
         close(a, b)
     assert held[2:] == [2, 2, 2, 1] * 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from probemb.losses import point_to_rectangle, triplet_loss
-from probemb.losses.noisy.p2rm import rectangle_triplet
+from probemb.losses.noisy import rectangle_triplet
 from tests.losses.points import close, pairs, same_images
 
 

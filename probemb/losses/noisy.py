@@ -1,0 +1,611 @@
+"""Losses for captions that do not match their images, or match several: NCR, DECL, P2RM and DAA.
+
+Letters: N pairs, D dimensions, C captions, V words.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from probemb.distances import sum_over_slices
+from probemb.gaussian import Gaussian, at_least_float32
+from probemb.losses.output import LossOutput
+from probemb.losses.pairs import cosine_similarity, positive_pairs
+from probemb.losses.triplet import hinges, triplet_loss
+
+# ----------------------------------------------------------------------------------------------------------------- NCR
+# NCR: noisy correspondences found by their losses, and a margin that shrinks with a pair's estimated label.
+#
+# One epoch of warm-up; then, every epoch, the pairs' losses are split by a mixture of two normals, labels are refined,
+# and the triplet loss is minimised with a margin per pair. Two networks are trained, each with the split by the other
+# one's losses. Source: Noisy Correspondence Rectifier, NeurIPS 2021.
+
+SOFT_MARGINS = {
+    "linear": lambda label: label,
+    "exponential": lambda label: (10**label - 1) / 9,
+    "sin": lambda label: 0.5 * torch.sin(math.pi * label - 0.5 * math.pi) + 0.5,
+}
+
+
+def ncr_loss(
+    similarity_NN: Tensor,
+    label_N: Tensor | None = None,
+    match_NN: Tensor | None = None,
+    *,
+    margin: float = 0.2,
+    soft_margin: str = "exponential",
+    hardest: bool = True,
+    published_margins: bool = False,
+) -> LossOutput:
+    """Triplet loss whose margin is a function of every pair's label. Source: NCR, soft margin.
+
+    A pair's margin is margin * y for "linear", margin * (10^y - 1) / 9 for "exponential", and
+    margin * (sin(pi y - pi / 2) + 1) / 2 for "sin", in both hinges in which the pair is the positive.
+
+    Args:
+        similarity_NN: images in rows, a pair's own similarity on the diagonal.
+        label_N: estimated labels y in [0, 1]; None is the full margin for all.
+        match_NN: pairs that are not negatives, see `triplet_loss`.
+        hardest: the largest hinge of every row and column; False (the warm-up) is the mean over all N.
+        published_margins: broadcast labels of shape (N,), (N, 1) or (N, N) over both hinges, as the authors' code
+            does: (N,) is then the margin of the column's pair and (N, 1) of the row's, whichever is the positive.
+    """
+    row_margin, column_margin = margin, None
+    if label_N is not None:
+        row_margin = margin * SOFT_MARGINS[soft_margin](label_N)
+        if not published_margins:
+            if label_N.shape != (len(similarity_NN),):
+                raise ValueError(f"{len(similarity_NN)} pairs have as many labels, these are {tuple(label_N.shape)}")
+            row_margin, column_margin = row_margin[:, None], row_margin[None, :]
+    row_NN, column_NN = hinges(similarity_NN, match_NN, row_margin, column_margin)
+    if hardest:
+        loss = row_NN.max(1).values.sum() + column_NN.max(0).values.sum()
+    else:
+        loss = row_NN.mean(1).sum() + column_NN.mean(0).sum()
+    return LossOutput(loss, {"triplet": loss.detach()})
+
+
+def ncr_pair_losses(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
+    """Every pair's mean hinge of both directions, (N,): what `clean_probability` splits. Source: NCR."""
+    row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
+    return row_NN.mean(1) + column_NN.mean(0)
+
+
+def ncr_predict(similarity_NN: Tensor, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
+    """Every pair's label as the network sees it, (N,) in [0, 1]. Source: NCR.
+
+    The margin less the mean hinge of both directions, over its mean among the N // 10 + 1 best pairs of the batch.
+    """
+    p = (margin - 0.5 * ncr_pair_losses(similarity_NN, match_NN, margin)).clamp(0, margin)
+    best = p.topk(len(p) // 10 + 1).values.mean()
+    return (p / best.clamp(min=torch.finfo(p.dtype).tiny)).clamp(0, 1)
+
+
+def refine_labels(
+    predicted_N: Tensor, clean_probability_N: Tensor, clean_N: Tensor, predicted_by_other_N: Tensor | None = None
+) -> Tensor:
+    """Labels for training, (N,): w + (1 - w) p for pairs classified as clean, the mean of p and q for the others.
+
+    p is the network's own prediction; the probability w of being clean and the classification come from the other
+    network's losses; q is the other network's prediction, by default p. Source: NCR.
+    """
+    p, q = predicted_N, predicted_N if predicted_by_other_N is None else predicted_by_other_N
+    return torch.where(clean_N, clean_probability_N + (1 - clean_probability_N) * p, (p + q) / 2)
+
+
+def clean_probability(
+    losses_N: Tensor, max_iterations: int = 10, tolerance: float = 1e-2, variance_floor: float = 5e-4
+) -> Tensor:
+    """Posterior probability that a pair belongs to the normal with the lower mean, (N,) float64 on the CPU.
+
+    The losses of the whole training set, scaled to [0, 1], are fitted by scikit-learn's mixture of two normals, with
+    the published settings. Losses that are all equal are all clean: probability 1. Source: NCR.
+
+    Args:
+        max_iterations, tolerance: of the expectation maximisation, in the mean log-likelihood.
+        variance_floor: added to both variances.
+
+    Raises:
+        ValueError: losses that are not finite, or none.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.mixture import GaussianMixture
+
+    x = losses_N.detach().double().flatten().cpu()
+    if not len(x) or not torch.isfinite(x).all():
+        raise ValueError("a mixture is fitted to finite losses, at least one")
+    low, high = x.min(), x.max()
+    if low == high:
+        return torch.ones_like(x)
+    x_N1 = ((x - low) / (high - low)).numpy()[:, None]
+    mixture = GaussianMixture(2, max_iter=max_iterations, tol=tolerance, reg_covar=variance_floor, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # ten iterations, as published
+        mixture.fit(x_N1)
+    return torch.from_numpy(mixture.predict_proba(x_N1)[:, mixture.means_[:, 0].argmin()].copy())
+
+
+def split_clean(clean_probability_N: Tensor, threshold: float = 0.5) -> Tensor:
+    """Pairs classified as clean, (N,) bool: more probable than the threshold.
+
+    If all of two pairs or more are, the N // 100 + 1 least probable ones (of equal ones the first) are not, so that
+    neither part is empty.
+    """
+    clean = clean_probability_N > threshold
+    if clean.all() and len(clean) > 1:
+        clean[clean_probability_N.argsort(stable=True)[: len(clean) // 100 + 1]] = False
+    return clean
+
+
+class NCRLoss(nn.Module):
+    """`ncr_loss` of the cosines of the means, its pair losses and its predictions."""
+
+    def __init__(self, margin: float = 0.2, soft_margin: str = "exponential", published_margins: bool = False):
+        super().__init__()
+        if soft_margin not in SOFT_MARGINS:
+            raise ValueError(f"soft_margin is one of {', '.join(SOFT_MARGINS)}, not {soft_margin!r}")
+        self.margin, self.soft_margin, self.published_margins = margin, soft_margin, published_margins
+
+    def forward(
+        self,
+        image: Gaussian,
+        text: Gaussian,
+        match: Tensor | None = None,
+        *,
+        label: Tensor | None = None,
+        hardest: bool = True,
+    ) -> LossOutput:
+        """N pairs, (N, D) each, and their estimated labels (N,). The warm-up has `hardest=False` and no labels."""
+        similarity = cosine_similarity(image, text)
+        options = dict(margin=self.margin, soft_margin=self.soft_margin, published_margins=self.published_margins)
+        with torch.autocast(similarity.device.type, enabled=False):
+            return ncr_loss(similarity, label, match, hardest=hardest, **options)
+
+    @torch.no_grad()
+    def pair_losses(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> Tensor:
+        """`ncr_pair_losses` of a batch, (N,)."""
+        return ncr_pair_losses(cosine_similarity(image, text), match, self.margin)
+
+    @torch.no_grad()
+    def predict(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> Tensor:
+        """`ncr_predict` of a batch, (N,)."""
+        return ncr_predict(cosine_similarity(image, text), match, self.margin)
+
+
+# ---------------------------------------------------------------------------------------------------------------- DECL
+# DECL: similarities as evidence of a Dirichlet distribution over the batch, robust to noisy correspondences.
+#
+# Source: Deep Evidential Cross-modal Learning and robust dynamic hinge loss, ACM MM 2022.
+
+
+def evidence(similarity_NN: Tensor, tau: float = 0.1) -> Tensor:
+    """Evidence exp(tanh(similarity) / tau) of every pair, (N, N) float64, positive. Source: DECL, evidence extractor.
+
+    In float64, as the totals reach thousands times N and log gammas of float32 would lose their differences.
+    """
+    return (similarity_NN.double().tanh() / tau).exp()
+
+
+def dirichlet_kl(alpha_NM: Tensor) -> Tensor:
+    """KL(Dirichlet(alpha) || Dirichlet(1, ..., 1)) of every row in nats, (N,)."""
+    m = alpha_NM.shape[1]
+    total_N = alpha_NM.sum(1)
+    expected_log = alpha_NM.digamma() - total_N.digamma()[:, None]
+    log_normaliser = total_N.lgamma() - alpha_NM.lgamma().sum(1) - torch.lgamma(alpha_NM.new_tensor(float(m)))
+    return ((alpha_NM - 1) * expected_log).sum(1) + log_normaliser
+
+
+def evidential_loss(evidence_NM: Tensor, label_NM: Tensor, kl_weight: float = 0.1) -> Tensor:
+    """Expected squared error of the matches' probabilities plus kl_weight * misplaced evidence, (N,), rows are queries.
+
+    With alpha = evidence + 1 the expectation over the Dirichlet is (label - mean)^2 plus the variance. The second
+    term is the KL to the uniform Dirichlet without the evidence of the query's matches.
+
+    Args:
+        label_NM: in [0, 1]. A row of zeros is a query without a match; several matches share the probability.
+    """
+    alpha = evidence_NM + 1
+    total = alpha.sum(1, keepdim=True)
+    mean = alpha / total
+    target = label_NM / label_NM.sum(1, keepdim=True).clamp(min=1)
+    error = (target - mean).square() + mean * (1 - mean) / (total + 1)
+    return error.sum(1) + kl_weight * dirichlet_kl(evidence_NM * (1 - label_NM) + 1)
+
+
+def dynamic_hinge(similarity_NN: Tensor, negatives: int, match_NN: Tensor | None = None, margin: float = 0.2) -> Tensor:
+    """Robust dynamic hinge: mean of the `negatives` largest hinges, both directions added, (N,). Source: DECL."""
+    row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
+    hardest = row_NN.topk(negatives, 1).values.sum(1) + column_NN.topk(negatives, 0).values.sum(0)
+    return hardest / negatives
+
+
+def n_negatives(batch: int, step: int, eta: float = 0.025, at_least: int = 5) -> int:
+    """Number of negatives in the dynamic hinge: the whole batch, eta fewer every step, not below `at_least`."""
+    n = max(int(batch - eta * step), at_least)
+    return n if n <= batch else max(1, batch - 1)
+
+
+def decl_correspondence(
+    similarity_NN: Tensor, tau: float = 0.1, match_NN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pairs classified as clean, (N,) bool, and their uncertainty, (N,). Source: DECL, divergence of data.
+
+    A pair is clean if its evidence, summed over both directions, is its row's largest; what else matches by `match_NN`
+    (another caption of the image) does not compete, as batches of the paper have none. The uncertainty is N over the
+    total of alpha, summed over both directions.
+    """
+    e = evidence(similarity_NN, tau)
+    n = len(e)
+    own = torch.eye(n, dtype=torch.bool, device=e.device)
+    rivals = e + e.T
+    if match_NN is not None:
+        rivals = rivals.masked_fill((match_NN > 0) & ~own, 0)  # evidence is positive
+    clean = rivals.argmax(1) == torch.arange(n, device=e.device)
+    return clean, n / (e + 1).sum(1) + n / (e.T + 1).sum(1)
+
+
+def decl_loss(
+    similarity_NN: Tensor,
+    match_NN: Tensor | None = None,
+    clean_N: Tensor | None = None,
+    *,
+    negatives: int,
+    tau: float = 0.1,
+    kl_weight: float = 0.1,
+    hinge_weight: float = 0.8,
+    margin: float = 0.2,
+) -> LossOutput:
+    """Mean of both directions' evidential losses + hinge_weight * sum of the clean pairs' dynamic hinges. Source: DECL.
+
+    Args:
+        similarity_NN: images in rows.
+        match_NN: which pairs match; None is the identity.
+        clean_N: pairs classified as clean; the texts of the others match nothing, and they have no hinge. None: all
+            (warm-up).
+        negatives: see `n_negatives`.
+
+    Returns:
+        terms "evidential" and "hinge".
+    """
+    n = len(similarity_NN)
+    clean_N = similarity_NN.new_ones(n) if clean_N is None else clean_N.to(similarity_NN.dtype)
+    match = torch.eye(n, device=similarity_NN.device) if match_NN is None else match_NN
+    label = match.double() * clean_N[None, :]  # one rule for every copy of a text's image in the batch
+    e = evidence(similarity_NN, tau)
+    evidential = (evidential_loss(e, label, kl_weight) + evidential_loss(e.T, label.T, kl_weight)).mean()
+    hinge = (dynamic_hinge(similarity_NN.tanh(), negatives, match_NN, margin) * clean_N).sum()
+    loss = evidential.to(hinge.dtype) + hinge_weight * hinge
+    return LossOutput(loss, {"evidential": evidential.detach(), "hinge": hinge.detach()})
+
+
+class DECLLoss(nn.Module):
+    """`decl_loss` of the cosines of the means, with the published annealing of the hinge.
+
+    Args:
+        tau, kl_weight, hinge_weight, margin: see `decl_loss`.
+        eta, min_negatives: see `n_negatives`.
+    """
+
+    def __init__(
+        self,
+        tau: float = 0.1,
+        kl_weight: float = 0.1,
+        hinge_weight: float = 0.8,
+        margin: float = 0.2,
+        eta: float = 0.025,
+        min_negatives: int = 5,
+    ):
+        super().__init__()
+        self.options = dict(tau=tau, kl_weight=kl_weight, hinge_weight=hinge_weight, margin=margin)
+        self.eta, self.min_negatives = eta, min_negatives
+
+    def forward(
+        self,
+        image: Gaussian,
+        text: Gaussian,
+        match: Tensor | None = None,
+        *,
+        clean: Tensor | None = None,
+        step: int = 0,
+    ) -> LossOutput:
+        """N pairs, (N, D) each; `clean` (N,) from `correspondence`, None in the warm-up; `step` since the start."""
+        similarity = cosine_similarity(image, text)
+        negatives = n_negatives(len(similarity), step, self.eta, self.min_negatives)
+        with torch.autocast(similarity.device.type, enabled=False):
+            return decl_loss(similarity, match, clean, negatives=negatives, **self.options)
+
+    @torch.no_grad()
+    def correspondence(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`decl_correspondence` of a batch: clean (N,) bool, uncertainty (N,)."""
+        return decl_correspondence(cosine_similarity(image, text), self.options["tau"], match)
+
+
+# ---------------------------------------------------------------------------------------------------------------- P2RM
+# P2RM: point-to-rectangle matching as a regulariser of the triplet loss (Wang et al., ACM Multimedia 2022).
+#
+# There is no public code. The abstract and PCME++ (section 3.2 and Table 1) state: an item is extended from a point to
+# a rectangle, whose points stand for possible matches in the other modality; similarity is a distance between points
+# and rectangles; it regularises VSE's triplet loss with the hardest negative, without an additional head. The rest is
+# assumed:
+#
+# - a rectangle is axis-aligned around the item's embedding (the unit mean that VSE ranks by);
+# - its half-sides h are one learned vector per modality;
+# - the distance from a point p to the rectangle around c is squared Euclidean, sum_k max(0, |p_k - c_k| - h_k)^2, 0
+#   inside; the similarity is minus a half of it, which is cosine - 1 for h = 0, so that margins keep their meaning;
+# - the regulariser is the triplet loss on point-to-rectangle similarities, the mean of both directions;
+# - its weight, the initial half-sides, and ranking by the cosine of the points.
+
+
+def point_to_rectangle(point_ND: Tensor, centre_MD: Tensor, half_side_D: Tensor) -> Tensor:
+    """Squared Euclidean distance from points to axis-aligned rectangles, (N, M), 0 inside.
+
+    Nothing of size N x M x D is held.
+    """
+
+    def outside(point: Tensor, centre: Tensor, half_side: Tensor) -> Tensor:
+        return ((point - centre).abs() - half_side).clamp(min=0).square()
+
+    return sum_over_slices(outside, (point_ND,), (centre_MD, half_side_D.expand_as(centre_MD)))
+
+
+def rectangle_triplet(
+    point_ND: Tensor, centre_ND: Tensor, half_side_D: Tensor, match_NN: Tensor | None, margin: float, hardest: bool
+) -> Tensor:
+    """`triplet_loss` of minus half of `point_to_rectangle`, points in rows.
+
+    With the hardest negatives alone, all N x N distances only choose them, and N of each direction have a gradient.
+    """
+    if not hardest:
+        return triplet_loss(-0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D), match_NN, margin, False).loss
+    with torch.no_grad():
+        similarity = -0.5 * point_to_rectangle(point_ND, centre_ND, half_side_D)
+        positive = positive_pairs(similarity, match_NN)
+        negatives = similarity.masked_fill(positive, -torch.inf)
+        centres, points = negatives.argmax(1), negatives.argmax(0)
+        row_has, column_has = ~positive.all(1), ~positive.all(0)
+
+    def of(points: Tensor, centres: Tensor) -> Tensor:
+        return -0.5 * ((points - centres).abs() - half_side_D).clamp(min=0).square().sum(1)
+
+    own = of(point_ND, centre_ND)
+    row = (margin + of(point_ND, centre_ND[centres]) - own).clamp(min=0)
+    column = (margin + of(point_ND[points], centre_ND) - own).clamp(min=0)
+    return (row * row_has).sum() + (column * column_has).sum()
+
+
+class P2RMLoss(nn.Module):
+    """Triplet loss of the cosines of the means + weight * triplet loss of point-to-rectangle similarities.
+
+    Args:
+        dim: D of the embeddings.
+        margin: of both, in units of the cosine.
+        weight: of the regulariser.
+        init_half_side: initial half-side in every dimension, times the square root of D.
+    """
+
+    def __init__(self, dim: int, margin: float = 0.2, weight: float = 1.0, init_half_side: float = 0.1):
+        super().__init__()
+        start = torch.full((dim,), math.log(init_half_side / math.sqrt(dim)))
+        self.log_half_image = nn.Parameter(start.clone())
+        self.log_half_text = nn.Parameter(start.clone())
+        self.margin, self.weight = margin, weight
+
+    def forward(
+        self, image: Gaussian, text: Gaussian, match: Tensor | None = None, *, hardest: bool = True
+    ) -> LossOutput:
+        """N pairs, (N, D) each; `match` and `hardest` as in `triplet_loss`. Terms "triplet" and "rectangle"."""
+        point_i, point_t = at_least_float32(image.mean), at_least_float32(text.mean)
+        cosine = cosine_similarity(image, text)
+        with torch.autocast(cosine.device.type, enabled=False):
+            triplet = triplet_loss(cosine, match, self.margin, hardest).loss
+            rectangle = 0.5 * (
+                rectangle_triplet(point_i, point_t, self.log_half_text.exp(), match, self.margin, hardest)
+                + rectangle_triplet(
+                    point_t,
+                    point_i,
+                    self.log_half_image.exp(),
+                    None if match is None else match.T,
+                    self.margin,
+                    hardest,
+                )
+            )
+        loss = triplet + self.weight * rectangle
+        return LossOutput(loss, {"triplet": triplet.detach(), "rectangle": rectangle.detach()})
+
+
+# ----------------------------------------------------------------------------------------------------------------- DAA
+# DAA: a triplet loss, and agreement of the ranks by similarity with the ranks by the captions' tf-idf.
+
+BLOCK_ELEMENTS = 1 << 22  # comparisons held at a time, 16 MiB in float32; above it, recomputed in the backward pass
+WORD = re.compile(r"\w\w+")
+
+
+def soft_rank(values_NM: Tensor, temperature: float = 0.001, published: bool = False) -> Tensor:
+    """Differentiable rank of every element within its row, 1 for the largest, (N, M). Source: DAA, after SmoothAP.
+
+    rank(b, c) = 1 + the sum over a other than c of sigmoid((s_ba - s_bc) / temperature).
+
+    `published` reproduces the authors' code, which compares s_bc with column b, s_ab, instead of row b; N = M only.
+    """
+    n, m = values_NM.shape
+    values_NM = values_NM / temperature
+    rivals_NM = values_NM.T if published else values_NM
+
+    def of_rows(rivals: Tensor, values: Tensor) -> Tensor:
+        above = torch.sigmoid(rivals[:, :, None] - values[:, None, :]).sum(1)  # of (rows, a, c)
+        return above + 1 - torch.sigmoid(rivals - values)  # without a = c
+
+    rows = max(1, BLOCK_ELEMENTS // (m * m))
+    if rows >= n:
+        return of_rows(rivals_NM, values_NM)
+    blocks = zip(rivals_NM.split(rows), values_NM.split(rows))
+    return torch.cat([checkpoint(of_rows, r, v, use_reentrant=False, preserve_rng_state=False) for r, v in blocks])
+
+
+def daa_regulariser(
+    similarity_NM: Tensor, semantic_NM: Tensor, temperature: float = 0.001, published: bool = False
+) -> Tensor:
+    """1 - average semantic precision of one direction, in [0, 1). Source: DAA.
+
+    The precision is the mean over all pairs of min / max of the two ranks within the row, by `similarity_NM` and by
+    `semantic_NM`. Call it on transposes for the other direction.
+
+    Args:
+        similarity_NM: of the embeddings, queries in rows.
+        semantic_NM: of the captions, without gradient.
+        published: see `soft_rank`; off by default, as the code's rank is not the paper's.
+    """
+    if similarity_NM.shape != semantic_NM.shape:
+        raise ValueError(f"similarity is {tuple(similarity_NM.shape)}, semantic is {tuple(semantic_NM.shape)}")
+    rank = soft_rank(similarity_NM, temperature, published)
+    with torch.no_grad():
+        wanted = soft_rank(semantic_NM.to(similarity_NM), temperature, published)
+    return 1 - (torch.minimum(rank, wanted) / torch.maximum(rank, wanted)).mean()
+
+
+def daa_loss(
+    similarity_NN: Tensor,
+    semantic_NN: Tensor,
+    match_NN: Tensor | None = None,
+    *,
+    margin: float = 0.2,
+    weight: float = 25.0,
+    temperature: float = 0.001,
+    hardest: bool = True,
+    published: bool = False,
+) -> LossOutput:
+    """Triplet loss + weight * (both directions' `daa_regulariser`). Source: DAA, weight 25.
+
+    Args:
+        semantic_NN: `CaptionSimilarity` of the batch, images in rows.
+        match_NN, margin, hardest: see `triplet_loss`.
+
+    Returns:
+        terms "triplet" and "daa".
+    """
+    triplet = triplet_loss(similarity_NN, match_NN, margin, hardest).loss
+    i2t = daa_regulariser(similarity_NN, semantic_NN, temperature, published)
+    t2i = daa_regulariser(similarity_NN.T, semantic_NN.T, temperature, published)
+    return LossOutput(triplet + weight * (i2t + t2i), {"triplet": triplet.detach(), "daa": (i2t + t2i).detach()})
+
+
+class DAALoss(nn.Module):
+    """`daa_loss` of the cosines of the means."""
+
+    def __init__(
+        self, margin: float = 0.2, weight: float = 25.0, temperature: float = 0.001, published_rank: bool = False
+    ):
+        super().__init__()
+        self.options = dict(margin=margin, weight=weight, temperature=temperature, published=published_rank)
+
+    def forward(
+        self,
+        image: Gaussian,
+        text: Gaussian,
+        match: Tensor | None = None,
+        *,
+        semantic: Tensor,
+        hardest: bool = True,
+    ) -> LossOutput:
+        """N pairs, (N, D) each; `semantic` (N, N), the captions' similarity, images in rows."""
+        similarity = cosine_similarity(image, text)
+        with torch.autocast(similarity.device.type, enabled=False):
+            return daa_loss(similarity, semantic, match, hardest=hardest, **self.options)
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """A sparse (C, V) matrix: row c has values[starts[c] : starts[c + 1]] in the same slice of columns, ascending."""
+
+    starts: np.ndarray
+    columns: np.ndarray
+    values: np.ndarray
+    shape: tuple[int, int]
+
+    def dense(self, rows: Sequence[int], columns: np.ndarray | None = None) -> np.ndarray:
+        """The given rows, (R, V), or their part in the given ascending columns."""
+        rows = np.asarray(rows, np.int64)
+        columns = np.arange(self.shape[1]) if columns is None else columns
+        row_of, element = self._elements(rows)
+        at = np.searchsorted(columns, self.columns[element])
+        known = at < len(columns)
+        known[known] = columns[at[known]] == self.columns[element[known]]
+        out = np.zeros((len(rows), len(columns)), self.values.dtype)
+        out[row_of[known], at[known]] = self.values[element[known]]
+        return out
+
+    def columns_of(self, rows: np.ndarray) -> np.ndarray:
+        """The columns in which any of the rows has a value, ascending."""
+        return np.unique(self.columns[self._elements(rows)[1]])
+
+    def _elements(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row number and place of every stored value of the given rows."""
+        lengths = self.starts[rows + 1] - self.starts[rows]
+        row_of = np.repeat(np.arange(len(rows)), lengths)
+        before = np.cumsum(lengths) - lengths
+        return row_of, np.arange(len(row_of)) + np.repeat(self.starts[rows] - before, lengths)
+
+
+def caption_tfidf(captions: Sequence[str]) -> SparseRows:
+    """Unit rows of term frequency times inverse document frequency, sparse (C, V) in float32.
+
+    Words are runs of at least two letters or digits in lower case; the inverse document frequency of a word is
+    ln((1 + C) / (1 + captions with the word)) + 1. A caption without words is a row of zeros.
+    """
+    documents = Counter(word for caption in captions for word in set(WORD.findall(caption.lower())))
+    column = {word: i for i, word in enumerate(sorted(documents))}
+    idf = {word: math.log((1 + len(captions)) / (1 + df)) + 1 for word, df in documents.items()}
+    starts, columns, values = array("q", [0]), array("q"), array("f")
+    for caption in captions:
+        count = Counter(WORD.findall(caption.lower()))
+        row = sorted((column[word], n * idf[word]) for word, n in count.items())
+        norm = math.sqrt(sum(value * value for _, value in row))
+        columns.extend(i for i, _ in row)
+        values.extend(value / norm for _, value in row)
+        starts.append(len(columns))
+    arrays = np.array(starts, np.int64), np.array(columns, np.int64), np.array(values, np.float32)
+    return SparseRows(*arrays, shape=(len(captions), len(column)))
+
+
+class CaptionSimilarity:
+    """Mean tf-idf cosine of a caption with all captions of an image. Source: DAA, CIDEr.
+
+    Args:
+        captions: all training captions.
+        image_of_caption: (C,) the index of each caption's image.
+    """
+
+    def __init__(self, captions: Sequence[str], image_of_caption: Sequence[int]):
+        if len(captions) != len(image_of_caption):
+            raise ValueError(f"{len(captions)} captions, but {len(image_of_caption)} images of captions")
+        self.tfidf = caption_tfidf(captions)
+        owner = np.asarray(image_of_caption, dtype=np.int64)
+        self.by_image = np.argsort(owner, kind="stable")
+        self.image_starts = np.searchsorted(owner[self.by_image], np.arange(owner.max(initial=-1) + 2))
+
+    def __call__(self, image_index: Sequence[int], caption_index: Sequence[int]) -> Tensor:
+        """(N,) images and (M,) captions to their similarities (N, M) in [0, 1], float32.
+
+        Raises:
+            ValueError: an image without captions.
+        """
+        texts, images = np.asarray(caption_index, np.int64), np.asarray(image_index, np.int64)
+        if not (np.diff(self.image_starts)[images] > 0).all():
+            raise ValueError("an image has no caption, so that captions cannot be compared with it")
+        words = self.tfidf.columns_of(texts)  # no others count
+        own = [self.by_image[self.image_starts[i] : self.image_starts[i + 1]] for i in images]
+        firsts = np.cumsum([0, *map(len, own)])[:-1]
+        sums = np.add.reduceat(self.tfidf.dense(np.concatenate(own), words), firsts)
+        means = sums / np.array([[len(captions)] for captions in own], np.float32)
+        return torch.from_numpy(means @ self.tfidf.dense(texts, words).T)

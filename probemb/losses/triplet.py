@@ -1,0 +1,396 @@
+"""Losses with margins over triplets: VSE++, VSE infinity, order embeddings, probabilistic VSE++ and VSRN, PVSE, SCAN.
+
+Letters: N images and texts (M texts where they are not pairs), K embeddings of each, D dimensions. Nothing of size
+N x M x D is held.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from probemb.cross_attention import CrossAttention, Tokens, attention_scores, pair_scores
+from probemb.distances import kl, min_kl, squared_euclidean, wasserstein2
+from probemb.gaussian import Gaussian, at_least_float32
+from probemb.losses.output import LossOutput
+from probemb.losses.pairs import cosine_similarity, in_row_blocks, positive_pairs, root
+
+Reduce = Literal["sum", "mean"]
+
+
+def triplet_loss(
+    similarity_NN: Tensor,
+    match_NN: Tensor | None = None,
+    margin: float = 0.2,
+    hardest: bool = True,
+    reduce: Reduce = "sum",
+) -> LossOutput:
+    """Both directions' hinges max(0, margin + s(negative) - s(pair)) of N pairs. Source: VSE++, PVSE (reduce "mean").
+
+    A pair's own similarity is on the diagonal. Other pairs with a match above 0 (another caption of the same image)
+    are neither negatives nor positives. Labels above 0 everywhere, such as smoothed ones, leave no negatives.
+
+    Args:
+        similarity_NN: larger is closer, images in rows.
+        match_NN: which pairs match; None is the identity.
+        margin: in the units of the similarity.
+        hardest: the largest hinge of every row and column (VSE++) rather than the sum (VSE0; VSE infinity's warm-up).
+        reduce: "sum" over the pairs, or PVSE's "mean": over N hardest hinges of a direction, or over all N x N, in
+            which positives count as 0.
+    """
+    row_NN, column_NN = hinges(similarity_NN, match_NN, margin)
+    if hardest:
+        i2t, t2i = row_NN.max(1).values.sum(), column_NN.max(0).values.sum()
+    else:
+        i2t, t2i = row_NN.sum(), column_NN.sum()
+    loss = i2t + t2i
+    if reduce == "mean":
+        loss = loss / (len(row_NN) if hardest else row_NN.numel())
+    return LossOutput(loss, {"triplet": loss.detach()})
+
+
+def hinges(
+    similarity_NN: Tensor,
+    match_NN: Tensor | None = None,
+    margin: Tensor | float = 0.2,
+    column_margin: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Hinges against the row's own pair (image to text) and against the column's (text to image), (N, N) each.
+
+    They are 0 for positives. The margins are numbers or broadcast to (N, N); by default both are the same.
+    """
+    column_margin = margin if column_margin is None else column_margin
+    positive = positive_pairs(similarity_NN, match_NN)
+    own_N = similarity_NN.diagonal()
+    row = (similarity_NN + margin - own_N[:, None]).clamp(min=0).masked_fill(positive, 0)
+    column = (similarity_NN + column_margin - own_N[None, :]).clamp(min=0).masked_fill(positive, 0)
+    return row, column
+
+
+class TripletLoss(nn.Module):
+    """`triplet_loss` of the cosines of the means."""
+
+    def __init__(self, margin: float = 0.2):
+        super().__init__()
+        self.margin = margin
+
+    def forward(
+        self, image: Gaussian, text: Gaussian, match: Tensor | None = None, *, hardest: bool = True
+    ) -> LossOutput:
+        """N pairs, (N, D) each. VSE infinity passes `hardest=False` in its first epoch."""
+        similarity = cosine_similarity(image, text)
+        with torch.autocast(similarity.device.type, enabled=False):
+            return triplet_loss(similarity, match, self.margin, hardest)
+
+
+# ---------------------------------------------------------------------------------------------------- order embeddings
+
+ORDER_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of a block of rows times M x D: a CPU's cache, 128 MiB of a GPU
+
+
+def order_similarity(image_ND: Tensor, text_MD: Tensor, absolute: bool = True, squared: bool = True) -> Tensor:
+    """Minus the penalty ||max(0, text - image)||^2 of every pair, (N, M), at most 0. Source: order embeddings, Eq. 2.
+
+    In at least float32, also under autocast. Nothing of size N x M x D is held.
+
+    Args:
+        absolute: of the absolute values of both, as order embeddings define it; VSE++ takes them as they are.
+        squared: False for the norm itself, as the public code of VSE++ and PVSE has it.
+    """
+    with torch.autocast(image_ND.device.type, enabled=False):
+        image_ND, text_MD = at_least_float32(image_ND), at_least_float32(text_MD)
+        if absolute:
+            image_ND, text_MD = image_ND.abs(), text_MD.abs()
+        penalty = _Penalty.apply(image_ND, text_MD)
+        return -(penalty if squared else root(penalty))
+
+
+class _Penalty(torch.autograd.Function):
+    """sum_d max(0, y_jd - x_id)^2, (N, M), a few rows at a time; the backward pass computes the excess again."""
+
+    @staticmethod
+    def forward(ctx, x_ND: Tensor, y_MD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, y_MD)
+        excess = (_excess(rows, y_MD) for rows in _blocks(x_ND, y_MD))
+        return torch.cat([torch.linalg.vecdot(e, e) for e in excess])
+
+    @staticmethod
+    def backward(ctx, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
+        x_ND, y_MD = ctx.saved_tensors
+        grad_x, grad_y = [], torch.zeros_like(y_MD)
+        for rows, grad in zip(_blocks(x_ND, y_MD), _blocks(grad_NM, y_MD)):
+            excess = _excess(rows, y_MD)
+            grad_x.append(torch.einsum("nm,nmd->nd", grad, excess))
+            grad_y += excess.mul_(grad[..., None]).sum(0)
+        return -2 * torch.cat(grad_x), 2 * grad_y
+
+
+def _excess(x_ND: Tensor, y_MD: Tensor) -> Tensor:
+    return (y_MD[None] - x_ND[:, None]).clamp_(min=0)  # (n, M, D)
+
+
+def _blocks(x_ND: Tensor, y_MD: Tensor) -> tuple[Tensor, ...]:
+    held = ORDER_ELEMENTS.get(x_ND.device.type, ORDER_ELEMENTS["cuda"])
+    return x_ND.split(max(1, held // max(1, y_MD.numel())))
+
+
+class OrderLoss(nn.Module):
+    """`triplet_loss` of `order_similarity`. Source: order embeddings Eq. 8 (all negatives), VSE++ §4.4 (the hardest).
+
+    Args:
+        margin: in the units of the penalty.
+        hardest: whether only the hardest negative counts.
+        absolute, squared: see `order_similarity`.
+    """
+
+    def __init__(self, margin: float = 0.05, hardest: bool = False, absolute: bool = True, squared: bool = True):
+        super().__init__()
+        self.margin, self.hardest, self.absolute, self.squared = margin, hardest, absolute, squared
+
+    def forward(self, image: Gaussian, text: Gaussian, match: Tensor | None = None) -> LossOutput:
+        """N pairs, (N, D) each."""
+        similarity = order_similarity(image.mean, text.mean, self.absolute, self.squared)
+        return triplet_loss(similarity, match, self.margin, self.hardest)
+
+
+# --------------------------------------------------------------------------------------------- similarities of normals
+
+GaussianSimilarity = Literal["min-kl", "kl", "reverse-kl", "wasserstein2"]
+Negatives = Literal["hardest", "semi-hard", "all"]
+# The root's slope is unlimited at 0, and float32 resolves squared distances to about this.
+SMALLEST_SQUARE = 1e-8
+
+
+def gaussian_similarity(image: Gaussian, text: Gaussian, kind: GaussianSimilarity = "min-kl") -> Tensor:
+    """Similarities (N, M) of Gaussians (N, D) and (M, D) in at least float32; larger is closer.
+
+    Args:
+        kind: "min-kl", the negative of the smaller of both KL divergences (Eq. 6); "kl", -KL(image || caption), since
+            an image holds more than a caption can say (Eq. 4); "reverse-kl", -KL(caption || image) (Table 6);
+            "wasserstein2", the negative 2-Wasserstein distance
+            itself, not its square (Eq. 7; of standard deviations, where the paper's Eq. 8 prints variances).
+    """
+    if kind == "kl":
+        return -kl(image, text)
+    if kind == "reverse-kl":
+        return -kl(text, image).T
+    if kind == "min-kl":
+        return -min_kl(image, text)
+    if kind != "wasserstein2":
+        raise ValueError(f"there is no similarity '{kind}'")
+    return -wasserstein2(image, text).clamp_min(SMALLEST_SQUARE).sqrt()
+
+
+def prob_triplet_loss(
+    image: Gaussian,
+    text: Gaussian,
+    match: Tensor | None = None,
+    similarity: GaussianSimilarity = "min-kl",
+    margin: float = 0.2,
+    negatives: Negatives = "hardest",
+) -> LossOutput:
+    """Sum over the N pairs of both directions' hinges, max(0, margin + s(negative) - s(pair)).
+
+    Source: Probabilistic VSE++/VSRN Eq. 3, which takes the largest hinge of every row and column; its text speaks of
+    semi-hard negatives. Other pairs with a match above 0 are neither negatives nor positives.
+
+    Args:
+        match: (N, N), which pairs match; None is the identity.
+        similarity: see `gaussian_similarity`.
+        margin: in the units of the similarity: nats, or the distance itself.
+        negatives: "hardest"; "semi-hard", the hardest of those that are farther than the pair itself; or "all".
+    """
+    similarity_NN = gaussian_similarity(image, text, similarity)
+    with torch.autocast(similarity_NN.device.type, enabled=False):
+        row_NN, column_NN = hinges(similarity_NN, match, margin)
+        if negatives == "semi-hard":
+            own_N = similarity_NN.diagonal()
+            row_NN = row_NN.masked_fill(similarity_NN >= own_N[:, None], 0)
+            column_NN = column_NN.masked_fill(similarity_NN >= own_N[None, :], 0)
+        if negatives == "all":
+            loss = row_NN.sum() + column_NN.sum()
+        else:
+            loss = row_NN.amax(1).sum() + column_NN.amax(0).sum()
+    return LossOutput(loss, {"triplet": loss.detach()})
+
+
+# ---------------------------------------------------------------------------------------------------------------- PVSE
+
+Similarity = Literal["cosine", "order"]
+MMDKernel = Literal["rbf", "unsquared"]
+
+
+def multi_instance_similarity(image_NKD: Tensor, text_MKD: Tensor, similarity: Similarity = "cosine") -> Tensor:
+    """The largest of the K x K similarities of every pair, (N, M), in at least float32. Source: PVSE, L_mil.
+
+    (N, D) and (M, D) stand for K = 1. Cosines are of unit embeddings. Beyond a few million products of embeddings a
+    block of images is computed at a time, and again in the backward pass.
+
+    Args:
+        similarity: "cosine", or "order" (`order_similarity` without the square, as in the public code).
+    """
+    image_NKD, text_MKD = _several(image_NKD), _several(text_MKD)
+    m, k = text_MKD.shape[:2]
+    flat_text = text_MKD.flatten(0, 1)  # (M K, D)
+
+    def of_rows(image: Tensor) -> Tensor:
+        flat = image.flatten(0, 1)
+        if similarity == "order":
+            every = order_similarity(flat, flat_text, squared=False)
+        else:
+            every = flat @ flat_text.T
+        return every.view(len(image), -1, m, k).amax((1, 3))
+
+    with torch.autocast(image_NKD.device.type, enabled=False):
+        return torch.cat(in_row_blocks(of_rows, image_NKD, image_NKD.shape[1] * m * k))
+
+
+def diversity(residual_NKD: Tensor) -> Tensor:
+    """Similarity of an item's K residuals: mean over items of ||G - I||_F / K^2. Source: PVSE, diversity loss.
+
+    G (K, K) has the cosines of an item's residuals: what the attention adds to its pooled features.
+    """
+    with torch.autocast(residual_NKD.device.type, enabled=False):
+        unit = F.normalize(at_least_float32(residual_NKD), dim=-1)
+        k = unit.shape[1]
+        own = torch.eye(k, dtype=torch.bool, device=unit.device)
+        gram = (unit @ unit.transpose(1, 2)).masked_fill(own, 0)
+        return root(gram.square().sum((1, 2))).mean() / k**2
+
+
+def mmd(x_PD: Tensor, y_QD: Tensor, gamma: float = 0.5, kernel: MMDKernel = "rbf") -> Tensor:
+    """Squared maximum mean discrepancy of two sets of points, mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
+
+    Args:
+        gamma: of k(x, y) = exp(-gamma |x - y|^2).
+        kernel: "rbf", or "unsquared" for exp(-gamma |x - y|), which PVSE's public code computes.
+    """
+
+    def mean(a: Tensor, b: Tensor) -> Tensor:
+        def of_rows(index: Tensor) -> Tensor:
+            squared = squared_euclidean(a[index], b).clamp(min=0)
+            if a is b:  # no rounding errors where the root is steep
+                squared = squared.masked_fill(index[:, None] == torch.arange(len(b), device=b.device), 0)
+            return (-gamma * (squared if kernel == "rbf" else root(squared))).exp().sum()
+
+        rows = torch.arange(len(a), device=a.device)
+        return torch.stack(in_row_blocks(of_rows, rows, len(b))).sum() / (len(a) * len(b))
+
+    with torch.autocast(x_PD.device.type, enabled=False):
+        x, y = at_least_float32(x_PD), at_least_float32(y_QD)
+        origin = torch.cat([x.detach(), y.detach()]).mean(0)  # a common origin keeps the squares small
+        x, y = x - origin, y - origin
+        return mean(x, x) - 2 * mean(x, y) + mean(y, y)
+
+
+class PVSELoss(nn.Module):
+    """Triplet loss of `multi_instance_similarity` + weighted `diversity` of both sides + weighted `mmd`. Source: PVSE.
+
+    With K = 1 it is the triplet loss alone.
+
+    Args:
+        margin, hardest, reduce: of the triplet loss; with "sum" the regularisers are sums over the batch too (the
+            public code's other choice).
+        diversity, mmd: weights.
+        gamma, kernel: see `mmd`.
+        similarity: see `multi_instance_similarity`.
+    """
+
+    def __init__(
+        self,
+        margin: float = 0.1,
+        hardest: bool = True,
+        diversity: float = 0.1,
+        mmd: float = 0.01,
+        gamma: float = 0.5,
+        kernel: MMDKernel = "rbf",
+        reduce: Reduce = "mean",
+        similarity: Similarity = "cosine",
+    ):
+        super().__init__()
+        self.margin, self.hardest, self.reduce, self.similarity = margin, hardest, reduce, similarity
+        self.diversity, self.mmd, self.gamma, self.kernel = diversity, mmd, gamma, kernel
+
+    def forward(
+        self,
+        image: Gaussian,
+        text: Gaussian,
+        match: Tensor | None = None,
+        residuals: tuple[Tensor, Tensor] | None = None,
+        *,
+        hardest: bool | None = None,
+    ) -> LossOutput:
+        """N pairs, (N, K, D) each, or (N, D) for K = 1. Terms "triplet", and "diversity" and "mmd" where they count.
+
+        Args:
+            residuals: what the attention adds to the images' and the texts' features, (N, K, D) each; needed where
+                K > 1 and diversity has a weight.
+            hardest: in place of the loss' own, as in the first epochs.
+
+        Raises:
+            ValueError: residuals are missing.
+        """
+        mean_i, mean_t = _several(image.mean), _several(text.mean)
+        n, k, _ = mean_i.shape
+        similarity = multi_instance_similarity(mean_i, mean_t, self.similarity)
+        hardest = self.hardest if hardest is None else hardest
+        terms = {"triplet": triplet_loss(similarity, match, self.margin, hardest, self.reduce).loss}
+        loss = terms["triplet"]
+        if k > 1 and self.diversity:
+            if residuals is None:
+                raise ValueError("the diversity of K > 1 embeddings is measured on their residuals, and there are none")
+            terms["diversity"] = sum(map(diversity, residuals)) * (n if self.reduce == "sum" else 1)
+            loss = loss + self.diversity * terms["diversity"]
+        if k > 1 and self.mmd:
+            value = mmd(mean_i.flatten(0, 1), mean_t.flatten(0, 1), self.gamma, self.kernel)
+            terms["mmd"] = value * ((n * k) ** 2 if self.reduce == "sum" else 1)
+            loss = loss + self.mmd * terms["mmd"]
+        return LossOutput(loss, {name: value.detach() for name, value in terms.items()})
+
+
+def _several(mean: Tensor) -> Tensor:
+    """(N, K, D) in at least float32; (N, D) becomes (N, 1, D)."""
+    return at_least_float32(mean if mean.ndim == 3 else mean.unsqueeze(1))
+
+
+# ---------------------------------------------------------------------------------------------------------------- SCAN
+
+SCAN_T2I = CrossAttention()
+
+
+def scan_loss(
+    images: Tokens,
+    texts: Tokens,
+    match_NN: Tensor | None = None,
+    how: CrossAttention = SCAN_T2I,
+    margin: float = 0.2,
+    hardest: bool = True,
+) -> LossOutput:
+    """`triplet_loss` of N images' and N texts' attention scores; memory does not grow with N beyond N x N scores.
+
+    Of the hardest negatives' hinges only 3 N of the N x N scores have a gradient: the pairs' own, and the hardest ones
+    of every row and column. So all scores are computed without one, and those again with it; the loss and its gradient
+    are the same.
+
+    Args:
+        images, texts: N items' tokens, of unit length for SCAN (`unit_tokens`).
+        match_NN: which pairs match; None is the identity. Other captions of the same image are neither negatives nor
+            positives.
+        margin: in units of the aggregated score.
+        hardest: the largest hinge of every row and column rather than the sum.
+    """
+    if not hardest:
+        return triplet_loss(attention_scores(images, texts, how), match_NN, margin, hardest=False)
+    with torch.no_grad():
+        row_NN, column_NN = hinges(attention_scores(images, texts, how), match_NN, margin)
+        (row_N, text_N), (column_N, image_N) = row_NN.max(1), column_NN.max(0)
+    every_N = torch.arange(len(text_N), device=text_N.device)
+    pairs = torch.cat([every_N, every_N, image_N]), torch.cat([every_N, text_N, every_N])
+    own_N, of_text_N, of_image_N = pair_scores(images, texts, how, pairs).chunk(3)
+    i2t = (margin + of_text_N - own_N).clamp(min=0) * (row_N > 0)  # 0: there is no negative, or none within reach
+    t2i = (margin + of_image_N - own_N).clamp(min=0) * (column_N > 0)
+    loss = i2t.sum() + t2i.sum()
+    return LossOutput(loss, {"triplet": loss.detach()})

@@ -1,1 +1,0 @@
-"""Losses with margins over triplets: VSE++ and order embeddings, their probabilistic form, PVSE and SCAN."""
