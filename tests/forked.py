@@ -1,27 +1,33 @@
 """The pretraining command in processes forked from this one: `tests.jobs.Job` with all that it imports."""
 
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
-# DeepSpeed's first ZeRO engine imports torch's compiler, which takes seconds: here rather than in every process.
-import torch
+import tests.jobs
 
-from pretrain.engine.engine import import_deepspeed
 
-import_deepspeed()
-torch.compile(len)
-from tensorboard.compat.proto import event_pb2  # noqa: E402, F401
+@cache
+def pretraining():
+    """The command, with everything that its processes would import: here, once, rather than in each of them."""
+    import torch
+    from tensorboard.compat.proto import event_pb2  # noqa: F401
 
-import pretrain.folder  # noqa: E402, F401
-import tests.jobs  # noqa: E402
-from pretrain.run import main  # noqa: E402
+    import pretrain.folder  # noqa: F401
+    from pretrain.engine.engine import import_deepspeed
+    from pretrain.run import main
+
+    import_deepspeed()
+    torch.compile(len)  # DeepSpeed's first ZeRO engine imports torch's compiler, which takes seconds
+    return main
 
 
 class Job(tests.jobs.Job):
     """`python -m pretrain.run` on `ranks` ranks; arguments as there."""
 
     def __init__(self, options: dict, *words: str, ranks: int, output: Path, prepare=lambda rank: None, errors=None):
+        main = pretraining()
         super().__init__(main, options, *words, ranks=ranks, output=output, prepare=prepare, errors=errors)
 
 

@@ -3,15 +3,6 @@ import pytest
 from probemb.files import replace_file, replace_text
 
 
-def test_a_text_is_written_into_a_new_folder_and_replaced(tmp_path):
-    path = tmp_path / "new" / "x.txt"
-    replace_text(path, "one")
-    replace_text(path, "two \udcff")
-    assert path.read_text() == "two ?"
-    assert [p.name for p in path.parent.iterdir()] == ["x.txt"]
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
     path = tmp_path / "x.txt"
     replace_text(path, "one")

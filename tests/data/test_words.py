@@ -8,7 +8,6 @@ import pytest
 
 from probemb.data.words import (
     count_words,
-    find_vocabulary,
     frequent_words,
     read_vectors,
     read_vocabulary,
@@ -62,17 +61,6 @@ def test_broken_vocabularies_are_refused(tmp_path, content, message):
         read_vocabulary(tmp_path / "v.txt")
 
 
-def test_vocabulary_is_found_in_the_folder_or_above(tmp_path):
-    (tmp_path / "set" / "train").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"no vocabulary[\s\S]*tools.build_vocabulary"):
-        find_vocabulary([tmp_path / "set" / "train"])
-    (tmp_path / "set" / "vocabulary.txt").write_text("dog\n")
-    assert find_vocabulary([tmp_path / "set" / "train"]) == tmp_path / "set" / "vocabulary.txt"
-    assert find_vocabulary([tmp_path / "set" / "train" / "{0..3}.tar"]) == tmp_path / "set" / "vocabulary.txt"
-    (tmp_path / "set" / "train" / "vocabulary.txt").write_text("cat\n")
-    assert find_vocabulary([tmp_path / "set" / "train"]) == tmp_path / "set" / "train" / "vocabulary.txt"
-
-
 def test_vectors(tmp_path):
     text = b"dog 1 -2.5\n. . 3 4\ncat 5e-1 6\ndog 7 8\n"
     path = tmp_path / "v.txt.gz"
@@ -81,17 +69,3 @@ def test_vectors(tmp_path):
     assert sorted(found) == ["cat", "dog"]
     np.testing.assert_array_equal(found["dog"], np.float32([1, -2.5]))
     np.testing.assert_array_equal(found["cat"], np.float32([0.5, 6]))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"dog 1 2\ncat 1\n", "Line 2.*1 numbers in place of 2"),
-        (b"dog 1 2\ncat 1 nan\n", "Line 2.*not finite"),
-        (b"dog 1 2\ncat " + b"1" * (1 << 20), "Line 2.*1 MiB or more"),
-    ],
-)
-def test_malformed_vectors_are_refused(tmp_path, content, message):
-    (tmp_path / "v.txt").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_vectors(tmp_path / "v.txt", ["dog", "cat"])

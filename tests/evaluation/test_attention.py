@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from probemb.cross_attention import CrossAttention, Tokens, attention_scores
-from probemb.errors import UserError
 from probemb.evaluation import attention
 from probemb.evaluation.attention import AttentionScores
 from probemb.evaluation.kept_tokens import TokenKeeper
-from probemb.evaluation.rankings import RankingOptions, fitting, make_ranker
+from probemb.evaluation.rankings import RankingOptions, make_ranker
 from probemb.gaussian import Gaussian
-from probemb.models import create_model
 
 
 def batch(n, length, seed):
@@ -64,14 +62,3 @@ def test_scores_are_those_of_the_tokens(sides, direction, monkeypatch):
     again = scores(slice(None))
     assert torch.equal(lists[0], again.topk(3, dim=1).indices)
     assert torch.equal(lists[1], again.T.topk(3, dim=1).indices)
-
-
-def test_only_models_that_were_trained_for_it_are_ranked_by_it():
-    how = {"direction": "i2t", "aggregation": "mean", "norm": "l2norm", "lambda_softmax": 4.0, "lambda_lse": 5.0}
-    options = {"head": "average", "probabilistic": False, "ranking": "attention"}
-    model = create_model("ViT-Micro-32", attention=how, **options)
-    assert model.attention == CrossAttention(**how)
-    assert fitting(["csd", "mean"], model, given=False) == ["attention", "csd", "mean"]
-    assert fitting(["attention"], model, given=True) == ["attention"]
-    with pytest.raises(UserError, match="attention is of models that were trained for it"):
-        fitting(["attention"], create_model("ViT-Micro-32"), given=True)

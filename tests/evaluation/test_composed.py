@@ -1,7 +1,5 @@
 """Scores of composed queries against the similarities that the losses train."""
 
-from itertools import permutations
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,7 +7,7 @@ from torch.nn import functional as F
 from probemb import Gaussian
 from probemb.compose import compose
 from probemb.data.compositions.queries import Part, Query
-from probemb.evaluation.composed import ComposedQueries, composed_scores, guessed, ranked_by
+from probemb.evaluation.composed import ComposedQueries, composed_scores, ranked_by
 from probemb.evaluation.embedding import EmbeddedImages
 from probemb.losses import expected_similarity
 from probemb.metrics import closest_items
@@ -31,17 +29,6 @@ def test_scores_and_their_rankings():
     assert torch.equal(closest_items(density, 5, 40, 10), expected.topk(10).indices)
     with pytest.raises(ValueError, match="cosine or density"):
         composed_scores(query, gallery, "csd")
-
-
-def test_guessing_equals_all_orders():
-    n, orders = 5, list(permutations(range(5)))
-    for targets in (1, 2, 5):
-        found = guessed(torch.tensor([targets]), n, ks=(1, 3, 10))
-        for k in (1, 3, 10):
-            hits = sum(any(item < targets for item in order[:k]) for order in orders)
-            assert float(found[f"r@{k}"]) == pytest.approx(hits / len(orders))
-        right = sum(sum(item < targets for item in order[:targets]) / targets for order in orders)
-        assert float(found["r_precision"]) == pytest.approx(right / len(orders))
 
 
 def test_the_images_of_a_query_can_rank_last():

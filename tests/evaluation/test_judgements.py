@@ -70,19 +70,6 @@ def test_scores_are_those_of_the_matrix(world, monkeypatch):
         judged_scores(pairs, judged, "faiss-mean", RankingOptions())
 
 
-def test_metrics_of_all_and_of_both_halves(world):
-    pairs, judged = world
-    scores = judged_scores(pairs, judged, "csd", RankingOptions())
-    found = judged_metrics(scores, judged)
-    assert float(found["average_precision"][0]) == pytest.approx(sklearn.average_precision_score(judged.label, scores))
-    halves = [sklearn.roc_auc_score(judged.label[r], scores[r]) for r in judged.halves]
-    assert float(found["roc_auc_halves"][0]) == pytest.approx(sum(halves) / 2)
-    other = judged_scores(pairs, judged, "mean", RankingOptions())
-    seeds = judged_metrics(torch.stack([scores, other]), judged)
-    for name, values in judged_metrics(other, judged).items():
-        torch.testing.assert_close(seeds[name], (found[name] + values) / 2)
-
-
 def test_rankings(world):
     pairs, judged = world
     names = ["csd", "mean", "faiss-csd", "tolerance", "match-probability"]

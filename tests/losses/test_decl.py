@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Dirichlet, kl_divergence
 
 from probemb.losses import DECLLoss, decl_correspondence, decl_loss
-from probemb.losses.noisy import dirichlet_kl, dynamic_hinge, evidence, evidential_loss, n_negatives
+from probemb.losses.noisy import dirichlet_kl, dynamic_hinge, evidence, evidential_loss
 from tests.losses.points import close, pairs, same_images
 
 
@@ -54,14 +54,6 @@ def test_whole_loss_with_noisy_pairs_and_several_captions_of_an_image():
     close(out.loss, expected)
     assert set(out.terms) == {"evidential", "hinge"}
     close(loss(image, text).loss, loss(image, text, torch.eye(6), clean=torch.ones(6)).loss)
-
-
-def test_negatives_are_annealed():
-    assert [n_negatives(128, step) for step in (0, 40, 1000, 10**6)] == [128, 127, 103, 5]
-    assert n_negatives(4, 0) == 3
-    assert n_negatives(1, 0) == 1
-    image, text = pairs(4)
-    assert torch.isfinite(DECLLoss()(image, text).loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

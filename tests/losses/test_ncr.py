@@ -62,13 +62,6 @@ def test_pairs_that_are_all_as_clean_are_split_in_two_parts(n):
     assert split_clean(torch.ones(1).double()).all()
 
 
-def test_refined_labels():
-    p, w = torch.tensor([0.2, 0.4]), torch.tensor([0.5, 0.1])
-    clean, q = torch.tensor([True, False]), torch.tensor([0.9, 0.8])
-    torch.testing.assert_close(refine_labels(p, w, clean), torch.tensor([0.6, 0.4]))
-    torch.testing.assert_close(refine_labels(p, w, clean, q), torch.tensor([0.6, 0.6]))
-
-
 def test_authors_modes(parity):
     v = parity("10_noisy_and_daa")
     s = torch.from_numpy(v["scores"])

@@ -50,12 +50,3 @@ def test_refusing_the_most_uncertain_equals_its_definition():
     assert curve.area == pytest.approx(curve.oracle)
     assert curve.random == 0.5
     assert rejection_curve(-u, score).area == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4)
-
-
-def test_equal_uncertainty_says_nothing():
-    score = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    curve = rejection_curve(torch.ones(4), score)
-    assert curve.score == pytest.approx([0.75] * 20)
-    assert curve.area == pytest.approx(curve.random)
-    assert rejection_curve(torch.tensor([0.1, 0.2]), torch.tensor([torch.nan, 1.0]), (0, 0.5)).score == [1, 1]
-    assert rejection_curve(torch.ones(2), torch.full((2,), torch.nan)) is None

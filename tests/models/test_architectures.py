@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import create_model, create_tokenizer, vocabulary_for
+from probemb.models import create_model, create_tokenizer
 from probemb.models.architectures import OWN, architecture, read_architecture, supported_names, tower_kind
 
 HF = [name for name in open_clip.list_models() if tower_kind(read_architecture(name), "text_cfg") == "open_clip.hf"]
@@ -17,28 +17,6 @@ WITHOUT_HF = [name for name in open_clip.list_models() if name not in HF]
 DISTINCT = {
     str(read_architecture(name)["vision_cfg"]): name for name in WITHOUT_HF
 }  # the last name of each image tower
-
-
-TEXT = {"context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12}
-VISION = {"image_size": 224, "layers": 12, "width": 768, "patch_size": 16}
-NEXT = {  # of open_clip's next version: what it lists, and why it is refused
-    "CLAP-HTSAT-tiny": ({"audio_cfg": {"model_type": "HTSAT"}, "text_cfg": {"hf_model_name": "roberta-base"}}, "CLAP"),
-    "GenLIP-B": ({"genlip_cfg": {"width": 768}, "vision_cfg": VISION, "text_cfg": TEXT}, "GenLIP"),
-    "mammut": ({"vision_cfg": VISION, "multimodal_cfg": {"width": 512}}, "no text tower"),
-}
-
-
-@pytest.fixture
-def next_version(monkeypatch):
-    for name, (config, _) in NEXT.items():
-        monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, name, {"embed_dim": 512, **config})
-
-
-@pytest.mark.parametrize("name", NEXT)
-def test_what_is_no_pair_of_towers_is_refused_with_its_kind(name, next_version):
-    with pytest.raises(UserError, match=f"'{name}' cannot become probabilistic here: .*{NEXT[name][1]}"):
-        create_model(name)
-    assert vocabulary_for(name, None, None, []) is None  # what the trainers ask before
 
 
 def test_at_least_120_of_open_clips_architectures_are_supported():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from probemb.errors import UserError
-from probemb.models import create_model, import_pcmepp, load_model, push_to_hub, save_model, weights_sha256
+from probemb.models import create_model, load_model, push_to_hub, save_model, weights_sha256
 from probemb.models.formats.export import export_open_clip
 
 NAME = "ViT-Micro-32"
@@ -72,27 +72,6 @@ def test_round_trip_is_exact(tmp_path, options):
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert tokenizer(["a cat"]).shape == (1, model.context_length)
     assert transforms.evaluate.transforms[0].size == model.image_size
-
-
-def test_every_way_to_name_a_saved_model(tmp_path):
-    model = model_with()
-    save_model(model, tmp_path / "run" / "model")
-    places = [tmp_path / "run", tmp_path / "run" / "model", tmp_path / "run" / "model" / "model.safetensors"]
-    for place in places:
-        assert same_outputs(load_model(place).model, model)
-        assert same_outputs(load_model(str(place)).model, model)
-    (tmp_path / "run" / "model" / "config.json").unlink()
-    assert same_outputs(load_model(tmp_path / "run").model, model)  # the weights carry their configuration
-
-
-def test_another_model_is_not_overwritten_silently(tmp_path):
-    first, second = model_with(), model_with(n_unc_layers=2)
-    save_model(first, tmp_path)
-    with pytest.raises(UserError, match="already holds another model"):
-        save_model(second, tmp_path)
-    assert same_outputs(load_model(tmp_path).model, first)
-    save_model(second, tmp_path, overwrite=True)
-    assert same_outputs(load_model(tmp_path).model, second)
 
 
 def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
@@ -229,20 +208,6 @@ def test_published_folder_is_recognised(tmp_path, n_unc_layers, pickled):
     assert loaded.config["n_unc_layers"] == n_unc_layers
     save_model(loaded, tmp_path / "ours")
     assert same_outputs(load_model(tmp_path / "ours").model, model)
-
-
-def test_published_weights_that_are_incomplete():
-    _, state, config = published()
-    without = {key: value for key, value in state.items() if key != "visual.ln_post.weight"}
-    with pytest.raises(UserError, match=r"missing: visual\.ln_post\.weight"):
-        import_pcmepp(without, config)
-    without = {key: value for key, value in state.items() if key != "visual.conv1.weight"}
-    with pytest.raises(UserError, match="not a complete PCME"):
-        import_pcmepp(without, config)
-    with pytest.raises(UserError, match="another shape"):
-        import_pcmepp(state, {**config, "text_cfg": {"context_length": 20}})
-    with pytest.raises(UserError, match="not a complete PCME"):
-        import_pcmepp(state | {"logit_scale": torch.zeros(2, 3)}, config)
 
 
 @pytest.fixture

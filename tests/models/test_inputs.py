@@ -10,7 +10,6 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, InterpolationMode, Resize
 
 from probemb.data.pixels import as_pixels
-from probemb.errors import UserError
 from probemb.models import (
     Augmentation,
     create_model,
@@ -116,16 +115,3 @@ def test_tokenizer_is_not_held_up_by_hostile_text(model):
     assert time.perf_counter() - start < 5
     assert tokens.shape == (3, 16)
     assert (tokens[:, -1] == 49407).sum() >= 1
-
-
-def test_a_vocabulary_of_another_corpus_is_refused():
-    from probemb.data.captions.dataset import CaptionDataset
-    from probemb.models import check_words
-
-    model = create_model("resnet-gru-small", vocabulary=["a", "red", "circle"])
-    own = CaptionDataset([["a red circle", "A red square."]], [1], source="own")
-    check_words(model, own)
-    check_words(create_model("ViT-Micro-32"), CaptionDataset([["Zwei Hunde"]], [1]))  # parts of words fit everything
-    with pytest.raises(UserError, match="has 17% of the words of x: it is of another corpus") as error:
-        check_words(model, CaptionDataset([["a dog runs"], ["two dogs play"]], [1, 2], source="x"))
-    assert "tools.build_vocabulary x" in error.value.remedy

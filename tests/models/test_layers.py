@@ -6,10 +6,9 @@ import torch
 
 from pretrain.config import Optimizer
 from pretrain.engine.engine import parameter_groups
-from probemb.errors import UserError
 from probemb.models import create_model
 from probemb.models.architectures import architecture, build_stock
-from probemb.models.layers import check_frozen, freeze_backbones, layer_rates
+from probemb.models.layers import freeze_backbones, layer_rates
 from probemb.models.towers.timm_image import TimmTower
 
 NAME = "ViT-Micro-32"  # two blocks in each tower
@@ -77,15 +76,3 @@ def test_groups_have_every_trained_parameter_once():
     rates = layer_rates(model, 0.5)
     assert all(rates[names[id(p)]] == group["multiplier"] for group in groups for p in group["params"])
     assert len(parameter_groups(create_model(NAME), Optimizer())) == 2
-
-
-def test_locks_that_lock_nothing_or_everything_are_refused():
-    model = create_model(NAME, probabilistic=False)
-    freeze_backbones(model, True, image_groups=9)
-    check_frozen(model, image=False, text=False)
-    model.visual.requires_grad_(True)
-    with pytest.raises(UserError, match="locks nothing of the image tower"):
-        check_frozen(model, image=True, text=False)
-    freeze_backbones(model, True, True)
-    with pytest.raises(UserError, match="nothing of them would be trained"):
-        check_frozen(model, image=True, text=True)

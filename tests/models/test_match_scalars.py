@@ -11,7 +11,6 @@ from probemb import Gaussian, create_model, load_model
 from probemb.distances import csd, sampled_match_probability
 from probemb.errors import UserError
 from probemb.evaluation.predictors import match_of_first, query_scores
-from probemb.evaluation.rankings import fitting, ranking_names
 from probemb.models import as_one, save_model
 from probemb.models.dual_encoder import ceiling
 from probemb.models.formats.export import export_open_clip
@@ -74,23 +73,6 @@ def test_in_a_gallery_exactly_one_item_matches():
     torch.testing.assert_close(match_of_first(image, text, MatchModel.of(model)), (alone / alone.sum(1, True)).amax(1))
     with pytest.raises(UserError, match="no match probability"):
         create_model(NAME, match="none").match_probability(image, text)
-
-
-def test_a_loss_without_a_and_b_leaves_no_match_probability(tmp_path):
-    model = create_model(NAME, match="none")
-    assert model.probabilistic
-    assert not model.predicts_matches
-    found = query_scores(items(5, 0), items(7, 1), MatchModel.of(model))
-    assert "u" in found
-    assert "expected-matches" not in found
-    assert MatchModel.of(model).describe().startswith("none: the loss trained no a and b")
-    assert "match-probability" not in fitting(ranking_names(None), model, False)
-    with pytest.raises(UserError, match="did not train"):
-        fitting(["match-probability"], model, True)
-    save_model(model, tmp_path)
-    assert not load_model(tmp_path).model.predicts_matches
-    fresh = create_model(NAME, pretrained=str(tmp_path), init_scale=None, init_shift=None)
-    assert (fresh.predicts_matches, fresh.match_numbers()) == (True, (5, 5))
 
 
 def test_at_the_ceiling_a_gradient_can_only_lower():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from probemb.models import create_model, load_model, save_model
 from probemb.models.features import Features
 from probemb.models.heads import HeadConfig, PIEHead
 from probemb.models.pooling import TokenAttention
@@ -157,33 +156,6 @@ def test_text_encoder(parity):
     tower.load_state_dict(state)
     check_encoder(arrays, "txt_enc", tower.mean_head, tower.log_var_head, *tower.features(tokens))
     assert_close(tower(tokens)[0], torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
-
-
-@pytest.mark.parametrize("n_embeddings", [1, 3])
-@pytest.mark.parametrize("probabilistic", [True, False])
-def test_as_a_head_of_both_towers(tmp_path, n_embeddings, probabilistic):
-    torch.manual_seed(0)
-    model = create_model(
-        "ViT-Micro-32", head="pie", embed_dim=24, n_embeddings=n_embeddings, probabilistic=probabilistic
-    )
-    images, tokens = torch.randn(2, 3, 32, 32), torch.tensor([[49406, 320, 49407, 0], [49406, 49407, 0, 0]])
-    out = model(images, tokens)
-    shape = (2, 24) if n_embeddings == 1 else (2, n_embeddings, 24)
-    weight = torch.linspace(-1, 1, 24)
-    total = out.logit_scale * out.scale + out.shift
-    for gaussian in (out.image, out.text):
-        assert gaussian.mean.shape == gaussian.log_var.shape == shape
-        assert_close(gaussian.mean.norm(dim=-1), torch.ones(shape[:-1]))
-        if probabilistic:
-            assert_close(gaussian.uncertainty(), torch.ones(shape[:-1]), rtol=0.25, atol=0)
-        total = total + ((gaussian.mean + gaussian.log_var) * weight).sum()
-    total.backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
-    model.eval()
-    longer = torch.cat([tokens, torch.zeros(2, 3, dtype=torch.long)], 1)
-    assert_close(model.encode_text(longer).log_var, model.encode_text(tokens).log_var)  # padding takes no part
-    save_model(model, tmp_path)
-    assert_close(load_model(tmp_path).model.encode_text(tokens).mean, model.encode_text(tokens).mean)
 
 
 def test_an_item_without_tokens_attends_to_none():

@@ -1,14 +1,12 @@
 """Models that read words: made with a vocabulary, saved with it, started from word vectors."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
 from probemb.errors import UserError
-from probemb.models import create_model, create_tokenizer, fill_word_vectors, load_model, save_model
+from probemb.models import create_model, fill_word_vectors, save_model
 
 NAME, WORDS = "scenes-cnn-gru", ["a", "red", "circle", "photo", "of"]
 
@@ -16,26 +14,6 @@ NAME, WORDS = "scenes-cnn-gru", ["a", "red", "circle", "photo", "of"]
 def make(**options):
     torch.manual_seed(0)
     return create_model(NAME, **{"n_unc_layers": 1, "vocabulary": WORDS, **options})
-
-
-@pytest.mark.parametrize("head", ["clip", "gpo"])
-def test_a_single_file_is_the_whole_model(tmp_path, head):
-    model = make(head=head).eval()
-    save_model(model, tmp_path / "run" / "model")
-    alone = tmp_path / "alone.safetensors"
-    shutil.move(tmp_path / "run" / "model" / "model.safetensors", alone)
-    loaded, tokenizer, _ = load_model(alone)
-    tokens = tokenizer(["A photo of a red circle.", "a blue ring"])
-    assert tokens[:, :6].tolist() == [[2, 5, 6, 2, 3, 4], [2, 1, 1, 0, 0, 0]]
-    assert torch.equal(tokens, create_tokenizer(model)(["A photo of a red circle.", "a blue ring"]))
-    pixels = torch.randn(2, 3, 64, 64)
-    for encode, inputs in (("encode_text", tokens), ("encode_image", pixels)):
-        ours, theirs = getattr(model, encode)(inputs), getattr(loaded, encode)(inputs)
-        assert_close(theirs.mean, ours.mean)
-        assert_close(theirs.log_var, ours.log_var)
-    short = model.encode_text(model.cut_padding(tokens))
-    assert_close(short.mean, model.encode_text(tokens).mean)
-    assert_close(short.mean.norm(dim=-1), torch.ones(2))
 
 
 def test_vocabulary_comes_from_a_file_or_the_pretrained_run(tmp_path):

@@ -112,16 +112,3 @@ def test_sentences_that_are_refused(entities, content, what):
     (entities / "Sentences" / "36979.txt").write_bytes(content)
     with pytest.raises(UserError, match=what):
         find_phrases(entities, "test")
-
-
-@pytest.mark.parametrize(
-    "one",
-    [
-        "../36979",
-        "/etc/passwd",
-    ],
-)
-def test_ids_that_lead_out_of_the_folder(entities, one):
-    (entities / "test.txt").write_text(f"36979\n{one}\n")
-    with pytest.raises(UserError, match="no id of an image"):
-        find_phrases(entities, "test")

@@ -1,7 +1,5 @@
 """Proposals with their features: files that belong together, one image at a time, and what is refused."""
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -47,12 +45,6 @@ def _reversed():
     return boxes
 
 
-def _infinite():
-    boxes = np.zeros((3, 3, 4), np.float32)
-    boxes[:, 0] = [0, 0, np.inf, 9]
-    return boxes
-
-
 REFUSED = {
     "shape": ({"boxes": np.zeros((3, 2, 4), np.float32)}, r"its shape is \(3, 2, 4\), not \(3, 3, 4\)"),
     "objects": ({"boxes": np.full((3, 3, 4), None, object)}, "it holds Python objects"),
@@ -67,18 +59,3 @@ def test_files_that_do_not_belong_together(data, tmp_path, case):
     options, what = REFUSED[case]
     with pytest.raises(UserError, match=what):
         read_region_proposals(write(tmp_path, **options), data, None)
-
-
-class Trap:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('a pickle was executed')",)
-
-
-@pytest.mark.parametrize("damage", [lambda x: x[:-100], lambda x: pickle.dumps(Trap())])
-def test_truncated_and_pickled_arrays(data, tmp_path, damage):
-    name = "test_boxes.npy"
-    file = write(tmp_path)
-    content = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(damage(content))
-    with pytest.raises(UserError, match=name):
-        read_region_proposals(file, data, None)

@@ -67,21 +67,6 @@ def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch, piece):
     assert list(stream_list(file)) == []
 
 
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        ('{"id": 1}', "not a list"),
-        ('[{"id": 1}', "ends before"),
-        ("[" * 200_000, "JSON"),
-    ],
-)
-def test_what_is_no_list(tmp_path, content, what):
-    file = tmp_path / "x.json"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=what):
-        list(stream_list(file))
-
-
 def test_an_entry_without_end_is_refused_before_memory_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr("probemb.data.boxes.visual_genome.MAX_ENTRY", 1 << 12)
     monkeypatch.setattr("probemb.data.boxes.visual_genome._PIECE", 1 << 10)

@@ -31,15 +31,6 @@ def test_splits_classes_and_images(cub):
     assert test.only([2, 0]).classes == TEST * 2
 
 
-def test_held_out_images_of_the_training_classes_validate(cub):
-    held = [names()[0], names()[4]]
-    save(cub / "seen_test_images.txt", "\n".join(held) + "\n")
-    validation, train = find_captions(cub, "val"), find_captions(cub, "train")
-    assert [f"{one}.jpg" for one in validation.image_ids] == held
-    assert len(train) == 7
-    assert not set(train.image_ids) & set(validation.image_ids)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -42,18 +42,6 @@ def test_both_formats_name_the_same_rows(tmp_path):
         assert found.unknown == 0
 
 
-@pytest.mark.parametrize(
-    ("ids", "places"),
-    [
-        (("a", "b", "c"), None),
-        ((7, 8, 9), ("a.JPG", "b.png", "c.jpeg")),
-    ],
-)
-def test_images_are_known_by_their_names(ids, places, tmp_path):
-    found = read(tmp_path, "a.jpg\tc.jpg#0\t0.5\t1\t1\n", dataset(ids, places=places))
-    assert (found.image.tolist(), found.caption.tolist()) == ([0], [5])
-
-
 def test_pairs_that_the_data_does_not_hold_are_counted(tmp_path):
     text = HEADER + "a\tb\t0\t1\t2\nz\tb\t0\t1\t2\na\tz\t0\t1\t2\na\tc\t1\t1\t2\n"
     found = read(tmp_path, text)
@@ -62,14 +50,6 @@ def test_pairs_that_the_data_does_not_hold_are_counted(tmp_path):
         read(tmp_path, HEADER + "z\tb\t0\t1\t2\n")
     with pytest.raises(UserError, match="several images of the name a"):
         read(tmp_path, text, dataset(("x/a", "y/a", "b")))
-
-
-def test_without_some_images(tmp_path):
-    found = read(tmp_path, HEADER + "a\tb\t0\t1\t2\nb\tc\t0\t2\t1\nc\tb\t2\t3\t0\n")
-    left = found.among(torch.tensor(dataset().owner()), [1, 2])
-    assert (left.image.tolist(), left.caption.tolist()) == ([0, 1], [3, 2])
-    assert (left.yes.tolist(), left.names, left.unknown) == ([2, 3], ["b\tc#0", "c\tb#2"], 1)
-    assert found.only(found.accepted).image.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

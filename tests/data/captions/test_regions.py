@@ -1,6 +1,5 @@
 """SCAN's and VSRN's files: features of regions beside captions; what belongs together, and what is refused."""
 
-import pickle
 import re
 
 import numpy as np
@@ -73,25 +72,6 @@ def test_refused_arrays(tmp_path, case):
     with pytest.raises(UserError, match=what) as error:
         find_captions(tmp_path, "train")
     assert re.search(remedy, error.value.remedy)
-
-
-class Trap:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('a pickle was executed')",)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x93NUMPY",
-        pickle.dumps(Trap()),
-    ],
-)
-def test_refused_files(tmp_path, content):
-    write(tmp_path)
-    (tmp_path / "train_ims.npy").write_bytes(content)
-    with pytest.raises(UserError, match="is no array of numpy"):
-        find_captions(tmp_path, "train")
 
 
 def test_a_cut_off_file_and_damaged_rows(tmp_path):

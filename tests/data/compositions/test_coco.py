@@ -1,21 +1,17 @@
 """COCO's instances file: a small file set in the published layout, in a folder, a zip and a tar; hostile files."""
 
 import json
-import shutil
 import zipfile
 
-import numpy as np
 import pytest
 
-from probemb.data.compositions import TupleNumbers, find_compositions
-from probemb.data.compositions.coco import read_coco, read_sizes
+from probemb.data.compositions.coco import read_coco
 from probemb.errors import UserError
 from tests.data.compositions.drawn import picture
 from tests.world import write_tar
 
 NAMES = {1: "person", 18: "dog", 44: "bottle"}
 N = 24
-FEW = TupleNumbers(1, 1, 0, 0, 0, (2, 1, 1))
 
 
 def content():
@@ -104,15 +100,6 @@ def test_pictures_in_a_folder_a_zip_and_a_tar_are_the_same(folder, tmp_path):
         read_coco(file, tmp_path / "cut.zip", 0)
 
 
-def test_a_folder_is_recognised_and_its_combinations_drawn(folder):
-    data = find_compositions(folder, "val", numbers=FEW)
-    assert len(data) == 3
-    assert data.tuples.shape == (1, 2)
-    shutil.rmtree(folder / "train2017")
-    with pytest.raises(UserError, match="None of the 16 images"):
-        find_compositions(folder, "val", numbers=FEW)
-
-
 def broken(change):
     found = content()
     change(found)
@@ -138,10 +125,3 @@ def test_hostile_files_are_refused(folder, case):
     file.write_bytes(data)
     with pytest.raises(UserError, match=message):
         read_coco(file, None, 0)
-
-
-def test_sizes_of_originals(folder):
-    sizes = read_sizes(folder / "annotations" / "instances_train2017.json")
-    assert sizes[100] == (20, 10)
-    assert len(sizes) == N
-    assert np.array(list(sizes.values())).shape == (N, 2)

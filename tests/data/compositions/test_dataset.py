@@ -37,20 +37,6 @@ def made(tuples=TUPLES, crops=None, places=None, **more):
 DATA = made()
 
 
-@pytest.mark.parametrize(
-    "concepts",
-    [
-        (0,),
-        (5, 3, 1),
-        (0, 1, 2, 3),
-    ],
-)
-def test_targets_are_the_images_with_all_concepts(concepts):
-    expected = [i for i, mine in enumerate(HELD) if concepts and set(concepts) <= mine]
-    assert DATA.targets(concepts).tolist() == expected
-    assert [DATA.holds[i] for i in range(N)] == [frozenset(mine) for mine in HELD]
-
-
 def test_examples_have_targets_and_parts_with_their_concepts():
     kinds, targets = Counter(), Counter()
     for row in range(400):

@@ -112,22 +112,3 @@ def test_published_lists_are_used_as_far_as_the_images_have_them(tmp_path):
         put("2_cat_combinations", content)
         with pytest.raises(UserError, match="2_cat_combinations"):
             find_compositions(folder, "test", lists=lists)
-
-
-def test_coco_small_with_the_published_lists(shared_data):
-    small, text = shared_data("coco_small"), shared_data("coco_text")
-    sizes = text / "captions_val2017.json.gz"
-    data = find_compositions(small, "test", lists=text / "mpc", sizes=sizes)
-    assert len(data) == 1049
-    assert len(data.concepts) == 80
-    assert len(data.queries) > 1000
-    ids = {place.name: row for row, place in enumerate(data.images.places)}
-    assert len(ids) == 1049
-    rows = json.loads(gzip.decompress((small / "mpc_combinations_subset.json.gz").read_bytes()))["2"]["test"]
-    numbers = {
-        one["id"]: i
-        for i, one in enumerate(sorted(json.loads((small / "categories.json").read_bytes()), key=lambda x: x["id"]))
-    }
-    for name, images in rows.items():
-        found = data.targets([numbers[int(one)] for one in name.split("_")])
-        assert sorted(int(data.images.places[i].name.rpartition(":")[2]) for i in found) == sorted(images)

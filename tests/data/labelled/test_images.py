@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from probemb.data.image_loader import ImageBatches, describe_bad, in_both
+from probemb.data.image_loader import ImageBatches, describe_bad
 from probemb.data.labelled.classes import imagenet_classes
 from probemb.data.labelled.images import find_images, resolve_classes
 from probemb.errors import UserError
@@ -43,13 +43,6 @@ def test_shards_a_tar_and_folders_give_the_same_pictures(shards, folders, pictur
         found = sorted((classes.names[label], images.open(i).tobytes()) for i, label in enumerate(labels))
         assert found == expected, kind
         assert len({place.name for place in images.places}) == len(pictures)
-
-
-def test_images_in_two_sets_are_found_by_their_bytes(shards, folders, pictures):
-    everything, first, second = (find_images(data) for data in (folders, shards / "00000.tar", shards / "00001.tar"))
-    assert in_both(first, second) == []
-    assert len(in_both(first, everything)) == len(first)
-    assert len(in_both(everything, first)) == len(first) < len(pictures)
 
 
 def test_a_flat_tar_needs_a_label_file(pictures, tmp_path):
@@ -100,16 +93,6 @@ def test_a_thousand_wordnet_folders_are_imagenet(tmp_path, pictures):
         resolve_classes(find_images(tmp_path), None)
 
 
-def test_imagenet_v2_has_numbers_for_folders(tmp_path, pictures):
-    for number in range(1000):
-        (tmp_path / str(number)).mkdir()
-    (tmp_path / "281" / "x.jpg").write_bytes(pictures[0][1])
-    (tmp_path / "10" / "x.jpg").write_bytes(pictures[1][1])
-    classes, labels = resolve_classes(find_images(tmp_path), None)
-    assert sorted(classes.names[label] for label in labels) == sorted(imagenet_classes().names[i] for i in (10, 281))
-    assert sorted(labels) == [10, 281]
-
-
 def test_what_holds_no_labelled_image_is_refused(tmp_path, folders):
     with pytest.raises(UserError, match="does not exist"):
         find_images(tmp_path / "missing")
@@ -144,8 +127,3 @@ def test_unreadable_images_are_counted_named_and_left_out(with_bad):
     assert sorted(name for name, _ in batches.bad) == ["003", "009", "017"]
     assert "3 images left out: 009 (the cls is not a class index" in describe_bad(batches.bad)
     assert describe_bad([]) == ""
-
-
-def test_too_many_unreadable_images_stop_the_command(with_bad):
-    with pytest.raises(UserError, match=r"2 of 32 images .* cannot be used \(009: .*; 003: "):
-        list(ImageBatches(with_bad, to_tensor, batch_size=5, max_bad=0.05))

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from probemb.data.failures import BadShard
 from probemb.data.remote.cache import CacheFull, ShardCache
 from probemb.data.remote.sources import FetchPolicy, Remote
 from tests.webserver import serve
@@ -76,16 +75,6 @@ def test_the_longest_unused_goes_first_and_never_one_in_use(served, tmp_path):
     with pytest.raises(CacheFull, match=r"Raise data\.cache_gib"):
         cache.open(shard(served, 0), 4 * SIZE)
     assert names(tmp_path / "cache").count(".tar") == 3
-
-
-def test_failures_leave_nothing_and_are_tried_again(served, tmp_path):
-    cache = ShardCache(tmp_path / "cache", 4 * SIZE, QUICK)
-    served.troubles["0.tar"] = [503] * 3
-    with pytest.raises(BadShard, match=r"0\.tar: cannot be fetched in 3 attempts"):
-        cache.open(shard(served, 0), SIZE)
-    assert not {".tar", ".part"} & set(names(tmp_path / "cache"))
-    cache.open(shard(served, 0), SIZE).close()
-    assert ".failed" not in names(tmp_path / "cache")
 
 
 def _read_many(site, folder, seed, limit, queue) -> None:

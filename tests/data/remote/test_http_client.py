@@ -129,16 +129,6 @@ def test_an_answer_without_an_end(drip, scheme, tmp_path):
         assert len(server.heads) == len(asking)
 
 
-def test_a_handshake_without_an_end():
-    begin = b"\x16\x03\x03\x40\x00"  # the head of a record of 16 KiB
-    with listening(fine) as server:
-        server.serve = lambda connection: server.drip(connection, begin, b"\x02" if begin else b"")
-        began = time.monotonic()
-        with pytest.raises(BadShard, match=r"no answer in 0\.5 s"):
-            version_of(Remote(f"https://127.0.0.1:{server.port}/a"), SHORT)
-        assert time.monotonic() - began < LATE
-
-
 def test_the_deadline_is_one_for_all_redirects(tmp_path):
     def lead_on(server, connection, head):
         time.sleep(0.15)

@@ -51,28 +51,6 @@ def test_a_file_that_changes_between_attempts_is_not_patched_together(folder, tm
         assert site.requests[-1] == ("a.tar", None)
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        "http",
-        "pipe",
-    ],
-)
-def test_another_size_than_the_index_says(folder, tmp_path, scheme):
-    with serve(folder) as site:
-        address = {
-            "http": f"{site.address}/a.tar",
-            "pipe": f"pipe:cat {folder}/a.tar",
-            "file": f"file://{folder}/a.tar",
-        }
-        policy = FetchPolicy(attempts=2, timeout=20, backoff=0.01)
-        with pytest.raises(BadShard, match="more than"):
-            got(Remote(address[scheme]), tmp_path, len(DATA) - 1, policy)
-        with pytest.raises(BadShard, match=r"its index says 512,001|HTTP 416"):
-            got(Remote(address[scheme]), tmp_path, len(DATA) + 1, policy)
-        assert (tmp_path / "got").stat().st_size <= len(DATA)
-
-
 def test_commands(folder, tmp_path):
     assert got(Remote(f"pipe:cat {folder}/a.tar"), tmp_path) == DATA
     assert got(Remote(f"pipe:head -c 1000 {folder}/a.tar; tail -c +1001 {folder}/a.tar"), tmp_path) == DATA
@@ -145,16 +123,6 @@ def read_index_over_fsspec(corpus):
 
     main(["index", str(corpus), "--workers", "1"])
     return read_index(f"file://{corpus}/*.tar", FetchPolicy(attempts=1))
-
-
-def test_indexes_that_a_command_prints(corpus):
-    shards = read_index(f"pipe:cat {corpus}/{{00000..00001}}.tar | cat", QUICK)
-    assert [shard.path.address for shard in shards] == [f"pipe:cat {corpus}/0000{i}.tar | cat" for i in range(2)]
-    assert [shard.name for shard in shards] == ["00000.tar", "00001.tar"]
-    with pytest.raises(UserError, match=r"does not name 00009\.tar"):
-        read_index(f"pipe:cat {corpus}/00000.tar 2>/dev/null; true".replace("00000", "00009"), QUICK)
-    with pytest.raises(UserError, match="names 0 tars"):
-        read_index("pipe:true", QUICK)
 
 
 @pytest.mark.parametrize(

@@ -11,31 +11,9 @@ from probemb.data.shards.prefetch import Prefetcher
 from tests.webserver import serve
 
 
-class Broken(ShardCache):
-    """Every fetch fails with an error that nobody expects."""
-
-    def open(self, *_, **__):
-        raise AttributeError("length")
-
-
 def shards(count, site=None):
     address = site.address if site else "http://127.0.0.1:9"
     return [Shard(f"{i}.tar", Remote(f"{address}/{i}.tar"), 1, 100) for i in range(count)]
-
-
-def test_no_error_leaves_a_request_without_an_answer(tmp_path):
-    prefetcher = Prefetcher(Broken(tmp_path, 1 << 20), threads=2)
-    wanted = shards(6)
-    for shard in wanted:
-        prefetcher.request(shard, keep=True)
-    for shard in wanted:
-        with pytest.raises(AttributeError):
-            prefetcher.take(shard, 20)
-    for shard in wanted:
-        prefetcher.request(shard)
-    for shard in wanted:
-        prefetcher.wait(shard)  # whoever needs the shard finds out
-    prefetcher.close()
 
 
 def test_what_is_taken_stays_until_then(tmp_path):

@@ -53,14 +53,6 @@ def test_equals_tarfile(write_tar, format):
     assert [data[offset : offset + size] for _, offset, size in found] == [content for _, content in files]
 
 
-def test_pax_size_overrides_the_header(tmp_path):
-    record = b"9 size=7\n"
-    data = header(b"x", b"%011o\0" % len(record), b"x") + record.ljust(512, b"\0")
-    data += header(size=b"00000000000\0") + b"1234567".ljust(512, b"\0") + END
-    path = write(tmp_path, data)
-    assert members(path) == [("a.jpg", 1536, 7)]
-
-
 def test_base_256_size(tmp_path):
     path = write(tmp_path, header(size=b"\x80" + (5).to_bytes(11, "big")) + b"12345".ljust(512, b"\0") + END)
     assert members(path) == [("a.jpg", 512, 5)] == reference(path)

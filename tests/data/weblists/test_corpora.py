@@ -19,7 +19,6 @@ from probemb.data.weblists.corpora import (
     read_list,
 )
 from probemb.data.weblists.markup import clean_caption
-from probemb.errors import UserError
 
 
 def rows(corpus, path, **options):
@@ -77,21 +76,6 @@ def test_rows_that_cannot_be_used(tmp_path):
     zipped = tmp_path / "list.tsv.gz"
     zipped.write_bytes(gzip.compress(path.read_bytes()))
     assert [row.url for row in rows("cc3m", zipped) if isinstance(row, Row)] == ["http://a.b/1.jpg", "http://a.b/4.jpg"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b'{"annotations": 3}',
-        b"[" * 100_000,
-    ],
-)
-def test_redcaps_that_is_none(tmp_path, content):
-    path = tmp_path / "cats_2017.json"
-    path.write_bytes(content)
-    with pytest.raises(UserError):
-        rows("redcaps", path)
 
 
 @pytest.mark.parametrize(

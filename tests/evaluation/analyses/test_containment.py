@@ -5,8 +5,7 @@ import torch
 
 from probemb.distances import inclusion
 from probemb.evaluation.analyses import containment
-from probemb.evaluation.analyses.containment import direction, own_pairs
-from probemb.evaluation.embed_pairs import EmbeddedPairs
+from probemb.evaluation.analyses.containment import direction
 from probemb.gaussian import Gaussian
 from probemb.metrics import roc_auc
 
@@ -16,20 +15,6 @@ D = 6
 def normals(n, seed=0, spread=0.3):
     generator = torch.Generator().manual_seed(seed)
     return Gaussian(torch.randn(n, D, generator=generator), spread * torch.randn(n, D, generator=generator) - 2)
-
-
-def pairs_of(images, texts, owner):
-    return EmbeddedPairs(images, texts, owner, list(range(len(images.mean))), [])
-
-
-def test_own_pairs_are_those_of_a_loop():
-    images, texts, owner = normals(9), normals(21, 1), torch.arange(21) % 9
-    inside = inclusion(images, texts) > 0
-    found = own_pairs(pairs_of(images, texts, owner))
-    assert found["pairs"] == 21
-    assert found["lies_in"]["value"] == pytest.approx(sum(float(inside[owner[m], m]) for m in range(21)) / 21)
-    assert 0 < found["lies_in"]["low"] < found["lies_in"]["value"] < found["lies_in"]["high"] < 1
-    assert found == own_pairs(pairs_of(images, texts, owner))
 
 
 def scenes(n_images=40, n_captions=25, seed=3):

@@ -1,7 +1,5 @@
 """Ellipses in a plane: principal components, and the share of samples that they hold."""
 
-import math
-
 import pytest
 import torch
 
@@ -23,20 +21,6 @@ def test_the_plane_has_the_largest_variance():
     assert (plane.axes * vectors[:, [-1, -2]]).sum(0).abs().tolist() == pytest.approx([1, 1])
     torch.testing.assert_close(plane.axes.T @ plane.axes, torch.eye(2).double())
     assert (plane_of(-points).axes - plane.axes).abs().max() < 1e-9  # signs are fixed
-
-
-def test_two_dimensions_are_the_plane_itself():
-    g = normals(d=2)
-    plane = plane_of(g.mean)
-    found = ellipses(g, plane)
-    assert plane.share == 1
-    torch.testing.assert_close(found.centre, g.mean.double())
-    radii = math.sqrt(2 * math.log(2)) * g.std.double()
-    torch.testing.assert_close(found.radii, radii.sort(1, descending=True).values)
-    upright = g.var[:, 1] > g.var[:, 0]
-    torch.testing.assert_close(found.angle.sin().abs(), upright.double())
-    with pytest.raises(ValueError, match="1 dimensions have no plane"):
-        plane_of(g.mean[:, :1])
 
 
 def test_they_hold_their_share_of_the_samples():

@@ -16,12 +16,6 @@ def normals(n=N, log_var=-2.0, seed=0) -> Gaussian:
     return Gaussian(torch.randn(n, D, generator=r), log_var + 0.3 * torch.randn(n, D, generator=r))
 
 
-def test_geometric_sigma_is_the_determinants():
-    g = normals()
-    expected = torch.stack([torch.linalg.det(torch.diag(v.double())) for v in g.var]) ** (0.5 / D)
-    torch.testing.assert_close(geometric_sigma(g), expected)
-
-
 def test_coverage_is_the_share_of_samples_in_the_central_interval():
     a, b = normals(3, seed=1), normals(3, seed=2)
     z = a.sample(200_000, torch.Generator().manual_seed(3))

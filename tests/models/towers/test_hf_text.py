@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from probemb.models import DualEncoder, create_model
 from probemb.models.architectures import build_stock
@@ -77,18 +76,3 @@ def test_gradient_reaches_every_parameter(kind, head, tmp_path):
     places = {model.text.place(name) for name, _ in model.text.named_parameters()}
     assert {place.depth for place in places if place.part == "branch"} == {1, 2}
     assert {place.depth for place in places if place.part == "trunk"} == {0, 1, 2, 3}
-
-
-@KINDS
-def test_padding_is_cut_and_layers_are_recomputed(kind, tmp_path):
-    model, _ = make(kind, tmp_path)
-    tokens = texts(kind)
-    cut = model.eval().cut_padding(tokens)
-    assert cut.shape[1] == 7
-    whole = model.encode_text(tokens)
-    assert_close(model.encode_text(cut).mean, whole.mean)
-    assert_close(model.encode_text(cut).log_var, whole.log_var)
-    model.set_grad_checkpointing()
-    again = model.train().encode_text(tokens)
-    again.log_var.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.text.uncertainty_layers.parameters())

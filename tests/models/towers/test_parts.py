@@ -5,10 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from probemb.models import create_model, create_tokenizer, draw_parts
-from probemb.models.towers.parts import take_tokens
 
 TEXTS = ["a", "a photo of two dogs", "a small red car in front of a very old house with seven windows and no door"]
-WORDS = sorted({word for text in TEXTS for word in text.split()})
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +89,3 @@ def test_every_part_is_as_likely(model, share):
     frequency = torch.bincount(kept.flatten(), minlength=n) / len(inputs)
     expected = kept.shape[1] / n
     assert (frequency - expected).abs().max() < 4.5 * (expected * (1 - expected) / len(inputs)) ** 0.5
-
-
-def test_words_are_dropped_as_if_not_written():
-    torch.manual_seed(0)
-    model = create_model("scenes-cnn-gru", n_unc_layers=0, vocabulary=WORDS).eval()
-    tokenizer = create_tokenizer(model)
-    tokens = tokenizer(TEXTS)
-    kept = draw(0, model.text_tower, tokens, share=0.5)
-    texts = [" ".join(text.split()[p] for p in row.tolist() if p >= 0) for text, row in zip(TEXTS, kept)]
-    assert [len(text.split()) for text in texts] == [1, 2, 8]
-    assert torch.equal(take_tokens(tokens, kept)[:, :1], tokenizer(texts)[:, :1])
-    with torch.no_grad():
-        assert_close(model.encode_text(tokens, kept=kept).mean, model.encode_text(tokenizer(texts)).mean)

@@ -55,24 +55,6 @@ def test_equals_the_definition(options):
         assert features.mask[row].tolist() == [True] * length + [False] * (R - length)
 
 
-@pytest.mark.parametrize("options", [{"hidden": (8,)}, VSRN])
-def test_every_parameter_has_a_place_and_a_gradient(options):
-    model = tower(1, **options)
-    mean, log_var = model(regions())
-    (mean[:, 0] + log_var[:, 0]).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    places = {name: model.place(name) for name, _ in model.named_parameters()}
-    depth = 3 if options == VSRN else 0
-    assert places["maps.0.weight"] == ("trunk", depth + len(model.maps))
-    assert {part for part, _ in places.values()} == {"trunk", "branch", "head"}
-    if options == VSRN:
-        assert places["gru.weight_ih_l0"] == ("trunk", 1)
-        assert places["graph.1.g.weight"] == ("trunk", 2)
-        assert places["graph.0.g.weight"] == ("trunk", 3)
-    else:
-        assert places["maps.1.weight"] == ("trunk", 1)
-
-
 def test_published_architectures():
     """SCAN: tokens of both sides in 1024 dimensions; VSRN: 2048, and no map behind either GRU."""
     scan = create_model("scan-regions-gru", head="average", vocabulary=["a", "dog"], probabilistic=False)

@@ -4,7 +4,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch.testing import assert_close
 
 from probemb.errors import UserError
@@ -65,18 +64,6 @@ def test_weights_of_a_file(tmp_path):
     # From a run, the trunk comes along.
     again = create_model("resnet-gru-small", head="gpo", pretrained=str(tmp_path / "model"))
     assert torch.equal(again.visual.trunk.layer4[0].conv1.weight, model.visual.trunk.layer4[0].conv1.weight)
-
-
-def test_weights_that_do_not_fit(tmp_path):
-    save_file(timm.create_model("test_vit").state_dict(), tmp_path / "other.safetensors")
-    for source, what in {
-        str(tmp_path / "other.safetensors"): "another model",
-        "no_such_tag": "neither a file nor a weight tag of timm's test_resnet",
-    }.items():
-        with pytest.raises(UserError, match=what):
-            create_model("resnet-gru-small", vocabulary=WORDS, image_weights=source)
-    with pytest.raises(UserError, match="image tower from timm"):
-        create_model("ViT-Micro-32", image_weights="timm")
 
 
 @pytest.mark.parametrize("option", ["checkpoint_path", "pretrained_cfg"])

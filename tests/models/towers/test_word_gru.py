@@ -1,11 +1,10 @@
 """The GRU over words: exact for padded batches, equal to packed sequences, word vectors."""
 
-import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from probemb.models.heads import HeadConfig
-from probemb.models.towers.word_gru import POOLING, GRUShape, WordGRU
+from probemb.models.towers.word_gru import GRUShape, WordGRU
 
 VOCABULARY = ["a", "red", "blue", "dog", "cat", "of"]
 TOKENS = torch.tensor([[2, 3, 5, 0, 0, 0], [2, 4, 6, 7, 2, 3], [1, 0, 0, 0, 0, 0]])
@@ -34,32 +33,6 @@ def test_equals_packed_sequences_of_torch():
     torch.testing.assert_close(mean.tokens[words], expected[words])
     torch.testing.assert_close(mean.pooled, torch.cat([last[-2], last[-1]], 1))
     assert torch.equal(mean.mask, words)
-
-
-@pytest.mark.parametrize(
-    ("pooling", "bidirectional", "kind"),
-    [(pooling, i % 2 == 0, ("clip", "gpo")[i // 2 % 2]) for i, pooling in enumerate(POOLING)],
-)
-def test_a_text_does_not_depend_on_its_batch(pooling, bidirectional, kind):
-    model = tower(pooling=pooling, bidirectional=bidirectional, kind=kind)
-    together = model(TOKENS)
-    for row, text in enumerate(TOKENS):
-        alone = model(model.trim(text[None]))
-        for whole, one in zip(together, alone):
-            torch.testing.assert_close(whole[row], one[0])
-
-
-def test_every_parameter_has_a_place_and_a_gradient():
-    model = tower()
-    mean, log_var = model(TOKENS)
-    (mean[:, 0] + log_var[:, 0]).sum().backward()
-    places = {name: model.place(name) for name, _ in model.named_parameters()}
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert places["embedding.weight"] == ("trunk", 0)
-    assert places["layers.0.forwards.weight_ih_l0"] == ("trunk", 2)
-    assert places["layers.1.backwards.bias_hh_l0"] == ("trunk", 1)
-    assert places["branch.0.forwards.weight_ih_l0"] == ("branch", 1)
-    assert places["log_var_head.weight"] == ("head", 0)
 
 
 def test_averaged_directions_are_the_mean_of_both():

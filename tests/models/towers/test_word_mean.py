@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from probemb import load_model
 from probemb.errors import UserError
-from probemb.models import create_model, save_model
 from probemb.models.heads import HeadConfig
 from probemb.models.towers.word_mean import WordMean
 
@@ -30,15 +28,6 @@ def test_the_mean_is_of_known_words_alone():
     assert mean.mask.sum(1).tolist() == [3, 6, 3, 1]
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpo"])
-def test_a_text_does_not_depend_on_its_batch(kind):
-    model = tower(kind=kind)
-    together = model(TOKENS)
-    for row, text in enumerate(TOKENS):
-        for whole, one in zip(together, model(model.trim(text[None]))):
-            torch.testing.assert_close(whole[row], one[0])
-
-
 def test_vectors_are_no_parameters_and_all_others_learn():
     model = tower()
     (model(TOKENS)[0][:, 0] + model(TOKENS)[1][:, 0]).sum().backward()
@@ -51,15 +40,3 @@ def test_vectors_are_no_parameters_and_all_others_learn():
     assert torch.equal(model.vectors[[0, 1, 2, 3, 4, 6, 7]], before[[0, 1, 2, 3, 4, 6, 7]])
     with pytest.raises(UserError, match="2 numbers, the model's 5"):
         model.fill_embedding({"dog": np.ones(2, np.float32)})
-
-
-def test_a_saved_model_keeps_its_vectors(tmp_path):
-    model = create_model("resnet-words-small", vocabulary=VOCABULARY, probabilistic=False, head="mlp", n_unc_layers=0)
-    model.text.fill_embedding({"dog": np.arange(24, dtype=np.float32)})
-    save_model(model, tmp_path / "model")
-    again, tokenizer, _ = load_model(tmp_path / "model")
-    assert torch.equal(again.text.vectors, model.text.vectors)
-    words = tokenizer(["a red dog", "quite unknown"])
-    torch.testing.assert_close(again.encode_text(words).mean, model.eval().encode_text(words).mean)
-    with pytest.raises(UserError, match="has no vocabulary"):
-        create_model("resnet-words-small", probabilistic=False)
