@@ -40,6 +40,7 @@ def recipe():
     return scores, image_ids, caption_ids
 
 
+@pytest.mark.slow
 def test_equal_the_package_given_our_ranked_ids(recipe):
     """Single queries, computed here, against the package's own scores; COCO 1K against blocks of the matrix."""
     scores, image_ids, caption_ids = recipe

@@ -49,7 +49,7 @@ def test_the_shapes_against_their_definition():
 TOWERS = ("ViT-Micro-32", "resnet-gru-small", "scenes-cnn-gru")
 
 
-@pytest.mark.parametrize(("head", "name", "kind"), zip(HEADS, itertools.cycle(TOWERS), itertools.cycle(COVARIANCES)))
+@pytest.mark.parametrize(("head", "name", "kind"), [*zip(HEADS, itertools.cycle(TOWERS), itertools.cycle(COVARIANCES))])
 def test_every_head_and_tower(name, head, kind):
     model = make(name, head, covariance=kind, log_var_range=BOUNDS)
     start = 0.0  # the middle of the bounds, which leave -log 16 out

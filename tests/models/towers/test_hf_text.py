@@ -67,7 +67,7 @@ def test_mean_equals_open_clip(kind, tmp_path):
         assert torch.equal(model.eval().encode_text(tokens).mean, stock.eval().encode_text(tokens, normalize=True))
 
 
-@pytest.mark.parametrize(("kind", "head"), zip(CONFIGS, ["clip", "gpo", "clip"]))
+@pytest.mark.parametrize(("kind", "head"), [*zip(CONFIGS, ["clip", "gpo", "clip"])])
 def test_gradient_reaches_every_parameter(kind, head, tmp_path):
     model, _ = make(kind, tmp_path, head, 2)
     gaussian = model.train().encode_text(texts(kind))

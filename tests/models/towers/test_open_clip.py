@@ -68,7 +68,7 @@ def test_mean_equals_open_clip_bit_by_bit(kind, tmp_path):
             assert torch.equal(model.encode_text(tokens).mean, stock.encode_text(tokens, normalize=True))
 
 
-@pytest.mark.parametrize(("kind", "head"), zip(VISION, itertools.cycle(["clip", "gpo"])))
+@pytest.mark.parametrize(("kind", "head"), [*zip(VISION, itertools.cycle(["clip", "gpo"]))])
 def test_gradient_reaches_every_parameter(kind, head):
     for options in ({"n_unc_layers": (2, 1)}, {"probabilistic": False}):
         model = make(kind, head=head, **options)
@@ -96,7 +96,7 @@ def last_trunk_output(tower, images):
     return x if x.ndim == 3 else x.flatten(2).transpose(1, 2), unc
 
 
-@pytest.mark.parametrize(("kind", "n_unc_layers"), zip(VISION, itertools.cycle([1, 2])))
+@pytest.mark.parametrize(("kind", "n_unc_layers"), [*zip(VISION, itertools.cycle([1, 2]))])
 def test_the_branch_is_the_last_blocks_again(kind, n_unc_layers):
     model = make(kind, n_unc_layers=(n_unc_layers, 1)).eval()
     tower = model.visual
