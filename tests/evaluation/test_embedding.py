@@ -1,11 +1,16 @@
-"""Embeddings in batches: texts once each, in order, and refusals."""
+"""Embeddings in batches, pairs of them, and which captions match which images."""
 
 import pytest
 import torch
 
+from probemb import Gaussian
+from probemb.data.captions.find import find_captions
 from probemb.errors import UserError
+from probemb.evaluation.benchmarks import CLASS, OWN, TRUE, known_positives
+from probemb.evaluation.embed_pairs import EmbeddedPairs, centres
 from probemb.evaluation.embedding import encode_images, encode_texts
-from probemb.gaussian import Gaussian
+from probemb.evaluation.rankings import RankingOptions, numbers_per_item
+from tools.make_scenes import Plan, make
 
 
 class CountingEncoder:
@@ -43,3 +48,46 @@ def test_embeddings_that_are_not_finite_are_refused():
         encode_images(lambda x: Gaussian(x, 100 * x), [torch.ones(2, 3)])
     with pytest.raises(UserError, match="nothing to encode"):
         encode_images(lambda x: Gaussian(x, x), [])
+
+
+def pairs(*shape):
+    g = torch.Generator().manual_seed(0)
+    sides = (Gaussian(*(torch.randn(n, *shape, generator=g) for _ in range(2))) for n in (3, 4))
+    return EmbeddedPairs(*sides, torch.tensor([0, 0, 1, 2]), [0, 1, 2], [])
+
+
+def test_the_centre_of_several_embeddings_is_their_mean_on_the_sphere():
+    found, several = centres(pairs(2, 5)), pairs(2, 5)
+    for one, whole in ((found.images, several.images), (found.texts, several.texts)):
+        for i, item in enumerate(whole.mean):
+            middle = (item[0] + item[1]) / 2
+            torch.testing.assert_close(one.mean[i], middle / middle.norm())
+        torch.testing.assert_close(one.log_var.exp(), (whole.var[:, 0] + whole.var[:, 1]) / 2)
+    assert torch.equal(found.owner, several.owner)
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory):
+    out = tmp_path_factory.mktemp("birds") / "world"
+    make(Plan(train=0, val=0, classes_images=0, size=32, captions=2, class_captions=96), out, workers=1)
+    return out / "by-class"
+
+
+def test_captions_of_the_class_are_positives_and_lost_images_are_left_out(birds):
+    data = find_captions(birds, "test")
+    kept = [i for i in range(len(data)) if i != 3]
+    owner = torch.arange(len(kept)).repeat_interleave(2)
+    pairs = EmbeddedPairs(Gaussian(*torch.zeros(2, 23, 4)), Gaussian(*torch.zeros(2, 46, 4)), owner, kept, [])
+    kinds = known_positives(pairs, data)
+    assert list(kinds) == [OWN, CLASS, TRUE]
+    names = [data.classes[i] for i in kept]
+    for i, name in enumerate(names):
+        wanted = [j for j in range(46) if names[owner[j]] == name]
+        found = kinds[CLASS].of_queries(i, i + 1).keys.tolist()
+        assert found == wanted
+        assert set(kinds[OWN].of_queries(i, i + 1).keys.tolist()) <= set(wanted)
+
+
+def test_several_embeddings_are_kept_whole():
+    g = Gaussian(*torch.zeros(2, 5, 4, 8))
+    assert numbers_per_item("multi-instance", g, RankingOptions()) == 32

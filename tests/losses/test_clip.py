@@ -1,10 +1,13 @@
+"""The CLIP loss and InfoNCE with any labels: against open_clip, loops and the authors' numbers."""
+
 import pytest
 import torch
 from open_clip.loss import ClipLoss as OpenClipLoss
 from torch.nn import functional as F
 
-from probemb import ClipLoss
-from probemb.losses import clip_loss, infonce_loss
+from probemb import ClipLoss, labels
+from probemb.losses import InfoNCELoss, clip_loss, infonce_loss
+from tests.losses.points import close, pairs, same_images
 
 
 def batch(n=6, d=5):
@@ -27,3 +30,61 @@ def test_half_inputs_give_the_float32_loss_of_their_values(dtype):
     assert ClipLoss()(image, text).loss.dtype == torch.float32
     similarity = image @ text.T
     assert torch.equal(infonce_loss(similarity, 5.0).loss, infonce_loss(similarity.float(), 5.0).loss)
+
+
+def looped(s, match, tau):
+    def direction(logits, y):
+        values = []
+        for row, wanted in zip(logits, y):
+            if wanted.sum() > 0:
+                log_p = row - row.exp().sum().log()
+                values.append(-sum(w / wanted.sum() * lp for w, lp in zip(wanted, log_p)))
+        return sum(values) / len(values)
+
+    return 0.5 * (direction(tau * s, match) + direction(tau * s.T, match.T))
+
+
+def test_identity_is_the_clip_loss():
+    image, text = pairs()
+    loss = InfoNCELoss(7.0).double()
+    close(loss(image, text).loss, clip_loss(image.mean, text.mean, 7.0).loss)
+    close(loss(image, text, torch.eye(6)).loss, clip_loss(image.mean, text.mean, 7.0).loss)
+    assert InfoNCELoss().tau.item() == 1
+
+
+@pytest.mark.parametrize("kind", ["multi", "mixed", "smooth", "rectangular", "unmatched"])
+def test_equals_the_loop(kind):
+    image, text = pairs(8)
+    match = same_images(8)
+    if kind == "mixed":
+        lam = torch.linspace(0.2, 1, 8, dtype=torch.float64)
+        match = labels.mixed(match, lam, torch.arange(7, -1, -1))
+    if kind == "smooth":
+        match = labels.smooth(match, 0.1)
+    if kind == "rectangular":
+        text, match = text[:5], match[:, :5]
+    if kind == "unmatched":
+        match[2] = 0
+    close(infonce_loss(image.mean @ text.mean.T, 3.0, match).loss, looped(image.mean @ text.mean.T, match, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("tau", ["1.0", "14.2857"])
+@pytest.mark.parametrize("as_labels", [False, True])
+def test_authors_loss_and_gradients(parity, tau, as_labels, dtype):
+    v = parity("07_vse_family")
+    image, text = (torch.from_numpy(v[name]).to(dtype).requires_grad_() for name in ("v", "t"))
+    multiplier = torch.tensor([float(tau)], dtype=dtype, requires_grad=True)
+    out = infonce_loss(image @ text.T, multiplier, torch.eye(len(image), dtype=dtype) if as_labels else None)
+    out.loss.backward()
+    close(out.loss, v[f"infonce_tau{tau}__loss"], dtype)
+    close(image.grad, v[f"infonce_tau{tau}__grad0"], dtype)
+    close(text.grad, v[f"infonce_tau{tau}__grad1"], dtype)
+    close(multiplier.grad, v[f"infonce_tau{tau}__grad_tau"], dtype)
+
+
+def test_authors_rows_over_gathered_texts(parity):
+    v = parity("07_vse_family")
+    image, text = torch.from_numpy(v["v"]), torch.from_numpy(v["infonce_t_gathered"])
+    out = infonce_loss(image @ text.T, 1.0, labels.identity(len(image), len(text), dtype=image.dtype))
+    close(out.terms["i2t"], v["infonce_tau1_distributed_i2t__loss"])

@@ -1,9 +1,27 @@
-"""The triplet loss against loops over pairs, and against the numbers of VSE++, VSE infinity and PCME++'s code."""
+"""Triplet losses, on points, orders, normals and several embeddings: loops, and the authors' numbers."""
+
+import itertools
+import math
 
 import pytest
 import torch
+from torch.distributions import Independent, Normal, kl_divergence
+from torch.nn import functional as F
 
-from probemb.losses import TripletLoss, triplet_loss
+import probemb.losses.triplet
+from probemb import Gaussian
+from probemb.losses import (
+    OrderLoss,
+    PVSELoss,
+    TripletLoss,
+    diversity,
+    gaussian_similarity,
+    mmd,
+    multi_instance_similarity,
+    order_similarity,
+    prob_triplet_loss,
+    triplet_loss,
+)
 from tests.losses.points import close, pairs, same_images
 
 
@@ -42,3 +60,220 @@ def test_authors_loss_and_gradients(parity, which, margin, dtype):
     close(out.loss, v[f"triplet_m{margin}_{which}__loss"], dtype)
     close(image.grad, v[f"triplet_m{margin}_{which}__grad0"], dtype)
     close(text.grad, v[f"triplet_m{margin}_{which}__grad1"], dtype)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize("squared", [True, False])
+def test_is_what_a_caption_exceeds_its_image_by(absolute, squared):
+    image, text = (g.mean for g in pairs(5))
+    text = text[:4]
+    found = order_similarity(image, text, absolute, squared)
+    for i in range(5):
+        for j in range(4):
+            v, t = (x.abs() if absolute else x for x in (image[i], text[j]))
+            penalty = sum(max(0.0, float(b - a)) ** 2 for a, b in zip(v, t))
+            close(found[i, j], -(penalty if squared else math.sqrt(penalty)))
+
+
+def test_blocks_of_rows_give_the_same_numbers(monkeypatch):
+    """Nothing of size N x M x D is held, also in the backward pass."""
+    image, text = (torch.rand(n, 9, dtype=torch.float64, requires_grad=True) for n in (7, 5))
+
+    def step():
+        found = order_similarity(image, text)
+        return found, *torch.autograd.grad(found.square().sum(), (image, text))
+
+    excess, held = probemb.losses.triplet._excess, []
+    monkeypatch.setattr("probemb.losses.triplet._excess", lambda x, y: held.append(len(x)) or excess(x, y))
+    whole = step()
+    assert held == [7, 7]
+    monkeypatch.setitem(probemb.losses.triplet.ORDER_ELEMENTS, "cpu", 2 * 5 * 9)
+    for a, b in zip(step(), whole):
+        close(a, b)
+    assert held[2:] == [2, 2, 2, 1] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("margin", ["0.2", "0.05"])
+@pytest.mark.parametrize("which", ["sum", "max"])
+def test_order_authors_loss_and_gradients(parity, which, margin, dtype):
+    """Their penalty is the norm, not its square."""
+    v = parity("07_vse_family")
+    image, text = (torch.from_numpy(v[name]).to(dtype).requires_grad_() for name in ("v", "t"))
+    close(order_similarity(image, text, squared=False), v["order_sim"], dtype)
+    zero = torch.zeros_like(image)
+    loss = OrderLoss(float(margin), which == "max", squared=False)(Gaussian(image, zero), Gaussian(text, zero)).loss
+    loss.backward()
+    close(loss, v[f"order_m{margin}_{which}__loss"], dtype)
+    close(image.grad, v[f"order_m{margin}_{which}__grad0"], dtype)
+    close(text.grad, v[f"order_m{margin}_{which}__grad1"], dtype)
+
+
+KINDS = ("min-kl", "kl", "reverse-kl", "wasserstein2")
+NEGATIVES = ("hardest", "semi-hard", "all")
+
+
+def normal(g):
+    return Independent(Normal(g.mean, g.std), 1)
+
+
+def one_similarity(image, text, kind):
+    """Of single items, from their definitions; (D,) each."""
+    there, back = (float(kl_divergence(normal(a), normal(b))) for a, b in ((image, text), (text, image)))
+    if kind in ("kl", "reverse-kl"):
+        return -there if kind == "kl" else -back
+    if kind == "min-kl":
+        return -min(there, back)
+    squared = (image.mean - text.mean).square() + image.var + text.var - 2 * (image.var * text.var).sqrt()  # Eq. 7
+    return -float(squared.sum().sqrt())
+
+
+def prob_triplet_looped(image, text, match, kind, margin, negatives):
+    n, total = len(image), 0.0
+    s = [[one_similarity(image[i], text[j], kind) for j in range(n)] for i in range(n)]
+    for i in range(n):
+        for one_way in (
+            [s[i][j] for j in range(n) if j != i and not match[i, j]],
+            [s[j][i] for j in range(n) if j != i and not match[j, i]],
+        ):
+            kept = [x for x in one_way if negatives != "semi-hard" or x < s[i][i]]
+            found = [max(0.0, margin + x - s[i][i]) for x in kept]
+            total += sum(found) if negatives == "all" else max(found, default=0.0)
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("negatives", NEGATIVES)
+def test_prob_triplet_equals_the_loop(kind, negatives):
+    image, text = pairs()
+    match = same_images()
+    out = prob_triplet_loss(image, text, match, kind, 2.0, negatives)
+    close(out.loss, prob_triplet_looped(image, text, match, kind, 2.0, negatives))
+    assert out.loss > 0
+
+
+@pytest.mark.parametrize(("kind", "negatives"), [*zip(KINDS, NEGATIVES), ("wasserstein2", "hardest")])
+def test_gradients(kind, negatives):
+    leaves = [x.requires_grad_() for g in pairs(4, 3) for x in (g.mean, g.log_var)]
+
+    def value(mu_v, s_v, mu_t, s_t):
+        return prob_triplet_loss(Gaussian(mu_v, s_v), Gaussian(mu_t, s_t), None, kind, 2.0, negatives).loss
+
+    assert torch.autograd.gradcheck(value, leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_is_precise_with_wide_variances_and_under_autocast(kind):
+    """Standard deviations near 1 in 1024 dimensions: their squares sum to what float32 cannot take apart."""
+    g = torch.Generator().manual_seed(0)
+    draw = lambda scale: scale * torch.randn(8, 1024, generator=g, dtype=torch.float64)  # noqa: E731
+    mean = torch.nn.functional.normalize(draw(1.0), dim=1)
+    image, text = Gaussian(mean, draw(0.01)), Gaussian(torch.nn.functional.normalize(mean + draw(0.01)), draw(0.01))
+    exact = gaussian_similarity(image, text, kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        single = gaussian_similarity(image.to(torch.float32), text.to(torch.float32), kind)
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+N, K, D = 6, 3, 5
+
+
+def several(n=N, k=K, d=D, seed=0, dtype=torch.float64):
+    """K unit embeddings of N images and of their texts, and residuals of both."""
+    g = torch.Generator().manual_seed(seed)
+    image = torch.randn(n, k, d, generator=g, dtype=dtype)
+    text = image + 0.8 * torch.randn(n, k, d, generator=g, dtype=dtype)
+    residuals = [torch.randn(n, k, d, generator=g, dtype=dtype).sigmoid() for _ in range(2)]
+    means = (F.normalize(x, dim=2) for x in (image, text))
+    return *(Gaussian(mean, torch.zeros_like(mean)) for mean in means), residuals
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "order"])
+def test_similarity_is_that_of_the_closest_embeddings(similarity):
+    image, text = (g.mean for g in several()[:2])
+    found = multi_instance_similarity(image, text[:4], similarity)
+    assert found.shape == (N, 4)
+    for i, j in itertools.product(range(N), range(4)):
+        every = []
+        for a, b in itertools.product(image[i], text[j]):
+            every.append(a @ b if similarity == "cosine" else -(b.abs() - a.abs()).clamp(min=0).norm())
+        close(found[i, j], max(every))
+
+
+def test_diversity_is_the_size_of_the_cosines_of_different_residuals():
+    x = several()[2][0]
+    total = 0.0
+    for item in x:
+        cosines = [float(F.cosine_similarity(item[a], item[b], dim=0)) for a in range(K) for b in range(K) if a != b]
+        total += sum(c**2 for c in cosines) ** 0.5 / K**2
+    close(diversity(x), total / N)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "unsquared"])
+def test_mmd_is_that_of_all_pairs_of_points(kernel):
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 4, generator=g, dtype=torch.float64) + shift for n, shift in ((7, 0), (5, 1)))
+
+    def mean(a, b):
+        between = [float((p - q).norm()) for p in a for q in b]
+        return sum(torch.tensor(-0.3 * (d**2 if kernel == "rbf" else d)).exp() for d in between) / len(between)
+
+    close(mmd(x, y, 0.3, kernel), mean(x, x) - 2 * mean(x, y) + mean(y, y), torch.float32)
+    half = torch.randint(-8, 9, (4, 4), generator=g).double() / 4
+    same = torch.cat([half, -half])  # around 0 and exact, as the root of a rounding error is no small error
+    close(mmd(same, same.clone(), 0.3, kernel), 0.0)
+
+
+@pytest.mark.parametrize("hardest", [True, False])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_another_caption_of_the_image_is_no_negative(hardest, reduce):
+    image, text, _ = several()
+    match, similarity = same_images(N), multi_instance_similarity(image.mean, text.mean)
+    rows, columns = [], []
+    for i in range(N):
+        others = [j for j in range(N) if not match[i, j]]
+        rows.append([max(0.0, 0.4 + float(similarity[i, j] - similarity[i, i])) for j in others])
+        columns.append([max(0.0, 0.4 + float(similarity[j, i] - similarity[i, i])) for j in others])
+    hinges = [max(row) if hardest else sum(row) for row in rows + columns]
+    expected = sum(hinges) / ({"mean": N, "sum": 1}[reduce] if hardest else {"mean": N * N, "sum": 1}[reduce])
+    loss = PVSELoss(0.4, hardest, diversity=0, mmd=0, reduce=reduce)
+    close(loss(image, text, match).loss, expected)
+    assert set(loss(image, text, match).terms) == {"triplet"}
+
+
+CASES = {  # weights of diversity and MMD
+    "mil": (0, 0),
+    "mil_div": (0.1, 0),
+    "mil_mmd": (0, 0.01),
+    "mil_full": (0.1, 0.01),
+    "mil_order": (0, 0),
+    "K1": (0, 0),
+}
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("which", ["sum", "max"])
+@pytest.mark.parametrize("case", CASES)
+def test_pvse_authors_loss_and_gradients(parity, case, which, reduce):
+    v = parity("07_vse_family")
+    name = f"pvse_{case}_{which}viol_reduce-{reduce}"
+    names = ("v", "t") if case == "K1" else ("vk", "tk", "v_res", "t_res")
+    signed = {"mil_order": torch.abs}.get(case, torch.clone)  # order's numbers are of absolute values
+    leaves = [signed(torch.from_numpy(v[name])).requires_grad_() for name in names]
+    image, text = (Gaussian(x, torch.zeros_like(x)) for x in leaves[:2])
+    div, discrepancy = CASES[case]
+    similarity = "order" if case == "mil_order" else "cosine"
+    loss = PVSELoss(0.1, which == "max", div, discrepancy, 0.5, "unsquared", reduce, similarity)
+    out = loss(image, text, None, leaves[2:] or None)
+    close(out.loss, v[f"{name}__loss"])
+    kept = leaves if div else leaves[:2]
+    for i, grad in enumerate(torch.autograd.grad(out.loss, kept)):
+        close(grad, v[f"{name}__grad{i}"])
+
+
+def test_authors_parts(parity):
+    v = {key: torch.from_numpy(x) for key, x in parity("07_vse_family").items()}
+    close(multi_instance_similarity(v["vk"], v["tk"]), v["pvse_mil_scores"])
+    close(diversity(v["v_res"]), v["pvse_diversity_v"])
+    close(mmd(v["vk"].flatten(0, 1), v["tk"].flatten(0, 1), kernel="unsquared"), v["pvse_mmd_gamma0.5"])

@@ -1,0 +1,334 @@
+"""NCR, DECL, P2RM and DAA: against loops, torch.distributions, and the numbers of their authors' code."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributions import Dirichlet, kl_divergence
+
+from probemb.losses import (
+    CaptionSimilarity,
+    DAALoss,
+    DECLLoss,
+    NCRLoss,
+    caption_tfidf,
+    clean_probability,
+    daa_loss,
+    decl_correspondence,
+    decl_loss,
+    ncr_loss,
+    point_to_rectangle,
+    refine_labels,
+    split_clean,
+    triplet_loss,
+)
+from probemb.losses.noisy import (
+    SOFT_MARGINS,
+    daa_regulariser,
+    dirichlet_kl,
+    dynamic_hinge,
+    evidence,
+    evidential_loss,
+    ncr_pair_losses,
+    ncr_predict,
+    rectangle_triplet,
+    soft_rank,
+)
+from tests.losses.points import close, pairs, same_images
+
+MARGIN_OF = {
+    "linear": lambda y: y,
+    "exponential": lambda y: (10**y - 1) / 9,
+    "sin": lambda y: (math.sin(math.pi * y - math.pi / 2) + 1) / 2,
+}
+
+
+@pytest.mark.parametrize("kind", SOFT_MARGINS)
+@pytest.mark.parametrize("hardest", [True, False])
+def test_every_pair_has_its_own_margin_in_both_directions(kind, hardest):
+    image, text = pairs()
+    label, match = torch.linspace(0, 1, 6).double(), same_images()
+    s, expected = image.mean @ text.mean.T, 0.0
+    for i in range(6):
+        margin = 0.4 * MARGIN_OF[kind](float(label[i]))
+        others = [j for j in range(6) if j != i and match[i, j] == 0]
+        rows = [max(0.0, margin + float(s[i, j] - s[i, i])) for j in others]
+        columns = [max(0.0, margin + float(s[j, i] - s[i, i])) for j in others]
+        expected += max(rows) + max(columns) if hardest else (sum(rows) + sum(columns)) / 6
+    out = NCRLoss(0.4, kind)(image, text, match, label=label, hardest=hardest)
+    close(out.loss, expected)
+
+
+def mixture(n=4000, clean=0.7):
+    g = torch.Generator().manual_seed(0)
+    is_clean = torch.rand(n, generator=g) < clean
+    low, high = 0.3 + 0.1 * torch.randn(n, generator=g), 1.5 + 0.25 * torch.randn(n, generator=g)
+    return torch.where(is_clean, low, high).double(), is_clean
+
+
+def test_mixture_finds_its_two_normals():
+    x, is_clean = mixture()
+    p = clean_probability(x)
+    assert ((p > 0.5) == is_clean).double().mean() > 0.99
+    assert abs(p.mean() - 0.7) < 0.02
+    # the posterior of the true parts, at the true scale
+    density = lambda m, s: (-0.5 * ((x - m) / s) ** 2).exp() / s  # noqa: E731
+    true = 0.7 * density(0.3, 0.1) / (0.7 * density(0.3, 0.1) + 0.3 * density(1.5, 0.25))
+    assert (clean_probability(x, 200, 1e-10, 0.0) - true).abs().mean() < 5e-3
+    close(clean_probability(10 * x - 3), p)  # neither scale nor origin matters
+    assert torch.equal(clean_probability(x), p)
+
+
+@pytest.mark.parametrize("n", [2, 10, 500])
+def test_pairs_that_are_all_as_clean_are_split_in_two_parts(n):
+    clean = split_clean(torch.ones(n).double())
+    assert (~clean).sum() == n // 100 + 1
+    probability = torch.ones(n).double()
+    probability[1] = 0.9
+    assert not split_clean(probability)[1]
+    assert split_clean(torch.ones(1).double()).all()
+
+
+def test_authors_modes(parity):
+    v = parity("10_noisy_and_daa")
+    s = torch.from_numpy(v["scores"])
+    close(ncr_loss(s).loss, v["ncr_train_nolabel"])
+    close(ncr_loss(s, hardest=False).loss, v["ncr_warmup_nolabel"])
+    close(ncr_loss(s, hardest=False).loss, v["ncr_train_nolabel_soft_negatives"])
+    close(ncr_pair_losses(s), v["ncr_eval_loss_nolabel"])
+    close(ncr_predict(s), v["ncr_predict_clamped01"])
+    q = torch.from_numpy(v["ncr_split_prob_in"])
+    assert torch.equal(split_clean(q), torch.from_numpy(v["ncr_split_prob_thr0.5"]))
+    assert torch.equal(split_clean(q, 0.01), torch.from_numpy(v["ncr_split_prob_allabove"]))
+
+
+@pytest.mark.parametrize("kind", SOFT_MARGINS)
+@pytest.mark.parametrize("shape", ["vecB", "colBx1"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_authors_margins_as_coded(parity, kind, shape, dtype):
+    v = parity("10_noisy_and_daa")
+    s = torch.from_numpy(v["scores"]).to(dtype).requires_grad_()
+    label = torch.from_numpy(v["ncr_labels"]).to(dtype)
+    label = label[:, None] if shape == "colBx1" else label
+    out = ncr_loss(s, label, soft_margin=kind, published_margins=True)
+    out.loss.backward()
+    close(out.loss, v[f"ncr_train_{kind}_{shape}"], dtype)
+    close(s.grad, v[f"ncr_train_{kind}_{shape}__grad_scores"], dtype)
+
+
+def test_authors_refined_labels_as_broadcast(parity):
+    v = parity("10_noisy_and_daa")
+    s, w = torch.from_numpy(v["scores"]), torch.from_numpy(v["ncr_prob_Bx1"])
+    label = refine_labels(torch.from_numpy(v["ncr_predict_clamped01"]), w, torch.tensor(True))
+    close(label, v["ncr_refined_target_as_broadcast_BxB"])
+    close(ncr_loss(s, label, published_margins=True).loss, v["ncr_train_exponential_broadcastBxB"])
+
+
+def alpha(n=4, m=6):
+    return 1 + 3 * torch.rand(n, m, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_kl_of_dirichlets():
+    a = alpha()
+    close(dirichlet_kl(a), kl_divergence(Dirichlet(a), Dirichlet(torch.ones_like(a))))
+
+
+def test_error_is_the_expectation_over_the_dirichlet():
+    a, label = alpha(), torch.eye(4, 6, dtype=torch.float64)
+    label[3] = 0  # a query without a match
+    torch.manual_seed(0)
+    sampled = (label - Dirichlet(a).sample((200_000,))).square().sum(-1).mean(0)
+    torch.testing.assert_close(evidential_loss(a - 1, label, 0.0), sampled, rtol=5e-3, atol=0)
+    misplaced = (a - 1) * (1 - label) + 1
+    kl = kl_divergence(Dirichlet(misplaced), Dirichlet(torch.ones_like(a)))
+    close(evidential_loss(a - 1, label, 0.3) - evidential_loss(a - 1, label, 0.0), 0.3 * kl)
+
+
+def test_whole_loss_with_noisy_pairs_and_several_captions_of_an_image():
+    image, text = pairs()
+    s, match, clean = image.mean @ text.mean.T, same_images(), torch.tensor([1, 1, 0, 1, 1, 0]).bool()
+    label = match.clone()
+    label[:, [2, 5]] = 0
+    e, expected = (s.tanh() / 0.2).exp(), 0.0
+    for evidence_of, y in ((e, label), (e.T, label.T)):
+        a = evidence_of + 1
+        p = a / a.sum(1, keepdim=True)
+        target = torch.stack([row / row.sum() if row.sum() else row for row in y])
+        error = (target - p).square() + Dirichlet(a).variance
+        kl = kl_divergence(Dirichlet(evidence_of * (1 - y) + 1), Dirichlet(torch.ones_like(a)))
+        expected = expected + (error.sum(1) + 0.3 * kl).mean()
+    b = s.tanh()
+    for i in range(6):
+        if clean[i]:
+            others = [j for j in range(6) if j != i and not match[i, j]]
+            rows = sorted((max(0.0, float(0.4 + b[i, j] - b[i, i])) for j in others), reverse=True)[:2]
+            columns = sorted((max(0.0, float(0.4 + b[j, i] - b[i, i])) for j in others), reverse=True)[:2]
+            expected = expected + 0.5 * (sum(rows) + sum(columns)) / 2
+    loss = DECLLoss(tau=0.2, kl_weight=0.3, hinge_weight=0.5, margin=0.4, eta=1.0, min_negatives=2)
+    out = loss(image, text, match, clean=clean, step=100)
+    close(out.loss, expected)
+    assert set(out.terms) == {"evidential", "hinge"}
+    close(loss(image, text).loss, loss(image, text, torch.eye(6), clean=torch.ones(6)).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", ["clean", "noisy13"])
+def test_authors_evidential_loss(parity, case, dtype):
+    v = parity("10_noisy_and_daa")
+    raw = torch.from_numpy(v["decl_raw"]).to(dtype).requires_grad_()
+    e = evidence(raw)
+    label = torch.eye(len(raw), dtype=dtype)
+    if case == "noisy13":
+        label[1, 1] = label[3, 3] = 0
+    per_row = evidential_loss(e, label) + evidential_loss(e.T, label.T)
+    per_row.mean().backward()
+    close(per_row, v[f"decl_edl_{case}_per_row"], dtype)
+    close(per_row.mean(), v[f"decl_edl_{case}"], dtype)
+    close(raw.grad, v[f"decl_edl_{case}__grad_raw"], dtype)
+    clean = label.diagonal()
+    close(decl_loss(raw, None, clean, negatives=3).terms["evidential"], v[f"decl_edl_{case}"], dtype)
+
+
+def test_authors_parts(parity):
+    v = parity("10_noisy_and_daa")
+    raw = torch.from_numpy(v["decl_raw"])
+    e = evidence(raw)
+    close(e, v["decl_evidence"])
+    close(dirichlet_kl(e + 1), v["decl_KL"])
+    clean, uncertainty = decl_correspondence(raw)
+    close(uncertainty, v["decl_uncertainty"])
+    assert clean.tolist() == (v["decl_norm_e"].argmax(1) == range(len(raw))).tolist()
+    for k in (1, 3, len(raw) - 1):
+        close(dynamic_hinge(raw.tanh(), k), v[f"decl_rdh_neg{k}"])
+
+
+def test_distance_is_to_the_nearest_point_of_the_rectangle():
+    image, text = pairs()
+    half = torch.tensor([0.0, 0.1, 0.3, 0.5, 3.0]).double()
+    low, high = text.mean - half, text.mean + half
+    nearest = torch.minimum(torch.maximum(image.mean[:, None], low), high)  # (N, M, D)
+    close(point_to_rectangle(image.mean, text.mean, half), (image.mean[:, None] - nearest).square().sum(-1))
+    assert not point_to_rectangle(text.mean, text.mean, half).diagonal().any()
+
+
+@pytest.mark.parametrize("hardest", [True, False])
+@pytest.mark.parametrize("labels", ["own", "images", "all"])
+def test_triplets_of_rectangles_are_those_of_all_distances(labels, hardest):
+    match = {"own": None, "images": same_images(), "all": torch.ones(6, 6)}[labels]
+    found = []
+    for direct in (True, False):
+        image, text = (g.mean.clone().requires_grad_() for g in pairs())
+        half = torch.tensor([0.0, 0.1, 0.3, 0.5, 0.2]).double().requires_grad_()
+        if direct:
+            loss = rectangle_triplet(image, text, half, match, 0.4, hardest)
+        else:
+            loss = triplet_loss(-0.5 * point_to_rectangle(image, text, half), match, 0.4, hardest).loss
+        found.append([loss, *torch.autograd.grad(loss, (image, text, half))])
+    for one, other in zip(*found):
+        close(one, other)
+    assert (found[0][0] > 0) == (labels != "all")
+
+
+def semantic(n=6, m=None):
+    return torch.rand(n, m or n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def looped_rank(s, temperature, rivals=None):
+    rivals = s if rivals is None else rivals
+    n, m = s.shape
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    return torch.tensor(
+        [
+            [
+                1 + sum(sigmoid(float(rivals[b, a] - s[b, c]) / temperature) for a in range(m) if a != c)
+                for c in range(m)
+            ]
+            for b in range(n)
+        ],
+        dtype=torch.float64,
+    )
+
+
+@pytest.mark.parametrize("hardest", [True, False])
+@pytest.mark.parametrize("published", [False, True])
+def test_equals_the_loop(hardest, published):
+    image, text = pairs()
+    s, wanted, match = image.mean @ text.mean.T, semantic(), same_images()
+    expected = triplet_loss(s, match, 0.2, hardest).loss
+    for x, y in ((s, wanted), (s.T, wanted.T)):
+        rank, goal = (looped_rank(z, 0.05, z.T if published else None) for z in (x, y))
+        ratio = [min(r, g) / max(r, g) for r, g in zip(rank.flatten().tolist(), goal.flatten().tolist())]
+        expected = expected + 7 * (1 - sum(ratio) / len(ratio))
+    loss = DAALoss(weight=7, temperature=0.05, published_rank=published)
+    close(loss(image, text, match, semantic=wanted, hardest=hardest).loss, expected)
+
+
+def test_ranks_of_a_cold_sigmoid_are_ranks_and_agreement_costs_nothing():
+    s = semantic(4, 7)
+    expected = (s[:, None, :] > s[:, :, None]).sum(2) + 1.0
+    torch.testing.assert_close(soft_rank(s, 1e-5), expected.double())
+    assert daa_regulariser(s, 3 * s + 1, 1e-5) < 1e-9
+    assert daa_regulariser(s, -s, 1e-5) > 0.3
+
+
+CAPTIONS = ["A dog runs, a dog!", "The dog runs.", "Red car", "A red car and a red bus", "??", "bus"]
+
+
+def written_out():
+    """Cosines of tf-idf rows by dictionaries."""
+    words = [[w.strip(".,!?") for w in c.lower().split()] for c in CAPTIONS]
+    words = [[w for w in ws if len(w) > 1] for ws in words]
+    df = Counter(w for ws in words for w in set(ws))
+    rows = []
+    for ws in words:
+        row = {w: n * (math.log(7 / (1 + df[w])) + 1) for w, n in Counter(ws).items()}
+        norm = math.sqrt(sum(x * x for x in row.values())) or 1
+        rows.append({w: x / norm for w, x in row.items()})
+    return torch.tensor([[sum(x * b.get(w, 0) for w, x in a.items()) for b in rows] for a in rows])
+
+
+def test_tfidf_and_similarity_of_images_and_captions():
+    tfidf = caption_tfidf(CAPTIONS)
+    dense = torch.from_numpy(tfidf.dense(range(6)))
+    assert dense.shape == tfidf.shape
+    torch.testing.assert_close(dense @ dense.T, written_out())
+    owner = [1, 1, 0, 0, 2, 0]
+    images, captions = [0, 2, 1], [0, 3, 4, 5]
+    out = CaptionSimilarity(CAPTIONS, owner)(images, captions)
+    by_image = [[i for i, o in enumerate(owner) if o == image] for image in images]
+    expected = torch.stack([written_out()[own].mean(0)[captions] for own in by_image])
+    torch.testing.assert_close(out, expected)
+    with pytest.raises(ValueError, match="6 captions, but 2"):
+        CaptionSimilarity(CAPTIONS, [0, 1])
+    with pytest.raises(ValueError, match="has no caption"):
+        CaptionSimilarity(CAPTIONS, [1, 1, 0, 0, 3, 0])([0, 2], [0])
+
+
+def test_authors_ranks(parity):
+    v = parity("10_noisy_and_daa")
+    scores, sems = torch.from_numpy(v["scores"]), torch.from_numpy(v["daa_sems"])
+    for values, name in ((scores, "score"), (sems, "sem")):
+        close(soft_rank(values, published=True), v[f"daa_coded_{name}_rank"])
+        close(soft_rank(values), v[f"daa_rowwise_{name}_rank"])
+    close(25 * daa_regulariser(scores, sems), v["daa_rowwise_loss_weight25"])
+    close(25 * daa_regulariser(scores, sems, published=True), v["daa_raw_i2t"])
+    close(25 * daa_regulariser(scores.T, sems.T, published=True), v["daa_raw_t2i"])
+    each = torch.einsum("nkv,mv->nkm", torch.from_numpy(v["daa_tfidf_gt"]), torch.from_numpy(v["daa_tfidf_single"]))
+    close(each.mean(1), v["daa_sems"])
+
+
+@pytest.mark.parametrize("which", ["sum", "max"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_authors_loss_and_gradient(parity, which, dtype):
+    v = parity("10_noisy_and_daa")
+    scores = torch.from_numpy(v["scores"]).to(dtype).requires_grad_()
+    out = daa_loss(scores, torch.from_numpy(v["daa_sems"]), hardest=which == "max", published=True)
+    out.loss.backward()
+    if dtype is torch.float64:
+        close(out.loss, v[f"daa_{which}__loss"])
+        close(scores.grad, v[f"daa_{which}__grad_scores"])
+    else:  # sums that cancel, and a temperature of 0.001: against the largest element
+        close(out.loss, v[f"daa_{which}__loss"], dtype)
+        largest = abs(v[f"daa_{which}__grad_scores"]).max()
+        close(scores.grad / largest, v[f"daa_{which}__grad_scores"] / largest, dtype)

@@ -1,0 +1,340 @@
+"""Heads and the shapes of covariances: against the authors' numbers and direct computations."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from probemb import UserError
+from probemb.models import create_model, create_tokenizer
+from probemb.models.encoder import l2_normalize
+from probemb.models.features import Features
+from probemb.models.heads import COVARIANCES, HEADS, AverageHead, Covariance, HeadConfig, PIEHead, make_covariance
+from probemb.models.pooling import GPO, TokenAttention, length_mask, positional_codes, size_augment_mask
+from probemb.models.towers.word_gru import GRUShape, WordGRU
+
+NAMES = {
+    "attention.w_1": "attention.hidden",
+    "attention.w_2": "attention.scores",
+    "w_1": "hidden",
+    "w_2": "scores",
+    "fc2": "project",
+    "layer_norm": "norm",
+}
+
+
+def state_of(arrays, case):
+    """The authors' parameters under our names; those of a GRU of their text head are left out."""
+    prefix, state = f"{case}__param__", {}
+    for key, value in arrays.items():
+        if key.startswith(prefix) and ".rnn" not in key and "__rnn" not in key:
+            name, _, what = key.removeprefix(prefix).rpartition(".")
+            state[f"{NAMES.get(name, name)}.{what}"] = torch.as_tensor(value)
+    return state
+
+
+def features_of(arrays, masked=False, pooled="heads_pooled"):
+    mask = ~torch.as_tensor(arrays["heads_pad_mask"]) if masked else None
+    return Features(torch.as_tensor(arrays["heads_x"]), torch.as_tensor(arrays[pooled]), mask)
+
+
+@pytest.mark.parametrize("case", ["mhsa1", "mhsa3_masked"])
+def test_attention(parity, case):
+    arrays = parity("04c_pcme_heads")
+    state = state_of(arrays, case)
+    hidden, width = state["hidden.weight"].shape
+    attention = TokenAttention(width, len(state["scores.weight"]), hidden).double()
+    attention.load_state_dict(state)
+    features = features_of(arrays, not arrays[f"{case}__attn"][arrays["heads_pad_mask"]].any())
+    expected = torch.as_tensor(arrays[f"{case}__output"])
+    assert_close(attention(features.tokens, features.mask).squeeze(1), expected)
+    assert_close(attention.weights(features.tokens, features.mask), torch.as_tensor(arrays[f"{case}__attn"]))
+
+
+def head_of(state, n_embeddings, **options):
+    embed_dim, width = state["fc.weight"].shape
+    pooled_width = width if options.get("project", True) else embed_dim
+    hidden = len(state["attention.hidden.weight"])
+    head = PIEHead(width, pooled_width, embed_dim, n_embeddings, hidden, **options).double()
+    head.load_state_dict(state)
+    return head
+
+
+@pytest.mark.parametrize("case", ["pie1", "pie1_masked", "pie3"])
+def test_mean(parity, case):
+    """The authors project the pooled features outside of the head."""
+    arrays = parity("04c_pcme_heads")
+    state = state_of(arrays, case)
+    head = head_of(state, len(state["attention.scores.weight"]), project=False)
+    masked = not arrays[f"{case}__attn"][arrays["heads_pad_mask"]].any()
+    out = head(features_of(arrays, masked, "heads_out"))
+    assert_close(out, torch.as_tensor(arrays[f"{case}__out"]))
+    features = features_of(arrays, masked)
+    added = head.fc(head.attention(features.tokens, features.mask)).sigmoid().squeeze(1)
+    assert_close(added, torch.as_tensor(arrays[f"{case}__residual"]))
+
+
+def test_log_variance_of_images(parity):
+    arrays = parity("04c_pcme_heads")
+    head = head_of(state_of(arrays, "unc_image"), 1, norm=False)
+    features = features_of(arrays)
+    assert_close(head(features), torch.as_tensor(arrays["unc_image__logsigma"]))
+    assert_close(head.attention.weights(features.tokens), torch.as_tensor(arrays["unc_image__attention"]))
+
+
+def gru_state(arrays, prefix):
+    """The authors' bidirectional GRU under the names of our layer."""
+    state = {}
+    for key in (key for key in arrays if key.startswith(prefix)):
+        name = key.removeprefix(prefix)
+        way = "backwards" if name.endswith("_reverse") else "forwards"
+        state[f"{way}.{name.removesuffix('_reverse')}"] = torch.as_tensor(arrays[key])
+    return state
+
+
+def renamed(arrays, net, case):
+    """The parameters of a net inside one of the authors' encoders, as those of a case of its own."""
+    old = f"{case}__param__{net}."
+    return {f"net__param__{key.removeprefix(old)}": arrays[key] for key in arrays if key.startswith(old)}
+
+
+def test_log_variance_of_texts(parity):
+    arrays = parity("04c_pcme_heads")
+    x, lengths = torch.as_tensor(arrays["heads_x"]), torch.as_tensor(arrays["heads_lengths"])
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    state = gru_state(arrays, "unc_text__param__rnn.")
+    hidden = state["forwards.weight_hh_l0"].shape[1]
+    gru = WordGRU(["a"], 1, HeadConfig("clip", 2), GRUShape(x.shape[2], hidden, pooling="last-word")).double()
+    gru.branch[0].load_state_dict(state)
+    last = gru._run(gru.branch, x, lengths, mask).pooled
+    head = head_of(state_of(arrays, "unc_text"), 1, norm=False, project=False)
+    assert_close(head(Features(x, last, mask)), torch.as_tensor(arrays["unc_text__logsigma"]))
+    assert_close(head.attention.weights(x, mask), torch.as_tensor(arrays["unc_text__attention"]))
+
+
+def samples(mean, log_sigma, arrays, case):
+    return mean[:, None] + log_sigma.exp()[:, None] * torch.as_tensor(arrays[f"{case}__eps"])
+
+
+def check_encoder(arrays, case, mean_head, unc_head, mean_features, unc_features):
+    """Mean, log sigma, samples, and what lies between, of one of the authors' encoders."""
+    expected = {key.removeprefix(f"{case}__"): torch.as_tensor(arrays[key]) for key in arrays if key.startswith(case)}
+    mean = torch.nn.functional.normalize(mean_head(mean_features), dim=-1)
+    log_sigma = unc_head(unc_features)
+    assert_close(mean, expected["mean"])
+    assert_close(log_sigma, expected["logsigma"])
+    assert_close(samples(mean, log_sigma, arrays, case), expected["embedding"])
+    tokens, mask = mean_features.tokens, mean_features.mask
+    assert_close(mean_head.attention.weights(tokens, mask), expected["attention"])
+    assert_close(unc_head.attention.weights(tokens, mask), expected["uncertainty_attention"])
+    assert_close(mean_head.fc(mean_head.attention(tokens, mask)).sigmoid().squeeze(1), expected["residual"])
+
+
+def test_image_encoder(parity):
+    arrays = parity("04c_pcme_heads")
+    tokens = torch.as_tensor(arrays["img_enc__feature_map"]).flatten(2).transpose(1, 2)
+    features = Features(tokens, tokens.mean(1))
+    fc = {f"project.{what}": torch.as_tensor(arrays[f"img_enc__param__fc.{what}"]) for what in ("weight", "bias")}
+    mean = head_of({**state_of(renamed(arrays, "pie_net", "img_enc"), "net"), **fc}, 1)
+    unc = head_of(state_of(renamed(arrays, "uncertain_net", "img_enc"), "net"), 1, norm=False)
+    check_encoder(arrays, "img_enc", mean, unc, features, features)
+
+
+def test_text_encoder(parity):
+    """The whole text tower: word embeddings are the heads' tokens, and the log-variance has a GRU of its own."""
+    arrays = parity("04c_pcme_heads")
+    tokens = torch.as_tensor(arrays["txt_enc__tokens"])
+    assert torch.equal((tokens != 0).sum(1), torch.as_tensor(arrays["txt_enc__lengths"]))
+    embedding = torch.as_tensor(arrays["txt_enc__param__embed.weight"])
+    mean, unc = (state_of(renamed(arrays, net, "txt_enc"), "net") for net in ("pie_net", "uncertain_net"))
+    config = HeadConfig("pie", len(mean["fc.weight"]))
+    shape = GRUShape(
+        embedding.shape[1], config.embed_dim // 2, pooling="last-word", tokens="words",
+        head_options={"pie": {"project": False}},
+    )  # fmt: skip
+    tower = WordGRU([f"word{i}" for i in range(len(embedding) - 2)], 1, config, shape).double()
+    state = {"embedding.weight": embedding}
+    state |= {f"layers.0.{k}": v for k, v in gru_state(arrays, "txt_enc__param__rnn.").items()}
+    state |= {f"branch.0.{k}": v for k, v in gru_state(arrays, "txt_enc__param__uncertain_net.rnn.").items()}
+    state |= {f"mean_head.{k}": v for k, v in mean.items()} | {f"log_var_head.{k}": v for k, v in unc.items()}
+    tower.load_state_dict(state)
+    check_encoder(arrays, "txt_enc", tower.mean_head, tower.log_var_head, *tower.features(tokens))
+    assert_close(tower(tokens)[0], torch.as_tensor(arrays["txt_enc__mean"]), atol=1e-7, rtol=0)  # norm + 1e-8
+
+
+def test_an_item_without_tokens_attends_to_none():
+    attention, mask = TokenAttention(4, 2, 3), torch.tensor([[True, False], [False, False]])
+    tokens = torch.randn(2, 2, 4)
+    assert attention.weights(tokens, mask)[:, :, 0].tolist() == [[1, 0], [0, 0]]
+    assert not attention(tokens, mask)[1].any()
+
+
+@pytest.mark.parametrize("case", ["pie1", "pie1_masked", "pie3"])
+def test_authors_residuals(parity, case):
+    arrays = parity("04c_pcme_heads")
+    state = state_of(arrays, case)
+    head = head_of(state, len(state["attention.scores.weight"]), project=False)
+    masked = not arrays[f"{case}__attn"][arrays["heads_pad_mask"]].any()
+    features = features_of(arrays, masked, "heads_out")
+    out, residual = head.with_residuals(features)
+    assert_close(residual.reshape(arrays[f"{case}__residual"].shape), torch.as_tensor(arrays[f"{case}__residual"]))
+    assert torch.equal(out, head(features))
+
+
+@pytest.mark.parametrize("head", ["clip", "gpo"])
+def test_other_heads_have_none(head):
+    model = create_model("ViT-Micro-32", head=head, probabilistic=False)
+    with pytest.raises(ValueError, match="no residuals"):
+        model.visual.encode(torch.randn(1, 3, 32, 32), want_tokens="residuals")
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+
+def reference(parity, config, dtype):
+    arrays = parity("03_gpo_pooling")
+    take = {key.removeprefix(f"{config}__"): torch.as_tensor(value) for key, value in arrays.items()}
+    state = {key.removeprefix("param__"): value for key, value in take.items() if key.startswith("param__")}
+    hidden_dim, code_dim = state["gru.weight_hh_l0"].shape[1], state["gru.weight_ih_l0"].shape[1]
+    gpo = GPO(code_dim, hidden_dim)
+    gpo.load_state_dict(state)
+    prefix = "f64__" if dtype == torch.float64 else "f32__"
+    return gpo.to(dtype), take, {k.removeprefix(prefix): v for k, v in take.items() if k.startswith(prefix)}
+
+
+@pytest.mark.parametrize("config", ["a", "b"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parity(parity, config, dtype):
+    gpo, given, expected = reference(parity, config, dtype)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    features = given["features"].to(dtype).requires_grad_()
+    pooled = gpo(features, length_mask(given["lengths"], features.shape[1]))
+    (pooled * given["grad_output"]).sum().backward()
+    assert_close(pooled, expected["pooled"], **tolerance)
+    assert_close(l2_normalize(pooled), expected["l2norm_pooled"], **tolerance)
+    assert_close(features.grad, expected["grad_features"], **tolerance)
+    assert_close(positional_codes(*expected["pe"].shape), expected["pe"].float(), rtol=0, atol=0)
+    lengths = given["lengths"].sort(descending=True)
+    weights = gpo.weights(lengths.values.tolist())
+    assert_close(weights, expected["pool_weights"][lengths.indices].squeeze(-1), **tolerance)
+    for name, parameter in gpo.named_parameters():
+        if f"grad__{name}" in expected:  # stored for float64; the large ones rounded to float32
+            gradient = expected[f"grad__{name}"]
+            rounding = 1e-6 if gradient.dtype == torch.float32 else TOLERANCE[dtype]
+            assert_close(parameter.grad, gradient.to(dtype), rtol=rounding, atol=rounding)
+
+
+def test_weights_sum_to_one_and_end_with_the_length():
+    gpo = GPO(8, 8)
+    weights = gpo.weights([6, 4, 1])
+    assert_close(weights.sum(1), torch.ones(3))
+    assert (weights[1, 4:] == 0).all()
+    assert weights[2, 0] == 1
+
+
+def test_equals_a_direct_computation_per_item():
+    torch.manual_seed(0)
+    gpo = GPO(8, 8).double()
+    features = torch.randn(3, 7, 5, dtype=torch.float64)
+    mask = torch.rand(3, 7) > 0.4
+    pooled = gpo(features, mask)
+    for item in range(3):
+        kept = features[item, mask[item]]
+        weights = gpo.weights([len(kept)])[0]
+        ranked = np.sort(kept.numpy(), axis=0)[::-1]
+        assert_close(pooled[item], torch.as_tensor((weights.detach().numpy()[:, None] * ranked).sum(0)))
+
+
+def test_an_item_without_tokens_pools_to_zero_with_finite_gradients():
+    gpo = GPO(8, 8)
+    features = torch.randn(2, 5, 3, requires_grad=True)
+    pooled = gpo(features, torch.tensor([[True] * 5, [False] * 5]))
+    pooled.sum().backward()
+    assert (pooled[1] == 0).all()
+    assert torch.isfinite(features.grad).all()
+
+
+def test_size_augment_drops_the_stated_share_and_repeats_from_its_seed():
+    masks = [size_augment_mask(4000, 50, 0.2, torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*masks)
+    whole = masks[0].all(1)
+    # p > 0.2 drops each token with probability 0.2·p; p averages 0.6 there. A few such images also stay whole.
+    assert 0.2 < whole.float().mean() < 0.25
+    assert masks[0][~whole].logical_not().float().mean().item() == pytest.approx(0.2 * 0.6, abs=0.01)
+
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+
+
+def test_is_the_mean_of_the_tokens_that_exist():
+    tokens = torch.randn(2, 3, 4)
+    head = AverageHead.for_mean(HeadConfig("average", 4), 4, 9)
+    assert not list(head.parameters())
+    found = head(Features(tokens, tokens[:, 0], MASK))
+    torch.testing.assert_close(found, torch.stack([tokens[0, :2].mean(0), tokens[1, 0]]))
+    torch.testing.assert_close(head(Features(tokens, tokens[:, 0])), tokens.mean(1))
+    assert torch.equal(head.embed_tokens(tokens), tokens)
+
+
+BOUNDS = (math.log(0.1), math.log(10))
+WORDS = ["a", "cat", "dog", "two"]
+TEXTS = ["a cat", "two dog", "dog cat a"]
+
+
+def make(name="ViT-Micro-32", head="clip", **options):
+    torch.manual_seed(0)
+    if name != "ViT-Micro-32":
+        options["vocabulary"] = WORDS
+    return create_model(name, head=head, embed_dim=16, **options)
+
+
+def inputs(model):
+    torch.manual_seed(1)
+    return torch.randn(3, 3, model.image_size, model.image_size), create_tokenizer(model)(TEXTS)
+
+
+def embedded(model):
+    images, tokens = inputs(model)
+    return model.encode_image(images), model.encode_text(tokens)
+
+
+def test_the_shapes_against_their_definition():
+    predicted = torch.randn(5, 6, dtype=torch.float64) * 3
+    shape = predicted.shape
+    assert torch.equal(Covariance()(predicted, shape), predicted)
+    bounded = Covariance("ellipsoidal", BOUNDS)(predicted, shape)
+    torch.testing.assert_close(bounded.exp(), predicted.exp().clamp(0.1, 10))
+    mean = Covariance("spherical-mean", BOUNDS)(predicted, shape)
+    torch.testing.assert_close(mean.exp(), predicted.exp().clamp(0.1, 10).mean(1, keepdim=True).expand(shape))
+    one = Covariance("spherical", BOUNDS)(predicted[:, :1], shape)
+    assert torch.equal(one, predicted[:, :1].clamp(*BOUNDS).expand(shape))
+    several = Covariance("spherical-mean")(predicted.view(5, 2, 3), torch.Size((5, 2, 3)))
+    torch.testing.assert_close(several.exp()[..., 0], predicted.view(5, 2, 3).exp().mean(2))
+
+
+TOWERS = ("ViT-Micro-32", "resnet-gru-small", "scenes-cnn-gru")
+
+
+@pytest.mark.parametrize(("head", "name", "kind"), [*zip(HEADS, itertools.cycle(TOWERS), itertools.cycle(COVARIANCES))])
+def test_every_head_and_tower(name, head, kind):
+    model = make(name, head, covariance=kind, log_var_range=BOUNDS)
+    start = 0.0  # the middle of the bounds, which leave -log 16 out
+    for gaussian in embedded(model):
+        assert gaussian.log_var.shape == (3, 16)
+        assert gaussian.log_var.is_contiguous()
+        assert (gaussian.log_var - start).abs().max() < 1.5
+        assert (gaussian.log_var != gaussian.log_var[:, :1]).any() == (kind == "ellipsoidal")
+        assert gaussian.log_var[0, 0] != gaussian.log_var[1, 0]
+    sum(g.log_var.square().sum() for g in embedded(model)).backward()
+    for tower in (model.visual, model.text):
+        assert all(p.grad is not None for p in tower.log_var_head.parameters())
+        assert any(p.grad.abs().sum() > 0 for p in tower.log_var_head.parameters())
+
+
+@pytest.mark.parametrize("bounds", [(2.0, -2.0), (0.0,), (float("nan"), 1.0)])
+def test_bounds_that_are_none(bounds):
+    with pytest.raises(UserError, match="log_var_range is"):
+        make_covariance("ellipsoidal", bounds)
