@@ -7,17 +7,11 @@
     OUT/classes/prompts.json         80 captions of other pictures of each class, exact to vague, as its prompts
     OUT/by-class/{train,val,test}    the same of one object each, with their class in KEY.json (--class-captions): 48
                                      classes in train and val, 16 others in test, as in CUB with captions
-    OUT/compositions                 pictures of up to five objects, and combinations of these to ask for
-                                     (--compositions)
+    OUT/compositions                 pictures of up to five objects, and combinations of these (--compositions)
     OUT/vocabulary.txt               words of the training captions and their counts, for models that read words
     OUT/scenes.json                  the arguments; written last, so that a set with it is complete
 
---boxes adds the same world in the published formats of data with regions and boxes (`tools/scene_forms.py`):
-
-    OUT/regions/         train_ims.npy, train_caps.txt, ...: object crops as features, in SCAN's and VSRN's form
-    OUT/entities/        Annotations, Sentences, flickr30k-images: phrases and boxes, in Flickr30k Entities' form
-    OUT/visual_genome/   region_descriptions.json, VG_100K: crops and their descriptions
-    OUT/cub/             images, text_c10, classes.txt, ...: classes with ten captions an image, in CUB-200-2011's form
+--boxes adds the same world in published formats: regions/, entities/, visual_genome/, cub/ (`tools/scene_forms.py`).
 
 Each shard folder has its index.json. The same arguments give the same bytes. The set is written beside OUT and renamed
 when it is complete; a complete set of the same arguments is kept.
@@ -223,10 +217,7 @@ OPTIONS = {  # least value and help
     "shard_size": (1, "samples per shard"),
     "captions": (1, "captions per image"),
     "class_captions": (0, "images of one object with captions and a class; an eighth more for val, a quarter for test"),
-    "compositions": (
-        0,
-        "images of up to five objects for composed retrieval, in splits of 4:1:1; 15000 give all lists",
-    ),
+    "compositions": (0, "images of up to five objects for composed retrieval, split 4:1:1; 15000 give all lists"),
 }
 
 

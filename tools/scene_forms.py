@@ -48,7 +48,7 @@ class Form(NamedTuple):
     seed: str  # of the part's scenes: `val` of a form shows the images of the set's `val`
     size: int  # side of an image in pixels
 
-    def lines(self, name: str, rows: Sequence[str]) -> None:
+    def append(self, name: str, rows: Sequence[str]) -> None:
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.writelines(f"{row}\n" for row in rows)
 
@@ -93,7 +93,6 @@ def truth(scene: Scene, captions: Sequence[Caption], size: int, **more: object) 
 REGIONS, CROP = 6, 12
 FEATURES = 3 * CROP * CROP + 5
 WHOLE, BACKGROUND = -1, -2  # in place of an object's index
-_TRIED = 24  # places of a background region, of which the emptiest is taken
 
 
 def write_regions(form: Form) -> None:
@@ -110,9 +109,9 @@ def write_regions(form: Form) -> None:
         placed = [[round(at, 3) for at in box] for box in regions]
         known.append(truth(scene, captions, form.size, regions=placed, objects=objects))
     features.flush()
-    form.lines(f"{name}_caps.txt", texts)
-    form.lines(f"{name}_ids.txt", [str(index) for index in range(form.count)])
-    form.lines(f"{name}_scenes.jsonl", known)
+    form.append(f"{name}_caps.txt", texts)
+    form.append(f"{name}_ids.txt", [str(index) for index in range(form.count)])
+    form.append(f"{name}_scenes.jsonl", known)
 
 
 def choose_regions(scene: Scene, size: int) -> tuple[list[Box], list[int]]:
@@ -134,7 +133,7 @@ def choose_regions(scene: Scene, size: int) -> tuple[list[Box], list[int]]:
     found: list[tuple[Box, int]] = [(box, i) for i, box in enumerate(things)]
     found.append(((0.0, 0.0, float(size), float(size)), WHOLE))
     while len(found) < REGIONS:
-        found.append((min([somewhere() for _ in range(_TRIED)], key=covered), BACKGROUND))
+        found.append((min([somewhere() for _ in range(24)], key=covered), BACKGROUND))  # the emptiest of 24
     order = sorted((draw.random(), row) for row in range(REGIONS))
     return [found[row][0] for _, row in order], [found[row][1] for _, row in order]
 
@@ -172,8 +171,8 @@ def write_entities(form: Form) -> None:
             (form.folder / "Annotations" / f"{number}.xml").write_bytes(boxes)
             (form.folder / "flickr30k-images" / f"{number}.jpg").write_bytes(jpeg(scene, form.size))
             known.append(truth(scene, captions, form.size, image_id=number))
-        form.lines("scenes.jsonl", known)
-        form.lines(f"{split}.txt", [str(first + index) for index in range(form.count)])
+        form.append("scenes.jsonl", known)
+        form.append(f"{split}.txt", [str(first + index) for index in range(form.count)])
 
 
 def phrase_ids(scene: Scene, captions: list[Caption], first: int) -> dict[tuple[int, ...], int]:
@@ -256,7 +255,7 @@ def write_visual_genome(form: Form) -> None:
         known.append(truth(scene, scenes.draw_captions(scene), form.size, image_id=number))
     for name, rows in (("region_descriptions.json", regions), ("image_data.json", images)):
         (form.folder / name).write_text("[" + ",\n".join(rows) + "]\n", encoding="utf-8")
-    form.lines("scenes.jsonl", known)
+    form.append("scenes.jsonl", known)
 
 
 def described(scene: Scene, number: int, size: int) -> list[dict]:
@@ -281,9 +280,9 @@ def write_cub(form: Form) -> None:
     for name in folders:
         (form.folder / "images" / name).mkdir(parents=True)
         (form.folder / "text_c10" / name).mkdir(parents=True)
-    form.lines("classes.txt", [f"{i + 1} {name}" for i, name in enumerate(folders)])
-    form.lines("trainvalclasses.txt", [name for i, name in enumerate(folders) if i not in unseen])
-    form.lines("testclasses.txt", [name for i, name in enumerate(folders) if i in unseen])
+    form.append("classes.txt", [f"{i + 1} {name}" for i, name in enumerate(folders)])
+    form.append("trainvalclasses.txt", [name for i, name in enumerate(folders) if i not in unseen])
+    form.append("testclasses.txt", [name for i, name in enumerate(folders) if i in unseen])
     numbered = ("images.txt", "image_class_labels.txt", "bounding_boxes.txt", "train_test_split.txt")
     lines: dict[str, list[str]] = {name: [] for name in (*numbered, "seen_test_images.txt", "scenes.jsonl")}
     for index in range(form.count):
@@ -303,7 +302,7 @@ def write_cub(form: Form) -> None:
         lines["seen_test_images.txt"] += [f"{name}.jpg"] * held_out
         lines["scenes.jsonl"].append(truth(scene, captions, form.size))
     for name, rows in lines.items():
-        form.lines(name, rows)
+        form.append(name, rows)
 
 
 # -------------------------------------------------------------------------------------------------------- compositions
@@ -325,21 +324,14 @@ def composed_sample(world: int, split: str, index: int, size: int) -> dict[str, 
     boxes = []
     for concept, (left, top, right, bottom) in composed.concept_boxes(scene, size):
         boxes.append([concept + 1, [round(at, 3) for at in (left, top, right - left, bottom - top)]])
-    row = {
-        "categories": [concept + 1 for concept in held],
-        "boxes": boxes,
-        "width": size,
-        "height": size,
-        "scene": scene.to_json(),
-    }
+    row = {"categories": [concept + 1 for concept in held], "boxes": boxes}
+    row |= {"width": size, "height": size, "scene": scene.to_json()}
     text = encode_captions(names[concept] for concept in held)
     return {"jpg": jpeg(scene, size), "txt": text, "json": json.dumps(row, separators=(",", ":")).encode()}
 
 
 def write_combinations(folder: Path, seed: int) -> None:
-    """Write the categories and the combinations of finished shards: as many as the paper's, or as there are, which are
-    those that 8/2/2 images of train/val/test have.
-    """
+    """Write the categories, and as many combinations as the paper has, each of 8/2/2 images of train/val/test at least."""
 
     def write(name: str, rows: list) -> None:
         lines = ",\n".join(json.dumps(row) for row in rows)
