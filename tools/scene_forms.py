@@ -331,7 +331,7 @@ def composed_sample(world: int, split: str, index: int, size: int) -> dict[str, 
 
 
 def write_combinations(folder: Path, seed: int) -> None:
-    """Write the categories, and as many combinations as the paper has, each of 8, 2 and 2 images of the splits at least."""
+    """Write the categories, and as many combinations as the paper has, each of at least 8, 2 and 2 images by split."""
 
     def write(name: str, rows: list) -> None:
         lines = ",\n".join(json.dumps(row) for row in rows)
