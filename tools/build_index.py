@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add("--kind", choices=("image", "text"), default="image", help="what is searched (%(default)s)")
     add("--factory", default="auto", help="FAISS factory string, or auto (%(default)s)")
     add("--form", choices=("csd", "mean"), default="csd", help="CSD, or the means alone for re-ranking (%(default)s)")
-    tolerance = "weight of the variances in CSD: below 0, a large one is a tolerance (docs/zeroshot.md)"
+    tolerance = "weight of the variances in CSD: below 0, a large one is a tolerance (docs/concepts.md)"
     add("--tolerance", type=float, default=1.0, metavar="LAMBDA", help=tolerance)
     memory = "memory that the index may take in search; by default half of this machine's"
     add("--memory-gib", type=PositiveFloat, default=machine_memory() / GIB / 2, help=memory)
