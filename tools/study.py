@@ -132,10 +132,9 @@ def jobs_of(study: Study, out: Path, rows: Sequence[str], seeds: Sequence[int]) 
         steps.append([Job(name, out, [command]) for name, command in names.items()])
     for seed in seeds:
         for row in rows:
-            about = study.rows[row]
             commands = [filled for line in study.commands if (filled := study.fill(line, row, seed))]
             name = f"{re.sub('[^-+.=_a-zA-Z0-9]', '-', row)}-seed-{seed}"
-            jobs.append(Job(name, out, commands, row, seed, before[seed], about.get("cost", 1.0)))
+            jobs.append(Job(name, out, commands, row, seed, before[seed], study.rows[row].get("cost", 1.0)))
     return steps, jobs
 
 
@@ -154,11 +153,11 @@ class Runner:
         def tell(what: str) -> None:
             seconds = self.seconds_left([job for job in left if job not in failed], every)
             rest = "estimating" if seconds is None else f"about {timedelta(seconds=int(seconds))} left"
-            done, passed = (
-                sum(job.record() is not None for job in every),
-                timedelta(seconds=int(time.monotonic() - began)),
+            done = sum(job.record() is not None for job in every)
+            print(
+                f"[{done}/{len(every)} | {timedelta(seconds=int(time.monotonic() - began))} | {rest}] {what}",
+                flush=True,
             )
-            print(f"[{done}/{len(every)} | {passed} | {rest}] {what}", flush=True)
 
         with ThreadPoolExecutor(self.workers) as pool:
             running = {pool.submit(self.run_one, job): job for job in left}
@@ -202,9 +201,8 @@ class Runner:
             words[0] = sys.executable if words[0] == "python" else words[0]
             with job.file("logs", ".log").open("a+", encoding="utf-8") as log:
                 print("$", shlex.join(words), file=log, flush=True)
-                process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self.environment
-                )
+                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+                process = subprocess.Popen(words, **streams, env=self.environment)
                 self.processes.add(process)
                 if self.stopped:
                     process.terminate()
@@ -212,13 +210,13 @@ class Runner:
                     log.seek(0)
                     last = "".join(f"\n    {line}" for line in log.read().splitlines()[-5:])
                     return f"{job.name} ended with code {code}: {shlex.join(words)}{last}\n    all of it: {log.name}"
-        about = {
+        content = {"before": job.before, "commands": job.commands, "seconds": time.monotonic() - began}
+        content |= {
             "date": provenance()["date"],
             "version": __version__,
             "machine": f"{platform.platform()}, {cores()} cores",
         }
-        record = {"before": job.before, "commands": job.commands, "seconds": time.monotonic() - began, **about}
-        replace_text(job.file("finished", ".json"), json.dumps(record, indent=1) + "\n")
+        replace_text(job.file("finished", ".json"), json.dumps(content, indent=1) + "\n")
         return None
 
     def seconds_left(self, left: Sequence[Job], every: Sequence[Job]) -> float | None:
@@ -354,7 +352,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     o = parser.parse_args(argv)
     study = read_study(o.study, o.set)
     if o.table:
-        table = pd.read_csv(o.table, comment="#", dtype={"row": str})
+        if not o.table.is_file():
+            raise UserError(f"--table {o.table} is no file.", "Name a results.csv of this study.")
+        columns = ["row", "seed", *study.numbers]
+        table = pd.read_csv(o.table, comment="#", dtype={"row": str}).reindex(columns=columns)
         show(study, table, compare(study, table))
         return 0
     rows = o.only.split(",") if o.only else list(study.rows)
