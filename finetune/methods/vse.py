@@ -89,7 +89,7 @@ class P2RM(VSE):
         """Triplet loss and point-to-rectangle matching.
 
         Args:
-            weight: of point-to-rectangle matching (this project's choice, see probemb/losses/noisy/p2rm.py).
+            weight: of point-to-rectangle matching (this project's choice, see probemb/losses/noisy.py).
         """
 
         weight: NonNegativeFloat = 1.0
