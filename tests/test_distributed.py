@@ -52,6 +52,12 @@ def loss_of(model, image, text, all_image, all_text, ids, all_ids, offset, dista
     return torch.stack([clip, identity, alone, multi])
 
 
+def flat_gradient(loss, model):
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    return torch.cat([torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in zip(found, parameters)])
+
+
 def on_one_rank(rank, world, distance):
     model = Towers()
     x_image, x_text, ids = data(world)
@@ -61,10 +67,7 @@ def on_one_rank(rank, world, distance):
     losses = loss_of(model, image, text, *gathered, ids[mine], ids, rank * PER_RANK, distance)
     grads = []
     for loss in losses:
-        g = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
-        flat = torch.cat(
-            [torch.zeros(p.numel()).double() if x is None else x.flatten() for x, p in zip(g, model.parameters())]
-        )
+        flat = flat_gradient(loss, model)
         torch.distributed.all_reduce(flat)  # data-parallel training averages the gradients
         grads.append((flat / world).numpy())
     values = losses.detach().clone()
@@ -84,15 +87,7 @@ def on_one_process(world, distance):
         pairwise_match_loss(image, text, **{**options, "pseudo_positive": 0.0}).loss,
         pairwise_match_loss(image, text, labels.same_image(ids, ids), **options).loss,
     ]
-    grads = []
-    for loss in losses:
-        g = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
-        grads.append(
-            torch.cat(
-                [torch.zeros(p.numel()).double() if x is None else x.flatten() for x, p in zip(g, model.parameters())]
-            ).numpy()
-        )
-    return torch.stack(losses).detach().numpy(), np.stack(grads)
+    return torch.stack(losses).detach().numpy(), np.stack([flat_gradient(loss, model).numpy() for loss in losses])
 
 
 # All sizes for the paper's distance, two ranks for the others; match-probability draws samples.

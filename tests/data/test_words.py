@@ -12,7 +12,6 @@ from probemb.data.words import (
     read_vectors,
     read_vocabulary,
     split_words,
-    write_vocabulary,
 )
 from probemb.errors import UserError
 
@@ -37,14 +36,6 @@ def test_counts_and_order():
     assert counts == {"a": 2, "b": 1, "c": 2}
     assert frequent_words(counts) == [("a", 2), ("c", 2), ("b", 1)]
     assert frequent_words(counts, min_count=2, max_words=1) == [("a", 2)]
-
-
-def test_file_round_trip_and_plain_words(tmp_path):
-    write_vocabulary(tmp_path / "v.txt", [("dog", 7), ("man's", 2)])
-    assert (tmp_path / "v.txt").read_text() == "dog\t7\nman's\t2\n"
-    assert read_vocabulary(tmp_path / "v.txt") == ["dog", "man's"]
-    (tmp_path / "plain.txt").write_bytes("\ufeffdog\r\ncat\r\n".encode())
-    assert read_vocabulary(tmp_path / "plain.txt") == ["dog", "cat"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from probemb.evaluation.feasibility import (
     auc_estimate,
     infeasibility,
     measure_feasibility,
-    roc_curve,
 )
 from probemb.models.composers import create_composer
 
@@ -102,14 +101,3 @@ def test_a_side_with_other_shares_of_kinds_is_not_told_by_them():
 
     found = measure_feasibility(composer, side(9, 3, 100), side(3, 9, 200))
     assert [found["variance"][kind]["value"] for kind in ("all", "images", "texts")] == [0.5, 0.5, 0.5]
-
-
-def area_below(wrong, right):
-    return float(((wrong[1:] - wrong[:-1]) * (right[1:] + right[:-1])).sum() / 2)
-
-
-def test_the_area_below_the_curve_is_the_auc():
-    low, high = torch.tensor([0.0, 1, 1, 2, 5]), torch.tensor([1.0, 2, 3, 5])
-    wrong, right = roc_curve(low, high)
-    assert (wrong[0], right[0], wrong[-1], right[-1]) == (0, 0, 1, 1)
-    assert area_below(wrong, right) == pytest.approx(looped(low.tolist(), high.tolist()))

@@ -77,14 +77,6 @@ def test_mean(parity, case):
     assert_close(added, torch.as_tensor(arrays[f"{case}__residual"]))
 
 
-def test_log_variance_of_images(parity):
-    arrays = parity("04c_pcme_heads")
-    head = head_of(state_of(arrays, "unc_image"), 1, norm=False)
-    features = features_of(arrays)
-    assert_close(head(features), torch.as_tensor(arrays["unc_image__logsigma"]))
-    assert_close(head.attention.weights(features.tokens), torch.as_tensor(arrays["unc_image__attention"]))
-
-
 def gru_state(arrays, prefix):
     """The authors' bidirectional GRU under the names of our layer."""
     state = {}
@@ -99,20 +91,6 @@ def renamed(arrays, net, case):
     """The parameters of a net inside one of the authors' encoders, as those of a case of its own."""
     old = f"{case}__param__{net}."
     return {f"net__param__{key.removeprefix(old)}": arrays[key] for key in arrays if key.startswith(old)}
-
-
-def test_log_variance_of_texts(parity):
-    arrays = parity("04c_pcme_heads")
-    x, lengths = torch.as_tensor(arrays["heads_x"]), torch.as_tensor(arrays["heads_lengths"])
-    mask = torch.arange(x.shape[1]) < lengths[:, None]
-    state = gru_state(arrays, "unc_text__param__rnn.")
-    hidden = state["forwards.weight_hh_l0"].shape[1]
-    gru = WordGRU(["a"], 1, HeadConfig("clip", 2), GRUShape(x.shape[2], hidden, pooling="last-word")).double()
-    gru.branch[0].load_state_dict(state)
-    last = gru._run(gru.branch, x, lengths, mask).pooled
-    head = head_of(state_of(arrays, "unc_text"), 1, norm=False, project=False)
-    assert_close(head(Features(x, last, mask)), torch.as_tensor(arrays["unc_text__logsigma"]))
-    assert_close(head.attention.weights(x, mask), torch.as_tensor(arrays["unc_text__attention"]))
 
 
 def samples(mean, log_sigma, arrays, case):
@@ -182,13 +160,6 @@ def test_authors_residuals(parity, case):
     out, residual = head.with_residuals(features)
     assert_close(residual.reshape(arrays[f"{case}__residual"].shape), torch.as_tensor(arrays[f"{case}__residual"]))
     assert torch.equal(out, head(features))
-
-
-@pytest.mark.parametrize("head", ["clip", "gpo"])
-def test_other_heads_have_none(head):
-    model = create_model("ViT-Micro-32", head=head, probabilistic=False)
-    with pytest.raises(ValueError, match="no residuals"):
-        model.visual.encode(torch.randn(1, 3, 32, 32), want_tokens="residuals")
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}

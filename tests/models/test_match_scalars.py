@@ -2,7 +2,6 @@
 
 import math
 
-import open_clip
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,7 +12,6 @@ from probemb.errors import UserError
 from probemb.evaluation.predictors import match_of_first, query_scores
 from probemb.models import as_one, save_model
 from probemb.models.dual_encoder import ceiling
-from probemb.models.formats.export import export_open_clip
 from probemb.models.match import MatchModel
 
 NAME = "ViT-Micro-32"
@@ -101,11 +99,3 @@ def test_a_saved_model_and_one_that_starts_from_it(tmp_path):
     back = create_model(NAME, pretrained=str(tmp_path / "other"), match="cosine")
     assert back.logit_bias.item() == -10
     assert back.logit_scale.item() == pytest.approx(math.log(20))
-
-
-def test_open_clip_reads_the_bias(tmp_path):
-    model = create_model(NAME, probabilistic=False, **{**COSINE, "init_logit_bias": -7.0})
-    export_open_clip(model, tmp_path)
-    theirs, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
-    assert theirs.logit_bias.item() == -7
-    assert theirs.logit_scale.exp().item() == pytest.approx(10)

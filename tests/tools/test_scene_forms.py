@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from probemb.data.captions.find import find_captions
 from probemb.data.scenes import boxes, render, sample_from_json, scene
 from probemb.data.scenes.world import COLOURS, SHAPES
 from tools.make_scenes import Plan, is_finished, make
@@ -152,14 +151,6 @@ def test_classes_in_the_form_of_cub(made):
         words = {word for caption in captions for word in re.findall(r"\w+", caption)}
         assert {colour, shape} <= words
         assert not words & (set(COLOURS) - {colour})
-
-
-def test_the_form_of_cub_is_read(made):
-    split = {name: find_captions(made / "cub", name) for name in ("train", "test")}
-    assert {name: len(found) for name, found in split.items()} == {"train": 48 + 4, "test": 16 + 2}
-    assert all(len(captions) == 10 for found in split.values() for captions in found.captions)
-    assert all(found.images.open(0).size == (48, 48) for found in split.values())
-    assert (made / "cub" / "seen_test_images.txt").read_text() == ""  # no class has eight images
 
 
 def test_boxes_are_where_the_pixels_of_an_object_are():

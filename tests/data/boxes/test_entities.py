@@ -99,16 +99,3 @@ def test_annotations_that_are_refused(entities, content, what):
     with pytest.raises(UserError, match=what) as error:
         find_phrases(entities, "test")
     assert "36979.xml" in error.value.what
-
-
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (b"fine\n[/EN#x/people A man] .", "Line 2 .* is not"),
-        (b"\xff\xfe\x00", "not a text in UTF-8"),
-    ],
-)
-def test_sentences_that_are_refused(entities, content, what):
-    (entities / "Sentences" / "36979.txt").write_bytes(content)
-    with pytest.raises(UserError, match=what):
-        find_phrases(entities, "test")

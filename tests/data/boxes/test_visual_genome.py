@@ -67,15 +67,6 @@ def test_lists_are_read_piece_by_piece(tmp_path, monkeypatch, piece):
     assert list(stream_list(file)) == []
 
 
-def test_an_entry_without_end_is_refused_before_memory_is_full(tmp_path, monkeypatch):
-    monkeypatch.setattr("probemb.data.boxes.visual_genome.MAX_ENTRY", 1 << 12)
-    monkeypatch.setattr("probemb.data.boxes.visual_genome._PIECE", 1 << 10)
-    file = tmp_path / "x.json"
-    file.write_text('[{"id": "' + "x" * (1 << 16))
-    with pytest.raises(UserError, match="too large"):
-        list(stream_list(file))
-
-
 @pytest.mark.parametrize(
     ("rows", "what"),
     [

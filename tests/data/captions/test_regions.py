@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from probemb.data.captions.find import find_captions
-from probemb.data.failures import BadSample
 from probemb.data.image_loader import ImageBatches
 from probemb.errors import UserError
 from probemb.evaluation.embed_pairs import exact_match
@@ -72,18 +71,3 @@ def test_refused_arrays(tmp_path, case):
     with pytest.raises(UserError, match=what) as error:
         find_captions(tmp_path, "train")
     assert re.search(remedy, error.value.remedy)
-
-
-def test_a_cut_off_file_and_damaged_rows(tmp_path):
-    regions = write(tmp_path)
-    images = find_captions(tmp_path, "train").images
-    whole = (tmp_path / "train_ims.npy").read_bytes()
-    (tmp_path / "train_ims.npy").write_bytes(whole[:-100])
-    with pytest.raises(BadSample, match="cut off"):
-        images.open(6)
-    with pytest.raises(UserError, match="cut off, or was damaged"):
-        find_captions(tmp_path, "train")
-    regions[2, 1, 1] = np.nan
-    np.save(tmp_path / "train_ims.npy", regions)
-    with pytest.raises(BadSample, match="NaN"):
-        find_captions(tmp_path, "train").images.open(2)

@@ -52,17 +52,6 @@ def test_feasible_combinations_are_those_that_counting_finds(k, minimum):
     assert feasible_tuples(FOUND, k, minimum).tolist() == [list(one) for one in expected]
 
 
-def test_images_are_split_four_to_one_to_one_by_their_names_alone():
-    names = [f"image {i}" for i in range(60)]
-    splits = draw_splits(names, 3)
-    assert [splits.count(one) for one in SPLITS] == [40, 10, 10]
-    assert draw_splits(names[::-1], 3) == splits[::-1]
-    assert draw_splits(names, 4) != splits
-    fixed = draw_splits(names, 3, set(names[:10]))
-    assert fixed[:10] == ["test"] * 10
-    assert [fixed[10:].count(one) for one in SPLITS] == [40, 10, 0]
-
-
 def test_drawn_combinations_keep_the_rules_of_the_benchmark():
     numbers = TupleNumbers(seen=15, unseen_train=8, unseen_test=4, feasible=3, infeasible=2)
     drawn = sample_tuples(FOUND, 2, 1, numbers)

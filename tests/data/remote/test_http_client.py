@@ -170,18 +170,6 @@ def test_redirects_to_what_is_not_the_web(location, tmp_path):
         assert len(server.heads) == 3  # another attempt would not help
 
 
-def test_redirects_are_followed(tmp_path):
-    def lead_on(server, connection, head):
-        there = b"/b%20c d\xfc?x=1" if head.startswith("GET /a ") else None
-        moved = b"HTTP/1.1 307 Moved\r\nContent-Length: 999999\r\nLocation: %s\r\n\r\n"
-        connection.sendall(moved % there if there else OK)
-
-    with listening(lead_on) as server:
-        assert got(f"http://127.0.0.1:{server.port}/a", tmp_path) == b"abcd"
-        assert server.heads[1].startswith("GET /b%20c%20d%FC?x=1 ")
-        assert version_of(Remote(f"http://127.0.0.1:{server.port}/a"), AMPLE) == '"1"'
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_a_password_stays_with_its_server(same, tmp_path):
     with listening(fine) as other:

@@ -44,13 +44,6 @@ def test_troubles_that_pass(folder, tmp_path, trouble, ranges):
             assert site.sent == len(DATA)
 
 
-def test_a_file_that_changes_between_attempts_is_not_patched_together(folder, tmp_path):
-    with serve(folder) as site:
-        site.troubles["a.tar"] = ["cut", 416]  # what a server says to a range that its new file does not have
-        assert got(Remote(f"{site.address}/a.tar"), tmp_path) == DATA
-        assert site.requests[-1] == ("a.tar", None)
-
-
 def test_commands(folder, tmp_path):
     assert got(Remote(f"pipe:cat {folder}/a.tar"), tmp_path) == DATA
     assert got(Remote(f"pipe:head -c 1000 {folder}/a.tar; tail -c +1001 {folder}/a.tar"), tmp_path) == DATA

@@ -61,15 +61,6 @@ def test_selection_against_loops(ranking, monkeypatch):
     assert measured["mean"]["value"] == pytest.approx(sum(map(sum, right.values())) / (4 * N))
 
 
-def test_equal_scores_are_half_right():
-    one = some()
-    same = EmbeddedTriplets(
-        {**one.images, "C": one.images["A"]}, {**one.captions, "C": one.captions["A"]}, one.triplets
-    )
-    measured = binary_selection(same, "csd", RankingOptions())
-    assert all(value == {"value": 0.5, "se": 0.0} for value in measured.values())
-
-
 @pytest.mark.parametrize("name", MEASURES)
 def test_uncertainty_against_loops(name):
     found = some()

@@ -77,15 +77,3 @@ def test_a_text_without_some_words_does_not_depend_on_them(model, tokens):
     changed[1, [1, 3, 4]] = 300
     changed[2, 1] = 300
     assert torch.equal(model.encode_text(changed, kept=kept).mean, before.mean)
-
-
-@pytest.mark.parametrize("share", [0.3, 0.75])
-def test_every_part_is_as_likely(model, share):
-    inputs = torch.zeros(400, 3, 64, 64)
-    n = model.image_tower.n_tokens - 1
-    kept = draw(0, model.image_tower, inputs, share=share)
-    assert kept.shape[1] == max(1, round(share * n))
-    assert int(kept.min()) >= 0
-    frequency = torch.bincount(kept.flatten(), minlength=n) / len(inputs)
-    expected = kept.shape[1] / n
-    assert (frequency - expected).abs().max() < 4.5 * (expected * (1 - expected) / len(inputs)) ** 0.5
