@@ -29,8 +29,7 @@ def photograph(width: int, height: int, seed: int) -> Image.Image:
 
 
 def test_boxes_are_torchvisions():
-    scale = (0.08, 1.0)
-    crops = [kind(32, scale) for kind in (RandomResizedCrop, RandomCrop)]
+    crops = [kind(32, (0.08, 1.0)) for kind in (RandomResizedCrop, RandomCrop)]
     for size in (*SIZES, (3000, 20), (20, 3000), (5, 3), (1, 1)):
         for image in (Image.new("RGB", size), torch.empty(3, *size[::-1])):
             for seed in range(6):
@@ -66,11 +65,10 @@ def test_pixels_differ_from_pils_by_rounding(mode, interpolation, size):
 
 def test_as_much_is_erased_as_timm_erases():
     """The area that an image loses has the same distribution."""
-    count = 3
     seed_all(0)
     random.seed(0)
-    n, ours = 2000, RandomErasing(0.5, count, (0.5,) * 3, (0.1,) * 3)
-    timms = TimmsRandomErasing(0.5, mode="pixel", max_count=count, device="cpu")
+    n, ours = 2000, RandomErasing(0.5, 3, (0.5,) * 3, (0.1,) * 3)
+    timms = TimmsRandomErasing(0.5, mode="pixel", max_count=3, device="cpu")
     found = [(ours(torch.full((3, 24, 32), 255, dtype=torch.uint8)) != 255).any(0).float().mean() for _ in range(n)]
     expected = [(timms(torch.full((3, 24, 32), 9.0))[0] != 9).float().mean() for _ in range(n)]
     apart = (torch.stack(found).sort().values - torch.stack(expected).sort().values).abs()

@@ -36,11 +36,10 @@ def test_prefix_vectors_equal_the_mean_of_the_k_most_certain_prompts_one_k_at_a_
 
 
 def test_ranks_count_the_classes_above_the_true_one_whatever_the_chunks():
-    max_scores = 100
     mean, u = random_prompts()
     prefixes = prefix_vectors(mean, u)
     images, labels = random_images()
-    ranks = true_ranks(images, prefixes, labels, max_scores=max_scores)
+    ranks = true_ranks(images, prefixes, labels, max_scores=100)
     assert ranks.shape == (50, 11)
     for i in range(50):
         for k in range(11):

@@ -33,13 +33,12 @@ def test_curve_counts():
 
 
 def test_wanted_precision_is_kept_on_new_queries():
-    wanted = 0.6
     new_u, new_correct = queries(100_000, seed=10_000)
-    found = [highest_threshold(precision_curve(*queries(4_000, seed)), wanted) for seed in range(12)]
+    found = [highest_threshold(precision_curve(*queries(4_000, seed)), 0.6) for seed in range(12)]
     thresholds = [threshold for threshold in found if threshold is not None]
     assert len(thresholds) >= 10
-    assert sum(bool(new_correct[new_u <= u].float().mean() < wanted) for u in thresholds) <= 1
-    ideal = 2 * (1 - wanted)  # up to u the precision is 1 - u / 2
+    assert sum(bool(new_correct[new_u <= u].float().mean() < 0.6) for u in thresholds) <= 1
+    ideal = 2 * (1 - 0.6)  # up to u the precision is 1 - u / 2
     assert sum(thresholds) / len(thresholds) > 0.5 * ideal
 
 

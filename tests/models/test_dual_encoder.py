@@ -44,12 +44,11 @@ def total(out):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_mean_equals_open_clip_bit_by_bit(tmp_path, training):
-    name = NAME
     torch.manual_seed(0)
-    stock = open_clip.create_model(name, force_custom_text=True, nonscalar_logit_scale=True)
+    stock = open_clip.create_model(NAME, force_custom_text=True, nonscalar_logit_scale=True)
     torch.save({"state_dict": {f"module.{key}": value for key, value in stock.state_dict().items()}}, tmp_path / "x.pt")
     for n_unc_layers in (0, 1, 2):
-        model = create_model(name, n_unc_layers=n_unc_layers, pretrained=str(tmp_path / "x.pt")).train(training)
+        model = create_model(NAME, n_unc_layers=n_unc_layers, pretrained=str(tmp_path / "x.pt")).train(training)
         images, tokens = batch(model)
         stock.train(training)
         with torch.no_grad():

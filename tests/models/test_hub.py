@@ -131,11 +131,10 @@ def test_wrong_configurations(tmp_path, change):
 
 
 def test_a_configuration_far_larger_than_its_weights_takes_no_memory(tmp_path):
-    part, change = "vision", {"image_size": 50_000, "patch_size": 1}
     save_model(model_with(), tmp_path)
     save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["architecture"][f"{part}_cfg"].update(change)
+    config["architecture"]["vision_cfg"].update(image_size=50_000, patch_size=1)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"positional_embedding has .* far more than the weights"):
         load_model(tmp_path)
@@ -271,11 +270,10 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_hub_name_of_published_weights(tmp_path, hub):
-    weights = "model.safetensors"
     model, state, config = published()
-    save_file(state, tmp_path / weights)
+    save_file(state, tmp_path / "model.safetensors")
     hub["/someone/PCMEPP/resolve/main/config.json"] = json.dumps(config).encode()
-    hub[f"/someone/PCMEPP/resolve/main/{weights}"] = (tmp_path / weights).read_bytes()
+    hub["/someone/PCMEPP/resolve/main/model.safetensors"] = (tmp_path / "model.safetensors").read_bytes()
     assert same_outputs(load_model("someone/PCMEPP").model, model)
 
 

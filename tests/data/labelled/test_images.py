@@ -120,8 +120,7 @@ def with_bad(tmp_path, pictures):
 
 
 def test_unreadable_images_are_counted_named_and_left_out(with_bad):
-    workers = 2
-    batches = ImageBatches(with_bad, to_tensor, batch_size=5, workers=workers, max_bad=0.1)
+    batches = ImageBatches(with_bad, to_tensor, batch_size=5, workers=2, max_bad=0.1)
     assert sum(len(batch) for batch in batches) == 29
     assert [with_bad.places[i].name for i in batches.kept] == [f"{i:03d}" for i in range(32) if i not in (3, 9, 17)]
     assert sorted(name for name, _ in batches.bad) == ["003", "009", "017"]

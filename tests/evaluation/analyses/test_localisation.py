@@ -120,10 +120,9 @@ def plain_attention(regions_TD, words_LD, how):
 
 
 def test_a_scan_model_scores_phrases_with_each_region(entities, tmp_path):
-    direction = "i2t"
-    how = CrossAttention(direction)
+    how = CrossAttention("i2t")
     embedder = region_embedder(
-        "scan-scenes-gru", head="average", probabilistic=False, ranking="attention", attention={"direction": direction}
+        "scan-scenes-gru", head="average", probabilistic=False, ranking="attention", attention={"direction": "i2t"}
     )
     data = find_phrases(entities, "test").only([0, 1, 2])
     features = regions_of(data, tmp_path)

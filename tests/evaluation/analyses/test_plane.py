@@ -24,11 +24,10 @@ def test_the_plane_has_the_largest_variance():
 
 
 def test_they_hold_their_share_of_the_samples():
-    level = 0.9
     g = normals()
     plane = plane_of(g.mean)
-    found = ellipses(g, plane, level)
+    found = ellipses(g, plane, 0.9)
     for row in range(3):
         samples = g[[row]].sample(100_000, torch.Generator().manual_seed(row))[0].double()
         inside = found[[row]].holds((samples - plane.origin) @ plane.axes)
-        assert float(inside.double().mean()) == pytest.approx(level, abs=6e-3)
+        assert float(inside.double().mean()) == pytest.approx(0.9, abs=6e-3)

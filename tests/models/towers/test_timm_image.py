@@ -32,11 +32,10 @@ SWIN = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
     ],
 )
 def test_feature_maps_are_tokens(name, n_tokens, width, kwargs, head):
-    size = 64
     torch.manual_seed(0)
-    model = DualEncoder(config_of(name, size, head, **kwargs))
+    model = DualEncoder(config_of(name, 64, head, **kwargs))
     tower = model.visual
-    images = torch.randn(2, 3, size, size)
+    images = torch.randn(2, 3, 64, 64)
     features, unc = tower.features(images)
     assert features.tokens.shape[:2] == unc.tokens.shape[:2] == (2, n_tokens)
     assert tower.n_tokens == n_tokens
