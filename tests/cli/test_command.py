@@ -119,7 +119,7 @@ def test_nearest_knows_a_name_without_its_group_and_pcmepp():
     assert nearest("PCME++", ["pcme", "pcmepp", "pcmepp-mu"]) == " Did you mean 'pcmepp'?"
 
 
-COMMANDS = ["pretrain.run", "zeroshot.imagenet", "zeroshot.retrieval", "tools.make_scenes"]
+COMMANDS = ["pretrain.run", "zeroshot.imagenet", "zeroshot.retrieval"]
 
 
 @pytest.mark.parametrize("module", COMMANDS)
