@@ -131,19 +131,11 @@ class Browser:
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], **given, **more
             )
 
-    def paste(self) -> None:
-        """What is on the clipboard, with the keys."""
-        self.press("v", modifiers=2, commands=["paste"])
-
     def drop(self, *paths: Path) -> None:
         """Drag files into the page and drop them."""
         data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             self.call("Input.dispatchDragEvent", type=kind, x=300, y=300, data=data)
-
-    def prefer(self, scheme: str) -> None:
-        """ "light" or "dark"."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def choose_files(self, selector: str, *paths: Path) -> None:
         root = self.call("DOM.getDocument")["root"]["nodeId"]

@@ -19,13 +19,13 @@ import threading
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import torch
 from jsonargparse.typing import ClosedUnitInterval
@@ -80,18 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights, dim = weights_sha256(loaded.model), loaded.model.embed_dim
     out = create_embeddings(options.out, lasting_name(options.model), weights, dim, options.mean_dtype, options.resize)
     mine = list(names.items())[first::step]
+    loaded = loaded._replace(transforms=create_transforms(loaded.model, resize=out.resize))
     tasks = pending(out, mine, kinds)
     for data, shards in corpora.items():
         out.add_corpus(corpus_name(data, shown=True), [names[shard] for shard in shards])
     if len(tasks) < len(mine):
         print(f"{len(mine) - len(tasks):,} of {len(mine):,} shards are embedded already", flush=True)
     with Preemption() as preemption:
-        embed(loaded, out, tasks, options, device, preemption.asked)
+        damaged = embed(loaded, out, tasks, options, device, preemption.asked)
         if preemption.asked():
             said = f"stopped by {preemption.description}; the same command resumes from here"
             print(said, file=sys.stderr, flush=True)
             return preemption.exit_code
-    report_damaged([task for task in tasks if task.damage], options.skip_damaged)
+    report_damaged(damaged, options.skip_damaged)
     for kind in kinds:
         count = out.count(kind)
         print(f"{out.folder} still lacks {kind}s" if count is None else f"{count:,} {kind}s in {out.folder}")
@@ -205,31 +206,13 @@ def version(shard: Shard) -> str:
     return f"{status.st_size} bytes of {status.st_mtime_ns}"
 
 
-@dataclass
-class ShardTask:
-    """A shard to embed and its results so far.
-
-    Attributes:
-        kinds: those of KINDS that are missing; version: of the shard, "" if it could not be read.
-        damage: why it cannot be used, "" if it can.
-        spans: its samples; rows of the other lists and mappings count these.
-        images: rows whose image was embedded, in the order of `means` and `uncertainties`, tensors of a batch each.
-        tokens: of all captions, one tensor (n, L) for each batch.
-    """
+class ShardTask(NamedTuple):
+    """A shard to embed, the name of its partitions, those of KINDS that are missing, and the shard's `version`."""
 
     shard: Shard
     name: str
     kinds: Sequence[str]
     version: str
-    damage: str = ""
-    spans: list[SampleSpan] = field(default_factory=list)
-    images: list[int] = field(default_factory=list)
-    means: list[Tensor] = field(default_factory=list)
-    uncertainties: list[Tensor] = field(default_factory=list)
-    captions: dict[int, list[str]] = field(default_factory=dict)
-    urls: dict[int, str] = field(default_factory=dict)
-    tokens: list[Tensor] = field(default_factory=list)
-    failures: list[tuple[str, str]] = field(default_factory=list)
 
 
 def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequence[str]) -> list[ShardTask]:
@@ -262,63 +245,49 @@ def pending(out: Embeddings, shards: Sequence[tuple[Shard, str]], kinds: Sequenc
 # ------------------------------------------------------------------------------------------------ reading
 
 
-class ReadRequest(NamedTuple):
-    """One sample to read of the shard `number`; without a span it is the end of that shard."""
-
-    number: int
-    row: int = -1
-    path: str = ""
-    span: SampleSpan | None = None
-    kinds: Sequence[str] = ()
-
-
 class ReadSample(NamedTuple):
-    """Pixels (3, H, W) and tokens (n, L) of a sample, each only if wanted, its captions, address, and failure."""
+    """A sample: its pixels (3, H, W), in a batch whether it has some; tokens (n, L); captions; address; failure."""
 
-    request: ReadRequest
-    pixels: Tensor | None = None
-    tokens: Tensor | None = None
-    captions: list[str] | None = None
+    image: Tensor | bool = False
+    tokens: np.ndarray | None = None
+    captions: Sequence[str] = ()
     url: str | None = None
     failure: str = ""
 
 
 class Samples(torch.utils.data.Dataset):
-    """Map-style data set whose keys are `ReadRequest`s."""
+    """The samples of a tar."""
 
-    def __init__(self, transform: Callable, tokenizer: Callable):
-        self.transform, self.tokenizer = transform, tokenizer
-        self._path, self._file = "", None
+    def __init__(self, path: Path, spans: Sequence[SampleSpan], kinds: Sequence[str], transform, tokenizer):
+        self.path, self.spans, self.kinds, self.transform, self.tokenizer = path, spans, kinds, transform, tokenizer
+        self._file = None
 
-    def __getitem__(self, request: ReadRequest) -> ReadSample:
-        pixels, tokens, failure = None, None, ""
-        if request.span is None:
-            return ReadSample(request)
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, row: int) -> ReadSample:
+        image, tokens, failure = False, None, ""
         try:
-            if request.path != self._path:
-                self._file, self._path = open(request.path, "rb", buffering=0), request.path  # noqa: SIM115 - one at a time
-            sample = parse_sample(read_sample(self._file.fileno(), request.span), request.span.key, need_caption=None)
+            self._file = self._file or open(self.path, "rb", buffering=0)  # noqa: SIM115 - of this process
+            sample = parse_sample(read_sample(self._file.fileno(), self.spans[row]), self.spans[row].key, None)
             if len(sample.captions) > MAX_CAPTIONS:
                 raise BadSample(f"it has {len(sample.captions):,} captions, more than {MAX_CAPTIONS:,}")
         except (OSError, BadSample) as error:
-            return ReadSample(
-                request, failure=f"cannot be read ({error})" if isinstance(error, OSError) else str(error)
-            )
-        if "image" in request.kinds:
+            return ReadSample(failure=str(error))
+        if "image" in self.kinds:
             try:
-                pixels = self.transform(decode_image(sample.image, exif=True))
+                image = self.transform(decode_image(sample.image, exif=True))
             except BadSample as error:
                 failure = str(error)  # its captions can be used
-        if "text" in request.kinds and sample.captions:
-            tokens = self.tokenizer(sample.captions).int()
-        return ReadSample(request, pixels, tokens, sample.captions, web_link(sample.meta.get("url")), failure)
+        if "text" in self.kinds and sample.captions:
+            tokens = self.tokenizer(sample.captions).int().numpy()
+        return ReadSample(image, tokens, sample.captions, web_link(sample.meta.get("url")), failure)
 
 
-def collate(samples: list[ReadSample]) -> tuple[list[ReadSample], list[int], Tensor | None]:
-    """The samples of a batch, rows of those with an image, and these images, (B, 3, H, W)."""
-    images = [sample for sample in samples if sample.pixels is not None]
-    pixels = stack([sample.pixels for sample in images]) if images else None
-    return [one._replace(pixels=None) for one in samples], [one.request.row for one in images], pixels
+def collate(samples: list[ReadSample]) -> tuple[list[ReadSample], Tensor | None]:
+    """The samples of a batch, and the images of those that have one, (B, 3, H, W)."""
+    images = [sample.image for sample in samples if sample.image is not False]
+    return [one._replace(image=one.image is not False) for one in samples], stack(images) if images else None
 
 
 def list_samples(path: Path) -> list[SampleSpan]:
@@ -348,124 +317,113 @@ def start_fetch(shard: Shard, folder: str) -> Future[Path]:
     return found
 
 
-def requests(
-    tasks: Sequence[ShardTask], files: dict[int, Path], batch_size: int, folder: str, stopped: Callable[[], bool]
-) -> Iterator[list[ReadRequest]]:
-    """Batches of requests, which never mix shards; fills `files` with the local files, `spans` and `damage`."""
-    fetches: dict[int, Future[Path]] = {}
-    for number, task in enumerate(tasks):
-        for ahead, one in enumerate(tasks[number : number + 1 + AHEAD], number):
-            if isinstance(one.shard.path, Remote) and ahead not in fetches:
-                fetches[ahead] = start_fetch(one.shard, folder)
-        try:
-            if number in fetches:
-                while not fetches[number].done():
-                    if stopped():
-                        return
-                    time.sleep(0.05)
-                files[number] = fetches[number].result()
-            path = files.get(number, task.shard.path)
-            task.spans = list_samples(path)
-            if len(task.spans) < task.shard.samples:
-                task.damage = f"holds {len(task.spans):,} samples, but its index says {task.shard.samples:,}"
-        except (BadShard, OSError) as error:
-            task.damage, task.version = str(error).removeprefix(f"{task.shard.path}: "), ""
-        spans = [ReadRequest(number, row, str(path), span, task.kinds) for row, span in enumerate(task.spans)]
-        for start in range(0, len(spans), batch_size):
-            yield spans[start : start + batch_size]
-        yield [ReadRequest(number)]
-
-
 # ------------------------------------------------------------------------------------------------ embedding
 
 
 def embed(
     loaded, out: Embeddings, tasks: Sequence[ShardTask], options: Namespace, device: Device, stopped: Callable[[], bool]
-) -> None:
-    """Embed every shard and write its partitions, until `stopped`."""
-    model, tokenizer, _ = loaded
-    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), sum(task.shard.samples for task in tasks)
-    workers = options.workers
+) -> list[str]:
+    """Embed shard after shard, until `stopped`; returns the paths of damaged ones, with the reasons."""
+    fetches: dict[int, Future[Path]] = {}
+    damaged = []
+    with (
+        tempfile.TemporaryDirectory(prefix="probemb-shards-", ignore_cleanup_errors=True) as folder,
+        progress("samples", sum(task.shard.samples for task in tasks)) as advance,
+        torch.inference_mode(),
+    ):
+        for number, task in enumerate(tasks):
+            for ahead, one in enumerate(tasks[number : number + 1 + AHEAD], number):
+                if isinstance(one.shard.path, Remote) and ahead not in fetches:
+                    fetches[ahead] = start_fetch(one.shard, folder)
+            while number in fetches and not fetches[number].done() and not stopped():
+                time.sleep(0.05)
+            if stopped():
+                break
+            spans, damage = [], ""
+            path = task.shard.path
+            try:
+                path = fetches[number].result() if number in fetches else path
+                spans = list_samples(path)
+                if len(spans) < task.shard.samples:
+                    damage = f"holds {len(spans):,} samples, but its index says {task.shard.samples:,}"
+            except (BadShard, OSError) as error:
+                damage, task = str(error).removeprefix(f"{path}: "), task._replace(version="")  # tried again
+            damage = embed_shard(loaded, out, task, path, spans, damage, options, device, stopped, advance)
+            if number in fetches and isinstance(path, Path):
+                path.unlink(missing_ok=True)
+            damaged += [f"{task.shard.path}: {damage}"] if damage else []
+    return damaged
+
+
+def embed_shard(
+    loaded, out: Embeddings, task: ShardTask, path: Path, spans: list[SampleSpan], damage: str, options: Namespace,
+    device: Device, stopped: Callable[[], bool], advance: Callable[[int], object],
+) -> str:  # fmt: skip
+    """Write the partitions of a shard, unless it is damaged or `stopped`; returns the damage, "" if there is none."""
+    model, tokenizer, transforms = loaded
+    workers, ranks = options.workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if workers is None:
-        workers = -(-loader_workers(None, total or len(tasks) * 1000, device.name) // ranks)
-    samples = Samples(create_transforms(model, resize=out.resize).evaluate, tokenizer)
-    files: dict[int, Path] = {}
-    with tempfile.TemporaryDirectory(prefix="probemb-shards-", ignore_cleanup_errors=True) as folder:
-        loader = make_loader(
-            samples,
-            workers,
-            batch_sampler=requests(tasks, files, options.batch_size, folder, stopped),
-            collate_fn=collate,
-            pin_memory=device.name.startswith("cuda"),
-        )
-        with progress("samples", total) as advance, torch.inference_mode(), closing(read(loader)) as batches:
-            for read_samples, images, pixels in batches:
-                if stopped():
-                    return
-                number = read_samples[0].request.number
-                task = tasks[number]
-                if read_samples[0].request.span is None:
-                    finish(task, out, model, options, device)
-                    if number in files:
-                        files.pop(number).unlink()
-                    continue
-                if pixels is not None:
-                    with device.autocast():
-                        found = model.encode_image(pixels.to(device.name, non_blocking=True))
-                    task.means.append(found.mean.to(getattr(torch, out.mean_dtype)))
-                    task.uncertainties.append(found.uncertainty().float())
-                task.images += images
-                for request, _, tokens, captions, url, failure in read_samples:
-                    task.captions |= {request.row: captions} if captions else {}
-                    task.urls |= {request.row: url} if url else {}
-                    task.tokens += [tokens] if tokens is not None else []
-                    task.failures += [(request.span.key, failure)] if failure else []
-                advance(len(read_samples))
-
-
-def finish(task: ShardTask, out: Embeddings, model, options: Namespace, device: Device) -> None:
-    """Write the partitions of a shard, unless it is damaged, and drop what it held."""
-    if len(task.failures) > options.max_bad * len(task.spans) and not task.damage:
-        key, why = task.failures[0]
-        task.damage = f"{len(task.failures):,} of {len(task.spans):,} samples cannot be used ({key}: {why})"
-    causes = Counter(re.sub(r"\d[\d,]*", "N", plain(why)) for _, why in task.failures)  # so that there are few causes
-    causes.update([f"the shard {plain(task.damage)}"] if task.damage else [])
-    about = {"shard": plain(str(task.shard.path)), "version": task.version, "samples": len(task.spans)}
+        workers = -(-loader_workers(None, len(spans), device.name) // ranks)
+    samples = Samples(path, spans, task.kinds, transforms.evaluate, tokenizer)
+    pin = device.name.startswith("cuda")
+    loader = make_loader(samples, workers, batch_size=options.batch_size, collate_fn=collate, pin_memory=pin)
+    found, means, uncertainties = [], [], []
+    with closing(read(loader)) as batches:
+        for batch, pixels in batches:
+            if stopped():
+                return ""
+            if pixels is not None:
+                with device.autocast():
+                    images = model.encode_image(pixels.to(device.name, non_blocking=True))
+                means.append(images.mean.to(getattr(torch, out.mean_dtype)))
+                uncertainties.append(images.uncertainty().float())
+            found += batch
+            advance(len(batch))
+    failures = [(span.key, one.failure) for span, one in zip(spans, found) if one.failure]
+    if len(failures) > options.max_bad * len(spans) and not damage:
+        damage = f"{len(failures):,} of {len(spans):,} samples cannot be used ({': '.join(failures[0])})"
+    causes = Counter(re.sub(r"\d[\d,]*", "N", plain(why)) for _, why in failures)  # so that there are few causes
+    causes.update([f"the shard {plain(damage)}"] if damage else [])
+    about = {"shard": plain(str(task.shard.path)), "version": task.version, "samples": len(spans)}
     about["failures"] = dict(causes.most_common())
-    for kind in task.kinds if options.skip_damaged or not task.damage else ():
+    for kind in task.kinds if options.skip_damaged or not damage else ():
         mean, u = torch.zeros(0, out.dim), torch.zeros(0)
         if kind == "image":
-            rows = [(row, task.captions.get(row, []), None) for row in task.images]
+            rows = [(span, one, one.captions, None) for span, one in zip(spans, found) if one.image]
             if rows:
-                mean, u = torch.cat(task.means).cpu(), torch.cat(task.uncertainties).cpu()
+                mean, u = torch.cat(means).cpu(), torch.cat(uncertainties).cpu()
         else:
-            rows = [(row, [one], i) for row, some in sorted(task.captions.items()) for i, one in enumerate(some)]
+            rows = [(span, one, [text], i) for span, one in zip(spans, found) for i, text in enumerate(one.captions)]
             if rows:
-                tokens, size = torch.cat(task.tokens).long(), options.text_batch_size
-                found = encode_texts(model.encode_text, tokens, batch_size=size, device=device, cut=model.cut_padding)
-                mean, u = found.mean, found.uncertainty()
+                tokens, size = [one.tokens for one in found if one.tokens is not None], options.text_batch_size
+                texts = encode_texts(
+                    model.encode_text,
+                    torch.from_numpy(np.concatenate(tokens)).long(),
+                    batch_size=size,
+                    device=device,
+                    cut=model.cut_padding,
+                )
+                mean, u = texts.mean, texts.uncertainty()
         if not (mean.isfinite().all() and u.isfinite().all()):
             what = f"The model embeds items of {task.shard.path} as NaN or infinity."
             raise UserError(what, "Use another checkpoint, or --precision fp32.")
-        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, task, rows), about)
-    task.spans, task.images, task.means, task.uncertainties, task.tokens, task.failures = [], [], [], [], [], []
-    task.captions, task.urls = {}, {}
+        out.write(kind, task.name, mean.numpy(), u.numpy(), item_table(kind, about["shard"], rows), about)
+    return damage
 
 
-def item_table(kind: str, task: ShardTask, rows: Sequence[tuple[int, list[str], int | None]]) -> pa.Table:
-    """Metadata of a partition; `rows`: (row of the shard, captions, number of the caption)."""
-    spans = [task.spans[row] for row, _, _ in rows]
-    images = [next(span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts) for span in spans]
+def item_table(kind: str, shard: str, rows: Sequence[tuple[SampleSpan, ReadSample, list[str], int | None]]) -> pa.Table:
+    """Metadata of a partition; `rows`: captions of each, and the number of a caption within its sample."""
+    images = [next(span.parts[ext] for ext in IMAGE_EXTENSIONS if ext in span.parts) for span, *_ in rows]
     columns = {
-        "key": [plain(span.key) for span in spans],
-        "captions": [[plain(one) for one in captions] for _, captions, _ in rows],
-        "shard": [plain(str(task.shard.path))] * len(rows),
+        "key": [plain(span.key) for span, *_ in rows],
+        "captions": [[plain(one) for one in captions] for _, _, captions, _ in rows],
+        "shard": [shard] * len(rows),
         "offset": [image.offset for image in images],
         "size": [image.size for image in images],
-        "url": [task.urls.get(row) for row, _, _ in rows],
+        "url": [one.url for _, one, _, _ in rows],
     }
     if kind == "text":
-        columns["number"] = [number for _, _, number in rows]
+        columns["number"] = [number for *_, number in rows]
     return pa.table(columns, schema=item_schema(kind))
 
 
@@ -474,19 +432,16 @@ def plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def report_damaged(damaged: Sequence[ShardTask], skip: bool) -> None:
+def report_damaged(damaged: Sequence[str], skip: bool) -> None:
     """Report the shards that were left out. Raises UserError unless `skip`."""
-    if not damaged:
-        return
-    shown = "; ".join(f"{task.shard.path}: {task.damage}" for task in damaged[:SHOWN])
-    shown += "; …" if len(damaged) > SHOWN else ""
-    if skip:
+    shown = "; ".join(damaged[:SHOWN]) + ("; …" if len(damaged) > SHOWN else "")
+    if damaged and skip:
         print(f"damaged, embedded as far as they can be read: {shown}", file=sys.stderr)
-        return
-    raise UserError(
-        f"{len(damaged):,} shard{'s are' if len(damaged) > 1 else ' is'} not embedded ({shown}); all others are.",
-        "Fetch them again and repeat the command, allow more with --max-bad, or use --skip-damaged.",
-    )
+    elif damaged:
+        raise UserError(
+            f"{len(damaged):,} shard{'s are' if len(damaged) > 1 else ' is'} not embedded ({shown}); all others are.",
+            "Fetch them again and repeat the command, allow more with --max-bad, or use --skip-damaged.",
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from argparse import Namespace
 import faiss
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn import functional as F
@@ -26,16 +25,14 @@ from probemb.search import (
     choose_factory,
     folder,
     load_index,
-    refuse_small_gallery,
     require_model,
-    rerank,
     search,
     search_weighted,
     set_effort,
 )
-from probemb.search.choice import bytes_per_item, cell_count, training_count
+from probemb.search.choice import cell_count, training_count
 from probemb.search.embeddings import create_embeddings, item_schema, open_embeddings
-from probemb.search.index import new_index, train, width_of
+from probemb.search.index import new_index, width_of
 from tools.build_index import main
 from tools.search.command import open_index
 
@@ -135,15 +132,6 @@ def test_effort_is_traded_for_recall(embeddings, tmp_path):
     assert set_effort(build(embeddings, tmp_path / "flat"), 3) is None
 
 
-def test_the_two_step_form(embeddings, tmp_path):
-    q = queries()
-    truth = csd(q, gallery(embeddings))
-    index = build(embeddings, tmp_path / "index", "--form", "mean", "--part-items", 300)
-    distance, found = rerank(index, q, 10, candidates=700)
-    torch.testing.assert_close(distance, truth.sort(dim=1).values[:, :10], rtol=1e-5, atol=1e-5)
-    assert recall(rerank(index, q, 10, candidates=20)[1], truth) < recall(found, truth) == 1
-
-
 @pytest.mark.parametrize("weight", [-1.0, 0.5])
 def test_an_index_keeps_its_weight_of_the_variances(weight, embeddings, tmp_path):
     """In parts, whose extra dimension needs the largest u of all of them."""
@@ -155,20 +143,6 @@ def test_an_index_keeps_its_weight_of_the_variances(weight, embeddings, tmp_path
     assert torch.equal(found, ranking(scores, 50))
     torch.testing.assert_close(distance, -scores.gather(1, found), rtol=1e-5, atol=1e-4)
     assert torch.equal(search_weighted(index, q, 10, 1.0)[1], search(build(embeddings, tmp_path / "csd"), q, 10)[1])
-
-
-@pytest.mark.parametrize(
-    ("factory", "least"), [("HNSW32", 1), ("IVF16,Flat", 16), ("IVF8,PQ4x5np", 32), ("IMI2x4,Flat", 16), ("PQ4np", 256)]
-)
-def test_the_least_gallery_is_the_least_that_faiss_trains(factory, least):
-    vectors = np.random.default_rng(0).standard_normal((least, 16), dtype=np.float32)
-    refuse_small_gallery(factory, least)
-    train(new_index(16, factory), vectors, factory)
-    if least > 1:
-        with pytest.raises(UserError, match=f"from {least - 1} items: it needs at least {least}"):
-            refuse_small_gallery(factory, least - 1)
-        with pytest.raises(UserError, match=f"from {least - 1} items"):
-            train(new_index(16, factory), vectors[1:], factory)
 
 
 def test_an_opened_index_stays_what_it_was(embeddings, tmp_path):
@@ -214,17 +188,6 @@ def test_the_choice_says_why():
     for dim in (4, 17, 100, 1024):
         factory = choose_factory(10**9, dim, gib).factory
         assert new_index(width_of(dim, "csd", factory), factory).d == dim + 1
-
-
-@pytest.mark.parametrize("factory", ["Flat", "HNSW32", "IVF64,PQ32x4np", "IVF64,SQfp16", "PQ16x4np,Refine(SQ8)"])
-def test_bytes_of_an_item_are_nearly_those_of_the_file(factory):
-    x = np.random.default_rng(0).standard_normal((2000, width_of(64, "csd", factory)), dtype=np.float32)
-    index = new_index(x.shape[1], factory)
-    index.train(x)
-    empty = len(faiss.serialize_index(index))
-    index.add(x)
-    size = (len(faiss.serialize_index(index)) - empty) / 2000
-    assert 0.7 * size < bytes_per_item(factory, 64) < 1.3 * size + 8
 
 
 @pytest.mark.parametrize(
@@ -352,27 +315,3 @@ def test_a_full_disk_leaves_nothing(room, embeddings, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_float32_keeps_the_order_of_near_duplicates(tmp_path):
-    r = torch.Generator().manual_seed(0)
-    centres = F.normalize(torch.randn(30, DIM, generator=r), dim=1)
-    near = torch.cat([centres + 1e-3 * F.normalize(torch.randn(30, DIM, generator=r), dim=1) for _ in range(20)])
-    truth = torch.cdist(centres.double(), near.double()).argsort(1)[:, :10]
-    kept = {}
-    for mean_dtype in ("float16", "float32"):
-        made = create_embeddings(tmp_path / mean_dtype, "runs/x", "f" * 64, DIM, mean_dtype)
-        made.write("image", "x", near.numpy(), np.ones(600), items(n=600), {"shard": "x"})
-        made.add_corpus("data", ["x"])
-        index = build(open_embeddings(made.folder), tmp_path / f"{mean_dtype}-index", "--factory", "Flat")
-        found = search(index, Gaussian(centres, torch.zeros(30, DIM)), 10)[1]
-        kept[mean_dtype] = float((found[:, :, None] == truth[:, None, :]).any(1).double().mean())
-    assert kept["float32"] > 0.99 > kept["float16"]
-
-
-def test_a_table_of_other_columns_is_refused(embeddings, tmp_path):
-    copy = shutil.copytree(embeddings.folder, tmp_path / "x")
-    path = copy / "image" / "x-00004.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["offset"]), path)
-    with pytest.raises(UserError, match="x-00004"):
-        main(["--embeddings", str(copy), "--out", str(tmp_path / "index")])

@@ -10,7 +10,6 @@ from probemb.errors import UserError
 from probemb.evaluation.scores import tolerance_scores
 from probemb.metrics import ranking
 from probemb.search import build_index, rerank, search, search_weighted
-from probemb.search.index import neighbours
 
 
 def gaussians(n, dim=16, seed=0):
@@ -96,35 +95,6 @@ def test_any_weight_of_the_variances_in_one_more_dimension(weight):
             distance, found = search_weighted(index, queries, k, weight)
             assert torch.equal(found, want[:, :k])
             torch.testing.assert_close(distance, -scores.gather(1, found), rtol=1e-5, atol=1e-4)
-
-
-def test_few_candidates_are_enough_where_variances_hardly_differ(monkeypatch):
-    gallery, queries = gaussians(5000, dim=4), gaussians(20, dim=4, seed=1)
-    gallery = Gaussian(gallery.mean, gallery.log_var * 1e-3 - 9)
-    asked = []
-
-    def counted(index, queries, k):
-        asked.append(k)
-        return neighbours(index, queries, k)
-
-    monkeypatch.setattr("probemb.search.index.neighbours", counted)
-    _, found = search_weighted(build_index(gallery), queries, 5, -1.0)
-    assert torch.equal(found, ranking(tolerance_scores(queries, gallery, -1.0, 1.0)(slice(0, 20)), 5))
-    assert asked == [50]
-
-
-@pytest.mark.parametrize("factory", ["HNSW16", "IVF4,Flat", "PQ4x4", "SQ8"])
-def test_other_indexes_search_csd_too(factory):
-    gallery, queries = gaussians(400), gaussians(30, seed=1)
-    index = build_index(gallery, factory)
-    if factory.startswith("IVF"):
-        index.parts[0].nprobe = 4
-    _, found = search(index, queries, 10)
-    best = csd(queries, gallery).argmin(1)
-    by_mean = (queries.mean @ gallery.mean.T).argmax(1)
-    hit = (found == best[:, None]).any(1).double().mean()
-    assert hit > 0.9 or (factory == "PQ4x4" and hit > 0.3)
-    assert (best != by_mean).any()
 
 
 def test_an_index_that_finds_too_few_says_so():

@@ -119,9 +119,9 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         raise UserError("--index is missing.", "Name the folder that tools.build_index has made.")
     if len(options.index) > 1 and not options.serve:
         raise UserError(f"--index is given {len(options.index)} times.", "Give one; only --serve takes several.")
-    folders = [folder.absolute() for folder in options.index]
-    if twice := next((one for one in folders if folders.count(one) > 1), None):
-        raise UserError(f"--index {twice} is given twice.", "Give it once.")
+    names = [folder.absolute().name for folder in options.index]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"Two indexes are called {twice}.", "Give each once, and rename one of two folders.")
     asked = bool(options.texts or options.image or options.without or options.without_image)
     if options.serve + bool(options.calibrate) + asked > 1:
         raise UserError("A query, --serve and --calibrate exclude each other.", "Use one at a time.")
@@ -165,7 +165,7 @@ def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
     encoders: dict[tuple[str, str], QueryEncoder] = {}  # by model and resize backend
     weights: dict[str, str] = {}
     found = {}
-    for title, (folder, index) in zip(index_names(options.index), indexes.items()):
+    for folder, index in indexes.items():
         name = options.model or index.model
         key = name, index.resize
         if key not in encoders:
@@ -179,7 +179,7 @@ def open_searchers(options: argparse.Namespace) -> dict[str, Searcher]:
             weights[name] = weights_sha256(encoders[key].loaded.model)
         require_model(index, name, weights[name], encoders[key].loaded.model.embed_dim)
         calibration = None if options.calibrate else load_calibration(folder, index.weights)
-        found[title] = Searcher(index, encoders[key], options.tolerance, options.rerank, calibration)
+        found[folder.absolute().name] = Searcher(index, encoders[key], options.tolerance, options.rerank, calibration)
     return found
 
 
@@ -196,16 +196,6 @@ def open_index(folder: Path, options: argparse.Namespace, device: str, in_memory
     if options.effort is not None and set_effort(index, options.effort) is None:
         raise UserError(f"The index '{index.factory}' always searches everything.", "Leave --effort out.")
     return index
-
-
-def index_names(folders: Sequence[Path]) -> list[str]:
-    """Names of distinct folders: their last components, as many as tell them apart."""
-    parts = [folder.absolute().parts[1:] for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(one[-depth:]) for one in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def search_once(options: argparse.Namespace) -> int:

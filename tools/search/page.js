@@ -204,13 +204,6 @@ function show(answer, wanted) {
   say(`Uncertainty of the query: ${u}. ${n || "No"} result${n === 1 ? "" : "s"} in ${answer.seconds.toFixed(2)} s.${n ? "" : " None is as certain as that."}`);
 }
 
-// An address as a link, if it is one of the web; the server has checked it too.
-function sourceLink(address) {
-  const url = address && URL.canParse(address) ? new URL(address) : null;
-  if (!url || !["http:", "https:"].includes(url.protocol) || url.username || url.password) return "";
-  return make("a", { className: "source", href: url.href, target: "_blank", rel: "noopener noreferrer", textContent: url.hostname });
-}
-
 function card(result, answer) {
   const [caption, ...others] = result.captions;
   const text = (className, textContent, tag = "div") => make(tag, { className, textContent });
@@ -231,7 +224,10 @@ function card(result, answer) {
     window.scrollTo({ top: 0 });
     ask();
   });
-  item.append(text("key", result.key, "p"), make("div", { className: "last" }, result.picture || like.texts ? more : "", sourceLink(result.url)));
+  const source = result.url // which the server has checked
+    ? make("a", { className: "source", href: result.url, target: "_blank", rel: "noopener noreferrer", textContent: new URL(result.url).hostname })
+    : "";
+  item.append(text("key", result.key, "p"), make("div", { className: "last" }, result.picture || like.texts ? more : "", source));
   return item;
 }
 

@@ -20,7 +20,7 @@ from probemb.errors import UserError
 from probemb.models import create_model, save_model
 from tests.searching import EVIL, N, open_searcher
 from tools.search.calibrate import load_calibration
-from tools.search.command import index_names, main, open_searchers, parse, signed_weights
+from tools.search.command import main, open_searchers, parse, signed_weights
 from tools.search.query import QueryImage, SearchRequest
 
 
@@ -84,8 +84,8 @@ def test_bad_input(gallery, argv, what):
 def test_no_index():
     with pytest.raises(UserError, match="--index is given 2 times"):
         main(["a dog", "--index", "a", "--index", "b"])
-    with pytest.raises(UserError, match="b is given twice"):
-        main(["--serve", "--index", "a/../b", "--index", "b", "--index", "b"])
+    with pytest.raises(UserError, match="Two indexes are called b"):
+        main(["--serve", "--index", "a/b", "--index", "b"])
     with pytest.raises(UserError, match="There is no index in nowhere"):
         main(["a dog", "--index", "nowhere"])
 
@@ -164,8 +164,6 @@ def test_indexes_of_a_model_share_it(gallery):
     two = open_searchers(parse(["--serve", *folders, "--device", "cpu"]))
     assert list(two) == ["image", "text"]
     assert two["image"].encoder is two["text"].encoder
-    assert index_names([Path("a/x"), Path("/b/y")]) == ["x", "y"]
-    assert index_names([Path("/runs/a/x"), Path("/runs/b/x"), Path("/y")]) == ["a/x", "b/x", "y"]
 
 
 def test_the_page_is_served_until_the_command_is_told_to_end(gallery, tmp_path):

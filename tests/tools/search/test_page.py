@@ -1,10 +1,8 @@
 """The search page in a real headless Chromium: a dozen things that people do with it."""
 
 import json
-import shutil
 import time
 
-import pytest
 from PIL import Image
 
 from tests.searching import BACKWARDS, EVIL, MARKUP, N, open_searcher
@@ -13,17 +11,6 @@ from tests.webserver import serve as serve_folder
 from tools.search.query import QueryImage, SearchRequest
 
 TEXT = "document.querySelector('[name=text]').value"
-CONTRAST = """(selector => {
-  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
-  const linear = (v) => (v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-  const shine = (c) => parse(c).slice(0, 3).reduce((sum, v, i) => sum + linear(v / 255) * [.2126, .7152, .0722][i], 0);
-  const behind = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
-    if ((parse(c)[3] ?? 1) > 0) return c; } return 'rgb(255, 255, 255)'; };
-  const shown = [...document.querySelectorAll(selector)].filter(e => e.offsetParent && e.textContent.trim());
-  return Math.min(...shown.map(e => {
-    const [a, b] = [shine(getComputedStyle(e).color), shine(behind(e))].sort((x, y) => y - x);
-    return (a + .05) / (b + .05); }));
-})"""
 
 
 def keys_of(searcher, *args, **more):
@@ -218,30 +205,3 @@ def test_an_index_is_chosen(browser, gallery, searcher):
         browser.wait(f"{STATUS}.textContent.startsWith('That index is not here.')")
     browser.click("#go")
     browser.wait(f"{STATUS}.textContent.startsWith('The server does not answer')")
-
-
-def test_pictures_that_are_gone(browser, gallery, searcher, tmp_path):
-    hidden = tmp_path / "hidden.tar"
-    with serving(searcher) as server:
-        shutil.move(gallery.tar, hidden)
-        try:
-            open_page(browser, f"http://127.0.0.1:{server.effective_port}/#text=a")
-            browser.wait("document.querySelector('.frame')?.textContent === 'The picture is missing.'")
-        finally:
-            shutil.move(hidden, gallery.tar)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark(scheme, page):
-    page.prefer(scheme)
-    try:
-        search_for(page, "a red circle")
-        shade = page.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-        assert (max(shade) < 60) == (scheme == "dark")
-        texts = "h1, p, span, input, button:not([disabled]), label, .place, .numbers, .source, summary"
-        assert page.run(f"{CONTRAST}({texts!r})") >= 4.5  # WCAG AA
-        for kind in ("problem", "refused"):
-            page.run(f"{STATUS}.className = '{kind}'")
-            assert page.run(f"{CONTRAST}('#status')") >= 4.5
-    finally:
-        page.prefer("light")
